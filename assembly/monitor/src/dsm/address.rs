@@ -1,21 +1,21 @@
-//! Where nodes are.
+//! Addresses of nodes.
 
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-/// Where a node listens: `unix:PATH`, `tcp:HOST:PORT` or `rdma:HOST:PORT`.
+/// Address on which a node listens: `unix:PATH`, `tcp:HOST:PORT` or `rdma:HOST:PORT`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum NodeAddress {
-    /// A Unix socket of this host.
+    /// Path of a Unix socket on this host.
     Unix(PathBuf),
-    /// Host and port.
+    /// Host and port, `HOST:PORT`.
     Tcp(String),
-    /// Host and port of the TCP connection; frames go by the RDMA device that has the host's address.
+    /// Host and port of the TCP connection. Frames use the RDMA device that has the host's address.
     Rdma(String),
 }
 
-/// Text that is no address of a node.
+/// The text isn't an address of a node.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("\"{0}\" is no address of a node; write unix:PATH, tcp:HOST:PORT or rdma:HOST:PORT")]
 pub struct AddressError(String);
@@ -26,7 +26,7 @@ impl FromStr for NodeAddress {
     fn from_str(text: &str) -> Result<Self, AddressError> {
         let wrong = || AddressError(text.escape_debug().to_string());
         match text.split_once(':') {
-            // 107 bytes fit into a socket's address.
+            // A `sockaddr_un` holds 107 bytes and the terminating zero.
             Some(("unix", path)) if (1..108).contains(&path.len()) => Ok(Self::Unix(path.into())),
             Some((kind @ ("tcp" | "rdma"), place)) => {
                 let (host, port) = place.rsplit_once(':').ok_or_else(wrong)?;

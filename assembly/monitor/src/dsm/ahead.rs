@@ -1,15 +1,16 @@
-//! Fetches pages before they are asked for.
+//! The prefetcher: requests pages before a vCPU faults.
 //!
-//! Two things say which pages a vCPU will want. When it has gone on from page to page a few times, in one of several places that it goes on from in turns (rows of a
-//! matrix and its vectors, say), pages that follow are fetched ([`Streams`]). And pages of a region that it asked for in one round are fetched together when the next round
-//! begins, in whatever order it wants them ([`Rounds`]): what one host writes and another reads, again and again, travels together. Where such a batch is known to be wanted
-//! soon after another, both are asked for at once ([`Follow`]).
+//! | prefetcher | predicts |
+//! |---|---|
+//! | [`Streams`] | the next pages, for a vCPU that advances page by page in one or more places, such as matrix rows |
+//! | [`Rounds`] | the pages of a region that a vCPU requested in one round, in any order, at the start of the next round |
+//! | [`Follow`] | a batch of `Rounds` that a vCPU starts soon after a fault |
 //!
-//! Pages, or the right to write them where copies are here, are asked for in the name of helpers, which the protocol takes for vCPUs of this node: their instructions
-//! retire as soon as their pages come. So messages, ages and holds are those of ordinary faults, and a page that comes too early, or in vain, is given away like
-//! any other.
+//! A prefetch context requests a page, or the right to write where a copy is here. The protocol treats it as a vCPU of this node whose
+//! instruction retires as soon as the page arrives. So messages, ages and holds are those of ordinary faults. A page that was fetched too
+//! early or in vain is granted away like any other.
 //!
-//! Source: the second after *Spatial Memory Streaming* (Somogyi and others, ISCA 2006), there for cache lines.
+//! `Rounds` follows *Spatial Memory Streaming* (Somogyi and others, ISCA 2006), which prefetches cache lines.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -20,24 +21,29 @@ use super::engine::{Core, Engine, now};
 use super::follow::{Follow, Want};
 use super::streams::Streams;
 
-/// Helpers of a node: pages that are fetched ahead at the same time.
+/// Prefetch contexts of a node: the limit of pages that are prefetched at the same time.
 pub(super) const HELPERS: u16 = 128;
-/// A page that is taken so soon after it was fetched ahead may have been fetched in vain, nanoseconds.
+/// A page revoked within this time after its prefetch may have been fetched in vain, ns.
 pub(super) const SOON: u64 = 1_000_000;
-/// Pages that are asked for at once ahead of a stream. Those behind are asked for when the first of these has come: a vCPU uses pages while others are under way.
+/// Pages of a stream that are requested at once. The next part is requested when the first page of this one arrives, while the vCPU uses
+/// pages.
 const PART: usize = 32;
-/// Pages of a region.
+/// Pages of a region: 256 KiB.
 const REGION: u64 = 64;
-/// So many pages of a region in one round, or four in a row, are taken for what the next one will want; others have to come twice.
+/// Pages of a region in one round from which on all count as confirmed. Four in a row count, too; other pages must occur in two rounds.
 const DENSE: u32 = 32;
-/// Of pages that are known one in so many is left out each time, to see whether it is still wanted; one of the region where so many were.
+/// In each round, one page in `OFTEN` isn't prefetched, as a test of whether the vCPU still requests it. After `SURE` confirmations it is
+/// one in
+/// `REGION`.
 const OFTEN: u64 = 4;
 const SURE: u32 = 8;
 
-/// Pages that are known to be wanted together, to be worth asking for ahead of their first. A single page may be one that others are about to use, a lock's or what it guards.
+/// Known pages from which on a batch is requested before its first fault. A single page may be about to be used by another node, for
+/// example a
+/// lock's.
 const BATCH: u32 = 4;
 
-/// What is known of which pages a vCPU will want.
+/// Prefetcher of one vCPU.
 #[derive(Debug, Default)]
 pub(super) struct Foresight {
     streams: Streams,
@@ -47,7 +53,7 @@ pub(super) struct Foresight {
 }
 
 impl Foresight {
-    /// A page faults now: which pages will be wanted, and which others of late were, as is known now. `there`: whether there is nothing to fetch.
+    /// Predicts from a fault on `page`. `there` tells whether a page needs no fetch.
     pub(super) fn fault(&mut self, page: Page, write: bool, there: impl Fn(Want) -> bool) -> Foreseen {
         let (used, ahead) = self.streams.fault(page, write);
         let rounds = if write { &mut self.written } else { &mut self.read };
@@ -62,58 +68,58 @@ impl Foresight {
             known.extend(std::iter::once(first).chain(others).map(|page| (page, write)));
         }
         let rounds = if write { &self.written } else { &self.read };
-        // A page that is left out has to show by itself whether it is wanted.
+        // A page that is left out as a test must be requested by the vCPU itself.
         let ahead = ahead.filter(|page| !rounds.is_left_out(*page)).collect();
         Foreseen { used, known, ahead }
     }
 
-    /// A page was taken soon after it was fetched.
+    /// A page was revoked soon after its prefetch.
     fn doubt(&mut self, page: Page) {
         self.read.doubt(page);
         self.written.doubt(page);
     }
 }
 
-/// See [`Foresight::fault`].
+/// Result of [`Foresight::fault`].
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Foreseen {
-    /// Pages that were fetched ahead and used.
+    /// Prefetched pages that the vCPU has used.
     pub(super) used: Range<Page>,
-    /// Pages that were wanted together with this one before, or soon after it.
+    /// Pages that the vCPU needed together with this one before, or soon after it.
     known: Vec<Want>,
-    /// Pages behind it that may follow.
+    /// Pages that follow in a stream.
     ahead: Vec<Page>,
 }
 
-/// Which pages a vCPU has asked for together, to read or to write, by regions. A round of a region ends when a page is asked for a second time, as it was taken away meanwhile: who
-/// asks for pages at random soon comes to that, and a round is short then.
+/// Pages that a vCPU requested together, to read or to write, by region. A round of a region ends when a page is requested a second time,
+/// since it was revoked meanwhile. With random accesses this happens soon, so rounds are short.
 #[derive(Debug, Default)]
 struct Rounds(HashMap<u64, Region>);
 
-/// A bit for each page.
+/// State of a region, one bit per page.
 #[derive(Debug, Clone, Copy, Default)]
 struct Region {
-    /// Asked for in this round, by the vCPU.
+    /// Requested in this round by the vCPU.
     asked: u64,
-    /// Fetched for it when the round began.
+    /// Prefetched when the round began.
     fetched: u64,
-    /// Some that are known but were left out, to see whether they are still wanted.
+    /// Known, but left out in this round as a test.
     left_out: u64,
-    /// How many of those were, one after the other.
+    /// Consecutive confirmations by such tests, up to [`SURE`].
     sure: u32,
-    /// Fetched in vain, as it seems: to be left out in the next round, the first of each row of them.
+    /// Probably fetched in vain: to be tested in the next round, by the first page of each row.
     suspect: u64,
-    /// Those of which the first ones were left out when the round began.
+    /// Suspects whose rows are tested in this round.
     tried: u64,
-    /// Left out, and asked for: they aren't suspected any more.
+    /// Left out as a test, and requested: no suspects any more.
     proven: u64,
-    /// Wanted in the round before.
+    /// Needed in the previous round.
     before: u64,
-    /// What is fetched when the next round begins, as far as it isn't there.
+    /// Pages to prefetch when the next round begins, unless they are here.
     known: u64,
-    /// Of these, what was there when the round began: nobody else has wanted it.
+    /// Known pages that were here when the round began: no other node has requested them.
     idle: u64,
-    /// Rounds so far.
+    /// Number of rounds.
     rounds: u32,
 }
 
@@ -121,43 +127,43 @@ fn place(page: Page) -> (u64, u64) {
     (page / REGION, 1 << (page % REGION))
 }
 
-/// Some pages of a region, with the bit of each.
+/// The pages of a region whose bits are set, with their bits.
 fn pages(region: u64, bits: u64) -> impl Iterator<Item = (Page, u64)> {
     let all = (0..REGION).map(|at| (at, 1 << at)).filter(move |(_, bit)| bits & bit != 0);
     all.map(move |(at, bit)| (region * REGION + at, bit))
 }
 
-/// Those that lie in a row with one of these.
+/// The bits of `pages` that are in a row with one of `some`.
 fn row_of(pages: u64, some: u64) -> u64 {
     (0..REGION).fold(some & pages, |row, _| row | ((row << 1 | row >> 1) & pages))
 }
 
-/// Those that are one of four in a row, at the least.
+/// The bits that belong to a row of four or more.
 fn rows(pages: u64) -> u64 {
     let first = pages & (pages >> 1) & (pages >> 2) & (pages >> 3);
     first | (first << 1) | (first << 2) | (first << 3)
 }
 
 impl Rounds {
-    /// A page was asked for, or used.
+    /// Counts a page as requested or used.
     fn asked(&mut self, page: Page) {
         let (region, bit) = place(page);
         self.0.entry(region).or_default().asked |= bit;
     }
 
-    /// Whether a page that is known wasn't fetched when the round began, and hasn't been asked for since.
+    /// Whether a known page was left out when the round began, and hasn't been requested since.
     fn is_left_out(&self, page: Page) -> bool {
         let (region, bit) = place(page);
         self.0.get(&region).is_some_and(|region| region.left_out & !region.asked & bit != 0)
     }
 
-    /// How many pages of its region are known to be wanted together.
+    /// Number of known pages in the page's region.
     fn known(&self, page: Page) -> u32 {
         self.0.get(&place(page).0).map_or(0, |region| region.known.count_ones())
     }
 
-    /// A page is asked for: the others that are to be fetched with it. `there`: which others needn't be. One that is there for two rounds isn't known to be wanted any more: of a region that
-    /// is filled first and then shared in part, only that part goes on being asked for.
+    /// Counts a request for `page`, and returns the pages to fetch with it. `there` tells which pages need no fetch. A page that is here
+    /// for two rounds is no longer known: when a region is filled and then shared in part, only that part stays known.
     fn fault(&mut self, page: Page, there: impl Fn(Page) -> bool) -> Vec<Page> {
         let (number, bit) = place(page);
         let region = self.0.entry(number).or_default();
@@ -167,13 +173,13 @@ impl Rounds {
         }
         let wanted = region.asked | region.fetched;
         let dense = wanted.count_ones() >= DENSE;
-        // What shows of one shows of its row.
+        // The result of a test holds for the page's whole row.
         let tried = region.left_out & region.tried;
         region.proven |= (region.left_out & region.asked) | row_of(region.tried, tried & region.asked);
         let in_vain = row_of(region.tried, tried & !region.asked) & !region.asked;
         let missed = (region.left_out & region.asked).count_ones();
         region.sure = match region.left_out & !region.asked {
-            // Asked for, not fetched: so many show what a program is like.
+            // Requested, not prefetched: this many pages are evidence of the program's pattern.
             _ if region.asked.count_ones() >= DENSE => SURE,
             _ if 2 * rows(region.asked).count_ones() >= region.asked.count_ones() => SURE,
             0 => (region.sure + missed).min(SURE),
@@ -191,7 +197,7 @@ impl Rounds {
         let one_in = if region.sure >= SURE { REGION } else { OFTEN };
         let left_out =
             (0..REGION).filter(|at| at.is_multiple_of(one_in)).fold(0, |bits, at| bits | 1_u64 << at);
-        // In steps that take neighbours far apart: a few pages in a row aren't tried in as many rounds in a row.
+        // Steps of 27 spread the tests: pages of one row aren't left out in consecutive rounds.
         let turn = region.rounds.wrapping_mul(27) % 64;
         let gone = region.known & !bit & !here;
         region.tried = gone & region.suspect & !region.proven;
@@ -202,8 +208,8 @@ impl Rounds {
         pages(number, region.fetched).map(|(page, _)| page).collect()
     }
 
-    /// A page was taken soon after it was fetched. Who reads a page once and then lets others write it, who wait for that, has it taken as soon as who has never
-    /// wanted it: which of these it is shows when it is left out.
+    /// Marks a page that was revoked soon after its prefetch. Such a page may be one that the vCPU read once before others wrote it, or one
+    /// that it didn't need. A test tells which: the page is left out once.
     fn doubt(&mut self, page: Page) {
         let (region, bit) = place(page);
         if let Some(region) = self.0.get_mut(&region) {
@@ -212,27 +218,27 @@ impl Rounds {
     }
 }
 
-/// Who helps.
+/// The prefetch contexts of a node.
 #[derive(Debug, Default)]
 pub(super) struct Helpers {
-    /// A bit for each that has something to do.
+    /// A bit for each context in use.
     busy: u128,
-    /// The page that each waits for, where it has, and the helper of each page.
+    /// The page of each context in use, and the context of each page.
     waits: Vec<Page>,
     pages: HashMap<Page, u16>,
-    /// What is to be asked for when a page that is under way has come.
+    /// Parts of streams to request when a page in flight arrives.
     behind: HashMap<Page, Vec<Want>>,
-    /// What is to be asked for now.
+    /// Parts of streams to request now.
     next: Vec<Vec<Want>>,
 }
 
 impl Helpers {
-    /// Whether a page is under way.
+    /// Whether a context fetches the page.
     fn fetch(&self, page: Page) -> bool {
         self.pages.contains_key(&page)
     }
 
-    /// One that has nothing to do gets a page to wait for.
+    /// Assigns a free context to a page; none if all are in use.
     fn begin(&mut self, page: Page) -> Option<u16> {
         let helper = (!self.busy).trailing_zeros();
         if helper >= u32::from(HELPERS) {
@@ -256,28 +262,28 @@ impl Helpers {
     }
 }
 
-/// Whether there is nothing to fetch. Stores to a page that is kept by updates are carried out where the page is.
+/// Whether a page needs no fetch. Stores to a write-update page go to the sequencer, so they need no copy.
 pub(super) fn is_there(node: &Node, (page, write): Want) -> bool {
     let fault = if write { Fault::Write } else { Fault::Read };
     Engine::allows(node, page, fault) || node.mode(page).is_update()
 }
 
 impl Engine {
-    /// The protocol's number of a helper: behind those of vCPUs.
+    /// The context whose number in the protocol is `vcpu`; numbers of contexts follow those of vCPUs.
     pub(super) fn helper(core: &Core, vcpu: Vcpu) -> Option<u16> {
         usize::from(vcpu).checked_sub(core.vcpus.len()).and_then(|helper| u16::try_from(helper).ok())
     }
 
-    /// A helper's page has come, or others want it: it isn't needed by an instruction.
+    /// A context's page has arrived, or other nodes request it: the context ends, since no instruction needs the page.
     pub(super) fn helped(core: &mut Core, helper: u16) {
         if let Some(page) = core.helpers.end(helper) {
             core.counts.ahead += 1;
-            // A vCPU that has begun to wait for it meanwhile is let go by the protocol, or, if that isn't known yet, when its fault is read.
+            // A vCPU that has faulted on it meanwhile resumes by the protocol, or, if its fault hasn't been read, when it is.
             core.pages.ahead.insert(page, now());
         }
     }
 
-    /// Asks for pages that will be wanted.
+    /// Requests predicted pages.
     pub(super) fn fetch_ahead(&self, core: &mut Core, foreseen: Foreseen, write: bool) {
         for page in std::mem::take(&mut core.pages.in_vain) {
             core.counts.in_vain += 1;
@@ -289,13 +295,14 @@ impl Engine {
         for (page, write) in foreseen.known {
             self.fetch(core, page, write);
         }
-        // What vCPUs here have never done to a page that they know isn't foreseen from its neighbours: it is where another vCPU's part begins.
+        // An operation that vCPUs here have never done to a page that they used isn't predicted from neighbors: another vCPU's part begins
+        // there.
         let ahead = foreseen.ahead.into_iter().filter(|page| core.pages.may_be_wanted(*page, write));
         let ahead = ahead.map(|page| (page, write)).collect();
         self.fetch_in_parts(core, ahead);
     }
 
-    /// Asks for pages that are to follow what has come now.
+    /// Requests the parts of streams that follow pages which have arrived.
     pub(super) fn fetch_next(&self, core: &mut Core) {
         while let Some(wants) = core.helpers.next.pop() {
             if !core.stopping && !core.holding && !core.standing {
@@ -304,7 +311,7 @@ impl Engine {
         }
     }
 
-    /// Asks for the first of these, and for the others when these come.
+    /// Requests the first part of `wants`; the rest follows when the first page of that part arrives.
     fn fetch_in_parts(&self, core: &mut Core, mut wants: Vec<Want>) {
         wants.retain(|want| !is_there(&core.node, *want) && !core.helpers.fetch(want.0));
         while !wants.is_empty() {
@@ -338,7 +345,7 @@ impl Engine {
 mod tests {
     use super::*;
 
-    /// What lies behind a page that is under way is to be asked for when that comes, once; what lies behind others stays.
+    /// The part behind a page in flight becomes due once, when the page arrives. Parts behind other pages stay.
     #[test]
     fn what_lies_behind_a_page_is_next_when_it_has_come() {
         let mut helpers = Helpers::default();
@@ -355,7 +362,7 @@ mod tests {
         assert_eq!(helpers.next, [vec![(10, true)]]);
     }
 
-    /// How often a vCPU faults that wants these pages, in a round in which it has none at first, and what is fetched for it.
+    /// Faults of a vCPU that uses `pages` in a round, starting with none of them, and the number of prefetched pages.
     fn round(rounds: &mut Rounds, pages: impl Iterator<Item = Page>) -> (usize, usize) {
         let (mut here, mut faults) = (std::collections::HashSet::new(), 0);
         let mut fetched = 0;
@@ -371,7 +378,7 @@ mod tests {
         (faults, fetched)
     }
 
-    /// Pages that come again are asked for one by one the first time, and by regions from then on, but for one that is left out each time; in whatever order they come.
+    /// Pages are requested one by one in the first round, and by regions from then on, in any order. One page is left out in each round.
     #[test]
     fn what_is_done_again_is_foreseen() {
         let mut rounds = Rounds::default();
@@ -383,7 +390,7 @@ mod tests {
         }
     }
 
-    /// Few pages of a region have to come twice before they are fetched.
+    /// A few pages of a region must occur twice before they are prefetched.
     #[test]
     fn a_few_pages_are_confirmed_first() {
         let mut rounds = Rounds::default();
@@ -391,12 +398,12 @@ mod tests {
         assert_eq!(all[..2], [(3, 0), (3, 0)]);
         assert!(all[2..16].iter().map(|round| round.0).sum::<usize>() < 2 * 14, "{all:?}");
         assert!(all[32..].iter().map(|round| round.0).sum::<usize>() <= 34, "{all:?}");
-        // One of them isn't wanted any more: that shows when it is left out.
+        // The vCPU doesn't use page 30 any more. A test reveals it.
         let later: Vec<_> = (0..128).map(|_| round(&mut rounds, [7, 9].into_iter()).1).collect();
         assert!(later[64..].iter().all(|fetched| *fetched <= 1) && later[64..].contains(&1), "{later:?}");
     }
 
-    /// Pages in a row are fetched from the second time on.
+    /// Pages in a row are prefetched from the second round on.
     #[test]
     fn a_row_is_known_at_once() {
         assert_eq!(rows(0b1110_0111_1011_1110), 0b0111_1011_1110);
@@ -406,8 +413,8 @@ mod tests {
         assert_eq!(all, [(8, 0), (1, 7), (1, 7)]);
     }
 
-    /// Of a region that a vCPU fills first, and of which others take some pages again and again, these are fetched with the first of them from then on: that the others aren't asked for says
-    /// nothing about them.
+    /// A vCPU fills a region, and other nodes repeatedly take some of its pages. These are prefetched with the first of them. Pages that
+    /// stay here get no requests, which is no evidence against them.
     #[test]
     fn what_stays_here_is_no_reason_for_doubt() {
         let mut rounds = Rounds::default();
@@ -428,16 +435,16 @@ mod tests {
             assert!(faults <= 2, "{turn}: {faults}");
         }
         assert_eq!(rounds.0[&1].known, 0xff << (105 - 64), "the others are forgotten");
-        // Its first page is here still when others are taken a second time, soon: the next round begins with the first again.
+        // Other nodes soon take pages a second time while the first page is still here: the next round begins with the first page again.
         for first in [105, 106, 105, 105] {
             let fetched = rounds.fault(first, |page| page == 105 && first != 105);
             assert!(fetched.len() + 2 >= shared.clone().count(), "{first}: {fetched:?}");
         }
-        // One that others take later has to show first.
+        // A page that other nodes take later must be requested once first.
         assert!(!rounds.fault(105, |page| page != 80).contains(&80));
     }
 
-    /// Of pages that are wanted at random next to none are fetched that aren't wanted soon.
+    /// With random accesses, few pages are prefetched.
     #[test]
     fn at_random_little_is_foreseen() {
         let mut rounds = Rounds::default();
@@ -450,7 +457,9 @@ mod tests {
         assert!(fetched < faults / 2, "{fetched}");
     }
 
-    /// A page that was taken soon is left out once: if it is asked for then, it is fetched from then on, however soon it is taken; if not, never again.
+    /// A page that was revoked soon is left out once. If the vCPU requests it, it is prefetched from then on, however soon it is revoked.
+    /// If not, it
+    /// is never prefetched again.
     #[test]
     fn what_seems_to_be_in_vain_is_tried() {
         let mut rounds = Rounds::default();
@@ -461,7 +470,7 @@ mod tests {
         assert_eq!(round(&mut rounds, 70..78), (2, 6));
         for _ in 0..3 {
             rounds.doubt(72);
-            // Now and then another one is left out.
+            // In some rounds another page is left out as a test.
             let (faults, fetched) = round(&mut rounds, 70..78);
             assert!(faults + fetched == 8 && faults <= 2);
             assert!(rounds.0[&1].fetched & 1 << 8 != 0, "page 72 wasn't fetched");
@@ -472,7 +481,7 @@ mod tests {
         }
     }
 
-    /// What a stream would fetch isn't, where that is left out by a round.
+    /// A stream doesn't fetch pages that a round leaves out.
     #[test]
     fn streams_leave_out_what_rounds_do() {
         let mut foresight = Foresight::default();
@@ -481,12 +490,12 @@ mod tests {
         foresight.written.0.insert(1, begun);
         let ahead: Vec<_> = (70..73).map(|page| foresight.fault(page, true, |_| false).ahead).collect();
         assert_eq!(ahead, [vec![], vec![], vec![74]]);
-        // It has shown.
+        // The vCPU has requested it.
         assert_eq!(foresight.fault(73, true, |_| false).ahead, [74]);
         assert_eq!(foresight.fault(75, true, |_| false).ahead, [76, 77, 78, 79]);
     }
 
-    /// Of a row whose pages all are taken soon after they were fetched one is left out, and shows it of all.
+    /// If all pages of a row are revoked soon after their prefetch, one is left out as a test for all.
     #[test]
     fn a_row_is_tried_by_one_of_its_pages() {
         assert_eq!(row_of(0b1101_1100_1110, 0b0100_0010_0010), 0b1100_0000_1110);
@@ -500,7 +509,7 @@ mod tests {
             faults += round(&mut rounds, 70..78).0;
         }
         assert!((8 + 1..=8 + 3).contains(&faults), "one tried, and now and then one left out: {faults}");
-        // Now they aren't wanted any more.
+        // The vCPU doesn't use them any more.
         let mut rounds = Rounds::default();
         for _ in 0..3 {
             round(&mut rounds, 70..78);
@@ -510,7 +519,7 @@ mod tests {
         assert!(rounds.fault(70, |_| false).is_empty());
     }
 
-    /// Each page has one helper, and each helper one page.
+    /// Each page has one context, and each context one page.
     #[test]
     fn helpers_are_few_and_come_back() {
         let mut helpers = Helpers::default();

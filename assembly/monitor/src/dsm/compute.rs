@@ -1,5 +1,6 @@
-//! Instructions that compute, load and branch, carried out for a vCPU: `mov`, `movzx`, `lea`, `add`, `sub`, `cmp`, `and`, `or`, `xor`, `test`, `inc`, `dec` on general registers and
-//! constants, with one operand in memory where it is only read, `jmp` and conditional branches.
+//! Emulation of instructions that compute, load and branch: `mov`, `movzx`, `lea`, `add`, `sub`, `cmp`, `and`, `or`, `xor`, `test`, `inc`,
+//! `dec`
+//! on general registers and constants, `jmp`, and conditional branches. One operand may be in memory if it is only read.
 //!
 //! Source: Intel SDM volume 2, the instructions' pages.
 
@@ -14,10 +15,12 @@ use super::instruction::{
     write,
 };
 
-/// What lies at an address, 1, 2, 4 or 8 bytes of it; `None` where that can't be read at once.
+/// Loads 1, 2, 4 or 8 bytes from a virtual address; `None` if they can't be read at once.
 pub(super) type Load<'a> = &'a mut dyn FnMut(u64, usize) -> Option<u64>;
 
-/// Carries out the instruction at `regs.rip`, whose bytes these are. `None`, and nothing done, where it isn't known, or `load` gives nothing.
+/// Emulates the instruction at `regs.rip` from its `bytes`. Returns `None`, with `regs` unchanged, if it doesn't support the instruction or
+/// `load`
+/// returns `None`.
 pub(super) fn compute(bytes: &[u8], regs: &mut kvm_regs, load: Load<'_>) -> Option<()> {
     let instruction = Decoder::with_ip(64, bytes, regs.rip, DecoderOptions::NONE).decode();
     if instruction.code() == Code::INVALID {
@@ -28,7 +31,7 @@ pub(super) fn compute(bytes: &[u8], regs: &mut kvm_regs, load: Load<'_>) -> Opti
         Mnemonic::Nop | Mnemonic::Endbr64 => {}
         Mnemonic::Lea => {
             let address = instruction.virtual_address(1, 0, |register, _, _| match register {
-                // Its base isn't added.
+                // `lea` doesn't add the segment's base.
                 Register::DS | Register::ES | Register::SS | Register::CS | Register::FS | Register::GS => {
                     Some(0)
                 }
@@ -54,18 +57,18 @@ pub(super) fn compute(bytes: &[u8], regs: &mut kvm_regs, load: Load<'_>) -> Opti
     Some(())
 }
 
-/// A `movs`: one element from one place to another.
+/// A decoded `movs`, which copies one element.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Moves {
-    /// Where from, where to, and how many bytes.
+    /// Virtual addresses of source and destination, and bytes.
     pub(super) from: u64,
     pub(super) to: u64,
     pub(super) width: usize,
-    /// Registers behind it.
+    /// Registers after the instruction.
     pub(super) after: kvm_regs,
 }
 
-/// The `movs` at `regs.rip`, whose bytes these are, if it is one that isn't repeated.
+/// Decodes the `movs` at `regs.rip` from its `bytes`; `None` for other instructions and for repeated ones.
 pub(super) fn moves(bytes: &[u8], regs: &kvm_regs) -> Option<Moves> {
     let instruction = Decoder::with_ip(64, bytes, regs.rip, DecoderOptions::NONE).decode();
     let known = matches!(
@@ -84,7 +87,7 @@ pub(super) fn moves(bytes: &[u8], regs: &kvm_regs) -> Option<Moves> {
     Some(Moves { from: regs.rsi, to: regs.rdi, width, after })
 }
 
-/// Whether a condition holds; `None` for conditions of counters.
+/// Whether a branch's condition holds; `None` for conditions on counters.
 fn holds(condition: ConditionCode, flags: u64) -> Option<bool> {
     let is = |flag: u64| flags & flag != 0;
     let less = is(SF) != is(OF);
@@ -109,7 +112,7 @@ fn holds(condition: ConditionCode, flags: u64) -> Option<bool> {
     })
 }
 
-/// The value of the operand in memory.
+/// Loads the operand in memory.
 fn loaded(instruction: &Instruction, regs: &kvm_regs, load: Load<'_>) -> Option<u64> {
     if matches!(instruction.memory_segment(), Register::FS | Register::GS)
         || matches!(instruction.memory_size(), MemorySize::Unknown)
@@ -125,7 +128,7 @@ fn loaded(instruction: &Instruction, regs: &kvm_regs, load: Load<'_>) -> Option<
     if matches!(width, 1 | 2 | 4 | 8) { load(address, width) } else { None }
 }
 
-/// An instruction that sets a general register, or flags, from registers, constants and what one operand in memory holds.
+/// Emulates an instruction that sets a general register or flags from registers, constants and one operand in memory.
 fn of_values(instruction: &Instruction, regs: &mut kvm_regs, load: Load<'_>) -> Option<()> {
     let mnemonic = instruction.mnemonic();
     let unary = matches!(mnemonic, Mnemonic::Inc | Mnemonic::Dec);
@@ -134,7 +137,7 @@ fn of_values(instruction: &Instruction, regs: &mut kvm_regs, load: Load<'_>) -> 
         return None;
     }
     let (to, old, width) = match instruction.op0_kind() {
-        // What it held isn't needed by those that only set it, which take any general register.
+        // Instructions that only set the register ignore its old value.
         OpKind::Register => {
             let to = instruction.op0_register();
             (to, read(to, regs)?, to.size())
@@ -154,7 +157,7 @@ fn of_values(instruction: &Instruction, regs: &mut kvm_regs, load: Load<'_>) -> 
     let low = value & bits(width);
     let kept = regs.rflags & CF;
     match mnemonic {
-        // Zero-extended by what reads a register, or memory.
+        // A read of a register or of memory already zero-extends.
         Mnemonic::Mov | Mnemonic::Movzx => write(to, low, regs),
         Mnemonic::Add => {
             write(to, old.wrapping_add(low), regs);

@@ -1,4 +1,4 @@
-//! Each instruction is run by this processor and carried out by us, with the same registers and memory; both must agree.
+//! Each instruction runs on the host's CPU and in the emulator, with the same registers and memory. Results must be equal.
 #![allow(unsafe_code)] // Runs single instructions that use registers and load from one word.
 
 use super::*;
@@ -14,12 +14,12 @@ struct State {
     rax: u64,
     rcx: u64,
     rdx: u64,
-    /// What lies where rdi points.
+    /// The eight bytes at `rdi`.
     word: u64,
     flags: u64,
 }
 
-/// Runs it on the processor.
+/// Runs an instruction on the host's CPU.
 macro_rules! native {
     ($($byte:literal),+) => {
         |state: State| -> State {
@@ -100,7 +100,7 @@ fn states() -> impl Strategy<Value = State> {
 }
 
 proptest! {
-    /// mov, movzx, lea, add, sub, cmp, and, or, xor, test, inc, dec and nop do to registers and flags what the processor does.
+    /// Instructions on registers change registers and flags as the CPU does.
     #[test]
     fn instructions_of_registers_do_what_the_processor_does(state in states()) {
         check!(state,
@@ -121,7 +121,7 @@ proptest! {
         );
     }
 
-    /// The same with a second operand in memory, and for cmp and test with a first one.
+    /// The same with a second operand in memory, and with a first one for `cmp` and `test`.
     #[test]
     fn loads_do_what_the_processor_does(state in states()) {
         check!(state,
@@ -135,7 +135,7 @@ proptest! {
         );
     }
 
-    /// Each condition of a branch is what the processor's `setcc` of the same condition says.
+    /// Each conditional branch agrees with the CPU's `setcc` of the same condition.
     #[test]
     fn branches_are_taken_as_by_the_processor(flags in any::<u64>()) {
         let state = State { rax: 0, rcx: 0, rdx: 0, word: 0, flags: flags & (ARITHMETIC | AF) };
@@ -155,7 +155,7 @@ proptest! {
         );
     }
 
-    /// What isn't known changes nothing, and no bytes make it panic.
+    /// Unsupported instructions change nothing, and no bytes cause a panic.
     #[test]
     fn what_is_not_known_is_left_alone(bytes in proptest::collection::vec(any::<u8>(), 1..16), state in states()) {
         let before = kvm_regs { rax: state.rax, rcx: state.rcx, rflags: state.flags | 2, rip: RIP, ..kvm_regs::default() };
@@ -166,7 +166,7 @@ proptest! {
     }
 }
 
-/// Stores, other segments, fences, locked and privileged instructions, calls and branches by counters or registers end it.
+/// Stores, other segments, fences, locked and privileged instructions, calls, and branches by counters or registers aren't emulated.
 #[test]
 fn what_needs_more_than_registers_is_not_carried_out() {
     let none: [&[u8]; 12] = [
@@ -189,7 +189,7 @@ fn what_needs_more_than_registers_is_not_carried_out() {
     }
 }
 
-/// A `movs` says where from, where to and how many bytes, and goes on in the direction of the flag; repeated ones are left to the processor.
+/// A `movs` yields source, destination and width, and advances by the direction flag. Repeated ones are left to the CPU.
 #[test]
 fn moves_go_on_in_their_direction() {
     let regs = kvm_regs { rsi: 0x1000, rdi: 0x2000, rip: RIP, ..kvm_regs::default() };

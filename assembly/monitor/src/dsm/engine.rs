@@ -1,4 +1,4 @@
-//! The lock around the protocol of this node, and what its actions do.
+//! The node's engine: the lock around the protocol, and the execution of its actions.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io::{self, Write};
@@ -26,99 +26,99 @@ use super::spanning::Trouble;
 use super::vcpus::Slot;
 use crate::payload::Stopper;
 
-/// How a VM that spans hosts ended.
+/// Outcome of a VM that spans hosts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Outcome {
-    /// With this exit code.
+    /// The guest ended with this exit code.
     Exit(u32),
-    /// It couldn't go on. Found by this node, or told by another one.
+    /// The VM failed. `here`: this node found the reason; else another node reported it.
     Failed { text: String, here: bool },
 }
 
-/// What this node has that other threads need: set once the payload VM is there.
+/// Parts of this node's payload VM that service threads need. Set once the VM exists.
 pub(super) struct Machine {
     pub(super) ram: Arc<SharedRam>,
     pub(super) manager: Arc<VcpuManager>,
     /// Ids of this node's vCPUs, in the order of the protocol's numbers.
     pub(super) ids: Vec<u32>,
     pub(super) stopper: Stopper,
-    /// All of its memory, by the monitor's own mapping.
+    /// All guest memory, by the monitor's own mapping.
     pub(super) memory: GuestMemorySpace,
 }
 
-/// What this node counts beside the protocol's own counters.
+/// Counters of this node besides the protocol's.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Counts {
     /// Messages sent and their bytes, by kind.
     pub(super) sent: BTreeMap<&'static str, (u64, u64)>,
-    /// Waits for pages.
+    /// Counts and lengths of stalls.
     pub(super) stalls: Stalls,
-    /// Faults of pages that were there when the fault was read.
+    /// Faults on pages that had arrived when the fault was read.
     pub(super) late: u64,
-    /// vCPUs brought out of the guest to have their registers read.
+    /// vCPUs kicked to sample their registers.
     pub(super) kicks: u64,
-    /// Instructions that were taken for retired though their registers hadn't changed over several looks.
+    /// Instructions that counted as retired although several samples of their registers were equal.
     pub(super) unproven: u64,
-    /// Instructions that were carried out for a vCPU so that pages which they were granted could be given away.
+    /// Instructions that were emulated so that pages granted to them could be released.
     pub(super) stepped: u64,
-    /// Trapped instructions that were carried out, and those that aren't known, so that their page was invalidated.
+    /// Trapped instructions that were emulated, and unsupported ones, whose page became write-invalidate.
     pub(super) emulated: u64,
     pub(super) not_emulated: u64,
-    /// Pages fetched before they were asked for.
+    /// Pages that were prefetched.
     pub(super) ahead: u64,
-    /// Those of them that were taken at once.
+    /// Prefetched pages that were revoked soon ([`super::ahead::SOON`]).
     pub(super) in_vain: u64,
-    /// Nanoseconds that vCPUs have waited for pages which this node had had before, and for trapped stores.
+    /// Time that vCPUs stalled for pages that this node had had before, and for trapped stores, ns.
     pub(super) waited_again_ns: u64,
-    /// Nanoseconds that vCPUs have waited for pages which this node had never had.
+    /// Time that vCPUs stalled for pages that this node had never had, ns.
     pub(super) waited_first_ns: u64,
 }
 
-/// Messages that wait for others to leave with them: several events are taken in a row, under one lock.
+/// Messages that are batched: several events are processed under one lock, and their messages leave in one write per link.
 #[derive(Debug, Default)]
 pub(super) struct Outbox {
     holds: bool,
-    /// Nodes to which some are put off.
+    /// Nodes with batched messages.
     to: NodeSet,
 }
 
 impl Outbox {
-    /// From here on, until [`Engine::send_held`].
+    /// Batches messages until [`Engine::send_held`].
     pub(super) fn hold(&mut self) {
         self.holds = true;
     }
 }
 
-/// Everything behind the lock.
+/// State behind the engine's lock.
 pub(super) struct Core {
     pub(super) node: Node,
     pub(super) pages: LivePages,
     pub(super) vcpus: Vec<Slot>,
-    /// vCPUs by thread.
+    /// vCPUs by thread ID.
     pub(super) threads: HashMap<u32, usize>,
     pub(super) counts: Counts,
     pub(super) hot: HotPages,
     pub(super) phase: Phase,
     pub(super) stopping: bool,
-    /// vCPUs are leaving the guest for a checkpoint: they hold no page against others.
+    /// vCPUs are leaving the guest for a checkpoint: they hold no pages.
     pub(super) holding: bool,
-    /// They have left it.
+    /// vCPUs have left the guest for a checkpoint.
     pub(super) standing: bool,
     /// A vCPU has ended the VM.
     pub(super) ending: bool,
-    /// vCPUs to be kicked again, and when.
+    /// When to kick vCPUs again, ns, and which.
     pub(super) rekick: Vec<(u64, usize)>,
     pub(super) helpers: Helpers,
-    /// Pages whose mode has been asked for, where tests do that.
+    /// Pages for which tests have requested a mode.
     pub(super) advised: BTreeSet<Page>,
     actions: Vec<Action>,
     bytes: Vec<u8>,
     pub(super) outbox: Outbox,
-    /// When the faults thread comes for a deadline of the protocol.
+    /// The protocol's deadline that the faults thread's timer is set for, ns.
     pub(super) armed: Option<u64>,
 }
 
-/// Told once why the VM can't go on, on any thread.
+/// Called once, on any thread, with the reason for which the VM can't continue.
 pub(super) type Tell = Box<dyn Fn(&str) + Send + Sync>;
 
 /// One node of a VM that spans hosts.
@@ -127,36 +127,36 @@ pub(super) struct Engine {
     pub(super) links: Vec<Option<Link>>,
     pub(super) machine: OnceLock<Machine>,
     core: Mutex<Option<Core>>,
-    /// One for each vCPU of this node, on `core`.
+    /// One per vCPU of this node, used with `core`.
     pub(super) changed: Vec<Condvar>,
     /// Wakes the faults thread.
     pub(super) wake: OwnedFd,
     outcome: Mutex<Option<Outcome>>,
-    /// Who is told at once why the VM can't go on.
+    /// Called at once when the VM can't continue.
     pub(super) on_failure: OnceLock<Tell>,
-    /// Told when the outcome is known, and when reports and `Parked` arrive.
+    /// Notified when the outcome is known, and when reports and `Parked` arrive. Used with `peer_states`.
     pub(super) news: Condvar,
     peer_states: Mutex<PeerStates>,
-    /// On node 0: where the guest's console goes.
+    /// On node 0, the sink of the guest's console.
     console: Mutex<Option<Box<dyn Write + Send>>>,
-    /// Bytes that have gone there.
+    /// Bytes written to it.
     pub(super) console_bytes: AtomicU64,
-    /// What other nodes say about checkpoints goes here.
+    /// Sends other nodes' checkpoint messages to the checkpoint thread.
     pub(super) steps: SyncSender<(u8, Step)>,
-    /// The service threads shall end.
+    /// The service threads must end.
     pub(super) quit: AtomicBool,
-    /// What tests put in.
+    /// Fault injection, for tests.
     pub(super) trouble: Trouble,
 }
 
-/// What other nodes have reported, and which of them are gone.
+/// Reports and states of other nodes.
 #[derive(Debug, Default)]
 pub(super) struct PeerStates {
-    /// What nodes counted.
+    /// Last reports of nodes, encoded.
     pub(super) reports: BTreeMap<u8, Vec<u8>>,
-    /// What nodes have counted so far, of those that were asked and have answered.
+    /// Interim reports of nodes that have answered a request for one, encoded.
     pub(super) answers: BTreeMap<u8, Vec<u8>>,
-    /// Nodes without a vCPU that runs.
+    /// Nodes of which no vCPU runs.
     pub(super) parked: BTreeSet<u8>,
     /// Nodes that are ready to run.
     pub(super) ready: BTreeSet<u8>,
@@ -164,12 +164,12 @@ pub(super) struct PeerStates {
     pub(super) gone: BTreeSet<u8>,
 }
 
-/// The calling thread, by the number that the host knows it by.
+/// The calling thread's ID.
 pub(super) fn this_thread() -> u32 {
     rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs()
 }
 
-/// Nanoseconds of the host's monotonic clock, which all nodes of a host share.
+/// Time of the host's monotonic clock, ns. All nodes of a host share it.
 pub(super) fn now() -> u64 {
     let time = clock_gettime(ClockId::Monotonic);
     let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
@@ -205,7 +205,7 @@ impl Engine {
         })
     }
 
-    /// Gives it the payload VM of this node. Before that, it does nothing.
+    /// Hands over the payload VM of this node. Before, the engine does nothing.
     pub(super) fn begin(&self, node: Node, machine: Machine, pages: usize, record: bool) {
         let core = Core {
             node,
@@ -227,7 +227,7 @@ impl Engine {
             outbox: Outbox::default(),
             armed: None,
         };
-        // Called once.
+        // Called once, so the cell is empty.
         let _ = self.machine.set(machine);
         *self.lock() = Some(core);
     }
@@ -240,7 +240,7 @@ impl Engine {
         self.console.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Writes to the console; how many bytes it took. Only node 0 has one.
+    /// Writes to the console, and returns the number of bytes written. Only node 0 has one; other nodes discard the bytes.
     pub(super) fn write_console(&self, bytes: &[u8]) -> io::Result<usize> {
         let written = match &mut *self.console() {
             Some(console) => console.write(bytes)?,
@@ -250,7 +250,7 @@ impl Engine {
         Ok(written)
     }
 
-    /// What was written to the console goes out; how many bytes that were.
+    /// Flushes the console. Returns the bytes written so far.
     pub(super) fn flush_console(&self) -> io::Result<u64> {
         let mut console = self.console();
         console.as_mut().map_or(Ok(()), |console| console.flush())?;
@@ -261,7 +261,7 @@ impl Engine {
         self.peer_states.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for news about what other nodes said, at most so long.
+    /// Waits until the states of other nodes change, or `timeout` passes.
     pub(super) fn await_news<'a>(
         &self,
         states: MutexGuard<'a, PeerStates>,
@@ -278,9 +278,9 @@ impl Engine {
         self.links.get(usize::from(node))?.as_ref()
     }
 
-    /// Makes the faults thread look around.
+    /// Wakes the faults thread.
     pub(super) fn poke(&self) {
-        // Full: it has been poked already.
+        // A full counter means that a wakeup is pending.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 
@@ -294,7 +294,8 @@ impl Engine {
         self.outcome.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// The VM has ended: tells the other nodes, where it was found here, and stops this node's vCPUs. Only the first counts.
+    /// Ends the VM: notifies the other nodes, if this node found the outcome, and stops this node's vCPUs. Only the first call has an
+    /// effect.
     pub(super) fn end(&self, outcome: Outcome) {
         let mut known = self.outcome.lock().unwrap_or_else(PoisonError::into_inner);
         if known.is_some() {
@@ -312,7 +313,7 @@ impl Engine {
                 link.send_control(&control);
             }
         }
-        // Before the vCPUs are stopped, which may take a while.
+        // Before stopping the vCPUs, which may take a while.
         if let (Outcome::Failed { text, here }, Some(tell)) = (&outcome, self.on_failure.get())
             && (*here || self.me == 0)
         {
@@ -326,25 +327,25 @@ impl Engine {
         self.wake_checkpoints();
     }
 
-    /// Makes the thread for checkpoints look around.
+    /// Wakes the checkpoint thread.
     fn wake_checkpoints(&self) {
-        // Full: it looks anyway.
+        // A full channel wakes the thread anyway.
         let _ = self.steps.try_send((self.me, Step::Look));
     }
 
-    /// Wakes those who wait for what other nodes say.
+    /// Wakes the threads that wait for states of other nodes.
     pub(super) fn tell_news(&self) {
-        // Under the lock: nobody is between a look and a wait.
+        // Under the lock, so that no thread is between its check and its wait.
         let _states = self.peer_states();
         self.news.notify_all();
     }
 
-    /// The VM can't go on for a reason found on this node.
+    /// Ends the VM for a reason that this node found.
     pub(super) fn fail(&self, text: String) {
         self.end(Outcome::Failed { text, here: true });
     }
 
-    /// No vCPU is kept waiting from here on.
+    /// Releases all vCPUs that wait, for good.
     pub(super) fn stop_waiting(&self) {
         if let Some(core) = &mut *self.lock() {
             core.stopping = true;
@@ -355,7 +356,7 @@ impl Engine {
         self.poke();
     }
 
-    /// Gives the protocol an event, and does what it says.
+    /// Passes an event to the protocol, and performs the actions.
     pub(super) fn step(&self, core: &mut Core, event: Event) {
         let mut next = Some(event);
         let mut more = Vec::new();
@@ -407,7 +408,7 @@ impl Engine {
                 slot.operating = false;
                 if let Some(fault) = slot.fault.take() {
                     if !std::mem::replace(&mut slot.examined, false) {
-                        // What is known of it is of an older instruction.
+                        // The sample is of an earlier instruction.
                         slot.snapshot = None;
                     }
                     let time = now();
@@ -436,7 +437,7 @@ impl Engine {
                 if let Some(slot) = core.vcpus.get_mut(index) {
                     slot.completed = Some(old);
                     slot.operating = false;
-                    // Not until its thread runs again: when that is depends on the host.
+                    // Until now, not until the thread runs again, which depends on the host's scheduler.
                     if let Some(since) = slot.operating_since.take() {
                         core.counts.waited_again_ns += now().saturating_sub(since);
                     }
@@ -454,7 +455,7 @@ impl Engine {
                 slot.looks = 0;
                 self.summon(core, index);
             }
-            // It faults again by itself.
+            // The vCPU faults again by itself.
             Action::Wounded { .. } => {}
         }
     }
@@ -474,7 +475,7 @@ impl Engine {
         }
     }
 
-    /// What was put off since [`Outbox::hold`] leaves, as few writes.
+    /// Sends what was batched since [`Outbox::hold`], in one write per link.
     pub(super) fn send_held(&self, core: &mut Core) {
         core.pages.carry_out();
         if let Some(text) = core.pages.refused.take() {
@@ -493,7 +494,7 @@ impl Engine {
         }
     }
 
-    /// Brings a vCPU out of the guest, or tells it where it waits outside.
+    /// Kicks a vCPU out of the guest, or wakes it where it waits outside.
     pub(super) fn summon(&self, core: &mut Core, vcpu: usize) {
         let Some(slot) = core.vcpus.get(vcpu) else { return };
         if slot.outside {
@@ -509,7 +510,7 @@ impl Engine {
         }
     }
 
-    /// Whether a page allows what a vCPU wants.
+    /// Whether the rights of a page satisfy a fault.
     pub(super) fn allows(node: &Node, page: Page, fault: Fault) -> bool {
         match node.access(page) {
             Access::None => false,

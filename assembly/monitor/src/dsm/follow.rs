@@ -1,25 +1,25 @@
-//! Which fault of a vCPU comes soon after which: where one is known to follow another, both pages are asked for at once.
+//! The follower prefetcher: learns which fault of a vCPU soon follows which, and prefetches the follower's page with the first one.
 //!
-//! A vCPU that writes a row and then reads its neighbour's waits for two batches of pages, one after the other, each time round; what it does next is known by then.
-//! Source: *Prefetching using Markov Predictors* (Joseph and Grunwald, ISCA 1997), with one successor for each.
+//! Without it, a vCPU that writes one row and then reads its neighbor's waits for two batches of pages in sequence, in every round.
+//! Source: *Prefetching using Markov Predictors* (Joseph and Grunwald, ISCA 1997), with one successor per fault.
 
 use std::collections::HashMap;
 
 use dsm::Page;
 
-/// Two faults that are further apart have nothing to do with each other, nanoseconds.
+/// Longest time between two faults of which the second counts as a follower, ns.
 const NEAR: u64 = 2_000_000;
-/// So many times a fault has to follow another before that is relied on.
+/// Times that a fault must follow another before the prefetcher relies on it.
 const SURE: u8 = 2;
-/// Of those that are relied on one in so many is left out, to see whether it still comes.
+/// One prediction in `TRIED` is left out, as a test of whether the fault still follows.
 const TRIED: u8 = 8;
-/// Faults that are remembered at most; then all are forgotten.
+/// Limit of remembered faults. At the limit, all are forgotten.
 const MAX_REMEMBERED_FAULTS: usize = 4096;
 
 /// A page and whether it is written.
 pub(super) type Want = (Page, bool);
 
-/// What follows a fault.
+/// The learned follower of a fault.
 #[derive(Debug, Clone, Copy)]
 struct Next {
     want: Want,
@@ -27,16 +27,16 @@ struct Next {
     turn: u8,
 }
 
-/// The faults of one vCPU.
+/// The follower prefetcher of one vCPU.
 #[derive(Debug, Default)]
 pub(super) struct Follow {
     after: HashMap<Want, Next>,
-    /// The last one, or what was asked for with it, and when it came, nanoseconds.
+    /// The last fault, or its prefetched follower, and its time, ns.
     last: Option<(Want, u64)>,
 }
 
 impl Follow {
-    /// A fault comes now. What follows it, if that is known and `worth` asking for ahead.
+    /// Learns a fault. Returns its follower if the prefetcher relies on it and it is `worth` a prefetch.
     pub(super) fn fault(&mut self, want: Want, now: u64, worth: impl FnOnce(Want) -> bool) -> Option<Want> {
         if let Some((before, at)) = self.last.replace((want, now))
             && now.saturating_sub(at) <= NEAR
@@ -56,7 +56,7 @@ impl Follow {
         next.turn = (next.turn + 1) % TRIED;
         let found = next.want;
         if next.turn == 0 {
-            // It has to show again: one that doesn't is replaced by what comes instead, or isn't asked for again.
+            // The follower must be confirmed by a fault. If another fault comes instead, it replaces the follower.
             next.seen = SURE - 1;
             return None;
         }
@@ -76,7 +76,7 @@ mod tests {
     const B: Want = (20, false);
     const C: Want = (30, false);
 
-    /// What a vCPU that faults on these, but for those that were asked for ahead, has asked for ahead.
+    /// Prefetches of a vCPU that faults on `wants`, except on prefetched ones.
     fn round(follow: &mut Follow, at: u64, wants: &[Want]) -> Vec<Want> {
         let mut ahead = Vec::new();
         for (index, want) in wants.iter().enumerate() {
@@ -88,7 +88,7 @@ mod tests {
         ahead
     }
 
-    /// What followed twice is asked for with what it follows, but for one time in eight, and so is what follows that one.
+    /// A follower that was confirmed twice is prefetched, except one time in eight.
     #[test]
     fn what_follows_is_asked_for_ahead() {
         let mut follow = Follow::default();
@@ -98,7 +98,7 @@ mod tests {
         assert!((60..=75).contains(&ahead), "{ahead}");
     }
 
-    /// What doesn't come any more is asked for a few times more only; what comes instead takes its place.
+    /// A fault that doesn't follow any more is prefetched only a few more times. The fault that follows instead replaces it.
     #[test]
     fn what_does_not_follow_any_more_is_forgotten() {
         let mut follow = Follow::default();
@@ -112,7 +112,7 @@ mod tests {
         assert!(all[2..].iter().filter(|ahead| **ahead == [C]).count() > 30, "{all:?}");
     }
 
-    /// Faults that are far apart, and pages that aren't worth it, aren't asked for ahead.
+    /// Faults that are far apart, and pages that aren't worth it, aren't prefetched.
     #[test]
     fn far_and_small_ones_are_not_asked_for() {
         let mut follow = Follow::default();
@@ -127,7 +127,7 @@ mod tests {
         }
     }
 
-    /// However many pages fault, little is remembered.
+    /// The number of remembered faults is bounded.
     #[test]
     fn memory_is_bounded() {
         let mut follow = Follow::default();

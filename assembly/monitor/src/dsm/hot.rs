@@ -1,18 +1,19 @@
-//! Which pages vCPUs of this node wait for most, where in them, and from which instructions.
+//! Statistics of the pages that this node's vCPUs stall for most: offsets and instructions of faults.
 
 use std::collections::HashMap;
 
 use dsm::{Mode, Node, Page};
 use serde_json::{Value, json};
 
-/// Pages that are told of.
+/// Pages in a report.
 const TOLD: usize = 24;
-/// Places in a page, and instructions, that are remembered: the first ones that were seen.
+/// Distinct offsets, and instructions, that are counted per page: the first ones.
 const PLACES: usize = 4;
-/// Of the faults on a page one in so many has its instruction looked at, the first among them: it costs an exit of the vCPU, and another fault.
+/// One fault in `SAMPLED` on a page has its instruction sampled, beginning with the first. A sample costs an exit of the vCPU and another
+/// fault.
 const SAMPLED: u64 = 16;
 
-/// A page that was waited for.
+/// Statistics of one page.
 #[derive(Debug, Default)]
 struct Hot {
     reads: u64,
@@ -23,7 +24,7 @@ struct Hot {
     instructions: Vec<(u64, u64)>,
 }
 
-/// All of them. As many as the guest has pages at most.
+/// Statistics of all pages with faults. Bounded by the guest's pages.
 #[derive(Debug, Default)]
 pub(super) struct HotPages(HashMap<Page, Hot>);
 
@@ -36,7 +37,7 @@ fn count<T: PartialEq>(places: &mut Vec<(T, u64)>, place: T) {
 }
 
 impl HotPages {
-    /// A vCPU faulted here.
+    /// Counts a fault.
     pub(super) fn fault(&mut self, page: Page, offset: u16, write: bool) {
         let hot = self.0.entry(page).or_default();
         if write {
@@ -47,29 +48,29 @@ impl HotPages {
         count(&mut hot.offsets, offset);
     }
 
-    /// Whether it is worth to look which instruction has just faulted here.
+    /// Whether the instruction of the page's latest fault should be sampled.
     pub(super) fn asks_for_instruction(&self, page: Page) -> bool {
         self.0.get(&page).is_some_and(|hot| (hot.reads + hot.writes) % SAMPLED == 1)
     }
 
-    /// The instruction of a fault is known.
+    /// Counts the instruction of a fault.
     pub(super) fn instruction(&mut self, page: Page, rip: u64) {
         count(&mut self.0.entry(page).or_default().instructions, rip);
     }
 
-    /// It waited so long, nanoseconds.
+    /// Adds a stall, ns.
     pub(super) fn waited(&mut self, page: Page, waited: u64) {
         let hot = self.0.entry(page).or_default();
         hot.waited_ns = hot.waited_ns.saturating_add(waited);
     }
 
-    /// A store was carried out for it.
+    /// Counts a trapped store, with its stall, ns.
     pub(super) fn trapped(&mut self, page: Page, waited: u64) {
         self.0.entry(page).or_default().trapped += 1;
         self.waited(page, waited);
     }
 
-    /// Those that cost most, first.
+    /// The pages with the longest stalls, as JSON, longest first.
     pub(super) fn to_json(&self, node: &Node) -> Value {
         let mut all: Vec<_> = self.0.iter().collect();
         all.sort_by_key(|(page, hot)| (std::cmp::Reverse(hot.waited_ns), **page));

@@ -1,8 +1,9 @@
-//! What makes two nodes parts of one VM, and a checkpoint one of this VM: SHA-256 over a record in CBOR.
+//! The identity of a VM, shared by its nodes and its checkpoints: SHA-256 over a record in CBOR.
 //!
-//! Files on disk have the identity, so it must be the same from every build of this program. The record is a type of its own: names and
-//! types of the run-time settings may change without a change here. Every change of what is hashed is a new [`VERSION`], with a new
-//! [`super::checkpoint`] version beside it.
+//! Checkpoint files contain the identity, so every build of this program must compute the same one. The record is a type of its own: names
+//! and types of run-time settings may change without changing it. Every change of the hashed content needs a new [`VERSION`] and new
+//! versions
+//! in [`super::checkpoint`].
 
 use dsm::{Order, Policy};
 use serde::Serialize;
@@ -13,7 +14,7 @@ use crate::payload::Definition;
 /// Version of [`Record`] and of how it is hashed.
 const VERSION: u32 = 2;
 
-/// What all nodes of a VM have in common, and a checkpoint with the VM that resumes from it.
+/// Properties that all nodes of a VM share, and that a checkpoint shares with the VM that resumes from it.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Identified<'a> {
     pub(super) definition: Definition<'a>,
@@ -21,7 +22,7 @@ pub(super) struct Identified<'a> {
     pub(super) policy: Policy,
 }
 
-/// What is hashed, as a CBOR map in this order.
+/// The hashed content, a CBOR map in this order.
 #[derive(Serialize)]
 struct Record<'a> {
     version: u32,
@@ -60,7 +61,7 @@ struct PolicyRecord {
 
 impl PolicyRecord {
     fn new(policy: Policy) -> Self {
-        // A new field doesn't compile until it has its place in the record.
+        // A new field of `Policy` doesn't compile until it is added to the record.
         let Policy {
             order,
             adapt,
@@ -109,8 +110,8 @@ impl PolicyRecord {
 }
 
 impl Identified<'_> {
-    /// The identity of a VM and its checkpoints: the first 8 bytes of the hash, little-endian. Tells programs and settings apart that
-    /// were mixed up by mistake; it withstands nobody who looks for a second program with the same one.
+    /// The identity of a VM and its checkpoints: the first 8 bytes of the hash, little-endian. It detects programs and settings that were
+    /// mixed up by mistake. It doesn't resist an attacker, who can construct a second program with the same identity.
     pub(super) fn identity(&self) -> u64 {
         let Self { definition, nodes, policy } = self;
         let Definition { program, arguments, stack_bytes, doorbells, abi, vcpus, memory_bytes } = *definition;
@@ -130,7 +131,7 @@ impl Identified<'_> {
     }
 }
 
-/// What nodes compare when they join: the VM's identity, and the options that all of them are given or none.
+/// The value that nodes compare when they join: the VM's identity, and the options that all nodes must have or lack.
 pub(super) fn compatibility(identity: u64, checkpoints: bool, restart: bool) -> u64 {
     #[derive(Serialize)]
     struct Options {
@@ -144,7 +145,7 @@ pub(super) fn compatibility(identity: u64, checkpoints: bool, restart: bool) -> 
 
 fn hash(record: &impl Serialize) -> u64 {
     let mut bytes = Vec::new();
-    // Numbers and texts, written into memory: this can't fail.
+    // Serialization of numbers and texts into memory can't fail.
     let written = ciborium::into_writer(record, &mut bytes);
     debug_assert!(written.is_ok(), "{written:?}");
     let digest: [u8; 32] = Sha256::digest(&bytes).into();
@@ -168,8 +169,9 @@ mod tests {
         Identified { definition, nodes: 2, policy: Policy::IVY }
     }
 
-    /// Files on disk have these numbers. An independent CBOR encoder and SHA-256 give the same ones for the same records. A change of one
-    /// raises the versions of identity, list and node file.
+    /// Checkpoint files contain these numbers. An independent CBOR encoder and SHA-256 compute the same ones. A change raises the versions
+    /// of
+    /// identity, list and node file.
     #[test]
     fn an_identity_is_the_same_from_every_build() {
         let arguments = ["a".to_owned(), "bc".to_owned()];

@@ -1,10 +1,10 @@
-//! Instructions that store, decoded to be carried out where their page is kept by updates.
+//! The decoder of instructions that store, for emulation on write-update pages.
 //!
-//! Known are stores and read-modify-writes of general registers and constants: `mov`, `movnti`, `stos` (with `rep`, as many elements as
+//! Supported are stores and read-modify-writes of general registers and constants: `mov`, `movnti`, `stos` (with `rep`, as many elements as
 //! one update holds), `xchg`, `xadd`, `cmpxchg`, `add`, `adc`, `sub`, `sbb`, `and`, `or`, `xor`, `inc`, `dec`, `not`, `bts`, `btr`, `btc`
-//! in all widths, with and without `lock`. For everything else [`decode`] says nothing, and the page has to be given to the vCPU.
+//! in all widths, with and without `lock`. For other instructions [`decode`] returns `None`, and the vCPU needs the page itself.
 //!
-//! Without `lock` a read-modify-write is carried out as one, too, which is one of the ways in which the processor may do it.
+//! A read-modify-write without `lock` is emulated atomically, too, which is one of its permitted behaviors.
 //!
 //! Source: Intel SDM volume 2 and AMD APM volume 3, the instructions' pages.
 
@@ -25,25 +25,25 @@ pub(super) const DF: u64 = 1 << 10;
 pub(super) const OF: u64 = 1 << 11;
 const ARITHMETIC: u64 = CF | PF | AF | ZF | SF | OF;
 
-/// A decoded instruction: what it does to memory, and what to registers once the value before is known.
+/// A decoded instruction: its effect on memory, and on registers once the value before is known.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Trapped {
-    /// The page that it writes to.
+    /// The page that it writes.
     pub(super) page: Page,
-    /// What it does there.
+    /// Its effect on the page.
     pub(super) operation: Operation,
     /// Address of the next instruction.
     next: u64,
     finish: Finish,
 }
 
-/// What is left to do when memory has been written.
+/// Its effect on registers, after memory was written.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Finish {
     Nothing,
-    /// `xchg`: the register gets the old value.
+    /// `xchg`: loads the old value into the register.
     Load(Register),
-    /// `xadd`: the same, and flags of an addition of this.
+    /// `xadd`: the same, and sets the flags of an addition of this value.
     LoadAndAdd(Register, u64),
     Compare {
         expected: u64,
@@ -63,13 +63,13 @@ enum Finish {
         value: u64,
     },
     Bit(u32),
-    /// `stos`: so many elements are off the count of a repetition.
+    /// `stos`: advances the address by the elements, and decrements the count of a repetition by `counted`.
     String {
         counted: u64,
     },
 }
 
-/// Decodes the instruction at `regs.rip`, whose bytes these are. `None` when it isn't known, or crosses the end of its page.
+/// Decodes the instruction at `regs.rip` from its `bytes`. `None` if it isn't supported, or crosses the end of its page.
 pub(super) fn decode(bytes: &[u8], regs: &kvm_regs) -> Option<Trapped> {
     let instruction = Decoder::with_ip(64, bytes, regs.rip, DecoderOptions::NONE).decode();
     if instruction.code() == Code::INVALID {
@@ -118,7 +118,7 @@ pub(super) fn decode(bytes: &[u8], regs: &kvm_regs) -> Option<Trapped> {
     Some(Trapped { page: address / wire::PAGE_SIZE as u64, operation, next: instruction.next_ip(), finish })
 }
 
-/// The pages that the instruction at `regs.rip` touches: its own bytes and its operands in memory. `None` when that can't be said.
+/// The pages that the instruction at `regs.rip` touches, with its own bytes and its operands in memory. `None` if they can't be determined.
 pub(super) fn touched(bytes: &[u8], regs: &kvm_regs) -> Option<Vec<Page>> {
     let size = wire::PAGE_SIZE as u64;
     let instruction = Decoder::with_ip(64, bytes, regs.rip, DecoderOptions::NONE).decode();
@@ -137,7 +137,7 @@ pub(super) fn touched(bytes: &[u8], regs: &kvm_regs) -> Option<Vec<Page>> {
             Register::DS | Register::ES | Register::SS | Register::CS => Some(0),
             other => read(other, regs),
         })?;
-        // An unknown size, or one of many elements, is more than is looked at.
+        // An operand of unknown size, or of many elements, isn't examined.
         let len = used.memory_size().size();
         if len == 0 || instruction.has_rep_prefix() || instruction.has_repne_prefix() {
             return None;
@@ -195,11 +195,11 @@ fn read_modify_write(
     })
 }
 
-/// The bit that a bit instruction means, and how many bytes from its operand's address on the word lies that holds it.
+/// The bit in its word that a bit instruction selects, and the offset of that word from the operand's address, bytes.
 fn bit(instruction: &Instruction, regs: &kvm_regs, width: usize) -> Option<(u32, i64)> {
     let wide = i64::try_from(width).ok()? * 8;
     let index = if instruction.op1_kind() == OpKind::Register {
-        // Signed, in the operand's width.
+        // The index is signed, in the operand's width.
         let raw = source(instruction, regs)? & bits(width);
         let unused = u32::try_from(64 - wide).ok()?;
         (raw << unused).cast_signed() >> unused
@@ -220,12 +220,12 @@ fn bit_operation(mnemonic: Mnemonic, bit: u32) -> (Stored, Finish) {
     (stored, Finish::Bit(bit))
 }
 
-/// `stos`, alone or repeated.
+/// Decodes `stos`, single or repeated.
 fn stos(instruction: &Instruction, regs: &kvm_regs) -> Option<Trapped> {
     let width = instruction.memory_size().size();
     let (address, rcx) = match instruction.op0_kind() {
         OpKind::MemoryESRDI => (regs.rdi, regs.rcx),
-        // With 32-bit addresses: nobody writes that.
+        // 32-bit addresses: compilers don't generate them.
         _ => return None,
     };
     let repeated = instruction.has_rep_prefix() || instruction.has_repne_prefix();
@@ -234,7 +234,7 @@ fn stos(instruction: &Instruction, regs: &kvm_regs) -> Option<Trapped> {
     let room = (wire::PAGE_SIZE - offset).min(MAX_STORE) / width;
     let most = if backwards { room.min(1) } else { room };
     let wanted = if repeated { rcx } else { 1 };
-    // With none wanted nothing is written, so there was no fault; with no room the element crosses the page's end.
+    // With a count of 0 the instruction writes nothing, so it didn't fault. Without room the element crosses the page's end.
     let elements = wanted.min(u64::try_from(most).ok()?);
     if elements == 0 {
         return None;
@@ -251,7 +251,7 @@ fn stos(instruction: &Instruction, regs: &kvm_regs) -> Option<Trapped> {
 }
 
 impl Trapped {
-    /// What the instruction does to registers, when memory had `old` before.
+    /// Applies the instruction's effect on registers. `old` is the value in memory before.
     pub(super) fn finish(&self, old: u64, regs: &mut kvm_regs) {
         regs.rip = self.next;
         let width = match &self.operation {
@@ -313,7 +313,7 @@ pub(super) fn set_flags(regs: &mut kvm_regs, flags: u64) {
     regs.rflags = regs.rflags & !ARITHMETIC | flags;
 }
 
-/// Zero, sign and parity.
+/// Zero, sign and parity flags of a result.
 pub(super) fn result_flags(result: u64, width: usize) -> u64 {
     let mut flags = 0;
     if result == 0 {
@@ -353,7 +353,7 @@ pub(super) fn subtracted(a: u64, b: u64, borrow: u64, width: usize) -> u64 {
     flags | (a ^ b ^ result) & AF
 }
 
-/// The second operand: a register or a constant, sign-extended.
+/// The second operand: a register, or a sign-extended constant.
 pub(super) fn source(instruction: &Instruction, regs: &kvm_regs) -> Option<u64> {
     match instruction.op1_kind() {
         OpKind::Register => read(instruction.op1_register(), regs),
@@ -380,7 +380,7 @@ fn is_high_byte(register: Register) -> bool {
     matches!(register, Register::AH | Register::CH | Register::DH | Register::BH)
 }
 
-/// The 64 bits that a general register is part of.
+/// The 64-bit register that a general register is part of.
 fn whole(register: Register, regs: &mut kvm_regs) -> Option<&mut u64> {
     Some(match register.full_register() {
         Register::RAX => &mut regs.rax,
@@ -411,7 +411,7 @@ pub(super) fn read(register: Register, regs: &kvm_regs) -> Option<u64> {
     Some(value & bits(register.size()))
 }
 
-/// Writes a general register as instructions do: 32 bits clear the upper half, fewer leave the rest.
+/// Writes a general register as the CPU does: a 32-bit write clears the upper half, a narrower one keeps the other bits.
 pub(super) fn write(register: Register, value: u64, regs: &mut kvm_regs) {
     let Some(whole) = whole(register, regs) else { return };
     let shift = if is_high_byte(register) { 8 } else { 0 };

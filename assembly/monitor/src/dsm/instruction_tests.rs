@@ -1,4 +1,4 @@
-//! Each instruction is run by this processor and carried out by us, with the same registers and memory; both must agree.
+//! Each instruction runs on the host's CPU and in the emulator, with the same registers and memory. Results must be equal.
 #![allow(unsafe_code)] // Runs single instructions on memory of the test's own.
 
 use super::*;
@@ -7,18 +7,18 @@ use proptest::prelude::*;
 const PAGE: usize = wire::PAGE_SIZE;
 const AT: usize = 2048;
 
-/// Registers and memory, before or after.
+/// Registers and memory, before or after an instruction.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct State {
     rax: u64,
     rcx: u64,
-    /// Where `rdi` points, as an offset in the page.
+    /// Offset in the page that `rdi` points to.
     at: u64,
     flags: u64,
     page: Vec<u8>,
 }
 
-/// Runs the instruction on the processor.
+/// Runs an instruction on the host's CPU.
 macro_rules! native {
     ($($byte:literal),+) => {
         |state: &State| -> State {
@@ -50,7 +50,7 @@ macro_rules! native {
 const BASE: u64 = 0x70_0000;
 const RIP: u64 = 0x20_1000;
 
-/// Carries it out; until it has retired, where it takes several steps.
+/// Emulates an instruction until it has retired, in several steps if it repeats.
 fn ours(bytes: &[u8], state: &State) -> State {
     let mut regs = kvm_regs {
         rax: state.rax,
@@ -78,7 +78,7 @@ fn ours(bytes: &[u8], state: &State) -> State {
     State { rax: regs.rax, rcx: regs.rcx, at: regs.rdi - BASE, flags, page }
 }
 
-/// Flags that the manuals define after the instruction, beside those that it leaves alone.
+/// Flags that the manuals define after an instruction, and flags that it preserves.
 fn defined(kind: &str) -> u64 {
     match kind {
         "logic" => !AF,
@@ -151,7 +151,7 @@ fn compare(cases: &[(&str, &[u8], Native)], before: &State) -> Result<(), TestCa
 }
 
 proptest! {
-    /// One fault in any of: result, width, sign extension, flags, high bytes, the upper half of registers.
+    /// Detects a deviation in any of: result, width, sign extension, flags, high bytes, upper half of registers.
     #[test]
     fn all_instructions_do_what_the_processor_does(
         rax in words(), rcx in words(), memory in words(), flags in any::<u64>(), equal in any::<bool>(),
@@ -159,7 +159,7 @@ proptest! {
         let mut page = vec![0; PAGE];
         page[AT..AT + 8].copy_from_slice(&memory.to_le_bytes());
         page[AT - 8..AT].copy_from_slice(&rcx.to_be_bytes());
-        // Bits are looked for near by.
+        // Bit instructions with this index stay within the page.
         let rcx = if rcx > 1 << 12 && rcx < u64::MAX - (1 << 12) { rcx & 0xfff } else { rcx };
         let rax = if equal { memory } else { rax };
         let before = State { rax, rcx, at: AT as u64, flags: flags & ARITHMETIC, page };
@@ -175,7 +175,7 @@ proptest! {
         compare(REPEATED, &before)?;
     }
 
-    /// Whatever bytes the guest has there, and whatever registers.
+    /// No bytes of the guest cause a panic, with any registers.
     #[test]
     fn no_bytes_make_it_panic(bytes in prop::collection::vec(any::<u8>(), 0..16), rdi in any::<u64>(), old in any::<u64>()) {
         let mut regs = kvm_regs { rdi, rcx: old, rip: u64::MAX - 3, rflags: old & 0xfff, ..kvm_regs::default() };
@@ -187,7 +187,7 @@ proptest! {
     }
 }
 
-/// Operands in memory, the stack, and code across the end of a page are known; what isn't, is said not to be.
+/// Operands in memory, the stack, and code across the end of a page are found. Anything else yields `None`.
 #[test]
 fn pages_that_an_instruction_touches() {
     let regs = kvm_regs { rdi: 0x5ffe, rsi: 0x9000, rsp: 0x8000, rip: 0x2fff, ..kvm_regs::default() };

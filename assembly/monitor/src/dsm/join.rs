@@ -1,4 +1,4 @@
-//! How nodes find each other: each connects to those with lower numbers and waits for those with higher ones.
+//! Connection of the nodes: each connects to nodes with lower numbers, and accepts connections of nodes with higher numbers.
 
 use std::io::{Read as _, Write as _};
 use std::net::{TcpListener, TcpStream, ToSocketAddrs as _};
@@ -17,42 +17,43 @@ use crate::sealing::{
     HANDSHAKE_BYTES, Handshake, Mismatch, Opening, Purpose, RECORD_OVERHEAD_BYTES, Sealing,
 };
 
-/// How long the last node may come after the first.
+/// Time in which all nodes must have connected.
 const LAST_NODE_TIMEOUT: Duration = Duration::from_secs(15);
 /// Pause between two attempts.
 const PAUSE: Duration = Duration::from_millis(10);
-/// How long the other side of a connection may take to say who it is.
+/// Timeout of a peer's greeting.
 const GREETING: Duration = Duration::from_secs(2);
-/// Connections that may be silent at one time. Whoever comes then takes the place of the oldest.
+/// Limit of connections whose greeting is incomplete. A new one replaces the oldest.
 const STRANGERS: usize = 64;
 const MAGIC: &[u8; 7] = b"CWNODES";
-/// Where the link is to go by RDMA: a node that has another kind of link is refused by that.
+/// Magic of a greeting for a link by RDMA. Nodes refuse links of another kind by it.
 const MAGIC_RDMA: &[u8; 7] = b"CWNODER";
-/// Version of the greeting and of the control frames that follow it, the byte behind the magic.
+/// Version of the greeting and of the control frames that follow it: the byte after the magic.
 const GREETING_VERSION: u8 = b'2';
 
-/// What sealed links are for. A plain link begins with another magic. What is sealed begins with the greeting, whose version counts
-/// for all that follows.
+/// Purpose of sealed links, in [`crate::sealing`]. A plain link begins with another magic. Sealed bytes begin with the greeting, whose
+/// version
+/// covers all that follows.
 pub(super) const NODES: Purpose = Purpose { magic: *b"CWnd", version: 1, prologue: b"causeway nodes 1" };
-/// What to do about nodes of which only some have a key, or another one.
+/// Advice for nodes that have different keys, or of which only some have one.
 const SAME_KEY: &str = "give all nodes the same --cluster-key, or none of them one";
 
 type Sealed = (Sealing, Opening);
 
-/// What both sides of a link say first. All fields but `node` must be the same.
+/// Greeting of both sides of a link. All fields except `node` must be equal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Hello {
     pub(super) node: u8,
     pub(super) nodes: u8,
-    /// Of program, arguments, memory, vCPUs and policy. Against mistakes, not against attacks.
+    /// Hash of program, arguments, memory, vCPUs and policy. It detects mistakes, not attacks.
     pub(super) digest: u64,
-    /// Links go by RDMA; the same on all nodes.
+    /// Links use RDMA. The same on all nodes.
     pub(super) rdma: bool,
 }
 
 const LEN: usize = 18;
 
-/// What a peer says first. Of another version than [`GREETING_VERSION`] nothing else counts.
+/// A received greeting. If its version isn't [`GREETING_VERSION`], no other field is valid.
 #[derive(Debug, Clone, Copy)]
 struct PeerHello {
     version: u8,
@@ -60,7 +61,7 @@ struct PeerHello {
 }
 
 impl PeerHello {
-    /// `None` when it isn't a node's greeting of any version.
+    /// `None` if the bytes aren't a greeting of any version.
     fn parse(bytes: [u8; LEN]) -> Option<Self> {
         let (magic, rest) = bytes.split_first_chunk::<7>()?;
         let rdma = magic == MAGIC_RDMA;
@@ -81,7 +82,7 @@ impl Hello {
         bytes
     }
 
-    /// Whether `other`, who should be node `expected`, or any that is still missing, can be in the same VM.
+    /// Checks that `other` belongs to the same VM, and that its node is `expected`. Returns the node's number, or the reason for a refusal.
     fn accepts(&self, other: Option<PeerHello>, expected: impl Fn(u8) -> bool) -> Result<u8, String> {
         let Some(PeerHello { version, hello: other }) = other else {
             return Err("what answers there is no node of a VM; look at the address".to_owned());
@@ -140,7 +141,7 @@ impl Listener {
         Ok(listener)
     }
 
-    /// The next connection, if there is one.
+    /// The next connection, or `WouldBlock`.
     fn accept(&self) -> std::io::Result<Stream> {
         Ok(match self {
             Self::Unix(listener) => Stream::Unix(listener.accept()?.0),
@@ -149,7 +150,7 @@ impl Listener {
     }
 }
 
-/// A connection that has come, and has not yet said all of who it is. Anybody can reach a node's address, so none of them is waited for.
+/// A connection whose greeting is incomplete. Any host can connect to a node's address, so the node waits for none of them.
 struct Greeting {
     stream: Stream,
     heard: Vec<u8>,
@@ -157,18 +158,18 @@ struct Greeting {
     until: Instant,
 }
 
-/// What a connection says next.
+/// The part of the greeting that the peer sends next.
 enum Stage {
-    /// Who it is.
+    /// The greeting, in plain text.
     Plain,
-    /// Its part of the handshake: it has to have the key before it hears anything.
+    /// The handshake: the peer must prove that it has the key before this node sends anything.
     Shakes(Box<Handshake>),
-    /// Who it is, sealed.
+    /// The greeting, sealed.
     Sealed(Box<Sealed>),
 }
 
 impl Stage {
-    /// Bytes that it takes.
+    /// Bytes of this part.
     fn bytes(&self) -> usize {
         match self {
             Self::Plain => LEN,
@@ -194,7 +195,7 @@ impl Greeting {
         Ok(Self { stream, heard: Vec::new(), stage, until: Instant::now() + GREETING })
     }
 
-    /// Who it is, once it has said so; an error when that won't happen any more, or it is no node.
+    /// The peer's greeting, once complete. An error if it can't become complete, or isn't a greeting.
     fn look(&mut self, hello: &Hello) -> Result<Option<PeerHello>, String> {
         loop {
             if !self.hear()? {
@@ -214,7 +215,7 @@ impl Greeting {
         }
     }
 
-    /// Whether all has come that it says next.
+    /// Receives. Returns whether this part is complete.
     fn hear(&mut self) -> Result<bool, String> {
         let wanted = self.stage.bytes();
         while self.heard.len() < wanted {
@@ -237,7 +238,7 @@ impl Greeting {
         Ok(true)
     }
 
-    /// What begins otherwise than a handshake may be shorter: its end isn't waited for.
+    // Another magic than the handshake's may begin a shorter message, so this doesn't wait for the rest.
     fn look_at_magic(&self) -> Result<(), String> {
         let magic = self.heard.first_chunk::<4>();
         match (&self.stage, magic) {
@@ -246,7 +247,7 @@ impl Greeting {
         }
     }
 
-    /// It has the key, or is sent away without a word.
+    /// Checks the peer's handshake. Answers only if the peer has the key.
     fn answer(&self, mut handshake: Handshake, heard: &[u8], hello: &Hello) -> Result<Stage, String> {
         let bytes: &[u8; HANDSHAKE_BYTES] = heard.try_into().map_err(|_| "it says too little".to_owned())?;
         handshake.take(bytes).map_err(mismatch)?;
@@ -259,10 +260,10 @@ impl Greeting {
         Ok(Stage::Sealed(Box::new(sealed)))
     }
 
-    /// The connection as its link needs it, and what seals it.
+    /// The connection, reset to a link's settings, and its keys.
     fn into_parts(self) -> std::io::Result<(Stream, Option<Sealed>)> {
         rustix::io::ioctl_fionbio(self.stream.as_fd(), false)?;
-        // Its settings are those of a link.
+        // Clears the timeouts of the greeting.
         self.stream.set_timeout(None)?;
         let sealed = if let Stage::Sealed(sealed) = self.stage { Some(*sealed) } else { None };
         Ok((self.stream, sealed))
@@ -288,7 +289,7 @@ fn mismatch(mismatch: Mismatch) -> String {
     }
 }
 
-/// What the other side says of itself, in one record.
+/// Opens the peer's sealed greeting.
 fn opened_hello(opening: &mut Opening, from: &mut impl std::io::Read) -> std::io::Result<[u8; LEN]> {
     let mut bytes = [0; LEN];
     let mut filled = 0;
@@ -301,7 +302,7 @@ fn opened_hello(opening: &mut Opening, from: &mut impl std::io::Read) -> std::io
     Ok(bytes)
 }
 
-/// Connects, or gives up at `deadline`: a host that drops what comes would hold Linux up for two minutes.
+/// Connects until `deadline`. Without it, a host that drops packets would block for two minutes in Linux.
 fn connect(address: &NodeAddress, deadline: Instant) -> std::io::Result<Stream> {
     Ok(match address {
         NodeAddress::Unix(path) => Stream::Unix(UnixStream::connect(path)?),
@@ -326,13 +327,13 @@ fn write(stream: &Stream, bytes: &[u8]) -> std::io::Result<()> {
     }
 }
 
-/// Says so: whoever can't start a VM wants to know who came in its place.
+/// Logs a dropped connection: an operator whose VM doesn't start must learn which connection came instead of the node.
 fn stranger(problem: &str) {
     static LOG: LazyLock<GuestLog> = LazyLock::new(GuestLog::new);
     telemetry::guest_warn!(LOG, "A connection to this node's address is dropped: {problem}");
 }
 
-/// Says who this is, and hears who the other is; what seals the link, where this node has a key.
+/// Exchanges greetings. Returns the peer's greeting, and the link's keys if this node has a cluster key.
 fn greet(
     stream: &Stream,
     hello: &Hello,
@@ -357,7 +358,7 @@ fn greet(
             let mut answer = [0; HANDSHAKE_BYTES];
             let (magic, rest) = answer.split_at_mut(NODES.magic.len());
             (&mut &*stream).read_exact(magic).map_err(silent)?;
-            // A node without a key says who it is, which is shorter.
+            // A node without a key sends a plain greeting, which is shorter.
             if *magic == NODES.magic {
                 (&mut &*stream).read_exact(rest).map_err(silent)?;
             }
@@ -374,7 +375,7 @@ fn greet(
     Ok(other)
 }
 
-/// The device that this node's links go by, where they go by RDMA: all of them, or none.
+/// The RDMA device of this node's links; `None` if no address is by RDMA. Either all addresses are, or none.
 pub(super) fn device_of(
     node: u8,
     addresses: &[NodeAddress],
@@ -410,7 +411,7 @@ pub(super) fn device_of(
     }
 }
 
-/// Makes a link of a connection whose both ends have said who they are.
+/// Makes a link of a connection after both sides' greetings.
 fn link(
     peer: u8,
     place: &NodeAddress,
@@ -439,8 +440,8 @@ fn link(
     Ok(Link::new(peer, place.to_string(), way, sealed))
 }
 
-/// Connects to all other nodes. `addresses` has one of each node, in order; `device` is what links go by, where they go by RDMA. With `key` links are sealed,
-/// and who hasn't the same key is a stranger. The links, by node; `None` for this one.
+/// Connects to all other nodes. `addresses` has one per node, in order, and `device` is for links by RDMA. With `key` the links are sealed,
+/// and connections without the same key are dropped. Returns the links by node, with `None` for this one.
 pub(super) fn join(
     hello: Hello,
     addresses: &[NodeAddress],
@@ -490,7 +491,7 @@ pub(super) fn join(
     };
     let mut greetings: Vec<Greeting> = Vec::new();
     while let (Some(listener), Some(next)) = (&listener, missing(&links)) {
-        // Looked at in each round: strangers that come without end must not keep it from ending.
+        // Checked in each iteration: an endless stream of strangers must not prevent the timeout.
         if Instant::now() >= deadline {
             let problem = format!("it hasn't come within {} s; start it", LAST_NODE_TIMEOUT.as_secs());
             return Err(failed(next, problem));
@@ -508,7 +509,7 @@ pub(super) fn join(
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
                 std::thread::sleep(PAUSE);
             }
-            // It was gone before it was taken.
+            // The connection was closed before it was accepted.
             Err(error) if error.kind() == std::io::ErrorKind::ConnectionAborted => {}
             Err(error) => return Err(failed(next, format!("its connection can't be taken: {error}"))),
         }
@@ -542,7 +543,7 @@ pub(super) fn join(
     if let NodeAddress::Unix(path) = own
         && awaits
     {
-        // All are there. What stays would only be in the way of the next VM.
+        // All nodes have connected. A socket file that stays would be in the way of the next VM.
         let _ = std::fs::remove_file(path);
     }
     Ok(links)

@@ -1,10 +1,10 @@
-//! A link to another node, over a socket or a queue pair: frames, and a queue for what that doesn't take at once.
+//! A link to another node, over a socket or a queue pair: frames, and a queue for bytes that the transport doesn't accept at once.
 //!
-//! Of the bytes follow one another messages of the protocol ([`dsm::wire`], whose first byte is its version) and control frames:
+//! The stream of bytes consists of messages of the protocol ([`dsm::wire`], whose first byte is its version) and of control frames:
 //! ```text
 //!  0 mark (0xc5)   1 kind   2 zero (2)   4 length of what follows the header (4)   8 body
 //! ```
-//! Where nodes have a cluster key these bytes are in the records of [`crate::sealing`], by whatever way they go.
+//! If nodes have a cluster key, the stream is in records of [`crate::sealing`], on both transports.
 
 use std::collections::VecDeque;
 use std::io::{self, Read};
@@ -28,42 +28,42 @@ use crate::sealing::{Opening, Sealing};
 /// First byte of a control frame. No version of the protocol has this number.
 const MARK: u8 = 0xc5;
 const HEADER: usize = 8;
-/// Bytes that are taken from a socket at once, at most: some pages.
+/// Bytes to read at once from a transport: several pages.
 const MANY: usize = 1 << 16;
-/// Bytes that a Unix socket is asked to hold: what a vCPU may have asked for at one time.
+/// Send buffer to request for a Unix socket, bytes: a vCPU's requests at one time.
 const ROOM: usize = 1 << 20;
-/// Most bytes of a control frame's body.
+/// Limit of a control frame's body, bytes.
 const MAX_BODY: usize = 1 << 20;
-/// A vCPU that writes to its console waits when so many bytes are queued.
+/// Bytes in the send queue above which a vCPU that writes to its console waits.
 const LONG_QUEUE: usize = 1 << 20;
-/// Most bytes that wait for a peer to take them. More than correct nodes ever have on the way at once: each of 254 vCPUs asks for 128 pages ahead. A peer
-/// that takes nothing is lost to its silence long before; one that talks, and takes nothing, is to this.
+/// Capacity of the send queue. Correct nodes never have as much in flight, with prefetches of 128 pages for each of 254 vCPUs. The link of
+/// a silent peer ends by the silence timeout long before. This limit ends the link of a peer that sends and doesn't receive.
 const LINK_SEND_QUEUE_BYTES: usize = 256 << 20;
 
-/// What nodes tell each other beside the protocol.
+/// Control frames, which nodes exchange besides the protocol.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Control {
-    /// The sender lives.
+    /// The sender is alive.
     Heartbeat,
-    /// The guest wrote this to its console; to node 0.
+    /// Console output of the guest; to node 0.
     Console(Vec<u8>),
     /// The guest ended the VM with this code.
     Exit(u32),
-    /// The VM can't go on: why.
+    /// The VM can't continue, for this reason.
     Failed(String),
-    /// All vCPUs of the sender have ended themselves; to node 0.
+    /// All vCPUs of the sender have parked; to node 0.
     Parked,
-    /// The sender's vCPUs stand still; its report, as JSON. To node 0, as the last frame.
+    /// The sender's final report, as JSON, after its vCPUs have stopped; to node 0, as the last frame.
     Report(Vec<u8>),
-    /// The sender is ready; from node 0: all are, and vCPUs may run.
+    /// The sender is ready. From node 0: all nodes are, and vCPUs may run.
     Start,
-    /// What the guest measures begins, or has ended.
+    /// The guest's measurement begins (true) or has ended.
     Phase(bool),
-    /// Asks for an [`Control::Answer`].
+    /// Requests an [`Control::Answer`].
     Ask,
-    /// What the sender has counted so far, as JSON.
+    /// The sender's report so far, as JSON.
     Answer(Vec<u8>),
-    /// About checkpoints.
+    /// A step of a checkpoint.
     Checkpoint(Step),
 }
 
@@ -93,7 +93,7 @@ impl Control {
             Self::Failed(text) => text.as_bytes(),
             Self::Exit(code) => &code.to_le_bytes(),
             Self::Checkpoint(one) => {
-                // Into memory: this can't fail.
+                // Serialization into memory can't fail.
                 let _ = ciborium::into_writer(one, &mut step);
                 &step
             }
@@ -123,7 +123,7 @@ impl Control {
     }
 }
 
-/// What comes over a link.
+/// A frame of a link.
 #[derive(Debug)]
 pub(super) enum Frame {
     Message(dsm::Message),
@@ -153,7 +153,7 @@ impl Stream {
     }
 
     fn shutdown(&self) {
-        // Fails when it is down already.
+        // Fails if the socket is shut down already.
         let _ = match self {
             Self::Unix(stream) => stream.shutdown(std::net::Shutdown::Both),
             Self::Tcp(stream) => stream.shutdown(std::net::Shutdown::Both),
@@ -179,55 +179,55 @@ impl Read for &Stream {
     }
 }
 
-/// What carries a link's bytes.
+/// The transport of a link.
 pub(super) enum Way {
-    /// A socket. What it doesn't take at once is offered again when it says that it takes more.
+    /// A socket. The faults thread offers queued bytes again when the socket is writable.
     Socket(Stream),
-    /// A queue pair. What it doesn't take at once is offered again by the link's reader, who is woken by what makes room.
+    /// A queue pair. The link's reader offers queued bytes again, and is woken when the queue pair has room.
     Pair(Box<Pair>),
 }
 
-/// How long a link that is closed waits until what was sent has reached the peer's RDMA device. (A socket's bytes are the kernel's to deliver.)
+/// Time that closing a link waits until the peer's RDMA device has received all bytes. (The kernel delivers a socket's bytes.)
 const LAST_BYTES: Duration = Duration::from_millis(200);
 
 /// A link to another node. Thread-safe; one thread reads it.
 pub(super) struct Link {
     pub(super) peer: u8,
-    /// For messages to people.
+    /// The peer's address, for messages.
     pub(super) address: String,
     way: Way,
     queue: Mutex<Outgoing>,
-    /// Where links are sealed: what opens what comes. Its reader's alone.
+    /// On a sealed link: the state that opens incoming records. Only the reader uses it.
     opened: Mutex<Option<Opened>>,
     drained: Condvar,
     closed: AtomicBool,
-    /// It was closed because the peer doesn't take what it is sent.
+    /// The link was closed because its send queue was full.
     overflowed: AtomicBool,
-    /// [`LINK_SEND_QUEUE_BYTES`]; less in tests.
+    /// Capacity of the send queue: [`LINK_SEND_QUEUE_BYTES`], less in tests.
     capacity: usize,
-    /// When something last came, nanoseconds of the engine's clock.
+    /// When bytes last arrived, ns of the engine's clock.
     pub(super) heard: AtomicU64,
-    /// Its reader is writing to a console: silence isn't the peer's.
+    /// The reader is writing to a console, so silence isn't the peer's.
     pub(super) busy: AtomicBool,
 }
 
-/// What is to be sent.
+/// The send queue of a link.
 #[derive(Default)]
 struct Outgoing {
-    /// Bytes that haven't been taken, oldest first, as the peer gets them.
+    /// Bytes that the transport hasn't accepted, sealed if the link is, oldest first.
     bytes: Vec<u8>,
     sealing: Option<Sealing>,
 }
 
-/// What comes over a sealed link.
+/// The receive state of a sealed link.
 struct Opened {
     opening: Opening,
-    /// Bytes that have come and weren't opened.
+    /// Bytes that have arrived and aren't opened.
     ahead: VecDeque<u8>,
     room: Vec<u8>,
 }
 
-/// A link's bytes as they come, a good many at a time.
+/// Reads a link's raw bytes, many at a time.
 struct Ahead<'a> {
     link: &'a Link,
     bytes: &'a mut VecDeque<u8>,
@@ -246,9 +246,9 @@ impl Read for Ahead<'_> {
 }
 
 impl Link {
-    /// With `sealed` both directions are encrypted and authenticated.
+    /// A link over a connected transport. With `sealed` both directions are encrypted and authenticated.
     pub(super) fn new(peer: u8, address: String, way: Way, sealed: Option<(Sealing, Opening)>) -> Self {
-        // A socket that is full has to be watched, and written again. Linux gives what `wmem_max` allows; with less it takes longer. (TCP's buffers grow by themselves.)
+        // A larger buffer saves waits for a writable socket. Linux grants up to `wmem_max`. (TCP's buffers grow by themselves.)
         if let Way::Socket(Stream::Unix(stream)) = &way
             && let Err(error) = set_socket_send_buffer_size(stream, ROOM)
         {
@@ -271,7 +271,7 @@ impl Link {
         }
     }
 
-    /// Its socket, where bytes that weren't taken wait for that to take more.
+    /// The socket that the faults thread must watch while bytes are queued; `None` for RDMA.
     pub(super) fn socket(&self) -> Option<&Stream> {
         match &self.way {
             Way::Socket(stream) => Some(stream),
@@ -279,12 +279,12 @@ impl Link {
         }
     }
 
-    /// Whether it goes by an RDMA device, which serves only threads with the credentials that it was opened with.
+    /// Whether the link uses an RDMA device, which serves only threads with the credentials that opened it.
     pub(super) fn is_rdma(&self) -> bool {
         matches!(self.way, Way::Pair(_))
     }
 
-    /// Whether it was closed because so many bytes wait for the peer to take them: their number.
+    /// The capacity of the send queue, if the link was closed because it was full.
     pub(super) fn overflow(&self) -> Option<usize> {
         self.overflowed.load(Ordering::Relaxed).then_some(self.capacity)
     }
@@ -293,8 +293,8 @@ impl Link {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sends, or queues what isn't taken at once. True when there is something in the queue now that waits for the socket. Never waits; what goes to a
-    /// broken link is dropped, as the link's reader will notice.
+    /// Sends bytes, and queues those that the transport doesn't accept at once. Returns true if queued bytes wait for a writable socket.
+    /// Never blocks. Bytes for a broken link are dropped, since the link's reader detects the end.
     pub(super) fn send(&self, bytes: &[u8]) -> bool {
         let mut queue = self.queue();
         if self.closed.load(Ordering::Relaxed) {
@@ -310,7 +310,7 @@ impl Link {
         !queue.bytes.is_empty() && !self.is_rdma()
     }
 
-    /// Puts bytes behind those that wait. Where those are too many the link ends: its reader says so.
+    /// Appends bytes to the send queue. If it is full, closes the link, which its reader detects.
     fn append(&self, queue: &mut Outgoing, bytes: &[u8]) {
         let Outgoing { bytes: waiting, sealing } = queue;
         let mut fits = waiting.len().saturating_add(bytes.len()) <= self.capacity;
@@ -321,7 +321,7 @@ impl Link {
                 while fits && !rest.is_empty() {
                     match sealing.write(rest, waiting) {
                         Ok(count) => rest = rest.get(count..).unwrap_or_default(),
-                        // What can't be sealed isn't sent in another way.
+                        // Bytes that can't be sealed aren't sent at all.
                         Err(_) => fits = false,
                     }
                 }
@@ -348,7 +348,7 @@ impl Link {
         self.send(&control.encode())
     }
 
-    /// The same, but waits while very many bytes are queued.
+    /// The same, but waits while more than `LONG_QUEUE` bytes are queued.
     pub(super) fn send_patiently(&self, control: &Control) -> bool {
         let mut queue = self.queue();
         while queue.bytes.len() > LONG_QUEUE && !self.closed.load(Ordering::Relaxed) {
@@ -370,14 +370,14 @@ impl Link {
                 Ok(count) => taken += count,
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => break,
-                // Broken: the reader says so.
+                // The link is broken, which its reader detects.
                 Err(_) => return bytes.len(),
             }
         }
         taken
     }
 
-    /// Sends what is queued as far as it is taken. True when there is something left that waits for the socket.
+    /// Sends queued bytes as far as the transport accepts them. Returns true if some are left that wait for a writable socket.
     pub(super) fn flush(&self) -> bool {
         let mut queue = self.queue();
         let long = queue.bytes.len() > LONG_QUEUE;
@@ -393,7 +393,8 @@ impl Link {
         !self.queue().bytes.is_empty()
     }
 
-    /// Ends it, for both sides. By RDMA, waits a little until what was sent has arrived, unless it is broken. Not under the engine's lock.
+    /// Closes both directions. With RDMA, first waits up to [`LAST_BYTES`] for delivery, unless the link is broken. Don't call it under the
+    /// engine's lock.
     pub(super) fn close(&self) {
         if let Way::Pair(pair) = &self.way {
             let until = Instant::now() + LAST_BYTES;
@@ -406,7 +407,7 @@ impl Link {
             }
         }
         {
-            // Under the lock: nobody is between a look and a wait.
+            // Under the lock, so that no thread is between its check and its wait.
             let _queue = self.queue();
             self.closed.store(true, Ordering::Relaxed);
         }
@@ -414,7 +415,7 @@ impl Link {
         self.drained.notify_all();
     }
 
-    /// Queues without sending: whoever calls it calls [`Link::flush`] soon.
+    /// Queues bytes without sending them. The caller must call [`Link::flush`] soon.
     pub(super) fn put_off(&self, bytes: &[u8]) {
         let mut queue = self.queue();
         if !self.closed.load(Ordering::Relaxed) {
@@ -422,7 +423,7 @@ impl Link {
         }
     }
 
-    /// Waits for bytes of frames.
+    /// Blocks for bytes of frames, opened if the link is sealed.
     fn read(&self, free: &mut [u8]) -> io::Result<usize> {
         let mut opened = self.opened.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(Opened { opening, ahead, room }) = &mut *opened else {
@@ -432,10 +433,11 @@ impl Link {
         opening.read(free, &mut Ahead { link: self, bytes: ahead, room })
     }
 
-    /// Waits for bytes as they come.
+    /// Blocks for raw bytes.
     fn read_way(&self, free: &mut [u8]) -> io::Result<usize> {
         match &self.way {
-            // Not in `recv`: who sleeps there is woken each time the peer takes something that was sent, too, and a wake costs the vCPU beside it dearly.
+            // Not by a blocking `recv`: a thread that sleeps there also wakes whenever the peer receives sent bytes, and each wakeup
+            // disturbs a vCPU.
             Way::Socket(stream) => loop {
                 match rustix::net::recv(stream.as_fd(), &mut *free, RecvFlags::DONTWAIT) {
                     Ok((count, _)) => return Ok(count),
@@ -459,13 +461,13 @@ impl Link {
         }
     }
 
-    /// Waits for the next frame, and appends it and those that have come with it.
+    /// Blocks for the next frame. Appends it and all others that arrived with it.
     pub(super) fn receive(&self, incoming: &mut Incoming, frames: &mut Vec<Frame>) -> io::Result<()> {
         while frames.is_empty() {
             while let Some(frame) = incoming.next(self.peer).transpose() {
                 match frame {
                     Ok(frame) => frames.push(frame),
-                    // Those before it are good; it is found again afterwards.
+                    // The frames before it are valid. The next call finds the error again.
                     Err(_) if !frames.is_empty() => return Ok(()),
                     Err(error) => return Err(error),
                 }
@@ -478,21 +480,21 @@ impl Link {
     }
 }
 
-/// Bytes that have come over a link and aren't frames yet.
+/// Received bytes that aren't parsed into frames yet.
 #[derive(Debug, Default)]
 pub(super) struct Incoming {
     bytes: Vec<u8>,
-    /// Where the first that isn't used lies, and the end.
+    /// Offsets of the first unparsed byte, and of the end.
     start: usize,
     end: usize,
 }
 
 impl Incoming {
-    /// Waits for more, at least one byte.
+    /// Blocks for at least one more byte.
     fn fill(&mut self, mut read: impl FnMut(&mut [u8]) -> io::Result<usize>) -> io::Result<()> {
         self.bytes.copy_within(self.start..self.end, 0);
         (self.start, self.end) = (0, self.end - self.start);
-        // What waits may be the beginning of the longest frame there is.
+        // The unparsed bytes may be the start of the longest possible frame, so the buffer doubles.
         let wanted = self.end.saturating_mul(2).max(MANY);
         if self.bytes.len() < wanted {
             self.bytes.resize(wanted, 0);
@@ -510,7 +512,7 @@ impl Incoming {
         }
     }
 
-    /// The next frame, if it is here as a whole. An error stays where it is.
+    /// The next frame, if complete. An error is returned again by each call.
     fn next(&mut self, peer: u8) -> io::Result<Option<Frame>> {
         let wrong = |text: String| io::Error::new(io::ErrorKind::InvalidData, text);
         let here = self.bytes.get(self.start..self.end).unwrap_or_default();

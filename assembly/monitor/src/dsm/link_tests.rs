@@ -30,7 +30,7 @@ fn linked(sealed: Option<(Sealed, Sealed)>) -> (Link, Link) {
     (link(1, a, one), link(0, b, other))
 }
 
-/// Sealed frames arrive as others do, whatever the socket takes at once; none of their bytes is to be seen on the way.
+/// Sealed frames arrive like plain ones, however much the socket accepts at once. No plain byte is visible in transit.
 #[test]
 fn sealed_frames_arrive_whole_and_in_order() {
     let (a, b) = sealed_pair();
@@ -60,17 +60,17 @@ fn sealed_frames_arrive_whole_and_in_order() {
     assert!(!wire[..count].windows(8).any(|some| some == b"to be re"));
 }
 
-/// Bytes that the peer hasn't sealed end the link.
+/// Bytes that weren't sealed by the peer end the link.
 #[test]
 fn bytes_that_nobody_has_sealed_are_refused() {
     let (a, b) = sealed_pair();
-    // As long as the record that its first bytes announce.
+    // As long as the record that the first bytes announce.
     a.offer(&Control::Console(vec![0; 4000]).encode());
     let error = reader(&b).frame().unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{error}");
 }
 
-/// A peer that takes nothing is given up when more waits for it than a link holds, and what waits is forgotten.
+/// If a peer doesn't receive, the link ends when its send queue is full, and the queue is dropped.
 #[test]
 fn what_waits_for_a_peer_is_bounded() {
     for (mut a, b) in [pair(), sealed_pair()] {
@@ -92,7 +92,7 @@ fn what_waits_for_a_peer_is_bounded() {
     }
 }
 
-/// What comes over a link, frame by frame.
+/// Reads a link frame by frame.
 struct Reader<'a> {
     link: &'a Link,
     incoming: Incoming,
@@ -152,7 +152,7 @@ fn control_frames_arrive_as_they_were_sent_and_in_order() {
     }
 }
 
-/// What the socket doesn't take is queued, `send` doesn't wait for it, and nothing is lost or reordered.
+/// Bytes that the socket doesn't accept are queued. `send` doesn't block, and nothing is lost or reordered.
 #[test]
 fn a_slow_reader_does_not_hold_up_the_sender() {
     let (a, b) = pair();
@@ -174,7 +174,7 @@ fn a_slow_reader_does_not_hold_up_the_sender() {
     reads.join().unwrap();
 }
 
-/// Whoever has seen an open link with a full queue, and is about to wait, is waited for by who closes it: nobody else would wake him.
+/// `close` waits for a thread that has seen an open link with a full queue and is about to wait: nothing else would wake it.
 #[test]
 fn a_link_is_not_closed_between_a_look_and_a_wait() {
     let (a, _b) = pair();
@@ -197,10 +197,10 @@ fn bytes_that_no_node_sends_are_refused_and_a_closed_link_is_the_end() {
         vec![MARK, 2, 0, 0, 0xff, 0xff, 0xff, 0xff],
         vec![9; 64],
         vec![MARK, 11, 0, 0, 1, 0, 0, 0, 0xff],
-        // Of older nodes.
+        // Control frames of older nodes.
         vec![MARK, 12, 0, 0, 1, 0, 0, 0, 1],
         vec![MARK, 13, 0, 0, 0, 0, 0, 0],
-        // What this node's own threads say to the one for checkpoints, in CBOR.
+        // `Look`, which is local to a node, in CBOR.
         [&[MARK, 11, 0, 0, 5, 0, 0, 0, 0x64][..], b"Look"].concat(),
     ] {
         let (a, b) = pair();
@@ -218,11 +218,11 @@ fn bytes_that_no_node_sends_are_refused_and_a_closed_link_is_the_end() {
     assert!(!a.send(b"into the void"));
 }
 
-/// What is put off leaves with the next flush, whole and in order; frames that come in pieces, and several in one piece, are the same ones.
+/// Queued bytes leave with the next flush, complete and in order. Frames parse the same however the stream is cut.
 #[test]
 fn frames_come_whole_however_they_are_cut() {
     let (a, b) = pair();
-    // The longest is more than is taken at once.
+    // The longest is more than one read.
     for (piece, len) in
         [(1, 40), (7, 40), (8, 40), (9, 40), (4096, 100_000), (70_000, 100_000), (1 << 20, 100_000)]
     {
@@ -237,7 +237,7 @@ fn frames_come_whole_however_they_are_cut() {
                         std::thread::yield_now();
                     }
                     if piece < HEADER + 2 {
-                        // So that it is taken alone.
+                        // So that the reader gets it alone.
                         std::thread::sleep(Duration::from_millis(1));
                     }
                 }
@@ -249,14 +249,14 @@ fn frames_come_whole_however_they_are_cut() {
     }
     a.put_off(&Control::Ask.encode());
     assert!(a.has_queue());
-    // Nothing overtakes it.
+    // Later frames don't overtake it.
     a.send_control(&Control::Heartbeat);
     assert!(!a.flush());
     let mut b = reader(&b);
     assert_eq!([b.control(), b.control()], [Control::Ask, Control::Heartbeat]);
 }
 
-/// Frames before one that no node sends are taken.
+/// Frames before an invalid one are accepted.
 #[test]
 fn what_came_before_a_wrong_frame_counts() {
     let (a, b) = pair();

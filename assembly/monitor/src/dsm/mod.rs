@@ -1,34 +1,33 @@
-//! A payload VM that spans several monitors, each on a host of its own or all on one: one memory, kept by the protocol of the crate
-//! [`::dsm`].
+//! A payload VM that spans several monitors, on one host or on several: one memory, kept coherent by the protocol of the crate [`::dsm`].
 //!
 //! ```text
 //!   vCPU ──fault──▶ userfaultfd ──▶ faults thread ─┐
 //!   vCPU ──kick, trap──▶ before_run ───────────────┤   ┌────────────┐ ──▶ SharedRam: rights and contents of pages
 //!   link ──bytes──▶ link thread (one per peer) ────┼──▶│ dsm::Node  │ ──▶ links: messages
-//!   clock ────────▶ faults thread ─────────────────┘   └────────────┘ ──▶ vCPUs: wake, kick, step over
+//!   clock ────────▶ faults thread ─────────────────┘   └────────────┘ ──▶ vCPUs: wake, kick, complete
 //! ```
 //!
-//! One lock guards the node, its pages and the states of its vCPUs. Who holds it never waits: messages that a link doesn't take at
-//! once are queued and sent by the faults thread. Nothing polls; a vCPU that waits for a page sleeps in the kernel (userfaultfd), or
-//! in [`machine::vcpu::VcpuExitHandler::before_run`] after it was kicked out to have its registers read.
+//! One lock guards the node, its pages and the states of its vCPUs. A thread that holds it never blocks: bytes that a link doesn't accept
+//! at once are queued, and the faults thread sends them. No thread polls. A vCPU that waits for a page sleeps in the kernel (userfaultfd),
+//! or in [`machine::vcpu::VcpuExitHandler::before_run`] after a kick for a sample of its registers.
 //!
-//! | module | holds |
+//! | module | contents |
 //! |---|---|
-//! | `address`, `join`, `link` | where nodes are; the handshake; a connection, its frames and their counts |
-//! | `identity` | what makes nodes and checkpoints parts of one VM |
+//! | `address`, `join`, `link` | addresses of nodes; the greeting; a connection, its frames and its send queue |
+//! | `identity` | the hash that nodes and checkpoints of one VM share |
 //! | `rdma` | links by the host's RDMA device |
-//! | `engine` | the lock, and who calls the protocol when |
+//! | `engine` | the lock, and the execution of the protocol's actions |
 //! | `pages` | the protocol's view of guest memory |
-//! | `vcpus` | what a vCPU waits for; whether its instruction has retired |
-//! | `ahead`, `streams`, `follow` | pages fetched before they are asked for; where a vCPU goes on from page to page; which fault comes soon after which |
-//! | `instruction` | stores and atomics, decoded to be carried out for the vCPU |
-//! | `compute`, `window` | instructions that compute and load; what follows a trapped store, up to the next one |
+//! | `vcpus` | faults of vCPUs; whether an instruction has retired |
+//! | `ahead`, `streams`, `follow` | the prefetchers: rounds of regions; streams; followers |
+//! | `instruction` | the decoder of stores and atomics for emulation |
+//! | `compute`, `window` | emulation of instructions that compute and load; window emulation after a trapped store |
 //! | `service` | the faults thread: faults, time, heartbeats; the link threads |
-//! | `checkpoint` | all nodes saved at one cut, and restored |
-//! | `report`, `hot`, `top` | counters of a node and its hottest pages, as JSON; and for whoever asks while it runs |
+//! | `checkpoint` | saving all nodes at one cut, and restoring them |
+//! | `report`, `hot`, `top` | counters of a node and its hottest pages, as JSON; a socket that serves them while the VM runs |
 //! | `spanning` | a node from its settings to its end |
 //!
-//! A node that is dead, cut off or faulty ends the VM everywhere: half of its memory is gone. See docs/design/dsm.md.
+//! The loss of a node ends the VM on all nodes, since a part of memory is gone. See docs/design/dsm.md.
 
 mod address;
 mod ahead;
@@ -59,9 +58,12 @@ pub use ibverbs::{Absent as NoRdma, Found as RdmaDevice, devices as rdma_devices
 pub use rdma::NoDevice;
 pub use spanning::{Ended, NodeSettings, SpanningVm, Trouble};
 
-/// A policy with the times that suit a monitor. Costs of this kind of machine decide: leaving the guest takes 25 µs, a trapped store some 100 (500 on a
-/// busy machine; it was 300 when policies were first chosen), a page some 300. A page is kept by updates when it would spend a sixth of the time on
-/// the way, which was reckoned with 800, and no more when its stores take half of it.
+/// Sets the times and thresholds of `policy` for a monitor. They follow from costs in a VM under nested virtualization (PVM): an exit from
+/// the guest takes `exit` = 25 µs, a trapped store `trap` = 100 µs, a page's transfer `transfer` = 300 to 800 µs.
+///
+/// - `transfers` · 0.8 ms ≈ `window_ns` / 6: transfers that take a sixth of the time make a page write-update.
+/// - `storm` · `trap` ≈ `window_ns` / 2: trapped stores that take about half of the time end the mode.
+/// - `turn` ≈ `transfer` / `trap`: more stores per turn of a node than a transfer costs end it, too.
 #[must_use]
 pub fn tuned(policy: Policy) -> Policy {
     let window_ns = 50_000_000;
@@ -76,63 +78,63 @@ pub fn tuned(policy: Policy) -> Policy {
     }
 }
 
-/// A VM that spans hosts could not be made, or ended.
+/// Why a VM that spans nodes can't be made.
 #[derive(Debug, thiserror::Error)]
 pub enum DsmError {
-    /// The settings can't be.
+    /// The settings are invalid.
     #[error("A VM can't span nodes like this: {0}")]
     Settings(String),
-    /// The protocol refuses its configuration.
+    /// The protocol refused its configuration.
     #[error("The memory of the VM can't be shared like this")]
     Protocol(#[from] ::dsm::ConfigError),
-    /// A node can't be reached, or isn't what it should be.
+    /// Another node can't be reached, or isn't a node of this VM.
     #[error("Node {peer} at {address} could not be joined: {problem}")]
     Join {
-        /// Which.
+        /// The other node's number.
         peer: u8,
-        /// Where.
+        /// Its address.
         address: String,
-        /// What went wrong, and what to do.
+        /// The problem, and what to do.
         problem: String,
     },
-    /// This node's own address can't be listened on.
+    /// This node can't listen on its address.
     #[error("Node {node} can't listen at {address}")]
     Listen {
-        /// This node.
-        node: u8,
-        /// Where.
-        address: String,
-        /// Why.
-        #[source]
-        source: std::io::Error,
-    },
-    /// This node's links are to go by RDMA, and can't.
-    #[error("Node {node} can't have its links by RDMA, which {address} asks for")]
-    Rdma {
-        /// This node.
+        /// This node's number.
         node: u8,
         /// Its address.
         address: String,
-        /// Why, and what to do.
+        /// The cause.
+        #[source]
+        source: std::io::Error,
+    },
+    /// This node's links can't use RDMA.
+    #[error("Node {node} can't have its links by RDMA, which {address} asks for")]
+    Rdma {
+        /// This node's number.
+        node: u8,
+        /// Its address.
+        address: String,
+        /// The cause, and what to do.
         #[source]
         source: NoDevice,
     },
     /// The host refused a thread or descriptor.
     #[error("The host refused {what}")]
     Host {
-        /// What was asked for.
+        /// What was requested.
         what: &'static str,
-        /// Why.
+        /// The cause.
         #[source]
         source: std::io::Error,
     },
-    /// Another node has found why, or is gone.
+    /// Another node reported a failure, or is gone.
     #[error("The VM ended before it ran: {0}")]
     Ended(String),
-    /// There is no checkpoint to go on from, or none can be written.
+    /// A checkpoint can't be read or written.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
-    /// The payload VM of this node.
+    /// The payload VM of this node failed.
     #[error(transparent)]
     Payload(#[from] crate::payload::PayloadError),
 }
@@ -144,7 +146,7 @@ mod tests {
     use ::dsm::testing::sim::programs::Pattern;
     use ::dsm::testing::sim::{Report, Run, run};
 
-    /// A producer and a consumer of a word on a machine with PVM, under the policy of `causeway run`.
+    /// A producer and a consumer of one word on hosts with PVM, under the policy of `causeway run`.
     fn produced(pace_ns: u64, rounds: u64, warm_up: u64) -> Report {
         let costs = Costs {
             fault_ns: 40_000,
@@ -164,7 +166,7 @@ mod tests {
         report
     }
 
-    /// Who stores three times a millisecond, and does something else for two thirds of it, goes on to do so by updates; a loop of stores ends the mode.
+    /// A producer that stores at intervals of 0.2 ms keeps its page write-update. A loop of stores ends the mode.
     #[test]
     fn a_producer_is_no_storm() {
         let report = produced(200_000, 4000, 500);

@@ -1,4 +1,4 @@
-//! The protocol's view of guest memory, as it is on this host.
+//! The protocol's view of guest memory on this host.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -15,29 +15,30 @@ use super::engine::now;
 
 /// The protocol's view of guest memory.
 ///
-/// What it says of pages one by one is done with pages in a row together, at [`LivePages::carry_out`], before messages leave and the lock is given back. Two things can wait so
-/// long: that vCPUs may do more with a page, as nobody has been told that they may, and that a copy goes which they only read, as nobody has been told that it has gone.
+/// It applies changes of rights to runs of consecutive pages, at [`LivePages::carry_out`], before messages leave and the engine's lock is
+/// released. Two kinds of changes may wait until then. The first gives vCPUs more rights to a page, since no vCPU has been notified. The
+/// second drops a read-only copy, since no node has been notified.
 pub(super) struct LivePages {
     pub(super) ram: Arc<SharedRam>,
-    /// What the protocol has said.
+    /// Rights that the protocol has set.
     rights: Vec<PageRights>,
-    /// What is so.
+    /// Rights that the guest's mapping has.
     real: Vec<PageRights>,
-    /// Pages for which these may differ.
+    /// Pages for which these two may differ.
     changed: Vec<Page>,
-    /// Pages that others are about to be given copies of, in order. Where one becomes read-only, those beside it do so with it.
+    /// Pages that other nodes are about to get copies of, ascending. If one becomes read-only, consecutive ones do so in the same call.
     wanted: Vec<Page>,
-    /// Pages that were taken from the guest here, wholly or for writing: a fault there is no first fetch.
+    /// Pages that the guest here has lost, or lost the right to write. A fault on one isn't its first fetch.
     lost: Vec<bool>,
-    /// Whether vCPUs here have asked for pages to read, and to write.
+    /// Whether vCPUs here have requested each page to read, and to write.
     asked: Vec<[bool; 2]>,
-    /// Pages that were fetched before they were asked for, and when they came, nanoseconds.
+    /// Pages that were prefetched, with the time of arrival, ns.
     pub(super) ahead: HashMap<Page, u64>,
-    /// Those of them that were taken soon after that.
+    /// Prefetched pages that were revoked within [`SOON`].
     pub(super) in_vain: Vec<Page>,
-    /// The host refused a change: the VM can't go on.
+    /// The host refused a change, so the VM can't continue: the reason.
     pub(super) refused: Option<String>,
-    /// What is recorded for the simulator, where that is wanted. In a cell as reading is recorded, too.
+    /// The recording for the simulator, if requested. In a cell, since `read` records, too.
     pub(super) recorder: Option<RefCell<Recorder>>,
 }
 
@@ -50,7 +51,7 @@ fn rights(access: Access) -> PageRights {
 }
 
 impl LivePages {
-    /// None of them is here. `record`: what happens to them is kept for the simulator.
+    /// A view with no rights to any page. `record` starts a recording for the simulator.
     pub(super) fn new(ram: Arc<SharedRam>, pages: usize, record: bool) -> Self {
         Self {
             ram,
@@ -73,29 +74,29 @@ impl LivePages {
         }
     }
 
-    /// Copies code; how many bytes there were to the end of the page.
+    /// Copies code. Returns the number of bytes, at most up to the page's end; `None` if the page can't be read.
     pub(super) fn code(&self, page: Page, offset: usize, into: &mut [u8]) -> Option<usize> {
         self.ram.read_at(page, offset, into).ok()
     }
 
-    /// What was recorded.
+    /// Ends the recording and returns it.
     pub(super) fn recorded(&mut self) -> Vec<Entry> {
         self.recorder.take().map(|recorder| recorder.into_inner().finish()).unwrap_or_default()
     }
 
-    /// Whether a page was here, and was taken.
+    /// Whether the guest here has lost the page before.
     pub(super) fn was_lost(&self, page: Page) -> bool {
         usize::try_from(page).ok().and_then(|page| self.lost.get(page)).copied().unwrap_or(false)
     }
 
-    /// A vCPU has asked for a page.
+    /// Notes that a vCPU requested a page.
     pub(super) fn is_asked_for(&mut self, page: Page, write: bool) {
         if let Some(asked) = usize::try_from(page).ok().and_then(|page| self.asked.get_mut(page)) {
             asked[usize::from(write)] = true;
         }
     }
 
-    /// Whether a page may be wanted here as well as its neighbours: it was before, or nobody here knows it.
+    /// Whether a neighbor's fault may predict one of this page: vCPUs here requested it before, or it was never here.
     pub(super) fn may_be_wanted(&self, page: Page, write: bool) -> bool {
         let Ok(index) = usize::try_from(page) else { return false };
         let new = self.rights.get(index) == Some(&PageRights::None) && !self.was_lost(page);
@@ -110,7 +111,7 @@ impl LivePages {
         usize::try_from(page).ok().and_then(|page| self.rights.get(page)).copied().unwrap_or(PageRights::None)
     }
 
-    /// Others are about to be given copies of these pages, as far as they ask for any now.
+    /// Sets the pages that other nodes request copies of now.
     pub(super) fn are_wanted(&mut self, pages: impl Iterator<Item = Page>) {
         self.wanted.clear();
         self.wanted.extend(pages);
@@ -118,7 +119,7 @@ impl LivePages {
         self.wanted.dedup();
     }
 
-    /// Does what has been said and not been done yet.
+    /// Applies the changes of rights that have waited.
     pub(super) fn carry_out(&mut self) {
         if self.changed.is_empty() {
             return;
@@ -136,11 +137,11 @@ impl LivePages {
             self.change(std::mem::replace(&mut run, page..page + 1));
         }
         self.change(run);
-        // Its room is used again.
+        // Reuses the allocation.
         self.changed = changed;
     }
 
-    /// Does what has been said of pages in a row that all have the same rights, and shall have the same.
+    /// Applies the changes of consecutive pages that all have the same rights now and in the protocol.
     fn change(&mut self, pages: Range<Page>) {
         self.set(pages.clone(), self.real(pages.start), self.said(pages.start));
     }
@@ -157,7 +158,8 @@ impl LivePages {
         }
     }
 
-    /// A page is to be read-only now; so are those beside it that are wanted, too. (Should one of these not be given away after all, it is made writable again when the rest is carried out.)
+    /// Makes a page read-only, with the consecutive pages that other nodes request. (`carry_out` makes those writable again that weren't
+    /// granted.)
     fn close(&mut self, page: Page) {
         let closes =
             |other: &Page| self.real(*other) == PageRights::Write && self.said(*other) == PageRights::Write;
@@ -188,7 +190,7 @@ impl Pages for LivePages {
 
     fn read(&self, page: Page, into: &mut Vec<u8>) {
         let before = into.len();
-        // Not shared: no correct node asks for it. What it gets is zero.
+        // Not shared: no correct node requests it. It gets zeros.
         if self.ram.read(page, into).is_err() {
             into.resize(before + wire::PAGE_SIZE, 0);
         }
@@ -202,7 +204,7 @@ impl Pages for LivePages {
             recorder.get_mut().write(page, wire::PAGE_SIZE, offset, bytes);
         }
         if self.real(page) > self.said(page) {
-            // Nobody sees a page change that is to be gone.
+            // The page is about to be dropped: the guest must not see the write.
             self.carry_out();
         }
         let result = self.ram.write(page, offset, bytes);
@@ -225,7 +227,7 @@ impl Pages for LivePages {
         }
         let real = self.real(page);
         match (real, to) {
-            // What is written here goes to nobody any more, and what is given away doesn't change meanwhile.
+            // At once: stores to this page would be lost, or would change a page while it is sent.
             (PageRights::Write, PageRights::Read) => self.close(page),
             (PageRights::Write, PageRights::None) => self.set(page..page + 1, real, to),
             _ => self.changed.push(page),

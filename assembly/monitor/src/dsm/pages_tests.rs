@@ -6,11 +6,11 @@ use machine::memory::{GuestRam, RamLayout, RamOptions, UserfaultError};
 
 use super::*;
 
-/// Pages of RAM, and the first that is shared.
+/// Pages of RAM, and the number of the first shared one.
 const PAGES: u64 = 1024;
 const FIRST: u64 = 512;
 
-/// `None` where this machine gives no userfaultfd.
+/// `None` if this host offers no userfaultfd.
 fn live() -> Option<(GuestRam, LivePages)> {
     let layout = RamLayout::new(&[PAGES * 4096]).unwrap();
     let ram = GuestRam::allocate(&layout, &RamOptions::default()).unwrap();
@@ -27,7 +27,8 @@ fn live() -> Option<(GuestRam, LivePages)> {
     }
 }
 
-/// What the host's page table lets the guest do: `pagemap` tells which pages are there (bit 63) and which are write-protected by userfaultfd (bit 57).
+/// The guest's rights by the host's page table. `pagemap` has bit 63 for present pages, and bit 57 for pages that userfaultfd
+/// write-protects.
 fn so(pages: &LivePages, page: Page) -> PageRights {
     let (start, mapping) = pages.ram.mappings().next().unwrap();
     let address = mapping.as_ptr().addr() as u64 + page * 4096 - start;
@@ -41,8 +42,8 @@ fn so(pages: &LivePages, page: Page) -> PageRights {
     }
 }
 
-/// Whatever the protocol says in whatever order: nothing may be written that it doesn't let be written, at no time; who writes a page that is to be gone has it gone first; and when all is
-/// carried out, everything is as it said.
+/// With any sequence of changes, a page is never writable without the protocol's permission. A write to a page that is about to be dropped
+/// first drops it. After `carry_out` all rights are those of the protocol.
 #[test]
 fn rights_are_never_more_to_write_and_come_to_what_was_said() {
     let Some((_ram, mut pages)) = live() else { return };
@@ -74,7 +75,7 @@ fn rights_are_never_more_to_write_and_come_to_what_was_said() {
             }
             what => {
                 let to = [Access::None, Access::Read, Access::Write][usize::try_from(what % 3).unwrap()];
-                // Several in a row, as they come in batches.
+                // Several consecutive pages, as in batches.
                 for page in page..(page + 1 + below(6)).min(some.end) {
                     pages.protect(page, to);
                 }
@@ -88,7 +89,7 @@ fn rights_are_never_more_to_write_and_come_to_what_was_said() {
     }
 }
 
-/// Pages that others want copies of become read-only together, and one of them that isn't given away is writable again afterwards.
+/// Pages that other nodes request become read-only together. One that isn't granted is writable again afterwards.
 #[test]
 fn wanted_pages_are_closed_together() {
     let Some((_ram, mut pages)) = live() else { return };
@@ -108,7 +109,7 @@ fn wanted_pages_are_closed_together() {
     pages.carry_out();
     assert_eq!(closed(&pages), [1, 2], "the third wasn't given away");
     assert!(all.clone().all(|page| so(&pages, page) == pages.said(page)));
-    // One that nobody wants goes alone.
+    // A page that no node requests changes alone.
     pages.are_wanted(std::iter::empty());
     pages.protect(FIRST + 6, Access::Read);
     assert_eq!(closed(&pages), [1, 2, 6]);

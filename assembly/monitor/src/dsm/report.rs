@@ -1,4 +1,4 @@
-//! What a node has counted, as JSON.
+//! The report of a node: its counters as JSON.
 
 use serde_json::{Map, Value, json};
 
@@ -7,7 +7,7 @@ use dsm::Counters;
 use super::engine::{Core, Counts};
 use super::vcpus::Pending;
 
-/// Waits of one kind.
+/// Stalls of one kind, ns.
 #[derive(Debug, Clone, Copy, Default)]
 struct Waits {
     count: u64,
@@ -16,7 +16,7 @@ struct Waits {
 }
 
 impl Waits {
-    /// Without those of before; the longest is that of all.
+    /// The difference to `before`, except that the longest stall is of the whole run.
     fn to_json(self, before: Self) -> Value {
         json!({
             "count": self.count - before.count,
@@ -26,7 +26,7 @@ impl Waits {
     }
 }
 
-/// How often vCPUs waited for pages, and for how long: from the fault being read to the vCPU being woken.
+/// Stalls of vCPUs by kind: from the time when the fault was read to the vCPU's wakeup.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Stalls {
     read: Waits,
@@ -36,7 +36,7 @@ pub(super) struct Stalls {
 }
 
 impl Stalls {
-    /// Counts a wait that has ended, and returns its length.
+    /// Counts a stall that has ended, and returns its length, ns.
     pub(super) fn count(&mut self, fault: &Pending, now: u64) -> u64 {
         let waits = match (fault.write, fault.upgrade) {
             (false, _) => &mut self.read,
@@ -48,7 +48,7 @@ impl Stalls {
         waited
     }
 
-    /// A store or atomic that was carried out for the vCPU.
+    /// Counts the stall of a trapped store or atomic, ns.
     pub(super) fn count_trapped(&mut self, waited: u64) {
         add(&mut self.trapped, waited);
     }
@@ -70,7 +70,7 @@ fn add(waits: &mut Waits, waited: u64) {
 }
 
 impl Counts {
-    /// A vCPU has waited for a page.
+    /// Adds the stall of a fault to the time for first or later fetches.
     pub(super) fn count_wait(&mut self, fault: &Pending, now: u64) {
         let waited = now.saturating_sub(fault.at);
         let counted = if fault.again { &mut self.waited_again_ns } else { &mut self.waited_first_ns };
@@ -78,14 +78,14 @@ impl Counts {
     }
 }
 
-/// Counters when what the guest measures began, and when it had ended.
+/// Counters at the start and the end of the guest's measurement.
 #[derive(Debug, Default)]
 pub(super) struct Phase {
     begin: Option<(Counters, Counts)>,
     end: Option<(Counters, Counts)>,
 }
 
-/// Counts as JSON, less those of before.
+/// Counters as JSON, without those of `before`.
 fn counted(now: &(Counters, Counts), before: Option<&(Counters, Counts)>) -> Value {
     let old: Map<_, _> = before.map_or_else(Map::new, |(counters, _)| protocol(counters));
     let less = |name: &str, value: u64| value - old.get(name).and_then(Value::as_u64).unwrap_or(0).min(value);
@@ -128,7 +128,7 @@ fn protocol(counters: &Counters) -> Map<String, Value> {
 }
 
 impl Core {
-    /// What the program measures begins here, or has ended. Of several measurements the last one counts.
+    /// The guest's measurement begins, or has ended. The last measurement counts.
     pub(super) fn mark(&mut self, begins: bool) {
         let counted = Some((*self.node.counters(), self.counts.clone()));
         if begins {
@@ -138,8 +138,8 @@ impl Core {
         }
     }
 
-    /// What this node has counted: messages sent by kind, waits, what it took to know that instructions retired, the protocol's own
-    /// counters, the hottest pages; and the same for the part that the program measures, if it has said so.
+    /// The node's report: messages sent by kind, stalls, samples of registers, the protocol's counters, and the pages with the longest
+    /// stalls. Also the counters during the guest's measurement, if there was one.
     pub(super) fn report(&self, node: u8) -> Value {
         let now = (*self.node.counters(), self.counts.clone());
         let mut report = counted(&now, None);

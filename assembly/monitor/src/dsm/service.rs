@@ -1,4 +1,4 @@
-//! The threads of a node: one for faults, time, heartbeats and what links didn't take at once, and one per link that reads.
+//! Service threads of a node: the faults thread, for faults, time, heartbeats and queued bytes; and a reader per link.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -20,14 +20,14 @@ use super::engine::{Core, Engine, Outcome, now};
 use super::link::{Control, Frame, Incoming, Link};
 use super::vcpus::{MOST_GRANTED, Pending};
 
-/// Interval of the heartbeats on each link. Each one wakes a thread on either side, which costs the vCPU beside it some 100 µs.
+/// Interval of heartbeats on each link. Each wakes a thread on both sides, which costs the vCPU of the same core some 100 µs.
 const HEARTBEAT_INTERVAL_NS: u64 = 100_000_000;
-/// Silence of a link after which its node counts as lost: detected when it has lasted so long, not at the next heartbeat.
+/// Silence of a link after which its node counts as lost. The faults thread wakes exactly then, not with the next heartbeat.
 const LINK_SILENCE_TIMEOUT_NS: u64 = 900_000_000;
-/// How long vCPUs that are stopped may still wait for pages before shared RAM is released: inside KVM some waits can't be canceled.
+/// Time that stopped vCPUs may still wait for pages before shared RAM is released: some waits inside KVM can't be canceled.
 const STOPPED_PAGE_WAIT_TIMEOUT_NS: u64 = 200_000_000;
 
-/// Starts them. They end after [`Engine::quit`].
+/// Starts the service threads. They end after [`Engine::quit`].
 pub(super) fn start(engine: &Arc<Engine>) -> Result<Vec<JoinHandle<()>>, DsmError> {
     let failed = |source| DsmError::Host { what: "a thread", source };
     let mut threads = Vec::new();
@@ -48,7 +48,7 @@ pub(super) fn start(engine: &Arc<Engine>) -> Result<Vec<JoinHandle<()>>, DsmErro
     let mine = Arc::clone(engine);
     let thread = std::thread::Builder::new().name("dsm-faults".to_owned());
     let body = move || {
-        // Links never sleep while their peers have always more to say: heartbeats, and faults, have to go on beside them.
+        // A link's reader may never sleep while its peer sends: heartbeats and faults need a higher priority.
         mine.prioritize(Rank::First);
         mine.serve();
     };
@@ -56,26 +56,28 @@ pub(super) fn start(engine: &Arc<Engine>) -> Result<Vec<JoinHandle<()>>, DsmErro
     Ok(threads)
 }
 
-/// How long nothing has come over a link.
+/// Time since bytes last arrived over a link.
 pub(super) fn silence(link: &Link) -> Duration {
     Duration::from_nanos(now().saturating_sub(link.heard.load(Ordering::Relaxed)))
 }
 
-/// How long it may go on being silent before its node counts as lost.
+/// Time until a link's node counts as lost, if it stays silent.
 pub(super) fn until_lost(link: &Link) -> Duration {
     let lost = Duration::from_nanos(LINK_SILENCE_TIMEOUT_NS);
     if link.busy.load(Ordering::Relaxed) { lost } else { lost.saturating_sub(silence(link)) }
 }
 
 impl Engine {
-    /// Raises the priority of the calling thread, a service thread. vCPUs that spin take the processor from it for whole time slices otherwise: milliseconds for each message.
+    /// Raises the priority of the calling service thread. Otherwise a spinning vCPU takes the CPU for a time slice, which delays each
+    /// message by
+    /// milliseconds.
     fn prioritize(&self, rank: Rank) {
         let done = run_before_others(rank);
-        // Who may not have the higher rank may have the lower one.
+        // The limit on real-time priorities may allow only the lower rank.
         if let Err(error) = done.or_else(|_| run_before_others(Rank::Early)) {
             tracing::info!(%error, "Threads that serve shared memory have ordinary priority: faults take longer while CPUs are busy; give CAP_SYS_NICE to change that");
         }
-        // Nothing else that they do needs any. By RDMA they have had none since the device was opened.
+        // The threads need no other privileges. With RDMA they gave them up when the device was opened.
         if !self.links().any(Link::is_rdma) {
             crate::sandbox::privileges_used();
         }
@@ -121,14 +123,14 @@ impl Engine {
         }
     }
 
-    /// Sends heartbeats.
+    /// Sends a heartbeat on each link.
     fn beat(&self) {
         for link in self.links() {
             link.send_control(&Control::Heartbeat);
         }
     }
 
-    /// Looks who hasn't been heard from. Returns when to come again.
+    /// Ends the VM if a node's silence exceeds the timeout. Returns when to check next, ns.
     fn look_for_silence(&self) -> u64 {
         let mut next = u64::MAX;
         for link in self.links() {
@@ -148,7 +150,7 @@ impl Engine {
         next
     }
 
-    /// Does what is due: the protocol's deadline, kicks that were postponed. Returns when to come again, nanoseconds.
+    /// Handles expired timers: the protocol's deadline, and postponed kicks. Returns when the next expires, ns.
     fn on_time(&self, core: &mut Core) -> u64 {
         let time = now();
         if core.node.deadline().is_some_and(|at| at <= time) {
@@ -169,7 +171,7 @@ impl Engine {
         core.armed.into_iter().chain(rekick).min().unwrap_or(u64::MAX)
     }
 
-    /// Sleeps until a time, a poke, faults, or until a link takes more.
+    /// Sleeps until `until`, a wakeup, a fault, or a writable socket with queued bytes. Appends faults.
     fn sleep(&self, until: u64, faults: &mut Vec<PageFault>) -> io::Result<()> {
         let queued: Vec<_> = self.links().filter_map(|link| Some((link, link.socket()?))).collect();
         let queued: Vec<_> = queued.into_iter().filter(|(link, _)| link.has_queue()).collect();
@@ -187,7 +189,7 @@ impl Engine {
             Err(error) => return Err(error.into()),
         }
         drop(fds);
-        // Empty: nobody has poked.
+        // Fails if there was no wakeup.
         let _ = rustix::io::read(&self.wake, &mut [0; 8]);
         for (link, _) in queued {
             link.flush();
@@ -200,7 +202,7 @@ impl Engine {
 
     fn on_fault(&self, core: &mut Core, event: PageFault) {
         if core.standing {
-            // The vCPU has left the guest meanwhile, and faults again when it runs.
+            // The vCPU has left the guest for a checkpoint, and faults again when it runs.
             return;
         }
         let Some(index) = core.threads.get(&event.thread).copied() else {
@@ -212,7 +214,7 @@ impl Engine {
         };
         let fault = if event.write { Fault::Write } else { Fault::Read };
         if Self::allows(&core.node, event.page, fault) {
-            // It has come while the fault was on its way.
+            // The page arrived before the fault was read.
             core.counts.late += 1;
             core.pages.wake(event.page);
             return;
@@ -228,7 +230,7 @@ impl Engine {
             self.step(core, Event::Advise { page: event.page, mode: Mode::Update });
         }
         if core.vcpus.get(index).is_some_and(|slot| slot.granted.len() >= MOST_GRANTED) {
-            // Pages that are here at once are granted without a look.
+            // Pages that are here at once are granted without a sample of registers.
             self.retired(core, index);
         }
         core.pages.is_asked_for(event.page, event.write);
@@ -241,7 +243,8 @@ impl Engine {
         let Ok(vcpu) = Vcpu::try_from(index) else { return };
         self.step(core, Event::Fault { vcpu, page: event.page, fault });
         self.fetch_ahead(core, foreseen, event.write);
-        // What it was granted before is asked for when others want it; until then it may sleep where it is, which is the shortest way back.
+        // The protocol asks for the vCPU's earlier pages when other nodes request them. Until then it sleeps in userfaultfd, the fastest
+        // way back.
         let waits = core.vcpus.get(index).is_some_and(|slot| slot.fault.is_some() && !slot.examined);
         if waits && core.hot.asks_for_instruction(event.page) {
             self.summon(core, index);
@@ -259,7 +262,7 @@ impl Engine {
                             self.on_frames(link, &mut vec![frame]);
                         }
                     });
-                    // Fails when the other thread has ended, which it does after this one.
+                    // Fails if the other thread has ended, which ends after this one.
                     self.read_frames(link, |frames| {
                         frames.drain(..).for_each(|frame| drop(late.send((Instant::now(), frame))));
                     });
@@ -270,7 +273,7 @@ impl Engine {
         }
     }
 
-    /// What has come together: answers to it leave together.
+    /// Processes frames that arrived together. Their answers leave together.
     fn on_frames(&self, link: &Link, frames: &mut Vec<Frame>) {
         let mut frames = frames.drain(..).peekable();
         while let Some(frame) = frames.next() {
@@ -337,7 +340,7 @@ impl Engine {
         let mut locked = self.lock();
         if let Some(core) = &mut *locked {
             core.outbox.hold();
-            // Most are given at once.
+            // Most requests are granted at once.
             let copies = messages.iter().filter(
                 |message| matches!(&message.body, Body::Request(request) if request.intent != Intent::Write),
             );

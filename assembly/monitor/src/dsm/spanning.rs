@@ -25,65 +25,65 @@ use super::link::{Control, Link};
 use super::{CheckpointError, DsmError, NodeAddress, RdmaDevice, service, top};
 use crate::payload::{PayloadBuilder, PayloadError, PayloadVm, Whole, vcpus_of};
 
-/// How long node 0 waits at the end for the reports of others that are heard from.
+/// Time that node 0 waits at the end for reports of nodes that still send heartbeats.
 const LAST_WORDS: Duration = Duration::from_secs(1);
-/// How long the others wait for the end of node 0, which may wait for one of them, while it is heard from.
+/// Time that other nodes wait at the end for node 0, which may be waiting for one of them, while it still sends heartbeats.
 const LONGEST_END: Duration = Duration::from_secs(3);
-/// How often a node that waits for others looks whether the VM has ended.
+/// Interval at which a node that waits for others checks whether the VM has ended.
 const LOOK: Duration = Duration::from_millis(100);
-/// What other nodes may have said about checkpoints that hasn't been looked at. Correct ones send one thing at a time.
+/// Limit of unprocessed checkpoint messages. Correct nodes send one at a time.
 const MOST_STEPS: usize = 256;
 
-/// What makes a payload VM one node of several.
+/// Settings that make a payload VM one node of several.
 #[derive(Debug, Clone)]
 pub struct NodeSettings {
-    /// This node.
+    /// This node's number.
     pub node: u8,
-    /// Where each node listens, in order, this one included: 2 to 64.
+    /// Addresses of all nodes, in order, this one included: 2 to 64.
     pub addresses: Vec<NodeAddress>,
-    /// The RDMA device with this node's address, where links go by RDMA and it was looked for before a sandbox; otherwise it is looked for then. The process's
-    /// credentials, and those of its threads, must not change any more.
+    /// The RDMA device with this node's address, if links use RDMA and the device was opened before a sandbox. Otherwise
+    /// [`SpanningVm::join`] opens it. From then on the credentials of the process and its threads must not change.
     pub device: Option<RdmaDevice>,
-    /// Encrypts and authenticates links; the same on all nodes. Without a key any host that reaches a node's address can impersonate another node, and
-    /// a host on the path can read and change the guest's memory.
+    /// Encrypts and authenticates links. The same on all nodes. Without a key, any host that reaches a node's address can impersonate
+    /// another node, and a host on the path can read and change the guest's memory.
     pub key: Option<ClusterKey>,
-    /// How pages are kept the same; the same on all nodes.
+    /// The policy of the memory protocol. The same on all nodes.
     pub policy: Policy,
-    /// Record what the simulator can be driven with: [`Ended::trace`]. Costs memory for every event.
+    /// Record this node for the simulator ([`Ended::trace`]). Each event costs memory.
     pub record: bool,
-    /// Write checkpoints.
+    /// Folder and interval of checkpoints; none: no checkpoints.
     pub checkpoints: Option<Checkpoints>,
-    /// Go on from the last checkpoint in this folder, instead of starting the program.
+    /// Resume from the last checkpoint in this folder, instead of starting the program.
     pub restart: Option<PathBuf>,
-    /// What is put in on purpose, for tests; nothing by default.
+    /// Fault injection, for tests; none by default.
     pub trouble: Trouble,
 }
 
-/// What tests put in on purpose. No program offers it.
+/// Fault injection, for tests. No program offers it.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Trouble {
-    /// A fault of the protocol.
+    /// A bug of the protocol to inject.
     pub plant: Plant,
-    /// Pages with odd numbers are kept by updates from their first fault on. To be used with a policy that changes no modes.
+    /// Pages with odd numbers become write-update at their first fault. For policies that change no modes.
     pub mixed_modes: bool,
-    /// What this node sends to that one arrives so much later, in order: a slow path of the network.
+    /// Bytes that the first node sends to the second arrive later by this time, in order: a slow path of the network.
     pub slow_link: Option<(u8, u8, Duration)>,
 }
 
-/// How a VM that spans nodes ended.
+/// The end of a VM that spans nodes.
 #[derive(Debug)]
 pub struct Ended {
-    /// The program's exit code, or why it couldn't go on.
+    /// The program's exit code, or the reason for which the VM couldn't continue.
     pub outcome: Result<u32, String>,
-    /// Whether the failure was found by this node, rather than told by another one.
+    /// Whether this node found the failure; else another node reported it.
     pub found_here: bool,
-    /// On node 0, after an exit: what each node counted; of nodes that were lost, nothing.
+    /// On node 0, after an exit: the reports of all nodes that sent one.
     pub reports: BTreeMap<u8, Value>,
     /// Exits of this node's vCPUs.
     pub exits: ExitSnapshot,
-    /// What this node recorded; see [`NodeSettings::record`].
+    /// The recording of this node; see [`NodeSettings::record`].
     pub trace: Vec<Entry>,
-    /// What the node's protocol was told at its start, for a simulation of the same.
+    /// The configuration of this node's protocol, for a simulation of the same run.
     pub config: Config,
 }
 
@@ -99,14 +99,14 @@ pub struct SpanningVm {
     checkpointing: Option<Checkpointing>,
 }
 
-/// What the thread for checkpoints works with.
+/// Parameters of the checkpoint thread.
 struct Checkpointing {
     member: Member,
     steps: Receiver<(u8, Step)>,
     plan: Plan,
 }
 
-/// The node, as its payload VM sees it.
+/// The node, in its role for the payload VM.
 struct Seat {
     engine: Arc<Engine>,
     nodes: u32,
@@ -145,7 +145,7 @@ impl Whole for Seat {
     }
 }
 
-/// A node's console, which goes to node 0.
+/// The console of a node other than 0: sends to node 0.
 struct RemoteConsole(Arc<Engine>);
 
 impl Write for RemoteConsole {
@@ -162,7 +162,7 @@ impl Write for RemoteConsole {
     }
 }
 
-/// Node 0's own part of the console, which the others share.
+/// The console of node 0, which all nodes share.
 struct SharedConsole(Arc<Engine>);
 
 impl Write for SharedConsole {
@@ -175,8 +175,8 @@ impl Write for SharedConsole {
 }
 
 impl SpanningVm {
-    /// Joins the other nodes, waiting for those that aren't there yet, and builds this node's part of the VM. `builder` has the whole
-    /// VM's settings, the same on all nodes; of its console only node 0's is used. Nothing runs yet.
+    /// Connects to the other nodes, waits for those that haven't started, and builds this node's part of the VM. `builder` has the settings
+    /// of the whole VM, the same on all nodes; only node 0's console is used. Nothing runs yet.
     pub fn join(builder: PayloadBuilder, settings: &NodeSettings) -> Result<Self, DsmError> {
         let nodes = u8::try_from(settings.addresses.len()).unwrap_or(u8::MAX);
         let vcpus = builder.definition().vcpus;
@@ -187,7 +187,7 @@ impl SpanningVm {
                 settings.node
             )));
         }
-        // What is known of pages grows while they are asked for.
+        // State of pages grows on all service threads while pages are requested.
         crate::sandbox::use_one_arena();
         let here = vcpus_of(settings.node.into(), wide, vcpus);
         let pages = builder.highest_address().div_ceil(wire::PAGE_SIZE as u64);
@@ -236,7 +236,7 @@ impl SpanningVm {
         let Restored { node, ended } = match node {
             Ok(node) => node,
             Err(error) => {
-                // Said once: by who has found it.
+                // Logged once, by the node that found the problem.
                 engine.fail(format!("Node {} could not be made: {}", settings.node, chain(&error)));
                 end_threads(&engine, threads);
                 return Err(error);
@@ -265,7 +265,7 @@ impl SpanningVm {
         Ok(Self { vm, engine, threads, nodes, vcpus, config, top: None, checkpointing })
     }
 
-    /// On node 0, before anything is begun: the checkpoint to go on from, if one is asked for, and the number of the next one.
+    /// On node 0, before anything starts: the checkpoint to resume from, if any, and the number of the next one.
     fn checkpoints_of(
         settings: &NodeSettings,
         identity: u64,
@@ -299,7 +299,7 @@ impl SpanningVm {
         Ok((last, number.saturating_add(1)))
     }
 
-    /// Brings this node to where it was saved: node 0 says which checkpoint that is. The protocol's node, and which vCPUs have parked.
+    /// Restores this node. Node 0 sends the checkpoint's file name. Returns the protocol's node, and which vCPUs have parked.
     fn restore(
         vm: &PayloadVm,
         engine: &Engine,
@@ -333,8 +333,8 @@ impl SpanningVm {
         Ok(checkpoint::restore(vm, config, identity, folder, &own)?)
     }
 
-    /// Serves what nodes have counted, and their hottest pages, on a Unix socket while the VM runs: whoever connects gets one JSON
-    /// array, with a report of each node that has answered within half a second. For node 0.
+    /// Serves reports of all nodes on a Unix socket while the VM runs. A client gets one JSON array, with a report of each node that
+    /// answered within half a second. For node 0.
     pub fn serve_top(&mut self, socket: &Path) -> Result<(), DsmError> {
         let served = top::serve(&self.engine, socket).map_err(|source| DsmError::Listen {
             node: self.engine.me,
@@ -345,14 +345,14 @@ impl SpanningVm {
         Ok(())
     }
 
-    /// While it runs: whom to tell why the VM can't go on, as soon as that is known. Called once at most, on any thread, where this node has found
-    /// it, and on node 0.
+    /// Registers a callback for the reason why the VM can't continue. It is called at most once, on any thread, as soon as the reason is
+    /// known: on the node that found it, and on node 0.
     pub fn on_failure(&self, tell: impl Fn(&str) + Send + Sync + 'static) {
-        // The first stays.
+        // The first callback stays.
         let _ = self.engine.on_failure.set(Box::new(tell));
     }
 
-    /// Runs this node until the VM ends, here or anywhere.
+    /// Runs this node until the VM ends, here or on another node.
     pub fn run(mut self) -> Result<Ended, DsmError> {
         self.await_all();
         let ended = if self.engine.outcome().is_none() {
@@ -362,7 +362,7 @@ impl SpanningVm {
             }
             self.vm.wait()
         } else {
-            // It was known before there was anything to be told to stop.
+            // The VM ended before its start.
             self.vm.stop().and(Err(VcpuError::Gone.into()))
         };
         match ended {
@@ -379,7 +379,7 @@ impl SpanningVm {
         let (outcome, found_here) = match self.engine.outcome() {
             Some(Outcome::Exit(code)) => (Ok(code), true),
             Some(Outcome::Failed { text, here }) => (Err(text), here),
-            // `wait` came back, so there is one.
+            // `wait` returned, so there is an outcome.
             None => (Err("The VM ended without a reason".to_owned()), true),
         };
         let exits = self.vm.exits();
@@ -398,7 +398,7 @@ impl SpanningVm {
         }
         let needed = if engine.me == 0 { usize::from(self.nodes) - 1 } else { 1 };
         let mut states = engine.peer_states();
-        // A node that never comes is lost to its heartbeats, which ends the VM.
+        // A node that never becomes ready is lost by its silence, which ends the VM.
         while states.ready.len() < needed && engine.outcome().is_none() {
             states = engine.await_news(states, Duration::from_secs(1));
         }
@@ -410,7 +410,7 @@ impl SpanningVm {
         }
     }
 
-    /// All vCPUs of this node have ended themselves. Its memory goes on serving the others.
+    /// All vCPUs of this node have parked. The node continues to serve its memory.
     fn await_end(&self) {
         let engine = &self.engine;
         engine.send_control(0, &Control::Parked);
@@ -428,11 +428,11 @@ impl SpanningVm {
         }
     }
 
-    /// Node 0 collects what the others counted; the others send it and wait until node 0 has all, as what it hasn't
-    /// been told comes over their links.
+    /// Node 0 collects the reports of the others. The others send theirs, and wait until node 0 has all: it may still need messages over
+    /// their links.
     fn collect_reports(&self, own: Value) -> BTreeMap<u8, Value> {
         let engine = &self.engine;
-        // After a failure nobody asks for counts, and whoever is cut off would be waited for in vain.
+        // After a failure no reports are needed, and a node that is cut off would be waited for in vain.
         let patience = match engine.outcome() {
             Some(Outcome::Exit(_)) if engine.me == 0 => LAST_WORDS,
             Some(Outcome::Exit(_)) => LONGEST_END,
@@ -445,7 +445,7 @@ impl SpanningVm {
         let mut states = engine.peer_states();
         loop {
             let awaited: Vec<&Link> = engine.links().filter(|link| self.awaits(link, &states)).collect();
-            // Whoever is silent was lost with the program's end, or before; that is told as early as at any other time.
+            // A node that is silent was lost at the program's end or before. That is reported after the usual time.
             let silent = awaited.iter().map(|link| service::until_lost(link)).max().unwrap_or_default();
             let left = until.saturating_duration_since(Instant::now()).min(silent);
             if left.is_zero() {
@@ -462,14 +462,14 @@ impl SpanningVm {
         reports
     }
 
-    /// Whether something has still to come over a link before this node may end.
+    /// Whether a link must still deliver something before this node may end.
     fn awaits(&self, link: &Link, states: &PeerStates) -> bool {
         let needed =
             if self.engine.me == 0 { !states.reports.contains_key(&link.peer) } else { link.peer == 0 };
         needed && !states.gone.contains(&link.peer)
     }
 
-    /// Says whom the end of the program hasn't been seen to reach. What it came to counts all the same.
+    /// Logs the nodes that may not have learned of the program's end. The program's result stays valid.
     fn miss(&self, code: u32, states: &PeerStates) {
         for link in self.engine.links() {
             let (peer, address) = (link.peer, &link.address);
@@ -487,7 +487,7 @@ impl SpanningVm {
     }
 }
 
-/// Starts the thread for checkpoints. It ends after the VM has.
+/// Starts the checkpoint thread. It ends after the VM.
 fn start_checkpoints(work: Checkpointing) -> Result<JoinHandle<()>, DsmError> {
     let thread = std::thread::Builder::new().name("dsm-checkpoint".to_owned());
     thread
@@ -497,7 +497,7 @@ fn start_checkpoints(work: Checkpointing) -> Result<JoinHandle<()>, DsmError> {
 
 fn end_threads(engine: &Engine, threads: Vec<JoinHandle<()>>) {
     for link in engine.links() {
-        // What is queued goes out, or the peer is gone.
+        // Sends the queued bytes, unless the peer is gone.
         link.flush();
         link.close();
     }
@@ -510,7 +510,7 @@ fn end_threads(engine: &Engine, threads: Vec<JoinHandle<()>>) {
     }
 }
 
-/// An error and what caused it, in one line.
+/// An error and its causes, in one line.
 pub(super) fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();

@@ -1,27 +1,27 @@
-//! Places from which a vCPU goes on from page to page, and how many pages may follow.
+//! The stream prefetcher: detects places in which a vCPU advances page by page, and predicts the pages that follow.
 
 use std::ops::Range;
 
 use dsm::Page;
 
-/// Faults in a row before pages are fetched ahead of a stream.
+/// Consecutive faults from which on a stream is prefetched.
 const RUN: u32 = 3;
-/// Pages fetched ahead of a stream at first; doubled at every fault right behind them.
+/// Pages of a stream's first prefetch. The number doubles with every fault just behind the prefetched pages.
 const FIRST: u64 = 2;
-/// Pages fetched ahead of a stream at most. What is fetched in vain beyond its end costs its owner a fault each.
+/// Limit of prefetched pages per stream. Pages beyond the stream's end cost their owner a fault each.
 const MAX_PREFETCH_PAGES: u64 = 128;
-/// Places that a vCPU may go on from in turns. A fault looks at all of them, which takes nanoseconds where it takes tens of microseconds.
+/// Streams per vCPU. A fault searches all of them, which takes nanoseconds where the fault takes tens of microseconds.
 const STREAMS: usize = 64;
 
-/// The faults of one vCPU of late, by the places that they go on from.
+/// Recent faults of one vCPU, by stream.
 #[derive(Debug, Default)]
 pub(super) struct Streams {
-    /// The one that went on last is the last.
+    /// Streams, the one with the latest fault last.
     known: Vec<Stream>,
 }
 
 impl Streams {
-    /// Pages that were fetched ahead and that the one which faults now shows to be used, and those to fetch behind it.
+    /// Processes a fault. Returns the prefetched pages that the vCPU has used before it, and the pages to prefetch.
     pub(super) fn fault(&mut self, page: Page, write: bool) -> (Range<Page>, Range<Page>) {
         let mut stream = match self.known.iter().rposition(|stream| stream.goes_on(page, write)) {
             Some(at) => self.known.remove(at),
@@ -40,25 +40,26 @@ impl Streams {
     }
 }
 
-/// Faults that go on from page to page.
+/// A stream: faults on consecutive pages.
 #[derive(Debug, Clone, Copy, Default)]
 struct Stream {
-    /// Where the next one goes on.
+    /// The page whose fault continues the stream.
     next: Page,
     write: bool,
     run: u32,
-    /// Pages foreseen at the last one that went on.
+    /// Pages predicted at the last fault that continued it.
     ahead: u64,
 }
 
 impl Stream {
-    /// Whether a fault there is one more of them. What was fetched may have gone again.
+    /// Whether a fault continues the stream. Prefetched pages may have been revoked since, so it may be one of them.
     fn goes_on(&self, page: Page, write: bool) -> bool {
         self.run > 0 && write == self.write && page <= self.next && page + self.ahead >= self.next
     }
 
-    /// See [`Streams::fault`]. Where what was fetched has gone again, or is still on its way, no more is fetched than what was foreseen before: who comes back to the same few
-    /// pages, round by round, doesn't want those behind them, and these would cost their owner a fault each.
+    /// Returns the number of pages to prefetch behind `page`. If the fault is on a prefetched page, which was revoked or is in flight, the
+    /// prediction doesn't grow. A vCPU that returns to the same few pages in each round doesn't need those behind them, which would cost
+    /// their owner a fault each.
     fn fault(&mut self, page: Page, write: bool) -> u64 {
         if self.run > 0 && page < self.next {
             return self.next - page - 1;
@@ -78,14 +79,14 @@ impl Stream {
 mod tests {
     use super::*;
 
-    /// How many pages are fetched ahead of one that faults.
+    /// The number of pages that a fault prefetches.
     fn ahead(streams: &mut Streams, page: Page, write: bool) -> u64 {
         let (_, ahead) = streams.fault(page, write);
         assert_eq!(ahead.start, page + 1);
         ahead.end - ahead.start
     }
 
-    /// Pages are fetched ahead of a vCPU that goes on from page to page, more and more, and not of one that jumps.
+    /// A vCPU that advances page by page gets more and more pages prefetched; one that jumps gets none.
     #[test]
     fn streams_are_found_and_jumps_are_not() {
         let mut streams = Streams::default();
@@ -97,11 +98,11 @@ mod tests {
             page += 1 + ahead;
         }
         assert_eq!(fetched, [0, 0, 2, 4, 8, 16, 32, 64, 128, 128]);
-        // It comes to a page that has gone again, or isn't there yet: still the same stream, but nothing more is foreseen.
+        // A fault on a prefetched page that was revoked, or is in flight: the same stream, with an unchanged prediction.
         assert_eq!(ahead(&mut streams, page - 5, false), 4);
         assert_eq!(ahead(&mut streams, page, false), 128);
         page += 129;
-        // Another kind, another place, backwards.
+        // The other access, another place, and backwards.
         assert_eq!(ahead(&mut streams, page - 4, true), 0);
         assert_eq!(ahead(&mut streams, 5000, true), 0);
         assert_eq!(ahead(&mut streams, 4999, true), 0);
@@ -109,14 +110,14 @@ mod tests {
         assert_eq!(ahead(&mut streams, 4997, true), 0);
     }
 
-    /// Who comes back to the same few pages, round by round, has those fetched and none behind them, wherever in them it faults.
+    /// A vCPU that returns to the same few pages in each round has them prefetched and none behind them, at whichever page a round begins.
     #[test]
     fn a_stream_that_ends_at_the_same_place_does_not_grow() {
         let mut streams = Streams::default();
         let mut fetched = std::collections::BTreeSet::new();
         for round in 0..50 {
             let mut here = std::collections::BTreeSet::new();
-            // One of them is still there at first: it isn't fetched again.
+            // One page is still here at first, so it isn't fetched again.
             here.extend((round > 0).then_some(100 + round % 8));
             for page in 100..108 {
                 if here.insert(page) {
@@ -129,7 +130,7 @@ mod tests {
         assert!(fetched.last() <= Some(&111), "{fetched:?}");
     }
 
-    /// What was fetched ahead counts as used when the vCPU comes to what lies behind it, and only then.
+    /// Prefetched pages count as used at a fault behind them, and not before.
     #[test]
     fn what_a_stream_has_used_is_known_at_its_next_fault() {
         let mut streams = Streams::default();
@@ -143,7 +144,7 @@ mod tests {
         assert!(streams.fault(500, false).0.is_empty());
     }
 
-    /// Who goes on in several places in turns has a stream in each, up to a number of places; those that went on longest ago are forgotten.
+    /// A vCPU that advances in several places has a stream in each, up to `STREAMS`. The stream with the oldest fault is replaced.
     #[test]
     fn a_vcpu_has_many_streams() {
         let place = |stream: usize| 10_000 * (stream as Page + 1);
@@ -155,7 +156,7 @@ mod tests {
         let all = turns(&mut streams, STREAMS);
         assert!(all[..2 * STREAMS].iter().all(|ahead| *ahead == 0));
         assert!(all[2 * STREAMS..].iter().all(|ahead| *ahead == FIRST));
-        // Another one takes the place of the first, which begins anew.
+        // A new stream replaces the first, which starts over.
         assert_eq!(ahead(&mut streams, 1, false), 0);
         assert_eq!(ahead(&mut streams, place(0) + 3 + FIRST, false), 0);
         assert_eq!(ahead(&mut streams, place(STREAMS - 1) + 3 + FIRST, false), 2 * FIRST);

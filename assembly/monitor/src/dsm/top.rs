@@ -1,4 +1,4 @@
-//! What nodes count, for whoever asks while the VM runs.
+//! A socket that serves reports of all nodes while the VM runs.
 
 use std::io::{self, Write as _};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -13,7 +13,7 @@ use serde_json::Value;
 use super::engine::Engine;
 use super::link::Control;
 
-/// How long nodes may take to answer, and whoever asks to read.
+/// Timeout of the nodes' answers, and of the client's reads.
 const ANSWER_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// A socket that is served until this is dropped.
@@ -23,7 +23,7 @@ pub(super) struct Served {
     thread: Option<JoinHandle<()>>,
 }
 
-/// Serves it.
+/// Binds the socket, and starts the thread that serves it.
 pub(super) fn serve(engine: &Arc<Engine>, socket: &Path) -> io::Result<Served> {
     let listener = UnixListener::bind(socket)?;
     let quit = Arc::new(AtomicBool::new(false));
@@ -33,7 +33,7 @@ pub(super) fn serve(engine: &Arc<Engine>, socket: &Path) -> io::Result<Served> {
             if until.load(Ordering::Relaxed) {
                 return;
             }
-            // Whoever asks is gone, or doesn't read: no business of the VM's.
+            // The client is gone or doesn't read, which doesn't concern the VM.
             let _ = stream.and_then(|stream| answer(&mine, stream));
         }
     };
@@ -44,14 +44,14 @@ pub(super) fn serve(engine: &Arc<Engine>, socket: &Path) -> io::Result<Served> {
 impl Drop for Served {
     fn drop(&mut self) {
         self.quit.store(true, Ordering::Relaxed);
-        // Wakes the thread. If the socket is gone, it sleeps until the process ends.
+        // Wakes the thread. Without the socket file, the thread sleeps until the process ends.
         let woken = UnixStream::connect(&self.socket).is_ok();
         if let Some(thread) = self.thread.take().filter(|_| woken)
             && thread.join().is_err()
         {
             tracing::error!("The thread that serves counts panicked; this is a bug");
         }
-        // Fails when somebody has removed it, which is as good.
+        // Fails if somebody has removed it, which is as good.
         let _ = std::fs::remove_file(&self.socket);
     }
 }

@@ -1,10 +1,9 @@
-//! What the vCPUs of this node wait for, and whether their instructions have retired.
+//! Faults of this node's vCPUs, and whether their instructions have retired.
 //!
-//! A vCPU that needs another node's page sleeps in userfaultfd until it is kicked: then its registers are read while the request
-//! travels. Registers tell whether the instruction that faults is the one that the last page was granted for. If they differ,
-//! that one has retired, which the protocol is told. When another node asks for a page that a vCPU has had for long enough, the
-//! vCPU is kicked again, and the same comparison says whether it may go. It is not even needed where the instruction, decoded, touches
-//! none of the pages that were granted.
+//! A vCPU that needs another node's page sleeps in userfaultfd until the page arrives. The engine kicks it when another node requests a
+//! page that it was granted, and samples its registers. The instruction at these registers, decoded, may touch none of the granted pages:
+//! then the instruction that needed them has retired. Else the engine compares the registers with the previous sample. If they differ, that
+//! instruction has retired, too. The engine reports this to the protocol, which then releases the pages.
 
 use std::sync::{MutexGuard, PoisonError};
 use std::time::Duration;
@@ -17,17 +16,17 @@ use super::ahead::Foresight;
 use super::engine::{Core, Engine, now, this_thread};
 use super::{instruction, window};
 
-/// Looks at unchanged registers after which an instruction counts as retired all the same, where it isn't one that can be carried out here. A loop that waits for a value
-/// comes back to the same registers, though it retires instructions all the time; a locked access across a page's end takes the processor milliseconds, and a vCPU that has no processor does nothing.
-/// So each pause is twice the one before: 13 ms in all, where a page is held for 0.1 ms.
+/// Samples of unchanged registers after which an instruction counts as retired, if it can't be emulated. A loop that polls a value returns
+/// to the same registers although it retires instructions. But a locked access across a page's end takes the CPU milliseconds, and a vCPU
+/// without a CPU makes no progress. So each pause is twice the previous one: 13 ms in all, with a hold of 0.1 ms.
 const LOOKS: u32 = 8;
-/// Pause before the second look, where nothing was known of its registers before, nanoseconds: enough for it to get back into the guest.
+/// Pause before the second sample, without an earlier one, ns: enough for the vCPU to enter the guest.
 const FIRST_PAUSE: u64 = 25_000;
-/// Pause of a vCPU whose page is to be kept in another mode.
+/// Pause of a vCPU whose page changes its mode.
 const PAUSE: Duration = Duration::from_micros(500);
-/// More pages than an instruction can need: the most have those that gather or scatter, 16 elements on two pages each, and two pages of code (Intel, Software Developer's
-/// Manual, volume 2). A vCPU that was granted more has retired some; which, isn't known without a look at its registers, so all grants are given up, once for
-/// an instruction at the most, as those that it needs again are fewer.
+/// Granted pages from which on a vCPU has retired an instruction, since no instruction needs as many. Gather and scatter need most: 16
+/// elements on two pages each, and two pages of code (Intel SDM, volume 2). Which instructions have retired is unknown without a sample, so
+/// all grants end. This happens at most once per instruction, which needs fewer pages again.
 pub(super) const MOST_GRANTED: usize = 40;
 /// Bytes of the longest instruction.
 pub(super) const MAX_INSTRUCTION_BYTES: usize = 15;
@@ -37,50 +36,50 @@ pub(super) const MAX_INSTRUCTION_BYTES: usize = 15;
 pub(super) struct Pending {
     pub(super) page: Page,
     pub(super) write: bool,
-    /// It could read the page before.
+    /// The page was readable before.
     pub(super) upgrade: bool,
-    /// The page was here before, and was taken.
+    /// The page was here before and was revoked.
     pub(super) again: bool,
-    /// When it was read, nanoseconds.
+    /// When the fault was read, ns.
     pub(super) at: u64,
 }
 
-/// A vCPU of this node.
+/// State of a vCPU of this node.
 #[derive(Debug, Default)]
 pub(super) struct Slot {
-    /// What it waits for.
+    /// The fault that the vCPU waits for.
     pub(super) fault: Option<Pending>,
-    /// Its registers have been read since that fault.
+    /// The registers were sampled since that fault.
     pub(super) examined: bool,
-    /// Registers at the last look that showed an instruction which needs a page.
+    /// Registers at the last sample of an instruction that needed a page.
     pub(super) snapshot: Option<kvm_regs>,
-    /// Its instruction is to be decoded and carried out on this page.
+    /// The page at which the vCPU's instruction is trapped: it is to be decoded and emulated.
     pub(super) trap: Option<Page>,
-    /// When the fault of that was read.
+    /// When the fault of the trapped instruction was read, ns.
     pub(super) trapped_at: u64,
-    /// Its operation is under way.
+    /// The vCPU's operation is in flight.
     pub(super) operating: bool,
-    /// Since when it sleeps until that is done, nanoseconds.
+    /// Since when the vCPU sleeps until the operation completes, ns.
     pub(super) operating_since: Option<u64>,
-    /// Its operation is done: the value before.
+    /// The operation is complete: the value before.
     pub(super) completed: Option<u64>,
-    /// Pages that it was granted since its last instruction is known to have retired.
+    /// Pages granted since the last instruction that is known to have retired.
     pub(super) granted: Vec<Page>,
-    /// Others want what it was granted.
+    /// Other nodes request pages that the vCPU was granted.
     pub(super) kick: bool,
     pub(super) looks: u32,
-    /// It is in `before_run`.
+    /// The vCPU is in `before_run`.
     pub(super) outside: bool,
-    /// It runs no more.
+    /// The vCPU doesn't run any more.
     pub(super) ended: bool,
-    /// Which pages it will want.
+    /// The vCPU's prefetchers.
     pub(super) foresight: Foresight,
 }
 
 type Locked<'a> = MutexGuard<'a, Option<Core>>;
 
 impl Engine {
-    /// See [`machine::vcpu::VcpuExitHandler::before_run`]; `index` is that of the protocol.
+    /// Implements [`machine::vcpu::VcpuExitHandler::before_run`]. `index` is the vCPU's number in the protocol.
     pub(super) fn before_run(&self, index: usize, registers: &dyn GuestRegisters) {
         let mut locked = self.lock();
         if let Some(core) = &mut *locked {
@@ -115,7 +114,7 @@ impl Engine {
         }
     }
 
-    /// It waits for a page: is it still the instruction that pages were granted for before?
+    /// Samples a vCPU that waits for a page: has the instruction retired that pages were granted for before?
     fn examine(&self, core: &mut Core, index: usize, registers: &dyn GuestRegisters) {
         let Some(found) = self.registers(registers) else { return };
         let needs = needs(core, index, &found);
@@ -125,14 +124,14 @@ impl Engine {
             core.hot.instruction(fault.page, found.rip);
         }
         tracing::trace!(at = now(), node = self.me, index, rip = found.rip, ?needs, "examine");
-        // Without an earlier look it may be the instruction that it was granted them for.
+        // Without an earlier sample it may be the instruction that was granted the pages.
         let moved = before.is_some_and(|before| before != found);
         if needs == Needs::None || needs == Needs::Some && moved {
             self.retired(core, index);
         }
     }
 
-    /// Others want what it was granted: has the instruction retired?
+    /// Samples a vCPU whose granted pages other nodes request: has the instruction retired?
     fn look(&self, core: &mut Core, index: usize, registers: &dyn GuestRegisters) {
         let Some(found) = self.registers(registers) else { return };
         let needs = needs(core, index, &found);
@@ -151,7 +150,7 @@ impl Engine {
         let Some(slot) = core.vcpus.get_mut(index) else { return };
         if !moved && slot.looks < LOOKS {
             let hold = core.node.config().policy.hold_ns.max(10_000);
-            // The first look only says where it is.
+            // The first sample only records the registers.
             let pause = if before.is_none() {
                 hold.min(FIRST_PAUSE)
             } else {
@@ -166,11 +165,11 @@ impl Engine {
         self.retired(core, index);
     }
 
-    /// Nothing that it was granted is held for it any more.
+    /// Ends all holds of a vCPU.
     pub(super) fn retired(&self, core: &mut Core, index: usize) {
         if let Some(slot) = core.vcpus.get_mut(index) {
             slot.granted.clear();
-            // Whoever asked is answered.
+            // The kick is answered.
             slot.kick = false;
         }
         if let Ok(vcpu) = Vcpu::try_from(index) {
@@ -188,8 +187,7 @@ impl Engine {
         }
     }
 
-    /// A vCPU runs no more: nothing it was granted is held for it.
-    /// `parked`: the VM goes on without it.
+    /// Ends all holds of a vCPU that runs no more. `parked`: the VM continues without it.
     pub(super) fn vcpu_ended(&self, index: usize, parked: bool) {
         let mut locked = self.lock();
         if let Some(core) = &mut *locked
@@ -204,8 +202,8 @@ impl Engine {
         }
     }
 
-    /// Carries out the instruction that was trapped at a page which is kept by updates, or, where it isn't known, asks for the page
-    /// to be kept otherwise.
+    /// Emulates the instruction that was trapped at a write-update page, and further ones by window emulation. If it isn't supported,
+    /// requests write-invalidate for the page.
     fn carry_out<'a>(
         &self,
         mut locked: Locked<'a>,
@@ -217,7 +215,7 @@ impl Engine {
         let Some(core) = &mut *locked else { return locked };
         let (Ok(vcpu), Some(bytes)) = (Vcpu::try_from(index), code(core, found.rip, MAX_INSTRUCTION_BYTES))
         else {
-            // Its code has been taken away: it faults there first, and then here again.
+            // The page of its code was revoked. The vCPU faults there first, and then here again.
             return locked;
         };
         core.hot.instruction(page, found.rip);
@@ -251,7 +249,7 @@ impl Engine {
         if let Some(core) = &mut *locked {
             self.send_held(core);
         }
-        // Nothing was done when the page's mode has changed meanwhile, or the VM ends.
+        // If the page's mode has changed meanwhile, or the VM ends, no instruction has retired.
         if retired && let Some(core) = &mut *locked {
             core.counts.stalls.count_trapped(since.saturating_sub(begun));
             if let Err(error) = registers.set(&found) {
@@ -261,7 +259,8 @@ impl Engine {
         locked
     }
 
-    /// Has an instruction carried out; gives what was in memory before it, or nothing if it has to be run by the vCPU itself.
+    /// Executes a trapped instruction's operation in the protocol. Returns the value in memory before, or none if the vCPU must run the
+    /// instruction itself.
     fn operate<'a>(
         &self,
         mut locked: Locked<'a>,
@@ -275,7 +274,7 @@ impl Engine {
         slot.operating_since = None;
         slot.completed = None;
         let operation = trapped.operation.clone();
-        // What others are told of several stores in a row goes together, unless it has to be waited for: each message that comes alone costs them a wake.
+        // Messages of consecutive stores leave together, unless this one must wait: each message that arrives alone wakes a thread.
         core.outbox.hold();
         self.step(core, Event::Operate { vcpu, page: trapped.page, operation });
         if core.vcpus.get(index).is_some_and(|slot| slot.operating) {
@@ -290,7 +289,7 @@ impl Engine {
             && let Some(slot) = core.vcpus.get_mut(index)
         {
             if let Some(old) = slot.completed.take() {
-                // The next look begins anew.
+                // The next sample starts over.
                 slot.snapshot = None;
                 slot.granted.clear();
                 return (locked, Some(old));
@@ -303,7 +302,7 @@ impl Engine {
         (locked, None)
     }
 
-    /// Leaves others the time to change a page's mode.
+    /// Waits a little, so that other nodes can change a page's mode.
     fn wait_a_little<'a>(&self, locked: Locked<'a>, index: usize) -> Locked<'a> {
         match self.changed.get(index) {
             Some(changed) => changed.wait_timeout(locked, PAUSE).unwrap_or_else(PoisonError::into_inner).0,
@@ -312,14 +311,14 @@ impl Engine {
     }
 }
 
-/// What the instruction at a vCPU's registers needs of the pages that it was granted since the last one retired.
+/// Whether the instruction at a vCPU's registers needs pages that were granted since the last one retired.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Needs {
-    /// It was granted none.
+    /// No pages were granted.
     Nothing,
-    /// None of them: it isn't the one that they were granted for, which has retired.
+    /// It needs none of them, so the instruction that they were granted for has retired.
     None,
-    /// Some, or it isn't known.
+    /// It needs some, or that is unknown.
     Some,
 }
 
@@ -336,7 +335,7 @@ fn needs(core: &Core, index: usize, regs: &kvm_regs) -> Needs {
     }
 }
 
-/// So many bytes at a code address, as far as their pages can be read here now; `None` when the first can't.
+/// Up to `most` bytes at a code address, from pages that are readable here now; `None` if the first page isn't.
 pub(super) fn code(core: &Core, rip: u64, most: usize) -> Option<Vec<u8>> {
     let mut bytes = vec![0; most];
     let size = wire::PAGE_SIZE as u64;

@@ -1,10 +1,9 @@
-//! Instructions that are carried out for a vCPU beside those that trap: behind one of these, and where a page is to be given away that one was granted for.
+//! Emulation of whole instructions with the pages of this node: of those behind a trapped store, and of one whose granted page is
+//! requested.
 //!
-//! What a vCPU does behind a trapped instruction, as far as it only computes: so that the next store to a page that is kept by updates is carried out without
-//! going back into the guest for it, which costs an exit and a fault each.
-//!
-//! Source: *window emulation* of the project's specification of shared memory, section 5. Each store is still an update of its own, and
-//! done before the next begins: to the guest it is as if it had trapped.
+//! *Window emulation*: behind a trapped store, the monitor executes instructions that only compute, up to the next store to a write-update
+//! page, and that store, too. This saves an exit and a fault per store. Each store is still an update of its own, and complete before the
+//! next begins, as if it had trapped. See docs/design/dsm.md.
 
 use dsm::{Access, Operation, wire};
 use machine::x86::kvm_regs;
@@ -14,16 +13,16 @@ use super::engine::Core;
 use super::instruction::{self, Trapped};
 use super::vcpus::{MAX_INSTRUCTION_BYTES, code};
 
-/// Stores that are carried out behind a trapped instruction at most. Who has the token has done so many in the time in which others do one: more would let it
-/// run away from them.
+/// Limit of stores that are emulated behind a trapped instruction. In the same time a node that isn't the sequencer completes one, so with
+/// a higher limit the sequencer would outrun the others.
 pub(super) const STORES: usize = 2;
-/// Instructions that are looked at for one.
+/// Instructions to examine per store.
 const STEPS: usize = 12;
-/// Bytes of code that are fetched at once.
+/// Bytes of code to fetch at once.
 const FETCHED: usize = 64;
 
-/// The next store, and registers before it, if the vCPU comes to one soon, to a page that is kept by updates here. Atomic instructions end it: each of these is for all vCPUs to
-/// compete for.
+/// The next store to a write-update page, with the registers before it, if it follows within [`STEPS`] instructions that only compute. An
+/// atomic instruction ends the search, since all vCPUs contend for its word.
 pub(super) fn next_store(core: &Core, regs: &kvm_regs) -> Option<(kvm_regs, Trapped)> {
     let mut regs = *regs;
     let (mut start, mut here) = (0, Vec::new());
@@ -46,16 +45,17 @@ pub(super) fn next_store(core: &Core, regs: &kvm_regs) -> Option<(kvm_regs, Trap
             let plain = matches!(trapped.operation, Operation::Store { .. });
             return (kept && plain).then_some((regs, trapped));
         }
-        // Loads end it: what they find is for the vCPU to say when it is there.
+        // A load ends it: its value must be the one at the time when the vCPU gets there.
         compute(bytes, &mut regs, &mut |_, _| None)?;
     }
     None
 }
 
-/// Carries out the instruction that a vCPU is at, with pages that are here, so that it has retired for certain: registers behind it. Nothing, and nothing done, where it isn't known, or
-/// needs a page that isn't here, or isn't aligned, so that the processor itself has to do it as one. The vCPU must be outside the guest.
+/// Emulates the instruction at `regs` with pages that are here, so that it certainly retires. Returns the registers after it. Returns
+/// `None`, with no effect, if the instruction isn't supported, a page isn't here, or an access isn't aligned: the CPU must then execute it
+/// atomically. The vCPU must be outside the guest.
 ///
-/// Its siblings on this node may use the same words meanwhile: each load, store and read-modify-write is one for them, too.
+/// Other vCPUs of this node may use the same words meanwhile, so each load, store and read-modify-write is atomic for them, too.
 pub(super) fn step_over(core: &Core, regs: &kvm_regs) -> Option<kvm_regs> {
     let bytes = code(core, regs.rip, MAX_INSTRUCTION_BYTES)?;
     let (ram, size) = (&core.pages.ram, wire::PAGE_SIZE as u64);

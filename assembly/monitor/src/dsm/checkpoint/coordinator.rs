@@ -1,4 +1,4 @@
-//! The thread for checkpoints: on node 0 it makes them, elsewhere it does what node 0 requests.
+//! The checkpoint thread: on node 0 it makes checkpoints, on other nodes it serves node 0's requests.
 
 use std::collections::BTreeMap;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
@@ -10,29 +10,30 @@ use super::{Refused, Step};
 use crate::dsm::link::Control;
 use crate::dsm::spanning::chain;
 
-/// How long one part of a checkpoint may take before it is given up: vCPUs leave the guest, messages arrive.
+/// Timeout of each phase of a checkpoint, in which vCPUs leave the guest and messages arrive.
 const PHASE_TIMEOUT: Duration = Duration::from_secs(10);
-/// The same for writing files, which may be large.
+/// Timeout of the phase that writes files, which may be large.
 const WRITING: Duration = Duration::from_secs(600);
 /// Pause between two rounds of counts.
 const PAUSE: Duration = Duration::from_millis(1);
-/// How often to look whether the VM has ended, while something is under way.
+/// Interval of checks for the VM's end during a checkpoint.
 const LOOK: Duration = Duration::from_millis(20);
-/// The same while nothing is. Who has news says [`Step::Look`]: each time that this thread wakes, the vCPU beside it loses some 100 µs to cold caches.
+/// The same between checkpoints. Other threads send [`Step::Look`] to wake this one at once. The interval is long: each wakeup costs the
+/// vCPU of the same core some 100 µs by cold caches.
 const IDLE: Duration = Duration::from_millis(500);
 
-/// Why there is no new checkpoint.
+/// Why a checkpoint was abandoned.
 enum Abandoned {
     /// The VM ends.
     Ending,
-    /// The VM goes on, with the one before.
+    /// Another reason: the VM continues, and the previous checkpoint stays valid.
     Because(String),
 }
 
-/// What node 0 is to do.
+/// The checkpoint plan of node 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::dsm) struct Plan {
-    /// Nodes of the VM.
+    /// Number of nodes of the VM.
     pub(in crate::dsm) nodes: u8,
     /// Number of the first checkpoint.
     pub(in crate::dsm) first: u64,
@@ -40,7 +41,7 @@ pub(in crate::dsm) struct Plan {
     pub(in crate::dsm) every: Duration,
 }
 
-/// Makes checkpoints until the VM ends, or does what node 0 requests. Runs on a thread of its own.
+/// Makes checkpoints until the VM ends, or serves node 0's requests. Runs on a thread of its own.
 pub(in crate::dsm) fn serve(member: &Member, steps: &Receiver<(u8, Step)>, plan: Plan) {
     if member.engine.me == 0 {
         let Plan { nodes, first, every } = plan;
@@ -94,9 +95,9 @@ struct Coordinator<'a> {
     nodes: u8,
     /// Pause between two checkpoints.
     every: Duration,
-    /// Of the next checkpoint.
+    /// Number of the next checkpoint.
     number: u64,
-    /// That there is no new checkpoint has been said.
+    /// The log already says that checkpoints fail.
     said: bool,
 }
 
@@ -133,7 +134,7 @@ impl Coordinator<'_> {
         Ok(())
     }
 
-    /// Waits until the next checkpoint is due; false: the VM has ended.
+    /// Waits until the next checkpoint is due. Returns false if the VM has ended.
     fn await_due(&self) -> bool {
         let begin = Instant::now();
         while self.member.engine.outcome().is_none() {
@@ -141,7 +142,7 @@ impl Coordinator<'_> {
             if left.is_zero() {
                 return true;
             }
-            // What comes is an answer to a checkpoint that was given up, or a call to look.
+            // A message is a late answer to an abandoned checkpoint, or `Look`.
             if matches!(self.steps.recv_timeout(left.min(IDLE)), Err(RecvTimeoutError::Disconnected)) {
                 return false;
             }
@@ -155,7 +156,7 @@ impl Coordinator<'_> {
         }
     }
 
-    /// Collects what `take` finds in an answer of each other node.
+    /// Collects an answer of each other node. `take` extracts the result from a matching answer.
     fn collect<T>(
         &self,
         patience: Duration,
@@ -173,7 +174,7 @@ impl Coordinator<'_> {
                 let seconds = patience.as_secs();
                 return Err(Abandoned::Because(format!("node {missing} has not {what} within {seconds} s")));
             }
-            // Others are answers to a round that was given up.
+            // Other messages are answers to an abandoned round.
             if let Ok((peer, step)) = self.steps.recv_timeout(LOOK)
                 && let Some(answer) = take(step)
             {
@@ -183,7 +184,7 @@ impl Coordinator<'_> {
         Ok(answers)
     }
 
-    /// Brings all nodes to a stop, with nothing under way. Whatever comes of it, all are to be told to go on. Returns who has the token.
+    /// Quiesces all nodes, with nothing in flight. The caller must send `Go` in any case. Returns the sequencer.
     fn stand_still(&self) -> Result<u8, Abandoned> {
         let member = self.member;
         let number = self.number;
@@ -200,13 +201,13 @@ impl Coordinator<'_> {
         self.await_quiet()
     }
 
-    /// One checkpoint. Whatever comes of it, all nodes are to be told to go on.
+    /// Makes one checkpoint. The caller must send `Go` in any case.
     fn make(&self) -> Result<Duration, Abandoned> {
         let begin = Instant::now();
         let member = self.member;
         let number = self.number;
         let token = self.stand_still()?;
-        // All that other nodes' vCPUs have written has come before their counts.
+        // All console output of other nodes' vCPUs arrived before their counts.
         let console_bytes = member.engine.flush_console().map_err(|error| {
             Abandoned::Because(format!("what the guest wrote to its console can't be written: {error}"))
         })?;
@@ -235,7 +236,7 @@ impl Coordinator<'_> {
         Ok(begin.elapsed())
     }
 
-    /// Waits until nothing is under way. Returns who has the token.
+    /// Waits until nothing is in flight. Returns the sequencer.
     fn await_quiet(&self) -> Result<u8, Abandoned> {
         let until = Instant::now() + PHASE_TIMEOUT;
         let mut before: Option<Vec<Counted>> = None;
@@ -267,7 +268,7 @@ impl Coordinator<'_> {
     }
 }
 
-/// Whether counts, in the order of nodes, and those of the round before show that nothing is under way: the node with the token then.
+/// Returns the sequencer if two consecutive rounds of counts, in the order of nodes, prove that nothing is in flight.
 fn quiet(before: Option<&[Counted]>, counts: &[Counted]) -> Option<u8> {
     let same = before == Some(counts);
     let sum = |what: fn(&Counted) -> u64| counts.iter().map(what).fold(0, u64::wrapping_add);
@@ -289,7 +290,7 @@ mod tests {
         Counted { sent, received, idle, token }
     }
 
-    /// A checkpoint is due after its pause, the longest one included, and none when the VM has ended.
+    /// A checkpoint is due after its pause, also after a pause of zero or the longest one. None is due after the VM's end.
     #[test]
     fn a_checkpoint_is_due_until_the_vm_ends() {
         let (sender, steps) = std::sync::mpsc::sync_channel(1);
@@ -305,7 +306,7 @@ mod tests {
         assert!(!of(Duration::ZERO).await_due());
     }
 
-    /// Only two equal rounds, of idle nodes, with as many received as sent, and with somebody who has the token.
+    /// Quiet requires two equal rounds, idle nodes, as many messages received as sent, and a sequencer.
     #[test]
     fn quiet_is_what_two_rounds_agree_on() {
         let still = [counted(5, 7, true, false), counted(7, 5, true, true)];

@@ -1,13 +1,13 @@
 //! Files of a checkpoint.
 //!
-//! Of each node, `node-N-NUMBER.ckpt`:
+//! Each node writes `node-N-NUMBER.ckpt`:
 //! ```text
 //!  0  "CWNODECK"   8 version (4)   12 bytes of the head (4)   16 head, CBOR
 //!     for each page: number (8)   1: contents follow, 0: all zero (1)   contents (4096)
 //!     CRC-32 of all before (4)
 //! ```
-//! And on node 0's host `checkpoint.json`, which names these files with their lengths and sums. A file is written under another name,
-//! synced, and renamed; the list comes last, so it only ever names files that are whole. Numbers are little-endian.
+//! Node 0's host also has `checkpoint.json`, which lists these files with their lengths and checksums. A file is written under a temporary
+//! name, synced and renamed. The list is written last, so it only ever names complete files. Numbers are little-endian.
 
 use std::fs::{self, File};
 use std::io::{self, BufReader, BufWriter, Read, Write};
@@ -21,32 +21,32 @@ use serde::{Deserialize, Serialize};
 use super::CheckpointError;
 
 const MAGIC: &[u8; 8] = b"CWNODECK";
-/// Version of a node's file. Before 3 the identity was another one from each compiler, and can't be compared. 3 had a head that could
-/// say that all vCPUs and all memory are in node 0's file.
+/// Version of a node's file. Before 3 the identity depended on the compiler and can't be compared. Version 3 had a head that could say that
+/// all vCPUs and all memory are in node 0's file.
 const FILE_VERSION: u32 = 4;
-/// Version of the list, raised with that of the files that it names: older ones are refused before nodes meet.
+/// Version of the list. It is raised with that of the files, so that old checkpoints are refused before nodes connect.
 const LIST_VERSION: u32 = 3;
-/// Most bytes of a head. That of 64 GiB of guest memory in pages that all moved has some 100 MiB.
+/// Limit of a head, bytes. With 64 GiB of guest memory of which every page has moved, a head has some 100 MiB.
 const MAX_HEAD: u32 = 1 << 28;
-/// Most bytes of a list.
+/// Limit of the list, bytes.
 const MAX_LIST: u64 = 1 << 20;
 const LIST: &str = "checkpoint.json";
 
-/// What a node's file says before the pages.
+/// Head of a node's file.
 #[derive(Debug, Serialize, Deserialize)]
 pub(in crate::dsm) struct Head {
-    /// Of the VM's program and settings.
+    /// Hash of the VM's program and settings.
     pub(in crate::dsm) identity: u64,
     pub(in crate::dsm) node: u8,
     pub(in crate::dsm) number: u64,
     pub(in crate::dsm) protocol: SavedNode,
-    /// vCPUs of this node, in order; none for each that had parked.
+    /// vCPUs of this node, in order; none for a vCPU that has parked.
     pub(in crate::dsm) vcpus: Vec<Option<SavedVcpu>>,
-    /// How many pages follow.
+    /// Number of pages that follow.
     pub(in crate::dsm) pages: u64,
 }
 
-/// A node's file, as the list names it.
+/// A node's file in the list.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(in crate::dsm) struct Listed {
     pub(in crate::dsm) node: u8,
@@ -55,17 +55,17 @@ pub(in crate::dsm) struct Listed {
     pub(in crate::dsm) crc32: u32,
 }
 
-/// A complete checkpoint.
+/// The list: a complete checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(in crate::dsm) struct List {
     version: u32,
     pub(in crate::dsm) identity: u64,
-    /// Ascends from one checkpoint to the next.
+    /// Number of the checkpoint, ascending.
     pub(in crate::dsm) number: u64,
     /// Bytes that the guest had written to its console.
     pub(in crate::dsm) console_bytes: u64,
     pub(in crate::dsm) nodes: Vec<Listed>,
-    /// CRC-32 of this list as JSON with a zero here.
+    /// CRC-32 of this list as JSON, with 0 in this field.
     crc32: u32,
 }
 
@@ -77,7 +77,7 @@ pub(in crate::dsm) fn path_of(folder: &Path, listed: &Listed) -> PathBuf {
     folder.join(file_name(listed.node, listed.number))
 }
 
-/// Counts and sums what goes through it.
+/// A reader or writer that counts bytes and computes their CRC-32.
 struct Summed<T> {
     inner: T,
     bytes: u64,
@@ -114,7 +114,7 @@ impl<T: Read> Read for Summed<T> {
     }
 }
 
-/// Writes a file such that it is there whole or not at all, also after a power failure.
+/// Writes a file atomically: it is complete or absent, also after a power failure.
 fn replace<R>(
     path: &Path,
     fill: impl FnOnce(&mut BufWriter<File>) -> io::Result<R>,
@@ -129,19 +129,19 @@ fn replace<R>(
         Ok(result)
     })();
     written.map_err(|source| {
-        // What there is of it is of no use. Fails where it wasn't made.
+        // The partial file is useless. Removal fails if it wasn't created.
         let _ = fs::remove_file(&new);
         CheckpointError::File { path: path.to_owned(), what: "written", source }
     })
 }
 
-/// Makes a checkpoint's folder.
+/// Creates a checkpoint's folder and its parents, unless they exist.
 pub(in crate::dsm) fn make_folder(folder: &Path) -> Result<(), CheckpointError> {
     let failed = |source| CheckpointError::File { path: folder.to_owned(), what: "made as a folder", source };
     fs::create_dir_all(folder).map_err(failed)
 }
 
-/// Writes a node's file. `read` appends the content of a page.
+/// Writes a node's file. `read` appends the content of a page to a buffer.
 pub(in crate::dsm) fn write(
     folder: &Path,
     head: &Head,
@@ -176,7 +176,7 @@ pub(in crate::dsm) fn write(
     })
 }
 
-/// Reads a node's file: looks at all of it first, then gives each page to `write`. A file that isn't the one that the list names changes
+/// Reads a node's file: verifies its checksum first, then passes each page to `write`. A file that differs from the list's entry changes
 /// nothing.
 pub(in crate::dsm) fn read(
     folder: &Path,
@@ -256,7 +256,7 @@ fn check_sum(
     }
 }
 
-/// Removes a node's files but for one.
+/// Removes a node's files except those of checkpoint `keep`.
 pub(in crate::dsm) fn remove_others(folder: &Path, node: u8, keep: u64) {
     let (keep, begin) = (file_name(node, keep), format!("node-{node}-"));
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
@@ -281,7 +281,7 @@ impl List {
 
     fn sum(&self) -> u32 {
         let zero = Self { crc32: 0, ..self.clone() };
-        // A structure of numbers: it can always be written.
+        // Serialization of a structure of numbers can't fail.
         crc32fast::hash(&serde_json::to_vec(&zero).unwrap_or_default())
     }
 
@@ -293,7 +293,7 @@ impl List {
         })
     }
 
-    /// The last checkpoint in a folder.
+    /// Reads the last checkpoint in a folder.
     pub(in crate::dsm) fn read(folder: &Path) -> Result<Self, CheckpointError> {
         let path = folder.join(LIST);
         let failed = |source: io::Error| match source.kind() {
@@ -304,7 +304,7 @@ impl List {
         let file = File::open(&path).map_err(failed)?;
         file.take(MAX_LIST).read_to_end(&mut text).map_err(failed)?;
         let damaged = |reason: String| CheckpointError::Damaged { path: path.clone(), reason };
-        // A newer one may have other fields.
+        // Another version may have other fields.
         #[derive(Deserialize)]
         struct Versioned {
             version: u32,
@@ -369,7 +369,7 @@ mod tests {
         assert_eq!(head.protocol, super::super::file::tests::head(4, 3).protocol);
     }
 
-    /// Every byte that is changed, and every end that is cut off, is noticed before a page is given out.
+    /// Every changed byte and every truncation is detected before a page is passed on.
     #[test]
     fn damage_anywhere_is_one_clear_sentence() {
         let folder = tempfile::tempdir().unwrap();

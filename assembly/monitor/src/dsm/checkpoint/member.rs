@@ -1,4 +1,4 @@
-//! What a node does when it is told to stand still, to be saved, and to go on; and how one is restored.
+//! A node's part in a checkpoint: quiesce, save, resume. And how a saved node is restored.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -17,27 +17,27 @@ use crate::dsm::spanning::chain;
 use crate::payload::PayloadVm;
 
 const PAGE: u64 = wire::PAGE_SIZE as u64;
-/// Pages that every node has for itself, below those that are shared.
+/// Private pages of every node, below the shared ones.
 const OWN_PAGES: u64 = LOWEST_LOAD_ADDRESS / PAGE;
 
-/// What a node has sent and received at a moment.
+/// A node's counts at one moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(in crate::dsm) struct Counted {
-    /// Messages of the protocol.
+    /// Protocol messages sent, and received.
     pub(in crate::dsm) sent: u64,
     pub(in crate::dsm) received: u64,
-    /// Nothing waits here.
+    /// Nothing waits at this node ([`Node::is_idle`]).
     pub(in crate::dsm) idle: bool,
-    /// It has the token.
+    /// This node is the sequencer.
     pub(in crate::dsm) token: bool,
 }
 
-/// One node, as the thread for checkpoints sees it.
+/// One node, as its checkpoint thread uses it.
 pub(in crate::dsm) struct Member {
     pub(in crate::dsm) engine: Arc<Engine>,
-    /// Where checkpoints go.
+    /// Folder of the checkpoints.
     pub(in crate::dsm) folder: PathBuf,
-    /// Of the VM's program and settings.
+    /// Hash of the VM's program and settings.
     pub(in crate::dsm) identity: u64,
 }
 
@@ -46,7 +46,7 @@ impl Member {
         self.engine.machine.get().ok_or_else(|| "its part of the VM isn't there yet".to_owned())
     }
 
-    /// Brings the vCPUs out of the guest. They keep nothing that other nodes wait for.
+    /// Ends all holds and forces the vCPUs' exits from the guest.
     pub(in crate::dsm) fn hold(&self) -> Result<(), String> {
         let machine = self.machine()?;
         if let Some(core) = &mut *self.engine.lock() {
@@ -55,7 +55,7 @@ impl Member {
         }
         match machine.manager.pause() {
             Ok(()) => {}
-            // All have parked, and their threads have ended; or the VM ends, which `save` will say.
+            // All vCPUs have parked, and their threads have ended; or the VM ends, which `save` detects.
             Err(VcpuError::Gone) => {}
             Err(error) => return Err(chain(&error)),
         }
@@ -84,7 +84,7 @@ impl Member {
         }
     }
 
-    /// States of this node's vCPUs, `None` for each that has ended.
+    /// States of this node's vCPUs; `None` for each that has ended.
     fn living(&self) -> Result<Vec<Option<SavedVcpu>>, Refused> {
         let because = Refused::Because;
         let machine = self.machine().map_err(because)?;
@@ -103,7 +103,7 @@ impl Member {
         Ok(vcpus)
     }
 
-    /// Who owns what, as far as this node is concerned.
+    /// The owners of pages, as this node knows them.
     fn protocol(&self, token: u8) -> Result<SavedNode, Refused> {
         let locked = self.engine.lock();
         let Some(core) = &*locked else { return Err(Refused::Ending) };
@@ -135,7 +135,7 @@ impl Member {
         listed.map_err(|error| because(chain(&error)))
     }
 
-    /// Lets the vCPUs run again. `complete` is the number of the checkpoint that is the last one now.
+    /// Resumes the vCPUs. `complete` is the number of the checkpoint that has become the last one, if any: older files are removed.
     pub(in crate::dsm) fn go(&self, complete: Option<u64>) -> Result<(), String> {
         if let Some(number) = complete {
             file::remove_others(&self.folder, self.engine.me, number);
@@ -143,14 +143,14 @@ impl Member {
         if let Some(core) = &mut *self.engine.lock() {
             (core.holding, core.standing) = (false, false);
             for slot in &mut core.vcpus {
-                // What was granted before is given up.
+                // Holds from before the checkpoint have ended.
                 slot.snapshot = None;
                 slot.looks = 0;
             }
         }
         match self.machine()?.manager.resume() {
             Ok(()) => Ok(()),
-            // Stopped by who waits for the VM's end, or for that of all its vCPUs.
+            // Stopped by a thread that waits for the VM's end, or for the end of all its vCPUs.
             Err(VcpuError::Gone) => Ok(()),
             Err(error) => Err(chain(&error)),
         }
@@ -158,7 +158,7 @@ impl Member {
 }
 
 impl Engine {
-    /// No instruction of this node's vCPUs keeps a page from others. Whoever needs it faults again.
+    /// Ends all holds of this node's vCPUs. An instruction that still needs a page faults again.
     fn give_up_holds(&self, core: &mut Core) {
         for index in 0..core.vcpus.len() {
             if let Some(slot) = core.vcpus.get_mut(index) {
@@ -171,15 +171,15 @@ impl Engine {
     }
 }
 
-/// A node where a saved one was.
+/// A restored node.
 pub(in crate::dsm) struct Restored {
     /// The protocol.
     pub(in crate::dsm) node: Node,
-    /// Which of this node's vCPUs have ended.
+    /// For each vCPU of this node, whether it has ended.
     pub(in crate::dsm) ended: Vec<bool>,
 }
 
-/// Brings a node that hasn't run to where a saved one was: memory, vCPUs and protocol.
+/// Restores a saved node into a VM that hasn't run: memory, vCPUs and protocol.
 pub(in crate::dsm) fn restore(
     vm: &PayloadVm,
     config: Config,
@@ -215,7 +215,7 @@ pub(in crate::dsm) fn restore(
     Ok(Restored { node, ended })
 }
 
-/// In what a VM differs from that of a checkpoint.
+/// Text of the error for a checkpoint with another identity.
 pub(in crate::dsm) fn another_program() -> String {
     "it ran another program or with other settings; give the same program, arguments, --nodes, --cpus, --memory and --coherence"
         .to_owned()

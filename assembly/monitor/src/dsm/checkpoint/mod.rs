@@ -1,25 +1,25 @@
-//! Checkpoints: all nodes stand still at a consistent cut, write what they have to files, and go on.
+//! Checkpoints: all nodes quiesce at a consistent cut, write their state to files, and resume.
 //!
 //! ```text
 //! node 0                                  every node (node 0 too)
-//!   Hold ──────────────────────────────▶  holds are given up, vCPUs leave the guest; pages that are waited for still come
+//!   Hold ──────────────────────────────▶  holds end, vCPUs leave the guest; requested pages still arrive
 //!   ◀────────────────────────────── Still
 //!   Count ─────────────────────────────▶  idle? messages sent and received so far
 //!   ◀──────────────────────────── Counted  … until two rounds are the same: all idle, as many received as sent
-//!   Save ──────────────────────────────▶  NODE.ckpt: vCPUs, pages that it owns, who owns what; synced
+//!   Save ──────────────────────────────▶  node-N-NUMBER.ckpt: vCPUs, owned pages, owners of pages; synced
 //!   ◀────────────────────────────── Saved
-//!   checkpoint.json is replaced: from here on the new checkpoint is the last one
-//!   Go ────────────────────────────────▶  files of older ones are removed, vCPUs run
+//!   node 0 replaces checkpoint.json, which commits the checkpoint
+//!   Go ────────────────────────────────▶  older files are removed, vCPUs run
 //! ```
 //!
-//! The cut is consistent as nothing is under way: two equal rounds of counts show that (F. Mattern, *Algorithms for distributed termination
-//! detection*, 1987: four counters). What isn't saved is what a restart finds again: copies, modes, versions ([`dsm::node::saved`]).
+//! The cut is consistent because nothing is in flight, which two equal rounds of counts prove (F. Mattern, *Algorithms for distributed
+//! termination detection*, 1987: four counters). Copies, modes and versions aren't saved, since nodes rebuild them ([`dsm::node::saved`]).
 //!
-//! | module | holds |
+//! | module | contents |
 //! |---|---|
-//! | `file` | a node's file and the list of all, whole or not there at all |
-//! | `member` | what a node does when it is told to |
-//! | `coordinator` | node 0: when, and in which order |
+//! | `file` | node files and the list, each written atomically |
+//! | `member` | a node's part in a checkpoint |
+//! | `coordinator` | node 0's part: when, and in which order |
 
 mod coordinator;
 mod file;
@@ -34,113 +34,113 @@ pub(super) use coordinator::{Plan, serve};
 pub(super) use file::{List, Listed, make_folder};
 pub(super) use member::{Counted, Member, Restored, another_program, restore};
 
-/// Where checkpoints are written to, and how often.
+/// Folder and interval of checkpoints.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Checkpoints {
-    /// The folder, on each node's host; the nodes of one host may share it.
+    /// The folder on each node's host. Nodes of one host may share it.
     pub folder: PathBuf,
-    /// Pause between two checkpoints, from the end of one to the begin of the next.
+    /// Pause from the end of one checkpoint to the start of the next.
     pub every: Duration,
 }
 
 impl Checkpoints {
-    /// Makes the folder, where it isn't there.
+    /// Creates the folder and its parents, unless they exist.
     ///
     /// # Errors
-    /// When it can't be made.
+    /// If the file system refuses.
     pub fn make_folder(&self) -> Result<(), CheckpointError> {
         make_folder(&self.folder)
     }
 }
 
-/// What nodes tell each other about checkpoints.
+/// Messages about checkpoints. Except `Look`, the number is that of the checkpoint or, in `Count` and `Counted`, of the round.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Step {
-    /// From node 0: stand still, for the checkpoint of this number.
+    /// From node 0: quiesce for this checkpoint.
     Hold(u64),
-    /// To node 0: it does, or why it can't.
+    /// To node 0: this node is quiescent, or why it can't be.
     Still(u64, Result<(), String>),
-    /// From node 0: what has been sent and received?
+    /// From node 0: report counts.
     Count(u64),
-    /// To node 0, with the round.
+    /// To node 0: the counts.
     Counted(u64, Counted),
-    /// From node 0: write the file of this number; the node with the token.
+    /// From node 0: write the file. `token` is the sequencer.
     Save { number: u64, token: u8 },
-    /// To node 0: it is written, or why it isn't.
+    /// To node 0: the file is written, or why it isn't.
     Saved(u64, Result<Listed, Refused>),
-    /// From node 0: go on. The number of the checkpoint that is complete now, if one is.
+    /// From node 0: resume. The number is that of a checkpoint that is complete now, if any.
     Go(Option<u64>),
-    /// From node 0, before anything runs: go on from this file.
+    /// From node 0, before anything runs: restore this file.
     Restore(Listed),
-    /// From this node's own threads, and never sent: look around, the VM has ended.
+    /// From this node's own threads, never sent: check whether the VM has ended.
     #[serde(skip)]
     Look,
 }
 
-/// Why a node isn't saved.
+/// Why a node can't be saved.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Refused {
     /// The VM is about to end.
     Ending,
-    /// Another reason, for people.
+    /// Another reason, as text for the log.
     Because(String),
 }
 
-/// A checkpoint could not be read.
+/// Why a checkpoint can't be written, read or restored.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
-    /// The file system refused.
+    /// An operation of the file system failed.
     #[error("The checkpoint file {path} could not be {what}")]
     File {
-        /// Which.
+        /// The file.
         path: PathBuf,
-        /// What was tried.
+        /// The operation, as a past participle.
         what: &'static str,
-        /// Why.
+        /// The cause.
         #[source]
         source: std::io::Error,
     },
-    /// There is none.
+    /// The folder has no checkpoint.
     #[error(
         "There is no checkpoint in {0}: it has no file checkpoint.json; give the folder that --checkpoint was given on node 0's host"
     )]
     None(PathBuf),
-    /// The bytes aren't those that were written.
+    /// The file's content is inconsistent.
     #[error(
         "The checkpoint file {path} is damaged: {reason}; go on from another checkpoint, or run the VM from its start"
     )]
     Damaged {
-        /// Which.
+        /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// The inconsistency.
         reason: String,
     },
-    /// Another program's.
+    /// The file has another version.
     #[error(
         "The checkpoint file {path} has version {found}; this program reads version {known}: go on with the program that wrote it, or run the VM from its start"
     )]
     Version {
-        /// Which.
+        /// The file.
         path: PathBuf,
-        /// Its version.
+        /// The version that it has.
         found: u32,
-        /// Ours.
+        /// The version that this program reads.
         known: u32,
     },
-    /// It is of another VM.
+    /// The checkpoint is of another VM.
     #[error("The checkpoint in {path} is of another VM: {reason}")]
     Other {
-        /// Where.
+        /// The file.
         path: PathBuf,
-        /// In what they differ, and what to do.
+        /// The difference, and what to do.
         reason: String,
     },
-    /// KVM or the protocol refuses the state.
+    /// KVM or the protocol refused the state.
     #[error("The checkpoint file {path} can't be restored")]
     State {
-        /// Which.
+        /// The file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },

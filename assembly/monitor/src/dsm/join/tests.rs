@@ -1,4 +1,4 @@
-//! Nodes that find each other, strangers that come in between, and nodes of two minds.
+//! Nodes that connect, connections of strangers, and nodes with different settings.
 
 use super::*;
 
@@ -26,7 +26,8 @@ fn four_nodes_find_each_other_in_whatever_order_they_come() {
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "no sockets are left");
 }
 
-/// All links go by RDMA or none; without a device there is one sentence with address and advice. (A documentation address is no host's.)
+/// Either all links use RDMA, or none. Without a device the error names the address and gives advice. (The address is reserved for
+/// documentation.)
 #[test]
 fn links_by_rdma_need_a_device_and_all_nodes() {
     let at =
@@ -60,7 +61,7 @@ fn strangers_at_a_nodes_address_are_dropped_and_hold_nobody_up() {
     let first = std::thread::spawn(move || {
         join(Hello { node: 0, nodes: 2, digest: 5, rdma: false }, &listening, None, None)
     });
-    // One that says nothing, one that goes at once, one that speaks something else, and one that stops in the middle.
+    // Four connections: silent, closed at once, with another protocol, and stopped within the greeting.
     let silent = visit(&all[0]);
     drop(visit(&all[0]));
     let other = visit(&all[0]);
@@ -77,7 +78,7 @@ fn key(seed: u8) -> ClusterKey {
     ClusterKey::new(std::array::from_fn(|at| u8::try_from(at).unwrap() ^ seed)).unwrap()
 }
 
-/// Who hasn't the key isn't taken for a node, whenever it comes and whatever it says of itself; the node that has it is.
+/// A peer without the key is refused at any time, whatever its greeting says. The node that has the key connects.
 #[test]
 fn a_node_without_the_key_is_a_stranger() {
     let folder = tempfile::tempdir().unwrap();
@@ -85,7 +86,7 @@ fn a_node_without_the_key_is_a_stranger() {
     let listening = all.clone();
     let hello = |node| Hello { node, nodes: 2, digest: 5, rdma: false };
     let first = std::thread::spawn(move || join(hello(0), &listening, None, Some(&key(1))));
-    // Before the node comes.
+    // Before the node connects.
     let plain = visit(&all[0]);
     write(&plain, &hello(1).to_bytes()).unwrap();
     let other = greet(&visit(&all[0]), &hello(1), Some(&key(2))).map(drop).unwrap_err();
@@ -102,7 +103,7 @@ fn a_node_without_the_key_is_a_stranger() {
     assert_eq!((&mut &plain).read(&mut heard).unwrap_or(0), 0, "it heard nothing");
 }
 
-/// Nodes of which one has a key say so.
+/// If only one of two nodes has a key, the error says so.
 #[test]
 fn nodes_of_two_minds_about_a_key_say_what_to_do() {
     for (keys, expected) in
@@ -180,7 +181,7 @@ fn a_greeting_has_the_same_bytes_in_every_build() {
     assert_eq!(&Hello { rdma: true, ..hello }.to_bytes()[..8], b"CWNODER2");
 }
 
-/// A node of another release is refused by its version on either side, whatever else it says, over plain links and sealed ones.
+/// Either side refuses a node of another release by its version, regardless of all other fields, over plain and sealed links.
 #[test]
 fn a_node_of_another_release_is_refused_by_its_version() {
     let hello = |node| Hello { node, nodes: 2, digest: 5, rdma: false };
@@ -195,7 +196,7 @@ fn a_node_of_another_release_is_refused_by_its_version() {
             assert!(error.contains("the same release on all nodes"), "{error}");
         };
         for key in [None, Some(key(1))] {
-            // The one that waits.
+            // The node that listens.
             let folder = tempfile::tempdir().unwrap();
             let all = addresses(&folder, 2);
             let (listening, theirs) = (all.clone(), key.clone());
@@ -206,7 +207,7 @@ fn a_node_of_another_release_is_refused_by_its_version() {
             assert!(error.contains("Node 1"), "{error}");
             refused(error);
         }
-        // The one that connects.
+        // The node that connects.
         let folder = tempfile::tempdir().unwrap();
         let all = addresses(&folder, 2);
         let listener = Listener::open(&all[0]).unwrap();
@@ -224,7 +225,7 @@ fn a_node_of_another_release_is_refused_by_its_version() {
     }
 }
 
-/// Says this as a node with such a key does.
+/// Sends a greeting as a node with this key does.
 fn say(stream: &Stream, hello: &[u8; LEN], key: Option<&ClusterKey>) {
     let Some(key) = key else { return write(stream, hello).unwrap() };
     let mut handshake = Handshake::initiator(NODES, key).unwrap();

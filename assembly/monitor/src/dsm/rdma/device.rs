@@ -8,14 +8,14 @@ use std::sync::Arc;
 use ibverbs::abi::Context;
 use ibverbs::{Absent, Found, PortInfo, Verbs};
 
-/// The device. All threads of a node use it; see [`Device::open`].
+/// The device. All threads of a node may use it; see [`Device::open`] for their credentials.
 pub(in crate::dsm) struct Device {
     pub(super) library: Arc<Verbs>,
     pub(super) context: *mut Context,
     pub(super) info: PortInfo,
 }
 
-// SAFETY: the library may be called with a context from any thread, and this closes it once, when nobody else has it.
+// SAFETY: any thread may call the library with a context, and `drop` closes it once, when no other reference exists.
 unsafe impl Send for Device {}
 // SAFETY: as above.
 unsafe impl Sync for Device {}
@@ -26,23 +26,23 @@ impl std::fmt::Debug for Device {
     }
 }
 
-/// This node's links can't go by RDMA.
+/// Why a node's links can't use RDMA.
 #[derive(Debug, thiserror::Error)]
 pub enum NoDevice {
-    /// The address isn't one.
+    /// The address can't be resolved.
     #[error("rdma:{place} is no address that can be looked up: {why}")]
     Address {
-        /// What was given.
+        /// The address, `HOST:PORT`.
         place: String,
-        /// Why it isn't.
+        /// The cause.
         why: String,
     },
-    /// The host has no device there.
+    /// The host has no device with that address.
     #[error(transparent)]
     Absent(#[from] Absent),
 }
 
-/// The first address that a place `HOST:PORT` has.
+/// Resolves `HOST:PORT` to its first address. Blocks for a name.
 ///
 /// # Errors
 /// [`NoDevice::Address`].
@@ -53,8 +53,8 @@ pub(in crate::dsm) fn address_of(place: &str) -> Result<SocketAddr, NoDevice> {
 }
 
 impl Device {
-    /// Opens what was found. Neither the process's credentials nor those of a thread that sends may change from here on: the kernel refuses requests of
-    /// other credentials than the opener's (rdma_rxe takes them by write(2)).
+    /// Opens a device. From then on, the credentials of the process and of its sending threads must not change: the kernel refuses requests
+    /// with other credentials than the opener's (rdma_rxe gets requests by `write(2)`).
     ///
     /// # Errors
     /// [`Absent::Open`].
@@ -63,7 +63,7 @@ impl Device {
         Ok(Arc::new(Self { library: Arc::clone(found.library()), context, info: found.info().clone() }))
     }
 
-    /// Whether it is the one with this address.
+    /// Whether the device's port has this address.
     pub(in crate::dsm) fn is_at(&self, address: IpAddr) -> bool {
         let wide = match address {
             IpAddr::V4(address) => address.to_ipv6_mapped(),
@@ -72,7 +72,7 @@ impl Device {
         self.info.address == wide
     }
 
-    /// Its address.
+    /// The address of the device's port.
     pub(super) fn address(&self) -> Ipv6Addr {
         self.info.address
     }
@@ -80,7 +80,7 @@ impl Device {
 
 impl Drop for Device {
     fn drop(&mut self) {
-        // SAFETY: opened by `open`; queue pairs hold the device, so there are none any more.
+        // SAFETY: `open` opened it. Queue pairs hold a reference to the device, so none exists any more.
         unsafe { (self.library.functions.close_device)(self.context) };
     }
 }

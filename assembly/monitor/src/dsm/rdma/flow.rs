@@ -1,27 +1,29 @@
-//! What goes over a queue pair when: a stream of bytes in messages that always find a receive buffer.
+//! Flow control of a queue pair: a stream of bytes, cut into messages that always find a receive buffer.
 //!
 //! A message is a header and a part of the stream:
 //! ```text
-//!  0 credits (2): receive buffers that the sender has posted again since it last said so   2 zero (2)   4 bytes that follow (4)
+//!  0 credits (2): receive buffers that the sender has reposted since its last message   2 zero (2)   4 bytes that follow (4)
 //! ```
-//! **Credits** are the peer's receive buffers that are known to be free. The last one is kept for a message that does nothing but give
-//! credits back, so that two sides that have sent each other all they may are never both mute: who used its last credit has given the
-//! other at least one by that. Credits go back with what is sent anyway, and alone when half of the buffers are owed; such a message
-//! owes one itself, so the answers to answers end.
+//! **Credits** count the peer's receive buffers that are known to be free. The last credit is reserved for a message that only returns
+//! credits. So two sides that have sent all they may are never both mute: a side that uses its last credit returns at least one. Credits
+//! return with any message, or alone when half of the buffers are owed. A message that returns credits also consumes one, so answers to
+//! answers end.
 
 /// Bytes of a message's header.
 pub(super) const HEADER: usize = 8;
-/// Fewest receive buffers that both sides can work with.
+/// Fewest receive buffers with which the flow control makes progress.
 pub(super) const FEWEST: u16 = 4;
-/// Bytes that have come and nobody has taken, at most; beyond that buffers aren't posted again, and the peer has to wait. (One message more may come.)
+/// Limit of received bytes that the reader hasn't consumed. Above it buffers aren't reposted, and the peer has to wait. (One more message
+/// may
+/// exceed it.)
 const MOST_ARRIVED: usize = 4 << 20;
 
-/// Buffers of one side.
+/// Number and size of the buffers of one side.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Shape {
-    /// How many.
+    /// Number of buffers.
     pub(super) count: u16,
-    /// Bytes of each.
+    /// Bytes of each buffer.
     pub(super) size: u32,
 }
 
@@ -31,15 +33,15 @@ impl Shape {
     }
 }
 
-/// What carries messages, and owns the buffers.
+/// The device that sends messages and owns the buffers.
 pub(super) trait Port {
-    /// Copies a message into a send buffer and sends it. The buffer stays in use until [`Flow::sent`].
+    /// Copies a message into a send buffer and posts it. The buffer stays in use until [`Flow::sent`].
     fn send(&mut self, buffer: u16, header: [u8; HEADER], part: &[u8]) -> std::io::Result<()>;
-    /// Lets a receive buffer take a message. It stays in use until [`Flow::received`].
+    /// Posts a receive buffer. It stays in use until [`Flow::received`].
     fn receive(&mut self, buffer: u16) -> std::io::Result<()>;
 }
 
-/// The peer, or the device, did what no correct one does.
+/// A violation of the message format or the flow control by the peer, or of the buffers' use by the device.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(super) enum Violation {
     #[error("a message of {0} bytes, which says that it has {1}")]
@@ -54,7 +56,7 @@ pub(super) enum Violation {
     Buffer(u16),
 }
 
-/// One side.
+/// Flow control of one side.
 #[derive(Debug)]
 pub(super) struct Flow {
     peer: Shape,
@@ -62,23 +64,23 @@ pub(super) struct Flow {
     size: usize,
     /// Free receive buffers of the peer.
     credits: u16,
-    /// Own receive buffers that were posted again and that the peer hasn't been told of.
+    /// Own receive buffers that were reposted and not yet reported to the peer.
     owed: u16,
-    /// Send buffers that aren't in use, and all of them: is it?
+    /// Free send buffers; and for each send buffer, whether it is in use.
     free: Vec<u16>,
     sending: Vec<bool>,
-    /// Receive buffers: are they posted?
+    /// For each receive buffer, whether it is posted.
     posted: Vec<bool>,
-    /// What has come and nobody has taken.
+    /// Received bytes that the reader hasn't consumed.
     arrived: Vec<u8>,
-    /// Something couldn't be sent.
+    /// Some bytes couldn't be sent.
     blocked: bool,
-    /// Something couldn't be sent for want of a send buffer.
+    /// Some bytes couldn't be sent, since no send buffer was free.
     starved: bool,
 }
 
 impl Flow {
-    /// All buffers are free. `receives`, which must be posted (see [`Flow::begin`]), are its own, and the peer's were posted.
+    /// All buffers are free. The caller has posted all of `receives` (see [`Flow::begin`]), and the peer all of `peer`.
     pub(super) fn new(sends: Shape, receives: Shape, peer: Shape) -> Self {
         Self {
             peer,
@@ -94,12 +96,12 @@ impl Flow {
         }
     }
 
-    /// Sends as much of this as can be sent now. Returns how many bytes that were.
+    /// Sends as many bytes as credits and send buffers allow. Returns their number.
     pub(super) fn offer(&mut self, bytes: &[u8], port: &mut impl Port) -> std::io::Result<usize> {
         let room = self.size.min(self.peer.bytes()).saturating_sub(HEADER);
         let mut left = bytes;
         while !left.is_empty() {
-            // The last is for credits.
+            // The last credit is reserved for a message that returns credits.
             if self.credits <= 1 {
                 self.blocked = true;
                 break;
@@ -113,7 +115,7 @@ impl Flow {
         Ok(bytes.len() - left.len())
     }
 
-    /// Sends a message if there is a buffer for it. Whoever calls this has looked for a credit.
+    /// Sends a message if a send buffer is free; returns whether. The caller has checked for a credit.
     fn post(&mut self, part: &[u8], port: &mut impl Port) -> std::io::Result<bool> {
         let Some(buffer) = self.free.pop() else {
             (self.blocked, self.starved) = (true, true);
@@ -129,7 +131,7 @@ impl Flow {
         Ok(true)
     }
 
-    /// A send buffer isn't in use any more.
+    /// The device has completed the send of a buffer.
     pub(super) fn sent(&mut self, buffer: u16) -> Result<(), Violation> {
         if self.sending.get_mut(usize::from(buffer)).is_none_or(|used| !std::mem::take(used)) {
             return Err(Violation::Buffer(buffer));
@@ -138,7 +140,7 @@ impl Flow {
         Ok(())
     }
 
-    /// A receive buffer has this message.
+    /// The device has received a message into a buffer.
     pub(super) fn received(
         &mut self,
         buffer: u16,
@@ -174,7 +176,8 @@ impl Flow {
         Ok(())
     }
 
-    /// Tells the peer of buffers that it may use again, when that is due. After messages were received, and after buffers were freed.
+    /// Returns credits to the peer in a message of their own, when due. To be called after messages were received, and after send buffers
+    /// were freed.
     pub(super) fn settle(&mut self, port: &mut impl Port) -> std::io::Result<()> {
         if usize::from(self.owed) * 2 >= self.posted.len() && self.credits > 0 {
             self.post(&[], port)?;
@@ -182,12 +185,12 @@ impl Flow {
         Ok(())
     }
 
-    /// Whether more messages may be taken from the device.
+    /// Whether the reader may poll more messages from the device.
     pub(super) fn has_room(&self) -> bool {
         self.arrived.len() < MOST_ARRIVED
     }
 
-    /// Takes bytes that have come, as many as fit: how many.
+    /// Consumes received bytes, as many as fit. Returns their number.
     pub(super) fn take(&mut self, into: &mut [u8]) -> usize {
         let count = into.len().min(self.arrived.len());
         into[..count].copy_from_slice(&self.arrived[..count]);
@@ -195,7 +198,7 @@ impl Flow {
         count
     }
 
-    /// Something couldn't be sent, and now can; says so once.
+    /// Returns true, once, when bytes that couldn't be sent now can be.
     pub(super) fn take_unblocked(&mut self) -> bool {
         let can = self.blocked && self.credits > 1 && !self.free.is_empty();
         if can {
@@ -204,18 +207,18 @@ impl Flow {
         can
     }
 
-    /// Something waits for a send buffer: somebody has to be woken when one is free. Says so once.
+    /// Returns true, once, when bytes wait for a free send buffer: the caller must arm a wakeup.
     pub(super) fn take_starved(&mut self) -> bool {
         std::mem::take(&mut self.starved) && self.free.is_empty()
     }
 
-    /// All that was sent has reached the peer's device.
+    /// Whether the device has completed all sends, so that the peer's device has all bytes.
     pub(super) fn is_idle(&self) -> bool {
         self.free.len() == self.sending.len()
     }
 }
 
-/// Why a message couldn't be taken.
+/// Why a message can't be accepted.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Failure {
     #[error(transparent)]

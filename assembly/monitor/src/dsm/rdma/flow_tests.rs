@@ -1,5 +1,5 @@
-//! Two sides and what carries messages between them, in every order: the stream comes out as it went in, no message finds the other side without a
-//! buffer, and nothing stands still.
+//! Two sides and a network, in every order of events: streams arrive unchanged, every message finds a receive buffer, and no state is
+//! stuck.
 
 #![allow(clippy::unwrap_used)] // For tests only.
 
@@ -10,7 +10,7 @@ use proptest::prelude::*;
 
 use super::{Failure, Flow, HEADER, Port, Shape, Violation};
 
-/// One side's device: requests that aren't done, receive buffers that are posted, and messages under way to the other side.
+/// Device of one side: incomplete sends, posted receive buffers, and messages in flight to the other side.
 #[derive(Debug, Default)]
 struct Device {
     unfinished: VecDeque<u16>,
@@ -38,7 +38,7 @@ impl Port for Device {
 struct Side {
     flow: Flow,
     device: Device,
-    /// What is to be sent and wasn't taken; what was taken in all; what came out.
+    /// Bytes that weren't accepted; all that were; and bytes that arrived.
     queue: VecDeque<u8>,
     sent: Vec<u8>,
     came: Vec<u8>,
@@ -51,14 +51,14 @@ impl Side {
         Self { flow, device, queue: VecDeque::new(), sent: Vec::new(), came: Vec::new() }
     }
 
-    /// As a link does: offers what is queued.
+    /// Offers the queued bytes, as a link does.
     fn flush(&mut self) -> usize {
         let taken = self.flow.offer(self.queue.make_contiguous(), &mut self.device).unwrap();
         self.queue.drain(..taken);
         taken
     }
 
-    /// One send is done. False when there is none.
+    /// Completes one send. Returns false if there is none.
     fn finish(&mut self) -> bool {
         let Some(buffer) = self.device.unfinished.pop_front() else { return false };
         self.flow.sent(buffer).unwrap();
@@ -74,7 +74,7 @@ impl Side {
     }
 }
 
-/// The next message arrives. False when there is none.
+/// Delivers the next message. Returns false if there is none.
 fn deliver(from: &mut Side, to: &mut Side) -> bool {
     let Some(message) = from.device.leaving.pop_front() else { return false };
     let buffer = to.device.posted.pop_front().expect("a message finds no receive buffer");
@@ -83,7 +83,7 @@ fn deliver(from: &mut Side, to: &mut Side) -> bool {
     true
 }
 
-/// What may happen, at either side.
+/// An event at either side.
 #[derive(Debug, Clone)]
 enum Step {
     Send(usize),
@@ -105,7 +105,7 @@ fn step() -> impl Strategy<Value = (bool, Step)> {
     (any::<bool>(), what)
 }
 
-/// Buffers, from the fewest and smallest that there may be.
+/// Receive buffers, from the smallest number and size that are allowed.
 fn shape() -> impl Strategy<Value = Shape> {
     (4u16..12, 12u32..80).prop_map(|(count, size)| Shape { count, size })
 }
@@ -115,8 +115,8 @@ fn sends() -> impl Strategy<Value = Shape> {
 }
 
 proptest! {
-    /// Any order of sends, arrivals, completions and looks; then all that can happen happens until nothing can. Both streams have come out whole and in order. (That no
-    /// message lacks a buffer, and no buffer is used twice, is looked at on the way.)
+    /// After any order of sends, arrivals, completions and reads, all possible events happen until none is left. Then both streams have
+    /// arrived complete and in order. (On the way, asserts check that each message finds a buffer, and that no buffer is used twice.)
     #[test]
     fn streams_arrive_whole_in_order_and_never_stand_still(
         steps in proptest::collection::vec(step(), 0..400),
@@ -143,13 +143,13 @@ proptest! {
                 Step::Flush => drop(one.flush()),
             }
         }
-        // Much more than is needed: messages that answer messages would go on for ever.
+        // Far above the need. A cycle of messages that answer messages would exceed it.
         let mut rounds = 0;
         loop {
             let [a, b] = &mut sides;
             let mut moved = deliver(a, b) | deliver(b, a) | a.finish() | b.finish();
             for side in [a, b] {
-                // Only who is told so offers again, as the link's reader does.
+                // Only a side that is unblocked offers again, like a link's reader.
                 if side.flow.take_unblocked() {
                     moved |= side.flush() > 0;
                 }
@@ -170,7 +170,7 @@ proptest! {
         }
     }
 
-    /// Whatever comes is taken or refused, and changes nothing beyond the stream.
+    /// Every message is accepted or refused, and changes nothing beyond the stream.
     #[test]
     fn no_message_does_harm(messages in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..40), 1..20)) {
         let shape = Shape { count: 4, size: 64 };
@@ -199,7 +199,7 @@ fn refused(side: &mut Side, message: &[u8]) -> Violation {
     }
 }
 
-/// Each thing that no correct peer sends is told by name.
+/// Each violation by a peer has its own error.
 #[test]
 fn what_no_correct_peer_sends_is_refused() {
     let message = |credits: u16, zero: u16, said: u32, part: &[u8]| {
@@ -219,7 +219,7 @@ fn what_no_correct_peer_sends_is_refused() {
     assert!(matches!(result, Err(Failure::Violation(Violation::Buffer(99)))));
 }
 
-/// A side whose bytes nobody takes doesn't grow: it takes no more messages from the device, whose peer runs out of credits.
+/// If a side's reader doesn't read, its memory is bounded: it polls no more messages, and the peer runs out of credits.
 #[test]
 fn what_nobody_reads_is_bounded() {
     let shape = Shape { count: 16, size: 1 << 20 };

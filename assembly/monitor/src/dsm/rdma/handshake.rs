@@ -1,10 +1,10 @@
-//! What both sides of a link by RDMA say over TCP after their [`Hello`](super::super::join): where the queue pair is, and its buffers.
+//! The handshake of a link by RDMA, over TCP after the [`Hello`](super::super::join): each side's queue pair and buffers.
 //!
 //! ```text
 //!  0 "CWPAIR01"   8 number of the queue pair (4)   12 first PSN that it sends (4)   16 GID (16)
 //!  32 bytes of a receive buffer (4)   36 receive buffers (2)   38 code of the path MTU (1)   39 zero (1)
 //! ```
-//! Then one byte each: the queue pair takes what comes.
+//! Then each side sends one byte when its queue pair can receive.
 
 use std::io::{Read as _, Write as _};
 use std::net::{Ipv6Addr, TcpStream};
@@ -18,25 +18,25 @@ use super::queue_pair::Unconnected;
 const MAGIC: &[u8; 8] = b"CWPAIR01";
 /// Bytes of an offer.
 const LEN: usize = 40;
-/// The queue pair takes what comes.
+/// The byte that announces that the queue pair can receive.
 const READY: u8 = b'r';
-/// Most receive buffers that a peer may have, and most bytes of one: no more is counted on.
+/// Limits for the peer's number of receive buffers, and for the bytes of one.
 const MAX_PEER_RECEIVES: Shape = Shape { count: 4096, size: 1 << 20 };
-/// Fewest bytes of a receive buffer.
+/// Smallest receive buffer, bytes.
 const SMALLEST: u32 = 64;
-/// Numbers of queue pairs, and PSNs, have 24 bits.
+/// Mask of the 24 bits of queue pair numbers and PSNs.
 const BITS_24: u32 = 0xff_ffff;
 
-/// One end of a connection, for the other.
+/// One side's end of the connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Offer {
-    /// The queue pair's number.
+    /// Number of the queue pair.
     pub(super) number: u32,
-    /// The first PSN that it sends.
+    /// First PSN that it sends.
     pub(super) psn: u32,
-    /// Its device's address.
+    /// GID of its port.
     pub(super) gid: [u8; 16],
-    /// Code of its path MTU, 1 to 5 for 256 to 4096 bytes.
+    /// Code of its path MTU: 1 to 5 for 256 to 4096 bytes.
     pub(super) mtu: u8,
     /// Its receive buffers.
     pub(super) receives: Shape,
@@ -55,7 +55,7 @@ impl Offer {
         bytes
     }
 
-    /// Reads one, and looks whether it can be: `expected` is where the peer should be.
+    /// Parses and checks an offer. `expected` is the peer's address.
     fn parse(bytes: &[u8; LEN], expected: Ipv6Addr) -> Result<Self, String> {
         if &bytes[..8] != MAGIC {
             return Err(
@@ -87,19 +87,19 @@ impl Offer {
     }
 }
 
-/// As people write it.
+/// For messages: IPv4 addresses in their own notation.
 fn shown(address: Ipv6Addr) -> std::net::IpAddr {
     address.to_canonical()
 }
 
-// A receive buffer always has room for a header and more.
+// A receive buffer holds a header and at least one more byte.
 const _: () = assert!(SMALLEST as usize > HEADER);
 
-/// Makes a queue pair and connects it with that of the peer at the other end of this stream, who is at `expected`. The stream's timeouts are for each
+/// Creates a queue pair, and connects it with the peer's over `stream`. `expected` is the peer's address. The stream's timeouts limit each
 /// answer.
 ///
 /// # Errors
-/// What went wrong, for people.
+/// The problem as text for the operator.
 pub(in crate::dsm) fn connect(
     device: &Arc<Device>,
     stream: TcpStream,
@@ -112,7 +112,7 @@ pub(in crate::dsm) fn connect(
     (&stream).read_exact(&mut bytes).map_err(unanswered)?;
     let there = Offer::parse(&bytes, expected)?;
     let ready = here.connect(&there).map_err(|error| error.to_string())?;
-    // Whoever sends before the other's is ready waits for a retry.
+    // The peer may send at once: until the own queue pair can receive, its device retries.
     (&stream).write_all(&[READY]).map_err(unanswered)?;
     let mut answer = [0];
     (&stream).read_exact(&mut answer).map_err(unanswered)?;
@@ -137,7 +137,7 @@ mod tests {
         assert_eq!(Offer::parse(&offer().to_bytes(), offer().gid.into()).unwrap(), offer());
     }
 
-    /// Numbers that no queue pair has, buffers that nobody could send to, and another address are refused, each with a sentence.
+    /// Invalid numbers, unusable buffers and another address are refused, each with its own message.
     #[test]
     fn offers_that_can_not_be_are_refused() {
         let fine = offer();

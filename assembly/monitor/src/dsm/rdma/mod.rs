@@ -1,22 +1,22 @@
-//! Links by RDMA: frames go by SENDs of a reliable connection of the host's RDMA device (hardware, or Linux's rdma_rxe), with RoCE version 2.
+//! Links by RDMA: SENDs of a reliable connection over RoCE version 2, on the host's RDMA device (hardware, or Linux's rdma_rxe).
 //!
 //! ```text
 //!  node 0                                                                node 1
 //!    │ ◀───────────── TCP: Hello, Hello, offer, offer, ready, ready ───────▶ │   then idle: it closes when either process ends
-//!  send ─ cut ─▶ send buffers ══ SEND ═▶ receive buffers ─▶ arrived ─▶ reader    the device retries what is lost
-//!    ▲                                        │ posted again
-//!    └────────── credits, with what goes the other way, or alone ◀───────┘
+//!  send ─ cut ─▶ send buffers ══ SEND ═▶ receive buffers ─▶ arrived ─▶ reader    the device retransmits lost packets
+//!    ▲                                        │ reposted
+//!    └────────── credits, with messages or alone ◀───────────────────────┘
 //! ```
 //!
-//! A SEND takes a receive buffer, and whoever sends without one there makes the other device refuse it ("receiver not ready") and wait. So
-//! each side says how many buffers it has, and how many it has posted again; nobody sends to one that may not be there.
+//! Each SEND consumes a receive buffer. Without one, the receiving device refuses it ("receiver not ready") and the sender waits. So each
+//! side reports its number of buffers and how many it has reposted, and no side sends without a buffer that is known to be free.
 //!
-//! | module | holds |
+//! | module | contents |
 //! |---|---|
-//! | `flow` | what is sent when: cutting, credits. Neither devices nor threads |
-//! | `handshake` | what both sides say before |
-//! | `device`, `queue_pair` | the device, opened; a queue pair, its completions and buffers |
-//! | `pair` | who sends, who waits for it, what ends it |
+//! | `flow` | flow control: cutting, credits; no devices or threads |
+//! | `handshake` | the exchange of queue pairs and buffers |
+//! | `device`, `queue_pair` | the open device; a queue pair with its completion queues and buffers |
+//! | `pair` | a connected queue pair: sends, waits, and its end |
 
 mod device;
 mod flow;

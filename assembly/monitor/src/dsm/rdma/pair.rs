@@ -1,4 +1,4 @@
-//! A connected queue pair: who sends, who waits for it, and what ends it.
+//! A connected queue pair: sends, waits, and its end.
 
 #![allow(unsafe_code)] // Reads memory that a device has written, and waits for a descriptor of the library's.
 
@@ -14,11 +14,11 @@ use rustix::net::RecvFlags;
 use super::flow::{Failure, Flow};
 use super::queue_pair::{BATCH, Objects, RECEIVES, Ready};
 
-/// Messages taken in one look, at most: whoever sends without end holds up nobody who wants to send.
+/// Messages received in one poll, at most: a peer that sends endlessly must not delay this side's sends.
 const LOOK: usize = 2 * RECEIVES.count as usize;
 
 impl Ready {
-    /// With the TCP connection that closes when the peer's process ends.
+    /// Adds the TCP connection, which closes when the peer's process ends.
     pub(super) fn over(self, stream: TcpStream) -> Pair {
         let Self { objects, flow } = self;
         Pair { state: Mutex::new(State { flow, objects, broken: None, ended: false }), stream }
@@ -26,17 +26,17 @@ impl Ready {
 }
 
 struct State {
-    // Before the objects, which it may be said to lead to.
+    // Before the objects, since it has the state of their buffers.
     flow: Flow,
     objects: Objects,
-    /// Why nothing goes any more.
+    /// Why the queue pair is broken.
     broken: Option<(io::ErrorKind, String)>,
-    /// The peer's process has closed the TCP connection, or it was closed here.
+    /// The TCP connection was closed, by the peer's process or here.
     ended: bool,
 }
 
 impl State {
-    /// Takes what the device has done. True when there may be more.
+    /// Polls completions and processes them. Returns true if there may be more.
     fn reap(&mut self) -> io::Result<bool> {
         match &self.broken {
             Some((kind, text)) => Err(io::Error::new(*kind, text.clone())),
@@ -53,7 +53,7 @@ impl State {
     fn look(&mut self) -> io::Result<bool> {
         let Self { flow, objects, .. } = self;
         let mut batch = [Wc::default(); BATCH];
-        // First, as receives are only flushed when a send has failed.
+        // Sends first, since receives are only flushed after a send has failed.
         loop {
             let count = objects.poll(objects.send_cq, &mut batch)?;
             for completion in batch.iter().take(count) {
@@ -74,7 +74,7 @@ impl State {
             more = count == BATCH;
             for completion in batch.into_iter().take(count) {
                 if completion.status != 0 {
-                    // A send that has failed meanwhile says why.
+                    // A failed send has the reason.
                     let count = objects.poll(objects.send_cq, &mut batch)?;
                     let mut all = batch.iter().take(count).map(|completion| completion.status);
                     let reason = all.find(|status| ![0, abi::WC_FLUSHED].contains(status));
@@ -82,8 +82,9 @@ impl State {
                 }
                 let buffer = buffer_of(&completion)?;
                 let message = objects.message(buffer, completion.byte_len)?;
-                // SAFETY: it lies within the memory, and the device is done with the buffer until it is posted again, which is after the message was
-                // copied.
+                // SAFETY: the message lies within the memory. The device doesn't write the buffer until it is reposted, which happens after
+                // the
+                // message was copied.
                 let message = unsafe { &*message };
                 flow.received(buffer, message, objects).map_err(|failure| match failure {
                     Failure::Violation(violation) => {
@@ -97,7 +98,7 @@ impl State {
         Ok(more)
     }
 
-    /// Has the reader woken by the next send that is done, if something waits for that.
+    /// Arms a wakeup of the reader by the next completed send, if bytes wait for one. Returns whether it did.
     fn arm_sends(&mut self) -> io::Result<bool> {
         let starved = self.flow.take_starved();
         if starved {
@@ -112,7 +113,7 @@ fn buffer_of(completion: &Wc) -> io::Result<u16> {
         .map_err(|_| io::Error::other("its RDMA device reports a request that it wasn't given"))
 }
 
-/// What the end of a connection means.
+/// Text for a completion's status.
 fn failed(status: u32) -> String {
     match status {
         abi::WC_RETRY_EXCEEDED => {
@@ -129,9 +130,9 @@ fn failed(status: u32) -> String {
     }
 }
 
-/// A connected queue pair, and the TCP connection beside it. Thread-safe; one thread reads.
+/// A connected queue pair, with its TCP connection. Thread-safe; one thread reads.
 pub(in crate::dsm) struct Pair {
-    // Its objects go before the connection, so that nothing comes when the peer has been told of the end.
+    // Dropped before the connection: nothing may arrive after the peer has learned of the end.
     state: Mutex<State>,
     stream: TcpStream,
 }
@@ -141,8 +142,9 @@ impl Pair {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sends as much of this as can be sent now; never waits. Returns how many bytes that were: of what goes to a broken connection all, as its reader
-    /// will notice.
+    /// Sends as many bytes as possible without blocking. Returns their number. On a broken queue pair it returns the full length, since the
+    /// reader
+    /// detects the end.
     pub(in crate::dsm) fn offer(&self, bytes: &[u8]) -> usize {
         let mut state = self.state();
         match Self::offer_to(&mut state, bytes) {
@@ -167,13 +169,13 @@ impl Pair {
             if taken == bytes.len() {
                 return Ok(taken);
             }
-            // Credits may be in what has come and nobody has looked at: the reader may be busy.
+            // Unprocessed completions may bring credits, since the reader may be busy.
             state.reap()?;
             if !state.flow.take_unblocked() {
                 if !state.arm_sends()? {
                     return Ok(taken);
                 }
-                // What was done before that wakes nobody.
+                // A completion before the arming wakes no thread.
                 state.reap()?;
                 if !state.flow.take_unblocked() {
                     return Ok(taken);
@@ -182,11 +184,12 @@ impl Pair {
         }
     }
 
-    /// Waits for bytes of the peer's, and takes as many as fit. 0 when none have come, and more can be sent than before.
+    /// Blocks for bytes of the peer, and copies as many as fit. Returns 0 if none have arrived and sends are possible again.
     ///
     /// # Errors
-    /// `InvalidData` for what no correct peer sends; `UnexpectedEof` when its process has closed the connection and all that came before was taken; anything else is the
-    /// device's. They stay.
+    /// `InvalidData` for a message that violates the protocol. `UnexpectedEof` after the peer's process has closed the connection and all
+    /// its
+    /// bytes were read. Other errors are the device's. Each error is returned again by later calls.
     pub(in crate::dsm) fn read(&self, into: &mut [u8]) -> io::Result<usize> {
         loop {
             {
@@ -194,7 +197,7 @@ impl Pair {
                 let mut armed = false;
                 loop {
                     let looked = state.reap();
-                    // What came before an error counts.
+                    // Bytes that arrived before an error are delivered first.
                     let taken = state.flow.take(into);
                     if taken > 0 || state.flow.take_unblocked() {
                         return Ok(taken);
@@ -210,7 +213,7 @@ impl Pair {
                     }
                     state.arm_sends()?;
                     state.objects.arm(state.objects.receive_cq)?;
-                    // What came before that wakes nobody.
+                    // A completion before the arming wakes no thread.
                     armed = true;
                 }
             }
@@ -218,11 +221,11 @@ impl Pair {
         }
     }
 
-    /// Waits until there is something to be looked at.
+    /// Blocks until a completion event, or an event of the TCP connection.
     fn sleep(&self) -> io::Result<()> {
         let channel = {
             let state = self.state();
-            // SAFETY: it stays open as long as `self`, which is borrowed for longer than this is used.
+            // SAFETY: the descriptor stays open as long as `self`, whose borrow outlives this use.
             unsafe { BorrowedFd::borrow_raw(state.objects.fd().as_raw_fd()) }
         };
         let mut fds =
@@ -240,7 +243,7 @@ impl Pair {
             match rustix::net::recv(self.stream.as_fd(), &mut [0], RecvFlags::DONTWAIT) {
                 Ok((0, _)) => state.ended = true,
                 Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => {}
-                // Reset, as its process was killed with something unread.
+                // A reset: the process was killed with unread bytes.
                 Err(_) => state.ended = true,
                 Ok(_) => {
                     let text = "bytes came by TCP after the queue pair was ready";
@@ -251,15 +254,15 @@ impl Pair {
         Ok(())
     }
 
-    /// Whether nothing is under way to the peer's device, or nothing will arrive there any more.
+    /// Whether no message is in flight to the peer's device, or none can arrive there any more.
     pub(in crate::dsm) fn is_done(&self) -> bool {
         let mut state = self.state();
         state.reap().is_err() || state.ended || state.flow.is_idle()
     }
 
-    /// Tells the peer of the end, and wakes the reader.
+    /// Closes the TCP connection, which notifies the peer and wakes the reader.
     pub(in crate::dsm) fn shutdown(&self) {
-        // Fails when it is down already.
+        // Fails if it is shut down already.
         let _ = self.stream.shutdown(std::net::Shutdown::Both);
     }
 }

@@ -1,4 +1,4 @@
-//! What a link has of its device: a queue pair with its completion queues and buffers, made and connected.
+//! The verbs objects of a link: a queue pair with its completion queues and buffers, created and connected.
 
 #![allow(unsafe_code)] // Calls a C library and the targets of its inline functions, and copies to memory that a device reads.
 
@@ -20,25 +20,25 @@ use super::device::Device;
 use super::flow::{Flow, HEADER, Port, Shape};
 use super::handshake::Offer;
 
-/// Send buffers, and receive buffers, of a link: 1 MiB together. A message is one packet, no longer than the path MTU, which is 4096 bytes at most: rdma_rxe of
-/// Linux 6.12 was seen to fail a receive in the midst of a longer one after packets were lost.
+/// Send buffers and receive buffers of a link, 1 MiB in all. A message is one packet: it must fit the path MTU, of at most 4096 bytes.
+/// Longer messages fail with rdma_rxe after packet loss (docs/decisions/0045-one-packet-per-rdma-message.md).
 const SENDS: Shape = Shape { count: 128, size: 4096 };
 pub(super) const RECEIVES: Shape = Shape { count: 128, size: 4096 };
-/// Messages so short are copied into the request itself, where the device can: it needn't read them from memory then.
+/// Messages up to this length are copied into the request, if the device supports it: the device then needn't read memory. Bytes.
 const INLINE: u32 = 128;
-/// A message that isn't acknowledged within so long is sent again: 4.096 µs times 2 to this power, 134 ms. (What follows it tells of most losses sooner.)
+/// Code of the acknowledgment timeout: 4.096 µs · 2^15 = 134 ms. (A later packet reveals most losses earlier.)
 const TIMEOUT: u8 = 15;
-/// This often, so that 0.94 s are over when the device gives up: the silence of its link has been told by then. 7 is without end to rdma_rxe, and with that nodes whose
-/// link was cut were seen to take a minute or two to end.
+/// Retries after that timeout: the device gives up after 7 · 134 ms = 0.94 s, just after the link's silence timeout of 0.9 s. The code 7
+/// must not be used: rdma_rxe takes it for no limit (docs/decisions/0045-one-packet-per-rdma-message.md).
 const RETRIES: u8 = 6;
-/// How often a message is sent again when there is no receive buffer for it, which credits don't let happen; and the code for 0.01 ms.
+/// Retries when the peer has no receive buffer, which flow control prevents; and the code of the pause before each, 0.01 ms.
 const RETRIES_NOT_READY: u8 = 3;
 const PAUSE_NOT_READY: u8 = 1;
 const HOP_LIMIT: u8 = 64;
-/// Completions taken at once.
+/// Completions per poll.
 pub(super) const BATCH: usize = 16;
 
-/// A queue pair can't be made or connected.
+/// Why a queue pair can't be created or connected.
 #[derive(Debug, thiserror::Error)]
 #[error("the RDMA device {device} refuses to {what}: {error}{}", advice(error))]
 pub(super) struct Refused {
@@ -56,25 +56,25 @@ fn advice(error: &io::Error) -> &'static str {
     }
 }
 
-/// What the library has made. One thread at a time uses it.
+/// The library's objects. One thread at a time uses them.
 pub(super) struct Objects {
     device: Arc<Device>,
     pd: *mut Pd,
     memory: *mut c_void,
     mr: *mut Mr,
     channel: *mut Channel,
-    /// Of sends, which wakes only who asks for it; of receives.
+    /// Completion queues of sends, which raises events only when armed for a waiting send, and of receives.
     pub(super) send_cq: *mut Cq,
     pub(super) receive_cq: *mut Cq,
     qp: *mut Qp,
-    /// Longest message that may be put into its request.
+    /// Longest message that can be sent inline, bytes.
     inline: u32,
 }
 
-// SAFETY: the library's objects may be used from any thread, and this has them for itself.
+// SAFETY: the library's objects may be used from any thread, and `Objects` owns them exclusively.
 unsafe impl Send for Objects {}
 
-/// Bytes of both sides' buffers.
+/// Bytes of all send and receive buffers.
 const MEMORY: usize =
     (SENDS.count as usize) * (SENDS.size as usize) + (RECEIVES.count as usize) * (RECEIVES.size as usize);
 
@@ -94,7 +94,7 @@ impl Objects {
         Refused { device: self.device.info.device.clone(), what, error }
     }
 
-    /// What a call that gives an object gave.
+    /// Checks the result of a call that creates an object.
     fn made<T>(&self, what: &'static str, object: *mut T) -> Result<*mut T, Refused> {
         if object.is_null() { Err(self.refused(what, io::Error::last_os_error())) } else { Ok(object) }
     }
@@ -124,7 +124,7 @@ impl Objects {
             unsafe { (functions.create_cq)(context, c_int::from(count), null_mut(), all.channel, 0) }
         };
         let (send_cq, receive_cq) = (queue(SENDS.count), queue(RECEIVES.count));
-        // Both before either is looked at, so that neither is lost.
+        // Stored before either is checked, so that `drop` destroys both.
         (all.send_cq, all.receive_cq) = (send_cq, receive_cq);
         all.made("create a completion queue", send_cq)?;
         all.made("create a completion queue", receive_cq)?;
@@ -160,13 +160,13 @@ impl Objects {
         outcome(result).map_err(|error| self.refused(what, error))
     }
 
-    /// Becomes readable with completions that were asked for.
+    /// The completion channel's descriptor. It becomes readable by events of armed completion queues.
     pub(super) fn fd(&self) -> BorrowedFd<'_> {
-        // SAFETY: the channel, which isn't null where this is called, lives as long as `self`, and its descriptor with it.
+        // SAFETY: the channel isn't null where this is called, and lives as long as `self`, as does its descriptor.
         unsafe { BorrowedFd::borrow_raw((*self.channel).fd) }
     }
 
-    /// Where a buffer is: an offset into the memory.
+    /// Offset of a send buffer in the memory.
     fn send_buffer(buffer: u16) -> usize {
         usize::from(buffer) * size_of(SENDS)
     }
@@ -181,7 +181,7 @@ impl Objects {
         HostSge { addr, length, lkey: unsafe { (*self.mr).lkey } }
     }
 
-    /// Where a message lies that the device has reported; an error when none can lie there.
+    /// The memory of a received message. An error if the device's report is out of range.
     pub(super) fn message(&self, buffer: u16, length: u32) -> io::Result<*const [u8]> {
         if buffer >= RECEIVES.count || length > RECEIVES.size {
             return Err(io::Error::other("its RDMA device reports a message that can't be"));
@@ -190,16 +190,17 @@ impl Objects {
         Ok(std::ptr::slice_from_raw_parts(at, usize::try_from(length).unwrap_or(0)))
     }
 
-    /// Takes completions of one queue.
+    /// Polls completions of one queue. Returns their number.
     pub(super) fn poll(&self, cq: *mut Cq, into: &mut [Wc; BATCH]) -> io::Result<usize> {
         // SAFETY: an open context, whose table of operations doesn't change.
         let poll = unsafe { (*self.device.context).ops.poll_cq }.ok_or(io::ErrorKind::Unsupported)?;
-        // SAFETY: a completion queue that lives, and room for as many completions as it is told of.
+        // SAFETY: a completion queue that lives, and room for the number of completions that is passed.
         let count = unsafe { poll(cq, c_int::try_from(BATCH).unwrap_or(0), into.as_mut_ptr()) };
         usize::try_from(count).map_err(|_| io::Error::other("its RDMA device's completions can't be read"))
     }
 
-    /// From now on the next completion of this queue makes the channel's descriptor readable. Those before that may have been missed: look again.
+    /// Arms a completion queue: its next completion makes the channel's descriptor readable. The caller must poll again, for earlier
+    /// completions.
     pub(super) fn arm(&self, cq: *mut Cq) -> io::Result<()> {
         // SAFETY: as in `poll`.
         let arm = unsafe { (*self.device.context).ops.req_notify_cq }.ok_or(io::ErrorKind::Unsupported)?;
@@ -207,7 +208,7 @@ impl Objects {
         outcome(unsafe { arm(cq, 0) })
     }
 
-    /// Takes what made the channel's descriptor readable.
+    /// Acknowledges all pending events of the channel.
     pub(super) fn take_events(&self) {
         let functions = &self.device.library.functions;
         loop {
@@ -216,7 +217,7 @@ impl Objects {
             if unsafe { (functions.get_cq_event)(self.channel, &raw mut cq, &raw mut user) } != 0 {
                 return;
             }
-            // SAFETY: the queue that the event named; acknowledged once, without which it couldn't be destroyed.
+            // SAFETY: the event named this queue. Each event is acknowledged once, as destroying the queue requires.
             unsafe { (functions.ack_cq_events)(cq, 1) };
         }
     }
@@ -263,7 +264,8 @@ impl Port for Objects {
         let mut bad = null_mut();
         // SAFETY: as in `poll`.
         let post = unsafe { (*self.device.context).ops.post_recv }.ok_or(io::ErrorKind::Unsupported)?;
-        // SAFETY: as in `send`; the buffer lies within the memory, and nobody looks at it until the device is done with it.
+        // SAFETY: as in `send`. The buffer lies within the memory, and this program doesn't read it until the device has completed the
+        // receive.
         outcome(unsafe { post(self.qp, &raw mut request, &raw mut bad) })
     }
 }
@@ -271,7 +273,8 @@ impl Port for Objects {
 impl Drop for Objects {
     fn drop(&mut self) {
         let functions = &self.device.library.functions;
-        // SAFETY: each was made by `make` where it isn't null, is used by nobody any more, and goes before what it was made of.
+        // SAFETY: `make` created each object that isn't null. Nothing uses them any more, and each goes before the objects that it depends
+        // on.
         unsafe {
             if !self.qp.is_null() {
                 (functions.destroy_qp)(self.qp);
@@ -288,7 +291,7 @@ impl Drop for Objects {
                 (functions.dereg_mr)(self.mr);
             }
             if !self.memory.is_null() {
-                // Fails for what isn't mapped, and this is.
+                // Fails only for memory that isn't mapped, and this is.
                 let _ = munmap(self.memory, MEMORY);
             }
             if !self.pd.is_null() {
@@ -298,7 +301,7 @@ impl Drop for Objects {
     }
 }
 
-/// A queue pair that nobody sends to yet. Its receives are posted.
+/// A queue pair without a peer. Its receives are posted.
 pub(super) struct Unconnected {
     objects: Objects,
     psn: u32,
@@ -316,12 +319,12 @@ impl Unconnected {
             posted.map_err(|error| objects.refused("take receives", error))?;
         }
         let mut psn = [0; 4];
-        // What isn't filled is a PSN as well.
+        // If the system has no random bytes, zeros are a valid PSN as well.
         let _ = rustix::rand::getrandom(&mut psn[..3], rustix::rand::GetRandomFlags::empty());
         Ok(Self { objects, psn: u32::from_le_bytes(psn) })
     }
 
-    /// What the peer has to know.
+    /// The data that the peer needs.
     pub(super) fn offer(&self) -> Offer {
         let device = &self.objects.device;
         // SAFETY: the library's object, whose number doesn't change.
@@ -330,10 +333,10 @@ impl Unconnected {
         Offer { number, psn: self.psn, gid, mtu: device.info.mtu, receives: RECEIVES }
     }
 
-    /// Connects it with the peer's.
+    /// Connects the queue pair with the peer's.
     pub(super) fn connect(self, there: &Offer) -> Result<Ready, Refused> {
         let info = &self.objects.device.info;
-        // A code: 1 to 5 for 256 to 4096 bytes.
+        // The smaller code: 1 to 5 for 256 to 4096 bytes.
         let mtu = info.mtu.min(there.mtu);
         let mut attributes = QpAttr {
             qp_state: state::RTR,
