@@ -41,8 +41,8 @@ pub struct NodeSettings {
     pub node: u8,
     /// Addresses of all nodes, in order, this one included: 2 to 64.
     pub addresses: Vec<NodeAddress>,
-    /// The RDMA device with this node's address, if links use RDMA and the device was opened before a sandbox. Otherwise
-    /// [`SpanningVm::join`] opens it. From then on the credentials of the process and its threads must not change.
+    /// The RDMA device with this node's address, if links use RDMA and the device was found before a sandbox. Otherwise
+    /// [`SpanningVm::join`] finds it. From then on the credentials of the process and its threads must not change.
     pub device: Option<RdmaDevice>,
     /// Encrypts and authenticates links. The same on all nodes. Without a key, any host that reaches a node's address can impersonate
     /// another node, and a host on the path can read and change the guest's memory.
@@ -187,7 +187,7 @@ impl SpanningVm {
                 settings.node
             )));
         }
-        // State of pages grows on all service threads while pages are requested.
+        // The heap grows on all threads while pages are requested.
         crate::sandbox::use_one_arena();
         let here = vcpus_of(settings.node.into(), wide, vcpus);
         let pages = builder.highest_address().div_ceil(wire::PAGE_SIZE as u64);
