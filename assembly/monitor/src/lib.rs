@@ -1,4 +1,4 @@
-//! The VM process: assembles machine, devices, boot, API and sandbox.
+//! The process of one VM: assembles machine, devices, boot, API and sandbox.
 
 pub mod api;
 pub mod description;

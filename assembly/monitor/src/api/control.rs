@@ -1,66 +1,66 @@
-//! What the API asks of a VM; implemented by the VM.
+//! The interface of the API to the VM.
 
 use control_api::types::{ExitTable, NicBehind, VmState, VmSummary};
 use telemetry::metrics::Family;
 
-/// A running VM. Calls come from the API thread, one at a time, and may block for as long as the work takes (a
-/// pause waits until every device is quiet).
+/// A running VM. The API thread makes one call at a time. A call may block for as long as its work takes (a pause waits until every device
+/// is quiescent).
 pub trait VmControl: Send + Sync {
-    /// The VM in a few words.
+    /// A summary of the VM.
     fn summary(&self) -> VmSummary;
-    /// The whole live device tree with counters: an object of objects, one per part. The server picks out paths.
+    /// The live device tree with counters: an object of objects, one per part. The server selects paths.
     fn inspect(&self) -> serde_json::Value;
-    /// Stops vCPUs and devices until [`VmControl::resume`]. Pausing a paused VM changes nothing.
+    /// Suspends vCPUs and devices until [`VmControl::resume`]. No effect on a paused VM.
     fn pause(&self) -> Result<(), ControlError>;
-    /// Lets a paused VM go on. Resuming a running VM changes nothing. One in doubt goes on only if that is `forced`: it may run elsewhere.
+    /// Resumes a paused VM. No effect on a running VM. A VM in doubt resumes only if `forced`, since it may run on another host.
     fn resume(&self, forced: bool) -> Result<(), ControlError>;
-    /// Takes the guest of a commodity NIC from its card to the emulation, or back, while it runs. Changing nothing changes nothing.
+    /// Moves the guest of a commodity NIC between its card and the emulation while it runs. No effect if the backend is the same.
     fn change_nic(&self, nic: &str, behind: NicBehind) -> Result<(), ControlError>;
-    /// Cancels the migration that is under way; returns before the guest goes on.
+    /// Cancels the migration in progress. Returns before the guest resumes.
     fn cancel_migration(&self) -> Result<(), ControlError>;
-    /// Presses the ACPI power button; what happens is up to the guest.
+    /// Presses the ACPI power button. The guest decides what follows.
     fn power_button(&self) -> Result<(), ControlError>;
-    /// Resets the machine at once, as the reset button does; one in doubt only if that is `forced`.
+    /// Resets the machine at once, as a reset button does. A VM in doubt is reset only if `forced`.
     fn reset(&self, forced: bool) -> Result<(), ControlError>;
-    /// Asks the monitor to end the VM at once. Returns before it has ended, so that the answer gets out.
+    /// Requests the VM's end. Returns before the VM has ended, so that the response can be sent.
     fn stop(&self) -> Result<(), ControlError>;
-    /// Exits so far.
+    /// VM exits since the start.
     fn exits(&self) -> ExitTable;
-    /// Counters for `/metrics`, without the `vm` label, which the server adds.
+    /// Metrics for `/metrics`, without the `vm` label, which the server adds.
     fn metrics(&self) -> Vec<Family>;
 }
 
-/// A VM could not do what was asked.
+/// Why a VM can't perform an operation.
 #[derive(Debug, thiserror::Error)]
 pub enum ControlError {
-    /// It can't while in this state.
+    /// The VM's state doesn't permit the operation.
     #[error("The VM is {state}, so it can't {what}")]
     WrongState {
-        /// What it is doing.
+        /// The VM's state.
         state: VmState,
-        /// What was asked.
+        /// The operation.
         what: &'static str,
     },
-    /// There is nothing to do it to, or it is too late.
+    /// The operation has no object, or comes too late.
     #[error("{reason}")]
     NotNow {
-        /// Why not.
+        /// The reason.
         reason: String,
     },
-    /// It never can.
+    /// This VM doesn't support the operation.
     #[error("This VM can't {what}: {reason}")]
     Unsupported {
-        /// What was asked.
+        /// The operation.
         what: &'static str,
-        /// Why not.
+        /// The reason.
         reason: String,
     },
-    /// It tried and failed.
+    /// The operation failed.
     #[error("The VM failed to {what}")]
     Failed {
-        /// What was asked.
+        /// The operation.
         what: &'static str,
-        /// Why.
+        /// The cause.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },

@@ -1,4 +1,4 @@
-//! The OpenAPI description, made from the routes and the types that travel.
+//! The OpenAPI description, generated from the routes and the types of requests and responses.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use utoipa_axum::routes;
 use super::VmControl;
 use super::routes as handlers;
 
-/// What the routes share: the VM.
+/// State shared by all routes: the VM.
 pub(super) type Vm = Arc<dyn VmControl>;
 
 #[derive(OpenApi)]
@@ -20,7 +20,7 @@ pub(super) type Vm = Arc<dyn VmControl>;
 ))]
 struct Document;
 
-/// The routes and their description, made together so that they can't differ.
+/// The routes and their description, from one list, so that they can't differ.
 pub(super) fn router() -> (axum::Router<Vm>, utoipa::openapi::OpenApi) {
     OpenApiRouter::with_openapi(Document::openapi())
         .routes(routes!(handlers::summary, handlers::stop))

@@ -1,13 +1,13 @@
-//! Picks a part of the device tree by its path.
+//! Selects a part of the device tree by its path.
 
 use serde_json::Value;
 
-/// What is at `path` (`disks/disk0/queues/1`): keys of objects and numbers of list items. Empty parts are
-/// skipped, so that `/disks/` is `disks`.
+/// The value at `path` (`disks/disk0/queues/1`), which consists of keys of objects and indexes of lists. Empty parts are skipped, so
+/// `/disks/` equals `disks`.
 ///
 /// # Errors
 ///
-/// One sentence that says how far the path leads and what is there.
+/// A sentence that says up to where the path is valid, and what is there.
 pub(super) fn select(tree: Value, path: &str) -> Result<Value, String> {
     let mut value = tree;
     let mut passed = String::new();

@@ -1,13 +1,13 @@
 //! The API of this VM: HTTP and JSON on a Unix socket, one request per connection.
 //!
 //! ```text
-//! ApiListener::bind   socket (0600) and runtime are made    before the sandbox closes
-//! ApiListener::serve  a thread of its own, "api"            calls VmControl, one request at a time
-//! ApiServer::stop     answers under way get out             the socket file goes
+//! ApiListener::bind   makes the socket (0600) and runtime   before the sandbox closes
+//! ApiListener::serve  starts a thread of its own, "api"     calls VmControl, one request at a time
+//! ApiServer::stop     waits for responses in progress       removes the socket file
 //! ```
 //!
-//! The only asynchronous code of the monitor. Clients of the same user (or root) only; the peer's credentials are
-//! checked besides the file's mode. A client can neither hold a connection open for long nor send much.
+//! The only asynchronous code of the monitor. Only clients of the same user, or root, are served: the API checks the peer's credentials
+//! besides the file's mode. A client can neither hold a connection open for long nor send much.
 
 mod control;
 mod document;

@@ -1,4 +1,4 @@
-//! One function per request.
+//! One handler per route.
 
 use axum::Json;
 use axum::extract::rejection::QueryRejection;
@@ -13,7 +13,7 @@ use super::control::{ControlError, VmControl};
 use super::document::Vm;
 use super::inspect_path;
 
-/// A refusal: a status and a [`Problem`].
+/// An error response: a status and a [`Problem`].
 pub(super) struct Refusal(StatusCode, Problem);
 
 impl Refusal {
@@ -62,7 +62,7 @@ pub(super) async fn summary(State(vm): State<Vm>) -> Json<VmSummary> {
 pub(super) async fn stop(State(vm): State<Vm>) -> Result<Json<Done>, Refusal> {
     vm.stop()?;
     tracing::info!("API: stop");
-    // It has been asked to, whether or not it has begun.
+    // The request is accepted, even if the end hasn't begun.
     Ok(Json(Done { state: VmState::Stopping }))
 }
 
@@ -254,17 +254,17 @@ pub(super) async fn metrics(State(vm): State<Vm>) -> Result<Response, Refusal> {
     responses((status = 200, body = serde_json::Value))
 )]
 pub(super) async fn openapi_json() -> Json<utoipa::openapi::OpenApi> {
-    // Made anew each time: it is asked for rarely, and isn't worth memory meanwhile.
+    // Generated for each request: requests are rare, and caching isn't worth the memory.
     Json(super::document::openapi())
 }
 
-/// A path that isn't there.
+/// Response for an unknown path.
 pub(super) async fn not_found(uri: Uri) -> Refusal {
     let error = format!("There is no {}; GET /openapi.json says what there is", uri.path());
     Refusal::new(StatusCode::NOT_FOUND, error)
 }
 
-/// A path that doesn't take this method.
+/// Response for a path that doesn't support the method.
 pub(super) async fn wrong_method(method: Method, uri: Uri) -> Refusal {
     let error = format!("{} doesn't take {method}; GET /openapi.json says what it takes", uri.path());
     Refusal::new(StatusCode::METHOD_NOT_ALLOWED, error)

@@ -1,4 +1,4 @@
-//! The thread that serves the API.
+//! The API thread.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -16,20 +16,19 @@ use tokio::task::JoinSet;
 use super::VmControl;
 use super::socket::{SocketFile, listen};
 
-/// Connections served at once; more wait.
+/// Limit of connections served at once. More wait.
 const MOST_CONNECTIONS: usize = 16;
-/// A connection is closed after this long, whatever it is doing.
+/// A connection is closed after this time, in any state.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(30);
-/// The request's head must arrive within this time.
+/// Timeout of a request's head.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
-/// No request is longer: head and what is read ahead of a body that no request has.
+/// Limit of a request, bytes: the head, and what is read ahead of a body that no request has.
 const LARGEST_REQUEST: usize = 16 << 10;
-/// At the end, answers under way have this long to get out.
+/// Time that responses in progress have when the API stops.
 const LAST_ANSWERS: Duration = Duration::from_millis(500);
 
-/// System calls that the API thread makes once it serves, beyond those of every thread: tokio's event loop,
-/// accepting, peer credentials, and reading and writing connections. What [`VmControl`] does when called is the VM's
-/// own list.
+/// System calls of the API thread once it serves, beyond those of every thread: tokio's event loop, accepting, peer credentials, and
+/// reading and writing connections. System calls of [`VmControl`] are in the VM's own list.
 pub const SYSCALLS: &[i64] = &[
     libc::SYS_accept4,
     libc::SYS_epoll_ctl,
@@ -39,60 +38,60 @@ pub const SYSCALLS: &[i64] = &[
     libc::SYS_recvfrom,
     libc::SYS_sendto,
     libc::SYS_shutdown,
-    // hyper writes head and body in one go.
+    // hyper writes head and body in one call.
     libc::SYS_writev,
     libc::SYS_sendmsg,
-    // The socket file is checked and removed at the end.
+    // At the end the socket file is checked and removed.
     libc::SYS_lstat,
     libc::SYS_statx,
     libc::SYS_newfstatat,
     libc::SYS_unlink,
 ];
 
-/// The API can't be served.
+/// Why the API can't be served.
 #[derive(Debug, thiserror::Error)]
 pub enum ApiError {
-    /// Another monitor listens there.
+    /// Another monitor listens on the socket.
     #[error("A VM already answers at {}; choose another name or another API socket", path.display())]
     Taken {
         /// The socket.
         path: PathBuf,
     },
-    /// The socket can't be made.
+    /// The socket can't be created.
     #[error("The API socket {} can't be {what}", path.display())]
     Socket {
         /// The socket.
         path: PathBuf,
-        /// What was tried.
+        /// The operation, as a past participle.
         what: &'static str,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// No event loop or thread could be had.
+    /// The event loop or the thread can't be created.
     #[error("The API's {what} can't be made")]
     Start {
         /// `event loop` or `thread`.
         what: &'static str,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
 }
 
-/// A socket that listens, not served yet. Clients that connect wait.
+/// A listening socket that isn't served yet. Clients that connect wait.
 #[derive(Debug)]
 pub struct ApiListener {
     listener: UnixListener,
     file: SocketFile,
     runtime: tokio::runtime::Runtime,
     path: PathBuf,
-    /// Whose clients are served, besides root's.
+    /// User whose clients are served, besides root's.
     user: u32,
 }
 
 impl ApiListener {
-    /// Makes the socket. A VM that already answers there is an error; a socket left behind is replaced.
+    /// Creates the socket. Fails if a VM already listens there. Replaces a socket that no process listens on.
     pub fn bind(path: &Path) -> Result<Self, ApiError> {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_io()
@@ -116,7 +115,7 @@ impl ApiListener {
         &self.path
     }
 
-    /// Serves requests to `vm` on a thread called `api`, which runs `prepare` first (the place for its seccomp filter).
+    /// Serves requests to `vm` on a thread called `api`. The thread first runs `prepare`, which can install its seccomp filter.
     pub fn serve(
         self,
         vm: Arc<dyn VmControl>,
@@ -126,7 +125,7 @@ impl ApiListener {
         let (stop, stopped) = oneshot::channel();
         let thread = std::thread::Builder::new()
             .name("api".to_owned())
-            // Enough for serialising deep trees; the default of 2 MiB isn't touched either, but is reserved.
+            // Enough to serialize deep trees. The default of 2 MiB isn't touched either, but is reserved.
             .stack_size(512 << 10)
             .spawn(move || {
                 prepare();
@@ -138,7 +137,7 @@ impl ApiListener {
     }
 }
 
-/// The API being served. Dropping it stops it.
+/// The API in service. Dropping it stops it.
 #[derive(Debug)]
 pub struct ApiServer {
     stop: Option<oneshot::Sender<()>>,
@@ -152,8 +151,7 @@ impl ApiServer {
         &self.path
     }
 
-    /// Takes no more requests, gives those under way half a second, and removes the socket. Never called from
-    /// the API thread itself.
+    /// Stops accepting requests, gives those in progress half a second, and removes the socket. Must not be called on the API thread.
     pub fn stop(mut self) {
         self.end();
     }
@@ -194,7 +192,7 @@ async fn accept_until(
     loop {
         let accepted = tokio::select! {
             _ = &mut stopped => break,
-            // Reaps the finished ones, so that the set doesn't grow.
+            // Removes finished connections, so that the set doesn't grow.
             Some(_) = connections.join_next(), if !connections.is_empty() => continue,
             accepted = accept(&listener, &places) => accepted,
         };
@@ -210,14 +208,14 @@ async fn accept_until(
             }
             Err(error) => {
                 telemetry::guest_warn!(log, "A connection to the API could not be accepted: {error}");
-                // Out of descriptors, most likely: trying again at once would spin.
+                // Probably out of descriptors: retrying at once would spin.
                 tokio::time::sleep(Duration::from_millis(100)).await;
             }
         }
     }
     drop(listener);
     let all = async { while connections.join_next().await.is_some() {} };
-    // What has not got out by then is cut off.
+    // Responses that are still incomplete are cut off.
     let _ = tokio::time::timeout(LAST_ANSWERS, all).await;
 }
 
@@ -230,7 +228,7 @@ async fn accept(
     Ok((stream, place))
 }
 
-/// Whether the peer is of our user, or root.
+/// Whether the peer's user is the monitor's, or root.
 fn is_allowed(stream: &UnixStream, ours: u32, log: &GuestLog) -> bool {
     match stream.peer_cred() {
         Ok(peer) if peer.uid() == ours || peer.uid() == 0 => true,

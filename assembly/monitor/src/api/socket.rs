@@ -1,4 +1,4 @@
-//! The Unix socket: made with the right mode, never stolen from a running VM, removed at the end.
+//! The Unix socket: created with mode 0600, never taken from a running VM, removed at the end.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -12,10 +12,10 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::ApiError;
 
-/// Connections that may wait to be accepted.
+/// Limit of connections that wait to be accepted.
 const BACKLOG: i32 = 128;
 
-/// A socket file that is removed when this is dropped, unless another file has taken its place.
+/// A socket file. Dropping this removes the file, unless another file has replaced it.
 #[derive(Debug)]
 pub(crate) struct SocketFile {
     path: PathBuf,
@@ -32,10 +32,10 @@ impl Drop for SocketFile {
     }
 }
 
-/// Listens at `path`, mode 0600. A socket that a dead monitor left behind is replaced.
+/// Listens on `path` with mode 0600. Replaces a socket that a dead monitor left.
 pub(super) fn listen(path: &Path) -> Result<(UnixListener, SocketFile), ApiError> {
     let failed = |what| move |source: io::Error| ApiError::Socket { path: path.to_owned(), what, source };
-    // Two monitors that start at once must not both take the same stale socket for theirs.
+    // Two monitors that start at once must not both claim the same stale socket.
     let _lock = lock_directory(path).map_err(failed("locked"))?;
     let bound = match bind(path, SocketType::STREAM) {
         Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
@@ -53,8 +53,8 @@ pub(super) fn listen(path: &Path) -> Result<(UnixListener, SocketFile), ApiError
     Ok((listener, file))
 }
 
-/// Listens for connections of packets at `path`, mode 0600, not blocking. Whatever socket is there is replaced: the caller holds the API
-/// socket that it belongs to.
+/// Listens on `path` for connections of packets, with mode 0600, non-blocking. Replaces any socket there: the caller owns the API socket
+/// that it belongs to.
 pub(crate) fn listen_for_packets(path: &Path) -> Result<(OwnedFd, SocketFile), ApiError> {
     let failed = |what| move |source: io::Error| ApiError::Socket { path: path.to_owned(), what, source };
     let bound = match bind(path, SocketType::SEQPACKET) {
@@ -83,7 +83,7 @@ fn lock_directory(path: &Path) -> io::Result<OwnedFd> {
 fn bind(path: &Path, kind: SocketType) -> io::Result<OwnedFd> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, kind, flags, None)?;
-    // The file that bind(2) makes gets this mode at once; the process-wide umask needn't change.
+    // bind(2) creates the file with this mode, so the process-wide umask needn't change.
     rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
     rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
     rustix::net::listen(&socket, BACKLOG)?;

@@ -1,4 +1,4 @@
-//! The API through its socket and through its own client.
+//! The API through its socket and its own client.
 
 use std::io::{Read as _, Write as _};
 use std::os::unix::fs::PermissionsExt as _;
@@ -13,7 +13,7 @@ use telemetry::metrics::Family;
 
 use super::*;
 
-/// A VM that only remembers its state.
+/// A VM that has only a state.
 pub(crate) struct Fake(pub(crate) Mutex<VmState>);
 
 impl Fake {
@@ -147,7 +147,7 @@ fn the_description_names_every_route_of_the_client() {
 
 fn raw(socket: &Path, request: &[u8]) -> String {
     let mut stream = UnixStream::connect(socket).unwrap();
-    // The server may close before it has read everything.
+    // The server may close before it has read all bytes.
     let _ = stream.write_all(request);
     let mut answer = Vec::new();
     let _ = stream.read_to_end(&mut answer);
@@ -177,7 +177,7 @@ fn the_socket_is_for_its_owner_only_and_never_taken_from_a_running_vm() {
     assert_eq!(std::fs::metadata(&socket).unwrap().permissions().mode() & 0o777, 0o600);
     assert!(matches!(ApiListener::bind(&socket), Err(ApiError::Taken { .. })));
     assert!(client.summary().is_ok());
-    // Somebody has put another socket in its place: it stays.
+    // Another process has replaced the socket: it stays.
     std::fs::remove_file(&socket).unwrap();
     let _other = UnixListener::bind(&socket).unwrap();
     server.stop();

@@ -1,4 +1,4 @@
-//! The PCI function.
+//! The PCI function of a neighbour device.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -33,7 +33,7 @@ use crate::vm::ThreadHook;
 /// The function's name.
 const NAME: &str = "neighbour0";
 
-/// What the guest's writes ask of the thread; bounded by what there is.
+/// Requests of the guest to the thread. Bounded by the slots.
 #[derive(Debug, Default)]
 pub(super) struct Asked {
     /// Slots and epochs to release.
@@ -42,10 +42,10 @@ pub(super) struct Asked {
     pub release_all: bool,
 }
 
-/// What the function and its thread share. Locks are taken in the order of the fields.
+/// State shared by the function and its thread. Locks are taken in the order of the fields.
 pub(super) struct Inner {
     vm: Arc<Vm>,
-    /// What this VM's devices see: windows are shown to them, too.
+    /// The memory that this VM's devices access, windows included.
     memory: GuestMemorySpace,
     config: Mutex<ConfigSpace>,
     msix: Msix,
@@ -56,7 +56,7 @@ pub(super) struct Inner {
     wake: OwnedFd,
     counters: Counters,
     log: GuestLog,
-    /// This VM's name and its neighbourhood's, which its devices' addresses are made of.
+    /// Name of this VM and its neighbourhood, from which the addresses of its devices are derived.
     vm_name: String,
     group: String,
     status: Arc<OwnedFd>,
@@ -65,7 +65,7 @@ pub(super) struct Inner {
 }
 
 impl Inner {
-    /// Tells the guest that a block has changed.
+    /// Raises the interrupt for a changed block.
     fn notify(&self) {
         if let Err(error) = self.msix.trigger(0) {
             telemetry::guest_warn!(self.log, device = NAME, %error, "An interrupt can't be sent");
@@ -74,7 +74,7 @@ impl Inner {
 
     fn ask(&self, ask: impl FnOnce(&mut Asked)) {
         ask(&mut lock(&self.asked));
-        // A counter that is full wakes as well.
+        // A full counter wakes the thread as well.
         let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
     }
 }
@@ -156,7 +156,7 @@ impl Member for Inner {
         };
         let Some(mut view) = view else { return false };
         lock(&self.device).forget(slot, epoch);
-        // Segment and doorbell leave the BARs, then the window goes.
+        // Segment and doorbell leave the BARs before the window goes.
         self.refresh();
         view.unmap(&self.vm, &self.memory);
         self.notify();
@@ -172,7 +172,7 @@ impl Member for Inner {
         release
     }
 
-    /// The driver's count; 0 when there is no driver.
+    /// The driver's heartbeat count; 0 without a driver.
     fn beat(&self) -> u64 {
         if !lock(&self.device).driver() {
             return 0;
@@ -180,7 +180,7 @@ impl Member for Inner {
         read_word(&self.beat).max(1)
     }
 
-    /// Makes the bus follow what is mapped now.
+    /// Updates the bus to the present mappings.
     fn refresh(&self) {
         if let Some(refresh) = self.refresh.get() {
             refresh();
@@ -192,12 +192,12 @@ impl Member for Inner {
 #[allow(unsafe_code)] // One aligned word of memory that the guest writes.
 fn read_word(mapping: &HostMapping) -> u64 {
     let word = mapping.as_ptr().cast::<u64>();
-    // SAFETY: the mapping is at least a page, aligned to one, and lives as long as the reference; the guest may write the word
-    // at any time, so it is read as an atomic.
+    // SAFETY: the mapping is at least a page, aligned to one, and lives as long as the reference. The guest may write the word at any time,
+    // so the read is atomic.
     unsafe { AtomicU64::from_ptr(word) }.load(Ordering::Relaxed)
 }
 
-/// See the module.
+/// The PCI function; see the module.
 pub struct NeighbourFunction {
     inner: Arc<Inner>,
     registry: Mutex<Option<Registry>>,
@@ -205,10 +205,10 @@ pub struct NeighbourFunction {
 }
 
 impl NeighbourFunction {
-    /// Makes the function, claims the windows' addresses on the memory bus, and joins the neighbourhood.
+    /// Creates the function, claims the windows' addresses on the memory bus, and joins the neighbourhood.
     ///
     /// # Errors
-    /// When the registry refuses, or the machine has no room.
+    /// If the registry refuses, or the machine has no room.
     pub fn new(
         opened: OpenedNeighbour,
         vm: &Arc<Vm>,
@@ -263,18 +263,18 @@ impl NeighbourFunction {
         Ok(Arc::new(Self { inner, registry: Mutex::new(Some(registry)), thread: OnceLock::new() }))
     }
 
-    /// Starts the function's thread. `refresh` makes the bus attach mappings and doorbells anew
-    /// ([`pci::root::PciRoot::refresh`]), `on_start` runs first on the thread.
+    /// Starts the function's thread. `refresh` updates mappings and doorbells on the bus ([`pci::root::PciRoot::refresh`]). The thread runs
+    /// `on_start` first.
     ///
     /// # Errors
-    /// When the thread can't be made.
+    /// If the thread can't be created.
     pub fn start(
         &self,
         refresh: Box<dyn Fn() + Send + Sync>,
         on_start: ThreadHook,
     ) -> Result<(), NeighbourError> {
         let Some(registry) = lock(&self.registry).take() else { return Ok(()) };
-        // Set once: the registry was there.
+        // Set once, since the registry was still there.
         let _ = self.inner.refresh.set(refresh);
         let thread = Thread::start(Arc::clone(&self.inner) as Arc<dyn Member>, registry, on_start)
             .map_err(|error| NeighbourError::monitor("start a thread", error))?;
@@ -282,7 +282,7 @@ impl NeighbourFunction {
         Ok(())
     }
 
-    /// How many stores of the guest to windows were discarded.
+    /// Number of the guest's stores to windows, which were discarded.
     #[must_use]
     pub fn discarded(&self) -> u64 {
         lock(&self.inner.device).discarded_count()
@@ -307,7 +307,7 @@ fn config_space(layout: &MsixLayout, segments: u64) -> Result<ConfigSpace, pci::
     Ok(builder.build())
 }
 
-/// The page in which the driver counts; as large as a segment, so that it takes a segment's place.
+/// The page with the driver's heartbeat count. It has the size of a segment, since it takes a segment's place.
 fn status_page(size: u64) -> Result<(Arc<OwnedFd>, Arc<HostMapping>), NeighbourError> {
     let failed = |error: rustix::io::Errno| {
         NeighbourError::monitor("make the status page", std::io::Error::from(error))
@@ -392,7 +392,7 @@ impl PciFunction for NeighbourFunction {
             lock(&self.inner.views).0.iter().map(|(slot, view)| (*slot, Arc::clone(&view.segment))).collect();
         let device = lock(&self.inner.device);
         if let Some(own) = device.own() {
-            // After a daemon's restart the own slot may be one that a peer had, whose segment nobody uses any more.
+            // After a daemon's restart the own slot may be one that a peer had, whose segment isn't used any more.
             shown.retain(|(slot, _)| *slot != own);
             shown.push((own, Arc::clone(&self.inner.status)));
         }
@@ -404,20 +404,20 @@ impl PciFunction for NeighbourFunction {
     }
 
     fn attach_intx(&self, _line: Arc<dyn IntxLine>) {
-        // It has no pin.
+        // The function has no pin.
     }
 
     fn reset(&self) -> Result<(), FunctionError> {
         lock(&self.inner.config).reset();
         self.inner.msix.reset();
-        // The driver has gone with its machine. What was mapped is taken away by the thread.
+        // The driver is gone with its machine. The thread removes the mappings.
         lock(&self.inner.device).write(reg::DRIVER, &0_u32.to_le_bytes());
         self.inner.ask(|asked| asked.release_all = true);
         Ok(())
     }
 
     fn quiesce(&self) -> Result<(), FunctionError> {
-        // Peers see that the guest doesn't count any more; nothing here acts for it.
+        // Peers detect that the driver's count stands still. No component here acts for the guest.
         Ok(())
     }
 

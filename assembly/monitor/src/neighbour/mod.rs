@@ -1,4 +1,4 @@
-//! A VM's neighbours: the PCI function, windows as read-only memslots, and the connection to the host daemon's registry.
+//! Neighbours of a VM: the PCI function, windows as read-only memslots, and the connection to the host daemon's registry.
 //!
 //! ```text
 //!            guest                                monitor                          host daemon
@@ -11,16 +11,16 @@
 //!                                            └─────────────▶ `thread` ─── Release, Alive ─▶
 //! ```
 //!
-//! Windows and segments come and go while the guest runs. When the daemon goes away, connections that stand go on; when it is
-//! back, they end one by one, and new ones begin as soon as the guest has released the old.
+//! Windows and segments come and go while the guest runs. If the daemon goes away, connections continue. When it returns, they end one by
+//! one, and new ones begin as soon as the guest has released the old ones.
 //!
-//! | file | holds |
+//! | file | contents |
 //! |---|---|
 //! | `opened` | the connection and the geometry, before there is a machine |
-//! | `network` | in place of the function: a virtio network device whose frames go to neighbours |
+//! | `network` | instead of the function, a virtio network device whose frames go to neighbours |
 //! | `function` | the PCI function |
-//! | `views` | what is mapped of each peer |
-//! | `thread` | a member's thread: the registry's messages, the guest's effects, heartbeats |
+//! | `views` | the mappings of each peer |
+//! | `thread` | a member's thread: the registry's messages, the guest's requests, heartbeats |
 //! | `windows` | the bus device under all windows |
 
 mod function;
@@ -36,52 +36,52 @@ pub use opened::OpenedNeighbour;
 
 use std::path::PathBuf;
 
-/// Neighbours can't be had.
+/// Why a VM can't have neighbours.
 #[derive(Debug, thiserror::Error)]
 pub enum NeighbourError {
-    /// The daemon isn't there, or speaks of something else.
+    /// The daemon can't be reached, or sends something else.
     #[error("The host daemon's registry of neighbours at {} can't be used", path.display())]
     Registry {
-        /// Its socket.
+        /// The daemon's socket.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// It refuses this VM.
+    /// The daemon refuses this VM.
     #[error("The host daemon at {} refuses this VM as a neighbour: {reason}", path.display())]
     Refused {
-        /// Its socket.
+        /// The daemon's socket.
         path: PathBuf,
-        /// Its words.
+        /// The daemon's reason.
         reason: String,
     },
-    /// Another version.
+    /// The daemon has another version of the protocol.
     #[error("The host daemon at {} speaks version {found} about neighbours, and this monitor {known}; use the same of both", path.display())]
     Version {
-        /// Its socket.
+        /// The daemon's socket.
         path: PathBuf,
-        /// Its version.
+        /// The daemon's version.
         found: u32,
-        /// Ours.
+        /// This monitor's version.
         known: u32,
     },
-    /// Windows don't fit.
+    /// The windows don't fit into the machine.
     #[error("Neighbour windows from {base:#x} to {end:#x} can't be in this VM: {reason}")]
     Windows {
-        /// Start of the first.
+        /// Start of the first window.
         base: u64,
-        /// End of the last.
+        /// End of the last window.
         end: u64,
-        /// Why, and what to do.
+        /// The reason, and what to do.
         reason: String,
     },
-    /// Something of this process.
+    /// An operation of this process failed.
     #[error("The monitor could not {what} for neighbours")]
     Monitor {
-        /// What was tried.
+        /// The operation.
         what: &'static str,
-        /// Why.
+        /// The cause.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
@@ -93,7 +93,7 @@ impl NeighbourError {
     }
 }
 
-/// Locks; what a panicking thread left behind is consistent, as no lock is held across calls that may panic.
+/// Locks a mutex. The state is consistent even after a panic, since no lock is held across calls that may panic.
 fn lock<T>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }

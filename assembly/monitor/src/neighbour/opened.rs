@@ -1,4 +1,4 @@
-//! The registry, reached before the sandbox closes.
+//! The connection to the registry, made before the sandbox closes.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -11,10 +11,10 @@ use neighbour_protocol::{FromDaemon, SOCKET_NAME, Socket, VERSION};
 use super::NeighbourError;
 use crate::description::Neighbour;
 
-/// How long a daemon may take for its first words.
+/// Timeout of the daemon's greeting.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What the registry says of all its neighbourhoods.
+/// Properties of the registry's neighbourhoods.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Terms {
     pub geometry: Geometry,
@@ -22,7 +22,7 @@ pub(super) struct Terms {
     pub heartbeat_ms: u32,
 }
 
-/// A connection to the registry that hasn't joined yet.
+/// A connection to the registry that hasn't joined a neighbourhood yet.
 #[derive(Debug)]
 pub struct OpenedNeighbour {
     pub(super) wish: Neighbour,
@@ -33,26 +33,26 @@ pub struct OpenedNeighbour {
 }
 
 impl OpenedNeighbour {
-    /// Connects, and learns where windows lie.
+    /// Connects, and receives the windows' geometry.
     ///
     /// # Errors
-    /// When no daemon is there, it refuses, or it is of another version.
+    /// If no daemon listens, or it refuses or has another version.
     pub fn open(vm: &str, wish: &Neighbour) -> Result<Self, NeighbourError> {
         let path = socket_path(&wish.host);
         let (socket, terms) = connect(&path)?;
         Ok(Self { wish: wish.clone(), vm: vm.to_owned(), path, socket, terms })
     }
 
-    /// Where windows lie: nothing else of the machine may be there.
+    /// Addresses of the windows. The machine must not use them for anything else.
     #[must_use]
     pub fn geometry(&self) -> &Geometry {
         &self.terms.geometry
     }
 
-    /// Whether a machine with this RAM, whose CPUs have `physical_bits` address bits, has room for them.
+    /// Checks that the windows fit into a machine with this RAM, whose CPUs have `physical_bits` address bits.
     ///
     /// # Errors
-    /// When it hasn't.
+    /// If they don't fit.
     pub fn check(&self, ram: &RamLayout, physical_bits: u8) -> Result<(), NeighbourError> {
         self.check_ram(ram)?;
         let geometry = &self.terms.geometry;
@@ -72,9 +72,10 @@ impl OpenedNeighbour {
     }
 
     /// Whether RAM has room in a window, wherever that is.
+    /// Checks that RAM fits into a window, wherever the windows are.
     ///
     /// # Errors
-    /// When it hasn't.
+    /// If it doesn't fit.
     pub fn check_ram(&self, ram: &RamLayout) -> Result<(), NeighbourError> {
         let stride = self.terms.geometry.stride();
         let end = ram.ranges().iter().map(|range| range.start + range.size).max().unwrap_or(0);
@@ -92,12 +93,12 @@ impl OpenedNeighbour {
     }
 }
 
-/// The registry's socket beside a daemon's.
+/// Path of the registry's socket for the daemon with socket `host`.
 fn socket_path(host: &Path) -> PathBuf {
     host.with_extension("d").join(SOCKET_NAME)
 }
 
-/// Connects and hears the daemon's first words.
+/// Connects and receives the daemon's greeting.
 pub(super) fn connect(path: &Path) -> Result<(Socket, Terms), NeighbourError> {
     let registry = |source: Box<dyn std::error::Error + Send + Sync>| NeighbourError::Registry {
         path: path.to_owned(),

@@ -1,5 +1,5 @@
-//! A member's thread: what the registry says, what the member asks, and heartbeats. Who the member is, the PCI function or a network device,
-//! is behind [`Member`].
+//! A member's thread: messages of the registry, requests of the member, and heartbeats. The member is the PCI function or a network device
+//! ([`Member`]).
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -24,58 +24,58 @@ use super::{NeighbourError, OpenedNeighbour};
 use crate::description::Neighbour;
 use crate::vm::ThreadHook;
 
-/// First wait before the daemon is tried again; doubled each time.
+/// First back-off before the thread tries to reach the daemon again. It doubles with each attempt.
 const FIRST_BACKOFF: Duration = Duration::from_millis(50);
 const LONGEST_BACKOFF: Duration = Duration::from_secs(2);
-/// How long the daemon may take to answer a `Join`.
+/// Timeout of the daemon's answer to `Join`.
 const JOIN_TIMEOUT: Duration = Duration::from_secs(5);
-/// Messages at once, before the guest has its turn.
+/// Messages per call, before the guest's requests are served.
 const BATCH: usize = 16;
 
-/// What was done about a connection that is over.
+/// Result of a connection's end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum End {
-    /// It wasn't known.
+    /// The connection was unknown.
     Unknown,
-    /// Its user was told, and asks for the release later.
+    /// The guest was notified, and will request the release.
     Told,
-    /// Nobody uses it: it is released now.
+    /// Nothing uses the mappings, so they are released now.
     Unused,
 }
 
-/// The user of a membership.
+/// The user of a membership. All methods may be called from the membership's thread.
 pub(super) trait Member: Send + Sync + 'static {
-    /// Where what peers and guests cause is logged.
+    /// The rate-limited log for problems that peers and guests cause.
     fn log(&self) -> &GuestLog;
-    /// What is counted.
+    /// Counters of the membership.
     fn counters(&self) -> &Counters;
-    /// Readable when [`Member::asked`] may have something; emptied by the thread.
+    /// Readable when [`Member::asked`] may have requests. The thread empties it.
     fn wake(&self) -> BorrowedFd<'_>;
-    /// An eventfd per slot, which the peer in it signals; `None` when there are none.
+    /// An eventfd per slot, which the peer in that slot signals; `None` if they can't be created.
     fn signals(&self, slots: u32) -> Option<Vec<BorrowedFd<'_>>>;
-    /// It is in this slot.
+    /// The member has got this slot.
     fn joined(&self, slot: u32);
-    /// Slots and epochs of what is mapped.
+    /// Slots and epochs of mapped peers.
     fn views(&self) -> Vec<(u32, u32)>;
-    /// Maps a peer. Nothing is mapped after an error.
+    /// Maps a peer. After an error nothing is mapped.
     fn map(&self, terms: &Terms, offer: Offer) -> Result<(), Box<dyn std::error::Error + Send + Sync>>;
-    /// Shows the peer that was mapped to the member's user; false when it can't be used now.
+    /// Makes a mapped peer visible to the user. Returns false if it can't be used now.
     fn show(&self, slot: u32, epoch: u32) -> bool;
-    /// Whom a peer and this member have in common.
+    /// Reports the slots that a peer and this member both may reach, as a bit set.
     fn common(&self, slot: u32, slots: u64);
-    /// A connection is over.
+    /// A connection has ended.
     fn gone(&self, slot: u32, epoch: u32, reason: u32) -> End;
-    /// Takes away what is mapped of a peer; false when it isn't, or another epoch is.
+    /// Unmaps a peer. Returns false if it isn't mapped, or has another epoch.
     fn unmap(&self, slot: u32, epoch: u32) -> bool;
-    /// What is to be released.
+    /// Slots and epochs that the user requests to release.
     fn asked(&self) -> Vec<(u32, u32)>;
-    /// The user's count, 0 when there is no user; called once per heartbeat.
+    /// The user's heartbeat count; 0 without a user. Called once per heartbeat.
     fn beat(&self) -> u64;
-    /// Makes others follow what is mapped.
+    /// Updates the bus to the present mappings.
     fn refresh(&self);
 }
 
-/// Counts for `causeway inspect`.
+/// Counters for `causeway inspect`.
 #[derive(Default)]
 pub(super) struct Counters {
     pub connections: Counter,
@@ -83,7 +83,7 @@ pub(super) struct Counters {
     pub losses: Counter,
 }
 
-/// The connection to the registry, and what is needed to make it anew.
+/// The connection to the registry, with all that is needed to reconnect.
 pub(super) struct Registry {
     wish: Neighbour,
     vm: String,
@@ -94,14 +94,14 @@ pub(super) struct Registry {
     /// `None` while the daemon is away.
     socket: Option<Socket>,
     slot: u32,
-    /// The highest epoch that was heard of.
+    /// The highest epoch received.
     epoch: u32,
-    /// Offers that wait until what was there before is released.
+    /// Offers that wait until the guest has released the previous connection of their slot.
     pending: BTreeMap<u32, Offer>,
 }
 
 impl Registry {
-    /// Becomes a member.
+    /// Joins the neighbourhood.
     pub(super) fn join(
         opened: OpenedNeighbour,
         ram: &GuestRam,
@@ -142,7 +142,7 @@ impl Registry {
         Ok(registry)
     }
 
-    /// Sends a `Join` and hears the answer.
+    /// Sends `Join` and waits for the answer.
     fn enter(&mut self, socket: Socket, slot: Option<u32>, inner: &dyn Member) -> Result<(), NeighbourError> {
         let failed = |source: Box<dyn std::error::Error + Send + Sync>| NeighbourError::Registry {
             path: self.path.clone(),
@@ -164,7 +164,7 @@ impl Registry {
         if !matches!(sent, Ok(()) | Err(SocketError::Closed)) {
             sent.map_err(|error| failed(error.into()))?;
         }
-        // A registry that has hung up has said why, unless it has ended.
+        // A registry that has closed the connection sent its reason before, unless it has ended.
         match socket.wait::<FromDaemon>(JOIN_TIMEOUT).map_err(|error| failed(error.into()))?.0 {
             FromDaemon::Joined { slot } if slot < self.terms.geometry.slots() => {
                 self.slot = slot;
@@ -179,7 +179,7 @@ impl Registry {
         }
     }
 
-    /// Takes what the registry has sent; false when the connection is lost.
+    /// Processes messages of the registry. Returns false if the connection is lost.
     fn hear(&mut self, inner: &dyn Member) -> bool {
         for _ in 0..BATCH {
             let Some(socket) = &self.socket else { return false };
@@ -221,7 +221,7 @@ impl Registry {
         true
     }
 
-    /// Maps a peer and shows it to the member's user.
+    /// Maps a peer and makes it visible to the member's user.
     fn take_up(&mut self, offer: Offer, inner: &dyn Member) {
         let (slot, epoch, vm) = (offer.slot, offer.epoch, offer.vm.clone());
         if let Err(error) = inner.map(&self.terms, offer) {
@@ -235,7 +235,7 @@ impl Registry {
         }
         telemetry::guest_info!(inner.log(), slot, epoch, vm, "Neighbour connected");
         inner.refresh();
-        // Shown when it is there.
+        // Visible only after it is mapped.
         if inner.show(slot, epoch) {
             inner.counters().connections.increment();
         } else {
@@ -243,7 +243,7 @@ impl Registry {
         }
     }
 
-    /// A connection is over. Without a driver nobody would release it.
+    /// A connection has ended. Without a driver, releases it at once.
     fn gone(&mut self, slot: u32, epoch: u32, reason: u32, inner: &dyn Member) {
         let end = inner.gone(slot, epoch, reason);
         if end == End::Unknown {
@@ -256,7 +256,7 @@ impl Registry {
         }
     }
 
-    /// Takes away what is mapped of a peer, and takes up the next offer.
+    /// Unmaps a peer, and accepts the next offer for its slot.
     fn release(&mut self, slot: u32, epoch: u32, inner: &dyn Member) {
         if !inner.unmap(slot, epoch) {
             return;
@@ -271,7 +271,7 @@ impl Registry {
         self.say(&FromMonitor::Release { slot, epoch });
     }
 
-    /// Says something; a daemon that can't hear it is noticed when it is listened to.
+    /// Sends a message. A lost connection is detected by the next receive.
     fn say(&self, message: &FromMonitor) {
         if let Some(socket) = &self.socket
             && let Err(error) = socket.send(message, &[])
@@ -283,14 +283,14 @@ impl Registry {
         }
     }
 
-    /// Does what the member's user has asked for.
+    /// Serves the requests of the member's user.
     fn serve(&mut self, inner: &dyn Member) {
         for (slot, epoch) in inner.asked() {
             self.release(slot, epoch, inner);
         }
     }
 
-    /// The daemon has gone. What is connected stays so; nobody watches over it.
+    /// The connection to the daemon is lost. Connections to peers continue without heartbeats.
     fn lose(&mut self, inner: &dyn Member) {
         telemetry::guest_warn!(inner.log(), path = %self.path.display(), "The host daemon has gone; neighbours stay connected, and no new ones come until it is back");
         self.socket = None;
@@ -298,7 +298,7 @@ impl Registry {
         inner.counters().losses.increment();
     }
 
-    /// One attempt to get the daemon back. What was connected under the old one ends.
+    /// Tries once to reconnect to the daemon. Connections of the old daemon's time end.
     fn reconnect(&mut self, inner: &dyn Member) -> Result<(), NeighbourError> {
         let (socket, terms) = connect(&self.path)?;
         if terms != self.terms {
@@ -314,7 +314,7 @@ impl Registry {
     }
 }
 
-/// The running thread; it ends when this is dropped, and the VM leaves its neighbourhood.
+/// The membership's thread. Dropping it ends the thread and leaves the neighbourhood.
 pub(super) struct Thread {
     stop: Arc<OwnedFd>,
     thread: Option<JoinHandle<()>>,
@@ -338,10 +338,10 @@ impl Thread {
 
 impl Drop for Thread {
     fn drop(&mut self) {
-        // A full counter (it can't be) would mean that it is signalled already.
+        // A full counter would mean that the thread is signaled already.
         let _ = rustix::io::write(&self.stop, &1_u64.to_ne_bytes());
         if let Some(thread) = self.thread.take()
-            // The thread itself may hold the last reference to the bus for a moment.
+            // The thread itself may briefly hold the last reference to the bus.
             && thread.thread().id() != std::thread::current().id()
             && thread.join().is_err()
         {
@@ -403,7 +403,7 @@ fn run(inner: &dyn Member, mut registry: Registry, stop: BorrowedFd<'_>) {
     }
 }
 
-/// Waits for the end, the guest, the registry, or until something is due.
+/// Waits for the stop signal, requests of the guest, messages of the registry, or `due`.
 fn wait(
     inner: &dyn Member,
     registry: &Registry,

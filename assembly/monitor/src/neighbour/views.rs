@@ -1,4 +1,4 @@
-//! What is mapped of each peer: its RAM as read-only memslots, the pair's segment, the eventfd that signals it.
+//! The mappings of each peer: its RAM as read-only memslots, the pair's segment, and the eventfd that signals it.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
@@ -11,7 +11,7 @@ use neighbour::registers::PEER_NAME_SIZE;
 use neighbour::window::{Geometry, Window};
 use neighbour_protocol::Piece;
 
-/// One peer.
+/// The mappings of one peer.
 #[derive(Debug)]
 pub(super) struct View {
     pub epoch: u32,
@@ -20,15 +20,15 @@ pub(super) struct View {
     pub segment: Arc<OwnedFd>,
     pub signal: Arc<OwnedFd>,
     slots: Vec<SlotId>,
-    /// Start and size of what this VM's own devices may read as well.
+    /// Start and size of each range that this VM's own devices may read as well.
     shown: Vec<(u64, u64)>,
 }
 
-/// All peers, by slot.
+/// Mappings of all peers, by slot.
 #[derive(Debug, Default)]
 pub(super) struct Views(pub BTreeMap<u32, View>);
 
-/// What a `Connect` says, with its descriptors.
+/// A `Connect` message with its descriptors.
 #[derive(Debug)]
 pub(super) struct Offer {
     pub slot: u32,
@@ -38,8 +38,8 @@ pub(super) struct Offer {
     pub fds: Vec<OwnedFd>,
 }
 
-/// Whether KVM takes the signal: once it is a doorbell, a refusal would take away the BAR that holds all of them. It is attached for
-/// a moment where the peer's window begins: a store there does nothing else, and a signal too many harms nobody.
+/// Checks that KVM accepts the eventfd. As a doorbell, a refused one would remove the BAR with all doorbells. The check briefly attaches it
+/// at the start of the peer's window. A store there has no other effect, and a spurious signal is harmless.
 fn probe(vm: &Vm, at: u64, signal: &Arc<OwnedFd>) -> Result<(), machine::vm::VmError> {
     let event =
         IoEvent { space: IoSpace::Memory, address: at, width: 4, datamatch: None, fd: Arc::clone(signal) };
@@ -48,7 +48,7 @@ fn probe(vm: &Vm, at: u64, signal: &Arc<OwnedFd>) -> Result<(), machine::vm::VmE
 }
 
 impl View {
-    /// Maps a peer's RAM into the VM, and lets its devices read it. After an error nothing is mapped.
+    /// Maps a peer's RAM into the VM, and lets the VM's devices read it. After an error nothing is mapped.
     pub(super) fn map(
         vm: &Vm,
         memory: &GuestMemorySpace,
@@ -98,7 +98,7 @@ impl View {
     ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
         let file = usize::try_from(piece.file).ok().and_then(|file| files.get(file));
         let file = file.ok_or("a piece of RAM is in a file that didn't come")?;
-        // `geometry.window` has checked that this lies in the window.
+        // `geometry.window` has checked that the range lies in the window.
         let at = self
             .window
             .start()
@@ -112,7 +112,8 @@ impl View {
         Ok(())
     }
 
-    /// Takes it from the guest and its devices. What can't be taken stays mapped as long as the VM, and is logged.
+    /// Unmaps the peer from the guest and its devices. A range that can't be unmapped stays for the VM's lifetime, with an error in the
+    /// log.
     pub(super) fn unmap(&mut self, vm: &Vm, memory: &GuestMemorySpace) {
         for (start, size) in self.shown.drain(..) {
             if let Err(error) = take_window(memory, start, size) {
@@ -138,7 +139,7 @@ mod tests {
     use rustix::event::{EventfdFlags, eventfd};
     use rustix::fs::{MemfdFlags, memfd_create};
 
-    /// A peer whose signal KVM refuses isn't mapped at all; the doorbells of others aren't touched by it.
+    /// A peer whose eventfd KVM refuses isn't mapped. Doorbells of other peers aren't affected.
     #[test]
     fn a_peer_whose_signal_is_no_eventfd_is_not_mapped() {
         let host = match Host::open() {

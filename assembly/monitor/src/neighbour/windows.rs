@@ -1,4 +1,4 @@
-//! What is under all windows on the memory bus: whatever no memslot answers, and all stores.
+//! The bus device under all windows. It receives loads where no memslot is, and all stores.
 
 use std::sync::{Arc, Mutex};
 
@@ -8,7 +8,7 @@ use telemetry::guest_log::GuestLog;
 
 use super::lock;
 
-/// The range of all windows.
+/// The address range of all windows.
 pub(super) struct Windows {
     pub name: String,
     pub base: u64,
@@ -17,7 +17,7 @@ pub(super) struct Windows {
 }
 
 impl BusDevice for Windows {
-    /// Only where nobody's RAM is mapped; loads from a window never leave the guest.
+    /// Only for addresses without RAM of a member: loads from mapped RAM don't exit.
     fn read(&self, _offset: u64, data: &mut [u8]) {
         data.fill(0xFF);
     }

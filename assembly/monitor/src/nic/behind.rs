@@ -1,4 +1,4 @@
-//! What stands behind a model: a card of the host, or its emulation with a tap. A guest can be taken from one to the other.
+//! The backend of a model: a card of the host, or its emulation with a tap. A guest can be handed from one to the other.
 
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -12,17 +12,17 @@ use super::wire::{Frames, Wire};
 
 /// A card of this host.
 pub(super) trait HostCard: PhysicalDevice {
-    /// Bus mastering as the guest's command register has it.
+    /// Sets bus mastering as the guest's command register has it.
     fn set_guest_bus_master(&mut self, on: bool) -> Result<(), DeviceError>;
-    /// What tells that the line is up.
+    /// The eventfd that signals that the card's line is up.
     fn interrupt_fd(&self) -> io::Result<OwnedFd>;
-    /// It has been told.
+    /// Consumes that signal.
     fn signalled(&mut self);
-    /// The causes have been taken.
+    /// Unmasks the line, after its causes were taken.
     fn unmask(&mut self) -> Result<(), DeviceError>;
-    /// The line is told by [`Self::interrupt_fd`].
+    /// Routes the line to [`Self::interrupt_fd`].
     fn tell_interrupt(&self) -> Result<(), OpenError>;
-    /// The line goes to the guest without this process.
+    /// Routes the line directly to the guest, without this process.
     fn pass_interrupt(&self, line: &LevelLine) -> Result<(), OpenError>;
 }
 
@@ -66,12 +66,12 @@ impl Emulation {
         Self { card, wire, frames: Frames::default(), guest_master: false, monitor_master: false }
     }
 
-    /// One that no monitor vets.
+    /// An emulated card without a model.
     pub fn alone(card: Box<dyn Card + Send>, wire: Wire) -> Self {
         Self { monitor_master: true, ..Self::new(card, wire) }
     }
 
-    /// Bus mastering as the guest's command register has it.
+    /// Sets bus mastering as the guest's command register has it.
     pub fn set_guest_bus_master(&mut self, on: bool) -> Result<(), DeviceError> {
         self.guest_master = on;
         self.follow()
@@ -81,18 +81,18 @@ impl Emulation {
         self.card.set_bus_master(self.guest_master && self.monitor_master)
     }
 
-    /// Sends what the card has sent.
+    /// Sends the frames that the card has queued.
     pub fn take_sent(&mut self) {
         self.wire.take_sent(self.card.as_mut(), &mut self.frames);
     }
 
-    /// Gives the card frames that have come.
+    /// Delivers received frames to the card.
     pub fn feed(&mut self) {
         self.wire.feed(self.card.as_mut(), &mut self.frames);
     }
 }
 
-/// One of both.
+/// The backend: a card or its emulation.
 pub(super) enum Behind<C> {
     Card(Box<C>),
     Emulation(Box<Emulation>),
@@ -117,7 +117,7 @@ impl<C: HostCard> Behind<C> {
         matches!(self, Self::Emulation(_))
     }
 
-    /// Bus mastering as the guest's command register has it.
+    /// Sets bus mastering as the guest's command register has it.
     pub fn set_guest_bus_master(&mut self, on: bool) -> Result<(), DeviceError> {
         match self {
             Self::Card(card) => card.set_guest_bus_master(on),
@@ -125,7 +125,7 @@ impl<C: HostCard> Behind<C> {
         }
     }
 
-    /// The line's causes have been taken.
+    /// Unmasks the line, after its causes were taken.
     pub fn unmask(&mut self) -> Result<(), DeviceError> {
         self.card().map_or(Ok(()), HostCard::unmask)
     }

@@ -1,9 +1,9 @@
-//! Guest memory as a bus master of this process sees it.
+//! Guest memory as seen by an emulated bus master.
 
 use device_models::physical::Bus;
 use machine::memory::{Bytes as _, GuestAddress, GuestAddressSpace as _, GuestMemorySpace};
 
-/// What a virtual card reaches: the guest's RAM. Elsewhere it reads ones and writes nothing, as where no device answers.
+/// The bus of an emulated card: the guest's RAM. Outside of RAM it reads ones and discards writes, as where no device responds.
 pub(super) struct RamBus {
     memory: GuestMemorySpace,
 }
@@ -22,7 +22,7 @@ impl Bus for RamBus {
     }
 
     fn write(&mut self, address: u64, data: &[u8]) {
-        // A part that lies in RAM may have been written; the rest goes nowhere.
+        // The part inside RAM may have been written; the rest is discarded.
         let _ = self.memory.memory().write_slice(data, GuestAddress(address));
     }
 }

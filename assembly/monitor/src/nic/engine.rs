@@ -1,4 +1,4 @@
-//! What is behind a NIC: an emulated card with a tap, or a card of the host, under its model or by itself.
+//! The backend of a NIC: an emulated card with a tap, or a card of the host, with or without its device model.
 
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
@@ -28,10 +28,10 @@ use super::wire::{Wire, counted};
 use super::{Back, NicError, StopSink};
 use crate::description::{Nic, NicMode, NicPermission, NicPolicy};
 
-/// What is behind a NIC.
+/// The backend of a NIC.
 pub(super) struct Engine {
     mode: Mode,
-    /// What the NIC is.
+    /// Description of the NIC.
     pub(super) device: &'static Device,
     counters: Counters,
     log: GuestLog,
@@ -42,11 +42,11 @@ pub(super) struct Engine {
 
 enum Mode {
     Virtual(Box<Emulation>),
-    /// A card of the host. In mode `passthrough` its model waits, for when the guest is taken under it.
+    /// A card of the host. In mode `passthrough` its model is idle, for a later change of the mode.
     Guarded(Box<Guarded<Vfio>>),
 }
 
-/// What happened.
+/// Counters for `causeway inspect`.
 #[derive(Debug, Default, Clone, Copy)]
 struct Counters {
     accesses: u64,
@@ -109,15 +109,15 @@ impl Engine {
         })
     }
 
-    /// Has what the guest is refused kept in a file.
+    /// Sets the file that records what the guest is refused.
     pub(super) fn set_traces(&mut self, traces: Traces) {
         if let Mode::Guarded(guarded) = &mut self.mode {
             guarded.traces = Some(traces);
         }
     }
 
-    /// What its thread may wait for: a card's interrupt, frames of a tap. One of them at a time ([`Self::active`]); none where interrupts go by
-    /// themselves.
+    /// Descriptors for the NIC's thread: a card's interrupt, frames of a tap. One is active at a time ([`Self::active`]). Empty if KVM
+    /// delivers interrupts by itself.
     pub(super) fn sources(&self) -> Result<Vec<OwnedFd>, NicError> {
         let failed = |error| NicError::machine("descriptor", error);
         match &self.mode {
@@ -126,7 +126,7 @@ impl Engine {
         }
     }
 
-    /// Which of [`Self::sources`] counts now.
+    /// Index of the active descriptor in [`Self::sources`].
     pub(super) fn active(&self) -> usize {
         match &self.mode {
             Mode::Guarded(guarded) => usize::from(guarded.monitor.physical_ref().is_emulation()),
@@ -134,7 +134,7 @@ impl Engine {
         }
     }
 
-    /// Changes what is behind the NIC while its guest runs: to its card under the model, or to the emulation.
+    /// Changes the backend while the guest runs: to the card under the model, or to the emulation.
     pub(super) fn change(&mut self, emulation: bool) -> Result<(), ChangeError> {
         let name = self.name.clone();
         match &mut self.mode {
@@ -157,7 +157,7 @@ impl Engine {
         matches!(&self.mode, Mode::Guarded(guarded) if guarded.monitor.is_open())
     }
 
-    /// Gives the guest its card without the model, or takes it under the model again; `false` where that can't be now.
+    /// Passes the card through without the model, or puts it under the model again. Returns `false` if that isn't possible now.
     pub(super) fn pass(&mut self, open: bool) -> Result<bool, ChangeError> {
         let name = self.name.clone();
         let Mode::Guarded(guarded) = &mut self.mode else { return Err(self.no_card()) };
@@ -166,7 +166,7 @@ impl Engine {
         result
     }
 
-    /// Has every access come here for a moment. Whether that is new: what is mapped changes with it.
+    /// Makes every access exit for a while, or ends that. Returns whether this changes the mappings.
     pub(super) fn set_bare(&mut self, bare: bool) -> bool {
         match &mut self.mode {
             Mode::Guarded(guarded) => std::mem::replace(&mut guarded.bare, bare) != bare,
@@ -174,12 +174,12 @@ impl Engine {
         }
     }
 
-    /// What is half done can't be used.
+    /// A change that failed halfway leaves the NIC unusable.
     fn note<T>(&mut self, result: &Result<T, ChangeError>) {
         self.failed |= matches!(result, Err(ChangeError::Failed { .. } | ChangeError::Interrupt { .. }));
     }
 
-    /// Has the card's interrupts delivered.
+    /// Connects the card's interrupt to the guest's line.
     pub(super) fn connect(&mut self, controller: &dyn InterruptController, gsi: u32) -> Result<(), NicError> {
         match &mut self.mode {
             Mode::Virtual(_) => Ok(()),
@@ -189,13 +189,13 @@ impl Engine {
                     .map_err(|error| NicError::machine("interrupt line", error))?;
                 guarded.line = Some(line);
                 guarded.connect(&self.name).map_err(|error| NicError::machine("interrupt line", error))?;
-                // A line that was up before (an e1000 reports its link) may never be signalled: its causes are taken now.
+                // KVM may never signal a line that was up before (an e1000 reports its link), so its causes are taken now.
                 guarded.readable().map_err(|error| NicError::machine("pending interrupt", error))
             }
         }
     }
 
-    /// The guest accesses a BAR. A read's value.
+    /// An access of the guest to a BAR. Returns the value of a read.
     pub(super) fn access(&mut self, access: Access) -> u32 {
         let begin = Instant::now();
         self.counters.accesses += 1;
@@ -232,7 +232,7 @@ impl Engine {
         }
     }
 
-    /// The source that [`Self::source`] told is readable.
+    /// The active one of [`Self::sources`] is readable.
     pub(super) fn readable(&mut self) {
         if self.failed {
             return;
@@ -250,14 +250,14 @@ impl Engine {
         self.counters.interrupt_nanoseconds += nanoseconds(begin);
     }
 
-    /// As [`Guarded::collect_told`].
+    /// See [`Guarded::collect_told`].
     pub(super) fn collect_told(&mut self) {
         if let Mode::Guarded(guarded) = &mut self.mode {
             guarded.collect_told();
         }
     }
 
-    /// The guest has told of something, or it is looked whether it has.
+    /// The guest has signaled a write, or the thread drains deferred writes.
     pub(super) fn told(&mut self) {
         if let Mode::Guarded(guarded) = &mut self.mode
             && !self.failed
@@ -274,7 +274,7 @@ impl Engine {
         }
     }
 
-    /// After anything that its thread has done, with `idle` if that was for nothing: whether mappings have changed, and when it looks again.
+    /// Supervises the page after each action of the thread. Returns whether mappings changed, and the interval until the next drain.
     pub(super) fn watch(&mut self, idle: bool) -> (bool, Option<Duration>) {
         match &mut self.mode {
             Mode::Guarded(guarded) if !self.failed => {
@@ -285,7 +285,7 @@ impl Engine {
         }
     }
 
-    /// Descriptors that tell of what is to be looked at at once.
+    /// Eventfds of writes that the thread must process at once.
     pub(super) fn prompt(&self) -> Result<Vec<OwnedFd>, NicError> {
         let told = self.page().map(RegisterPage::prompt).unwrap_or_default();
         let clones = told.iter().map(|(_, fd)| fd.try_clone());
@@ -321,7 +321,7 @@ impl Engine {
         }
     }
 
-    /// Bus mastering as the guest's command register has it.
+    /// Sets bus mastering as the guest's command register has it.
     pub(super) fn set_bus_master(&mut self, on: bool) {
         let result = match &mut self.mode {
             Mode::Virtual(card) => card.set_guest_bus_master(on).map_err(MonitorError::from),
@@ -332,7 +332,7 @@ impl Engine {
         }
     }
 
-    /// Power-on state.
+    /// Resets to the power-on state.
     pub(super) fn reset(&mut self) -> Result<(), MonitorError> {
         self.failed = false;
         match &mut self.mode {
@@ -344,7 +344,7 @@ impl Engine {
         }
     }
 
-    /// Takes the card from the guest, whose vCPUs stand.
+    /// Saves the card's context and takes the card from the guest, whose vCPUs are suspended.
     pub(super) fn quiesce(&mut self) -> Result<(), MonitorError> {
         if self.failed {
             return Ok(());
@@ -355,7 +355,7 @@ impl Engine {
         }
     }
 
-    /// Gives it back.
+    /// Gives the card back to the guest.
     pub(super) fn unquiesce(&mut self) -> Result<(), MonitorError> {
         if self.failed {
             return Ok(());
@@ -370,25 +370,25 @@ impl Engine {
         if let Mode::Guarded(guarded) = &self.mode { guarded.page.as_ref() } else { None }
     }
 
-    /// Whether the guest reads registers without being seen: its interrupts are lowered at their end then, since nobody may see it
-    /// acknowledge their causes.
+    /// Whether the guest reads a shadow register page. No component then sees it acknowledge causes, so KVM lowers the line at each end of
+    /// interrupt.
     pub(super) fn has_page(&self) -> bool {
         self.page().is_some()
     }
 
-    /// As [`Guarded::has_unseen`].
+    /// See [`Guarded::has_unseen`].
     pub(super) fn has_unseen(&self) -> bool {
         if let Mode::Guarded(guarded) = &self.mode { guarded.has_unseen() } else { false }
     }
 
-    /// As [`Guarded::seen`].
+    /// See [`Guarded::seen`].
     pub(super) fn seen(&mut self) {
         if let Mode::Guarded(guarded) = &mut self.mode {
             guarded.seen();
         }
     }
 
-    /// The page, where the guest reads it now.
+    /// The shadow register page, if the guest reads it now.
     fn shown_page(&self) -> Option<&RegisterPage> {
         match &self.mode {
             Mode::Guarded(guarded) if !guarded.bare && !guarded.monitor.is_open() => guarded.page.as_ref(),
@@ -396,12 +396,12 @@ impl Engine {
         }
     }
 
-    /// Writes that are only told of.
+    /// Writes that signal an eventfd instead of exiting.
     pub(super) fn doorbells(&self) -> Vec<Doorbell> {
         self.shown_page().map(RegisterPage::doorbells).unwrap_or_default()
     }
 
-    /// Parts of BARs that the guest accesses without this process.
+    /// Parts of BARs that the guest accesses without an exit.
     pub(super) fn mappings(&self) -> Vec<BarMapping> {
         match &self.mode {
             Mode::Virtual(_) => Vec::new(),
@@ -420,12 +420,12 @@ impl Engine {
         }
     }
 
-    /// Whether the NIC has a thread that looks at late writes soon after an access, and there is need for it.
+    /// Whether the NIC's thread must drain deferred writes soon after an access.
     pub(super) fn is_watched(&self) -> bool {
         self.device.registers.iter().any(|register| register.starts) && !self.is_open()
     }
 
-    /// Writes that may wait, where accesses come to this process.
+    /// Ranges of deferred writes, if accesses exit.
     pub(super) fn late_writes(&self) -> Vec<LateWrites> {
         if matches!(&self.mode, Mode::Guarded(guarded) if guarded.bare) {
             return Vec::new();
@@ -463,14 +463,14 @@ impl Engine {
     }
 }
 
-/// What a guest may do, and what happens when it tries more.
+/// Rules of a NIC in mode `vpio`.
 struct Rules<'a> {
     policy: NicPolicy,
     allow: &'a [NicPermission],
     stop: StopSink,
 }
 
-/// A card under its model; with a wire also its emulation, which waits.
+/// A card under its model. With a wire, also its emulation, which is idle.
 fn guarded(
     name: &str,
     mut card: Vfio,
@@ -539,7 +539,7 @@ fn guarded(
     Ok(guarded)
 }
 
-/// The emulation of a card, with the card's address, for its model: it reaches validated windows only, as behind an IOMMU.
+/// The emulation of a card, with the card's address, for its model. It reaches only validated windows, as behind an IOMMU.
 pub(super) fn emulated<C>(
     device: &'static Device,
     address: [u8; 6],
@@ -604,7 +604,7 @@ fn inspect_guarded(device: &'static Device, guarded: &Guarded<Vfio>) -> Value {
     })
 }
 
-/// An access that nobody vets.
+/// An access without a model.
 fn direct(card: &mut (impl PhysicalDevice + ?Sized), access: Access) -> Result<u32, DeviceError> {
     match access.write {
         Some(value) => card.write(access.bar, access.offset, access.size, value).map(|()| 0),

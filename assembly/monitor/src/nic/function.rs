@@ -28,34 +28,34 @@ use super::look::Look;
 use super::thread::{Next, Sources, Thread, Woken};
 use crate::vm::ThreadHook;
 
-/// Least bytes of a memory BAR: what can be mapped.
+/// Smallest memory BAR, bytes: mappings consist of pages.
 const PAGE: u64 = 4096;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// See the module. Locks are taken in the order of the fields.
+/// The PCI function of a NIC. Locks are taken in the order of the fields.
 pub(super) struct NicFunction {
     name: String,
     config: Mutex<ConfigSpace>,
     engine: Mutex<Engine>,
     pin: IntxPin,
-    /// The wire of a NIC whose guest isn't seen acknowledging.
+    /// The line of a NIC whose guest isn't seen acknowledging.
     level: OnceLock<(LevelLine, Arc<LoweredByGuest>)>,
     thread: OnceLock<Thread>,
-    /// Has the bus follow what is mapped.
+    /// Updates the bus to the present mappings.
     refresh: OnceLock<Refresh>,
-    /// Wakes the thread soon after an access, where what the guest writes late may start something.
+    /// Wakes the thread soon after an access, if a deferred write may start something.
     look: OnceLock<Look>,
-    /// Guests make lines rise and fall.
+    /// Rate-limited, since guests make lines rise and fall.
     log: GuestLog,
 }
 
-/// Has the bus follow what is mapped. Called without any lock.
+/// Updates the bus to the present mappings. Called without any lock.
 pub(super) type Refresh = Box<dyn Fn() + Send + Sync>;
 
-/// A wire that KVM lowers at the end of each interrupt, and whether it was raised since that was asked.
+/// A line that KVM lowers at each end of interrupt, and whether it was raised since the last check.
 struct LoweredByGuest(Arc<OwnedFd>, AtomicBool);
 
 impl IntxLine for LoweredByGuest {
@@ -110,7 +110,7 @@ impl NicFunction {
         }))
     }
 
-    /// Has a card's interrupts delivered.
+    /// Connects the card's interrupt to the guest's line.
     pub(super) fn connect(&self, controller: &dyn InterruptController, gsi: u32) -> Result<(), NicError> {
         let mut engine = lock(&self.engine);
         if engine.has_page() {
@@ -126,8 +126,8 @@ impl NicFunction {
         engine.connect(controller, gsi)
     }
 
-    /// Starts the thread, if there is something to wait for. `drain` brings late writes here, in the thread, before it looks; `check` has a vCPU
-    /// take a machine check for one of them.
+    /// Starts the thread, if it has something to wait for. On the thread, `drain` passes deferred writes to this function before each
+    /// action, and `check` makes a vCPU take a machine check for a refused one.
     pub(super) fn start(
         self: &Arc<Self>,
         on_start: ThreadHook,
@@ -166,7 +166,7 @@ impl NicFunction {
                 Woken::Told | Woken::Time => engine.told(),
             }
             if engine.has_unseen() {
-                // What waits may be older than what the guest has just been shown, or not: it is taken with that in mind.
+                // A deferred write may be older than the shadow page's last update, or newer. Unseen causes account for both.
                 drop(engine);
                 drain();
                 engine = lock(&function.engine);
@@ -194,7 +194,7 @@ impl NicFunction {
         Ok(())
     }
 
-    /// Has `refresh` called when what is mapped changes, from the thread.
+    /// Sets the callback that the thread calls when mappings change.
     pub(super) fn set_refresh(&self, refresh: Refresh) {
         // Plugged once.
         let _ = self.refresh.set(refresh);
@@ -206,7 +206,7 @@ impl NicFunction {
         }
     }
 
-    /// As [`super::NicHandle::change`].
+    /// See [`super::NicHandle::change`].
     pub(super) fn change(self: &Arc<Self>, behind: NicBehind) -> Result<(), ChangeError> {
         let begin = Instant::now();
         loop {
@@ -221,12 +221,12 @@ impl NicFunction {
                 })?;
                 return Err(ChangeError::Busy { name: self.name.clone() });
             }
-            // Guest and thread go on meanwhile: they are what ends this.
+            // The guest and the thread continue meanwhile, which leads to a quiescent point.
             std::thread::sleep(Duration::from_micros(300));
         }
     }
 
-    /// Does something in the thread: the one that asks may do nothing with cards.
+    /// Runs `what` on the thread: the caller's sandbox may not permit access to cards.
     fn in_thread<R: Send + 'static>(
         self: &Arc<Self>,
         what: impl FnOnce(&Self) -> Result<R, ChangeError> + Send + 'static,
@@ -237,13 +237,13 @@ impl NicFunction {
         thread.call(move || what(&its)).ok_or_else(silent)?
     }
 
-    /// A step of a change; whether that was the last one.
+    /// A step of a change of the backend. Returns whether it was the last one.
     fn step_to(&self, behind: NicBehind) -> Result<bool, ChangeError> {
         let open = lock(&self.engine).is_open();
         match behind {
             NicBehind::Passthrough if open => Ok(true),
             NicBehind::Passthrough => {
-                // Its card first, where it is behind the emulation.
+                // First back to the card, if the emulation is the backend.
                 self.change_under_model(false)?;
                 self.pass(true)
             }
@@ -267,9 +267,9 @@ impl NicFunction {
         result
     }
 
-    /// To `passthrough`, or back under the model; `false` where that can't be now.
+    /// Changes to `passthrough`, or back under the model. Returns `false` if that isn't possible now.
     fn pass(&self, open: bool) -> Result<bool, ChangeError> {
-        // From here on every access comes by the engine: none is made past it while it changes sides, and none waits.
+        // From here on every access exits to the engine: none bypasses it during the change, and none is deferred.
         if lock(&self.engine).set_bare(true) {
             self.refresh();
         }
@@ -287,7 +287,7 @@ impl NicFunction {
         self.changed(engine);
     }
 
-    /// Something else is behind the NIC.
+    /// The backend has changed.
     fn changed(&self, mut engine: MutexGuard<'_, Engine>) {
         self.drive(&mut engine);
         if let Some(thread) = self.thread.get() {
@@ -297,7 +297,7 @@ impl NicFunction {
         self.refresh();
     }
 
-    /// The wire follows the engine, whose lock is held so that levels come in order.
+    /// Drives the line to the engine's level. The caller holds the engine's lock, so that levels stay in order.
     fn drive(&self, engine: &mut Engine) {
         if let Err(error) = self.pin.set_pending(engine.line()) {
             telemetry::guest_warn!(self.log, device = %self.name, %error, "An interrupt line can't be driven");
@@ -322,7 +322,7 @@ impl NicFunction {
         FunctionError::Failed { name: self.name.clone(), what: what.to_owned(), source: source.into() }
     }
 
-    /// An access in pieces that a device knows: 1, 2 or 4 bytes.
+    /// Splits an access into pieces that a device supports: 1, 2 or 4 bytes.
     fn access(&self, bar: u8, offset: u64, len: usize, mut each: impl FnMut(&mut Engine, Access, usize)) {
         let mut engine = lock(&self.engine);
         let mut done = 0;
@@ -346,7 +346,7 @@ impl NicFunction {
     }
 }
 
-/// Whether an access lies in what the device has there: a BAR may be larger.
+/// Whether an access is inside the device's registers: a BAR may be larger.
 fn inside(device: &Device, access: &Access) -> bool {
     let size = match device.bars.get(usize::from(access.bar)) {
         Some(Bar::Ports(size) | Bar::Memory(size)) => *size,

@@ -1,4 +1,4 @@
-//! A NIC whose guest's requests are vetted by the model of its card.
+//! A NIC under the device model of its card, which checks the guest's requests.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -18,138 +18,138 @@ use super::mapped::Mapped;
 use super::page::RegisterPage;
 use super::traces::Traces;
 
-/// How long a pause waits for a card to finish what the guest handed over.
+/// Time that a pause waits for a card to finish the guest's requests.
 const SETTLE: Duration = Duration::from_millis(200);
-/// How long a guest's handler may take before its page is taken from it.
+/// Time in an interrupt after which the guest loses its shadow register page.
 const ENDLESS: Duration = Duration::from_millis(100);
-/// So often in a row the page comes back, until the next reset. A guest that is slow for once loses it once.
+/// Times in a row that the page returns, until a reset. A guest that is slow once loses it once.
 const RETURNS: u32 = 4;
-/// After which time late writes are looked at where nothing brings them: at first, and at last.
+/// Interval between drains of deferred writes that no other event causes: the shortest and the longest.
 const LOOKS: (Duration, Duration) = (Duration::from_millis(1), Duration::from_secs(1));
-/// How long a change of what is behind the NIC waits for a point at which the card can be taken from its guest.
+/// Time that a change of the backend waits for a quiescent point.
 pub(super) const REUSABLE: Duration = Duration::from_secs(1);
 
-/// See the module.
+/// A NIC under its model.
 pub(super) struct Guarded<C> {
     pub monitor: Box<Monitor<Behind<C>>>,
     pub guest: GuestId,
     /// Called once, when the policy stops the guest.
     pub stop: Option<StopSink>,
-    /// Where traces of what was refused go.
+    /// The file that records what the guest is refused.
     pub traces: Option<Traces>,
-    /// The card's line was up while its causes couldn't be read: VFIO keeps it masked until they are.
+    /// The card's line was up while its causes couldn't be read. VFIO keeps it masked until they are.
     pub masked: bool,
-    /// Card or emulation, whichever isn't in use.
+    /// The idle backend: card or emulation.
     pub aside: Option<Aside<Behind<C>>>,
     /// Bus mastering as the guest's command register has it.
     pub guest_master: bool,
-    /// Changes of what is behind it.
+    /// Number of changes of the backend.
     pub changes: u64,
-    /// Where the guest reads the registers without an exit.
+    /// The shadow register page.
     pub page: Option<RegisterPage>,
-    /// How the page is watched over.
+    /// State of the supervision of the page.
     pub watch: Watch,
     /// Pages of the card that the guest may read without its model.
     pub free_pages: Vec<Mapped>,
-    /// What the guest has of the card's BARs while it drives it without its model.
+    /// Parts of the card's BARs that the guest has while it is passed through.
     pub whole: Vec<Mapped>,
-    /// The guest's line, where the card's goes then. It is open as long as this: KVM and VFIO hold the eventfds' counters, not their files, and let
-    /// go of a file that is closed.
+    /// The guest's line, to which the card's is routed while it is passed through. It must stay open: KVM and VFIO hold the eventfds'
+    /// counters, not their files, and drop an eventfd whose file is closed.
     pub line: Option<LevelLine>,
-    /// Nothing is mapped, told or late for a moment: every access comes here.
+    /// During a change: no mapping, eventfd write or deferred write, so that every access exits.
     pub bare: bool,
-    /// The machine is paused: nothing changes, or a card would run meanwhile.
+    /// The VM is paused: the backend must not change, or a card would run in the pause.
     pub paused: bool,
 }
 
-/// A guest's page is taken away while an interrupt of its doesn't end: it may read until no cause is left, which only a read that is seen can
-/// bring about.
+/// Supervision of the shadow register page. An interrupt that doesn't end makes it withdraw the page: the guest may read until no cause is
+/// left, and only a read that exits clears causes.
 #[derive(Debug, Default)]
 pub(super) struct Watch {
-    /// Writes that were told, and that late writes may be older than.
+    /// Signaled writes. Deferred writes in the ring may be older.
     told: Vec<Access>,
-    /// Since when the guest has an interrupt.
+    /// Since when the guest is in an interrupt.
     since: Option<Instant>,
-    /// Until when nothing is looked at, where nothing happens.
+    /// Interval until the next drain, while nothing happens.
     look: Duration,
-    /// The page is away.
+    /// The page is withdrawn.
     pub taken: bool,
-    /// How often it was, and how often in a row.
+    /// Times that it was withdrawn, in all and in a row.
     pub times: u32,
     in_a_row: u32,
 }
 
-/// What is behind a NIC can't be changed.
+/// Why a NIC's backend can't be changed.
 #[derive(Debug, thiserror::Error)]
 pub enum ChangeError {
-    /// There is nothing else.
+    /// The NIC has only one backend.
     #[error("NIC {name} has one mode only: {reason}")]
     One {
-        /// Which.
+        /// Name of the NIC.
         name: String,
-        /// Why.
+        /// The reason.
         reason: &'static str,
     },
-    /// The guest uses it without pause.
+    /// The NIC reached no quiescent point.
     #[error(
         "NIC {name} was not at a point where its card can be taken from its guest for {} s; try again with less traffic",
         REUSABLE.as_secs()
     )]
     Busy {
-        /// Which.
+        /// Name of the NIC.
         name: String,
     },
-    /// The guest has no right to its card any more.
+    /// The policy has stopped the guest's use of the card.
     #[error("NIC {name} was stopped before, by its policy; reset the VM")]
     Stopped {
-        /// Which.
+        /// Name of the NIC.
         name: String,
     },
-    /// It does with its card what the model doesn't allow.
+    /// The model doesn't permit the card's present state.
     #[error("NIC {name} stays passed through: {refusal}")]
     NotAllowed {
-        /// Which.
+        /// Name of the NIC.
         name: String,
-        /// What.
+        /// What it doesn't permit.
         refusal: Refusal,
     },
-    /// The card can't have all of the guest's memory.
+    /// The guest's memory can't be mapped for the card.
     #[error("NIC {name} stays under its model: the guest's memory can't be mapped for its card")]
     NotMapped {
-        /// Which.
+        /// Name of the NIC.
         name: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: DeviceError,
     },
-    /// The card's interrupt can't be sent elsewhere.
+    /// The card's interrupt can't be rerouted.
     #[error("The interrupt of NIC {name} can't be connected")]
     Interrupt {
-        /// Which.
+        /// Name of the NIC.
         name: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: OpenError,
     },
-    /// Its thread.
+    /// The NIC's thread has ended, or doesn't respond.
     #[error("The thread of NIC {name} doesn't answer; see the monitor's log")]
     Silent {
-        /// Which.
+        /// Name of the NIC.
         name: String,
     },
-    /// The card.
+    /// The card or its model failed.
     #[error("NIC {name} failed")]
     Failed {
-        /// Which.
+        /// Name of the NIC.
         name: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: MonitorError,
     },
 }
 
 impl<C: HostCard> Guarded<C> {
-    /// The guest accesses a BAR. A read's value.
+    /// An access of the guest to a BAR. Returns the value of a read.
     pub fn access(&mut self, access: Access) -> Result<u32, MonitorError> {
         if self.monitor.is_open() {
             return self.monitor.watched(self.guest, access);
@@ -166,8 +166,8 @@ impl<C: HostCard> Guarded<C> {
         self.page.as_ref().is_some_and(|page| !page.prompt().is_empty())
     }
 
-    /// Writes that were only told of happen now, before what came after them. They change nothing that could be refused. Where they are prompt
-    /// only those happen that were collected before late writes were taken: what they must not overtake waits there.
+    /// Applies signaled writes, before accesses that came later. They change nothing that could be refused. If they are prompt, applies
+    /// only those that were collected before the last drain of deferred writes: others wait, since they must not overtake deferred writes.
     fn take_told(&mut self) -> Result<(), MonitorError> {
         let Some(page) = self.page.as_ref().filter(|_| !self.monitor.is_open()) else { return Ok(()) };
         if page.prompt().is_empty() {
@@ -181,9 +181,9 @@ impl<C: HostCard> Guarded<C> {
         Ok(())
     }
 
-    /// Notes what was told of, where it is prompt. Late writes are taken next, and then [`Self::told`] is called. So a mask that is opened is
-    /// never closed by what the guest wrote before; what it wrote right after, to close it, may count as before: an interrupt comes then that
-    /// was on its way.
+    /// Collects signaled writes, if they are prompt. The caller then drains deferred writes, and calls [`Self::told`]. So a mask that the
+    /// guest opens is never closed by an older write. A write that closes it just after may count as older: an interrupt then arrives that
+    /// was already on its way.
     pub fn collect_told(&mut self) {
         if let Some(page) = self.page.as_ref().filter(|page| !page.prompt().is_empty()) {
             for access in page.take_told() {
@@ -194,7 +194,7 @@ impl<C: HostCard> Guarded<C> {
         }
     }
 
-    /// The guest has told of something, or it is looked whether late writes wait.
+    /// Applies collected writes and updates the page, after a signal or a drain.
     pub fn told(&mut self) -> Result<(), MonitorError> {
         self.take_told()?;
         self.show()
@@ -206,7 +206,7 @@ impl<C: HostCard> Guarded<C> {
         self.watch.since.get_or_insert_with(Instant::now);
     }
 
-    /// Watches over the page, after anything that its thread does. Whether mappings have changed.
+    /// Supervises the page, after each action of the thread. Returns whether mappings have changed.
     pub fn watch(&mut self, now: Instant) -> bool {
         if self.monitor.is_open() {
             return false;
@@ -223,8 +223,8 @@ impl<C: HostCard> Guarded<C> {
         std::mem::replace(&mut watch.taken, take) != take
     }
 
-    /// When late writes are looked at again, with nothing that brings them: while the guest has an interrupt, or causes that it doesn't want to
-    /// hear of now. A driver that only polls fills its ring again by late writes.
+    /// Interval until the next drain that no other event causes; none if none is needed. It is needed during an interrupt, and while masked
+    /// causes are outstanding: a driver that only polls refills its ring by deferred writes.
     pub fn again(&mut self, idle: bool) -> Option<Duration> {
         if self.page.is_none() || self.monitor.is_open() || !self.monitor.clears_by_reads() {
             return None;
@@ -235,7 +235,7 @@ impl<C: HostCard> Guarded<C> {
         waits.then_some(self.watch.look)
     }
 
-    /// Brings the guest's page up to date.
+    /// Updates the guest's shadow register page.
     pub fn show(&mut self) -> Result<(), MonitorError> {
         match &self.page {
             _ if self.monitor.is_open() => Ok(()),
@@ -244,14 +244,14 @@ impl<C: HostCard> Guarded<C> {
         }
     }
 
-    /// The guest's registers read ones from now on.
+    /// Makes the guest's registers read ones from now on.
     pub fn gone(&self) {
         if let Some(page) = &self.page {
             page.fill(u32::MAX);
         }
     }
 
-    /// The guest's line was lowered: whoever raises it again has to know what the guest was told of.
+    /// The guest's line was lowered. Signaled writes are applied before the line can rise again.
     pub fn lowered(&mut self) -> Result<(), MonitorError> {
         if self.monitor.is_open() {
             return Ok(());
@@ -264,7 +264,8 @@ impl<C: HostCard> Guarded<C> {
         self.show()
     }
 
-    /// Whether causes were taken that the guest may not have read: late writes are taken once more then, and [`Self::seen`] is called.
+    /// Whether causes were taken that the guest may not have read. The caller then drains deferred writes once more, and calls
+    /// [`Self::seen`].
     pub fn has_unseen(&self) -> bool {
         !self.monitor.is_open() && self.monitor.has_unseen(self.guest)
     }
@@ -282,12 +283,12 @@ impl<C: HostCard> Guarded<C> {
             traces.keep(self.monitor.violations(self.guest));
         }
         if self.monitor.resets(self.guest) != resets {
-            // What was told of before is over with the rest.
+            // Signaled writes from before the reset are void.
             self.collect_told();
             self.watch.told.clear();
         }
         if self.monitor.physical_ref().is_emulation() {
-            // No eventfd tells of its line.
+            // No eventfd signals its line.
             self.monitor.interrupt()?;
         }
         match answer {
@@ -295,21 +296,21 @@ impl<C: HostCard> Guarded<C> {
             Answer::Stopped => {
                 self.gone();
                 if let Some(stop) = self.stop.take() {
-                    // The last one of those that are kept is this one, or came before it: policy `stop` refuses once.
+                    // The last recorded violation is this one, or an earlier one: policy `stop` refuses once.
                     let why = self.monitor.violations(self.guest).last();
                     stop(why.map_or_else(String::new, |violation| violation.refusal.to_string()));
                 }
             }
-            // This is the thread of the vCPU that made the access, or the NIC's, which sees to it that a vCPU has it.
+            // This is the thread of the vCPU that made the access, or the NIC's, which passes the check on to a vCPU.
             Answer::MachineCheck => machine::machine_check::raise(),
-            // Nobody else has the card.
+            // No other guest has the card.
             Answer::Wait => {}
         }
-        // Until the VM has ended, as a device that is gone.
+        // Until the VM has ended, like a device that is gone.
         Ok(u32::MAX)
     }
 
-    /// What tells of a card's line, and of frames for its emulation.
+    /// Descriptors that signal a card's line, and frames for its emulation.
     pub fn sources(&self) -> io::Result<Vec<OwnedFd>> {
         let (mut card, mut wire) = (None, None);
         let aside = self.aside.as_ref().map(Aside::physical_ref);
@@ -322,7 +323,7 @@ impl<C: HostCard> Guarded<C> {
         Ok(card.into_iter().chain(wire).collect())
     }
 
-    /// Opens the line again once its causes have been taken.
+    /// Unmasks the line, once its causes were taken.
     pub fn unmask(&mut self) -> Result<(), MonitorError> {
         self.masked = self.monitor.causes_wait();
         if !self.masked {
@@ -331,10 +332,10 @@ impl<C: HostCard> Guarded<C> {
         Ok(())
     }
 
-    /// The card's line has been told of, or frames have come for the emulation.
+    /// The card has signaled its line, or frames have arrived for the emulation.
     pub fn readable(&mut self) -> Result<(), MonitorError> {
         if self.monitor.is_open() {
-            // Told before the line went to the guest: it is taken, or the thread would come again and again.
+            // Signaled before the line was routed to the guest. Consumed, or the thread would wake again and again.
             if let Some(card) = self.monitor.physical().card() {
                 card.signalled();
             }
@@ -350,13 +351,13 @@ impl<C: HostCard> Guarded<C> {
         self.unmask()
     }
 
-    /// Bus mastering as the guest's command register has it.
+    /// Sets bus mastering as the guest's command register has it.
     pub fn set_guest_bus_master(&mut self, on: bool) -> Result<(), MonitorError> {
         self.guest_master = on;
         Ok(self.monitor.physical().set_guest_bus_master(on)?)
     }
 
-    /// Takes the card from the guest, whose vCPUs stand.
+    /// Saves the card's context and takes the card from the guest, whose vCPUs are suspended.
     pub fn quiesce(&mut self) -> Result<(), MonitorError> {
         self.paused = true;
         if self.monitor.is_open() {
@@ -366,23 +367,23 @@ impl<C: HostCard> Guarded<C> {
         self.monitor.release()
     }
 
-    /// Gives it back.
+    /// Gives the card back to the guest.
     pub fn unquiesce(&mut self) -> Result<(), MonitorError> {
         self.paused = false;
         if self.monitor.is_open() {
             return Ok(self.monitor.physical().set_bus_master(true)?);
         }
         self.monitor.switch(self.guest, false)?;
-        // A handler that runs has its time from here on: in the pause its guest didn't run.
+        // The guest didn't run during the pause, so the time of its handler starts again.
         self.watch.since = self.watch.since.map(|_| Instant::now());
         self.show()?;
         Ok(self.monitor.physical().unmask()?)
     }
 
-    /// Power-on state.
+    /// Resets to the power-on state.
     pub fn reset(&mut self) -> Result<(), MonitorError> {
         self.set_guest_bus_master(false)?;
-        // What was told before is forgotten with the rest.
+        // Signaled writes from before the reset are void.
         self.collect_told();
         self.take_told()?;
         (self.watch.since, self.watch.in_a_row) = (None, 0);
@@ -394,7 +395,7 @@ impl<C: HostCard> Guarded<C> {
         Ok(self.monitor.physical().unmask()?)
     }
 
-    /// Whether the card can be taken from the guest, after some time at the most.
+    /// Waits up to `patience` for a quiescent point. Returns whether it was reached.
     fn settle(&mut self, patience: Duration) -> Result<bool, MonitorError> {
         let begin = Instant::now();
         while !self.monitor.settle()? {
@@ -406,7 +407,7 @@ impl<C: HostCard> Guarded<C> {
         Ok(true)
     }
 
-    /// Gives the guest its card without the model, if it is at a point at which that can be: `false` otherwise.
+    /// Passes the card through without the model, if it is at a quiescent point. Returns `false` otherwise.
     pub fn open(&mut self, name: &str) -> Result<bool, ChangeError> {
         if self.paused {
             return Ok(false);
@@ -432,7 +433,7 @@ impl<C: HostCard> Guarded<C> {
         Ok(true)
     }
 
-    /// Takes the guest's card under its model again: `false` where that can't be now.
+    /// Puts the card under its model again. Returns `false` if that isn't possible now.
     pub fn close(&mut self, name: &str) -> Result<bool, ChangeError> {
         if self.paused {
             return Ok(false);
@@ -454,7 +455,7 @@ impl<C: HostCard> Guarded<C> {
         Ok(true)
     }
 
-    /// Sends the card's interrupt to whom it concerns.
+    /// Routes the card's interrupt to the guest's line, or to this process.
     pub fn connect(&mut self, name: &str) -> Result<(), ChangeError> {
         let open = self.monitor.is_open();
         let line = self.line.as_ref().filter(|_| open);
@@ -468,8 +469,8 @@ impl<C: HostCard> Guarded<C> {
         self.monitor.connected().map_err(failed)
     }
 
-    /// Takes the guest to the emulation, or to the card. It sees nothing of it but lost frames: those that are on their way. Nothing where it is
-    /// there already.
+    /// Changes the backend to the emulation, or to the card. The guest notices only lost frames, those in flight. No effect if the backend
+    /// is the same.
     pub fn change(&mut self, name: &str, emulation: bool) -> Result<(), ChangeError> {
         if self.monitor.physical_ref().is_emulation() == emulation {
             return Ok(());
@@ -489,12 +490,12 @@ impl<C: HostCard> Guarded<C> {
         if let Some(mut other) = self.aside.take() {
             let prepared = other.physical().set_guest_bus_master(self.guest_master);
             prepared.map_err(|error| failed(error.into()))?;
-            // Nobody has it: it was released.
+            // The pause has released it: no guest has it.
             let (Ok(one) | Err(one)) = self.monitor.exchange(other);
             self.aside = Some(one);
         }
         if let Some(left) = &mut self.aside {
-            // What is left behind receives nothing more, and holds its line down.
+            // The idle backend receives nothing more, and keeps its line down.
             left.physical().set_guest_bus_master(false).map_err(|error| failed(error.into()))?;
             left.physical().reset().map_err(|error| failed(error.into()))?;
         }
@@ -504,7 +505,7 @@ impl<C: HostCard> Guarded<C> {
             return Err(ChangeError::Stopped { name: name.to_owned() });
         }
         if let Some(card) = self.monitor.physical().card() {
-            // A line that was up before may never be signalled.
+            // A line that was up before may never be signaled.
             card.signalled();
         }
         self.monitor.interrupt().map_err(failed)?;

@@ -1,11 +1,10 @@
-//! A look at late writes soon after an access. Where a late write may start something (`Register::starts`: the NE2000's command register), a
-//! guest may make it and then wait for an interrupt; what waits in KVM's ring is told to nobody. So after any access of the NIC that leaves the
-//! guest, or that was late itself, its thread looks, [`AFTER`] later: the order of writes stays what it was, as all of them are in
-//! that ring.
+//! Drains of deferred writes soon after an access. A deferred write may start something (`Register::starts`: the NE2000's command
+//! register), after which the guest waits for an interrupt. KVM's ring signals nothing, so the NIC's thread drains it [`AFTER`] after any
+//! access that exits, and after each drain that finds a write. All writes are in the ring, so they stay in order.
 //!
-//! A guest may need longer for its next write: where it has one processor with that thread, each look takes it away from its guest. So looks that find
-//! nothing go on, each after twice the time up to [`MAX_POLL_INTERVAL`], until nothing has happened for [`LOOKS`] of them, some 10 s: longer than drivers wait for an
-//! interrupt before they reset their card. A guest that does nothing costs nothing then.
+//! A guest may need longer for its next write: with one CPU, each wakeup of the thread delays the guest. So the thread repeats drains that
+//! find nothing, with twice the interval up to [`MAX_POLL_INTERVAL`], and stops after [`LOOKS`] of them. This takes some 10 s, longer than
+//! drivers wait for an interrupt before they reset their card. An idle guest then costs nothing.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -16,17 +15,17 @@ use rustix::time::{
     Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create, timerfd_settime,
 };
 
-/// How long after the access. A frame of 1514 bytes takes an NE2000's wire 1.2 ms; Linux's driver needs a fifth of that from its last read to the write
-/// that sends, on slow machines.
+/// Time from an access to the first drain. A frame of 1514 bytes takes 1.2 ms on an NE2000's wire. Linux's driver needs a fifth of that, on
+/// slow machines, from its last read to the write that sends.
 const AFTER: Duration = Duration::from_micros(200);
-/// Between looks that found nothing, at most.
+/// Longest interval between drains.
 const MAX_POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// Looks in a row that find nothing.
+/// Drains in a row that find nothing, after which they stop.
 const LOOKS: u32 = 110;
-/// None is due.
+/// Value of the counter when no drain is due.
 const NONE: u32 = u32::MAX;
 
-/// How long after the one before a look comes that follows so many that found nothing.
+/// Interval before a drain that follows `empty` drains that found nothing.
 fn after(empty: u32) -> Duration {
     2_u32
         .checked_pow(empty)
@@ -34,7 +33,7 @@ fn after(empty: u32) -> Duration {
         .map_or(MAX_POLL_INTERVAL, |time| time.min(MAX_POLL_INTERVAL))
 }
 
-/// The timer, and how many looks before the one that is due found nothing.
+/// The timer, and the number of drains in a row that found nothing, or [`NONE`].
 pub(super) struct Look(pub OwnedFd, AtomicU32);
 
 impl Look {
@@ -52,17 +51,17 @@ impl Look {
         }
     }
 
-    /// There was an access: a look is due soon. Nothing where one is already.
+    /// An access occurred: starts the timer, unless a first drain is due already.
     pub fn begin(&self) {
         if self.1.swap(0, Ordering::SeqCst) != 0 {
             self.set(0);
         }
     }
 
-    /// The thread looks now: accesses from here on want another look. What [`Look::again`] is to be given.
+    /// Called before the thread drains: later accesses start the timer again. Returns the argument for [`Look::again`].
     pub fn over(&self) -> u32 {
         let mut count = [0; 8];
-        // Where the thread woke for something else the timer hasn't run out: it is set anew then.
+        // If the thread woke for another reason, the timer hasn't expired. It is set again then.
         let due = rustix::io::read(&self.0, &mut count).is_ok();
         match self.1.swap(NONE, Ordering::SeqCst) {
             NONE => NONE,
@@ -70,7 +69,7 @@ impl Look {
         }
     }
 
-    /// The thread has looked. Where it found nothing, another look comes later, but not for ever.
+    /// Called after a drain that found nothing: sets the timer for the next one, up to [`LOOKS`] of them.
     pub fn again(&self, empty: u32) {
         let free = || self.1.compare_exchange(NONE, empty, Ordering::SeqCst, Ordering::SeqCst).is_ok();
         if empty < LOOKS && free() {
@@ -88,7 +87,7 @@ mod tests {
         Duration::new(u64::try_from(time.tv_sec).unwrap(), u32::try_from(time.tv_nsec).unwrap())
     }
 
-    /// Looks go on for some seconds after the last access, ever more seldom, and then end; an access begins anew.
+    /// Drains continue for some seconds after the last access, at growing intervals, and then stop. An access starts over.
     #[test]
     fn looks_go_on_for_a_while() {
         let look = Look::new().unwrap();
@@ -100,7 +99,7 @@ mod tests {
             let next = due(&look);
             assert!(next <= after(empty), "{next:?} after {empty}");
             all += after(empty);
-            // As if it had run out.
+            // As if the timer had expired.
             assert_eq!(look.1.swap(NONE, Ordering::SeqCst), empty);
             (empty, number) = (empty + 1, number + 1);
             look.again(empty);
@@ -112,7 +111,7 @@ mod tests {
         assert_eq!(look.1.load(Ordering::SeqCst), NONE, "none is due");
         look.begin();
         assert!(due(&look) <= AFTER);
-        // An access while it is looked.
+        // An access during a drain.
         let empty = look.over();
         look.begin();
         look.again(empty + 5);

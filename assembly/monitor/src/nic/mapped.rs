@@ -1,4 +1,4 @@
-//! Parts of a card's BARs that its guest accesses without this process.
+//! Parts of a card's BARs that its guest accesses without an exit.
 
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use super::NicError;
 pub(super) struct Mapped {
     bar: u8,
     fd: Arc<OwnedFd>,
-    /// In the card's file, and in the BAR.
+    /// Offset in the card's file; then in the BAR.
     offset: u64,
     begin: u64,
     length: u64,
@@ -33,7 +33,7 @@ impl Mapped {
     }
 }
 
-/// Memory BARs that VFIO lets be mapped.
+/// Memory BARs that VFIO can map.
 pub(super) fn mapped(card: &Vfio) -> Result<Vec<Mapped>, NicError> {
     let mut found = Vec::new();
     for (bar, what) in (0u8..).zip(card.description().bars) {
@@ -48,7 +48,7 @@ pub(super) fn mapped(card: &Vfio) -> Result<Vec<Mapped>, NicError> {
     Ok(found)
 }
 
-/// Pages of memory BARs that VFIO lets be mapped, and of which the description says that a guest may have them as they are.
+/// Pages of memory BARs that VFIO can map, and that the description lets a guest access directly.
 pub(super) fn free_pages(device: &'static Device, card: &Vfio) -> Result<Vec<Mapped>, NicError> {
     let mut found = Vec::new();
     for whole in mapped(card)? {
@@ -60,7 +60,7 @@ pub(super) fn free_pages(device: &'static Device, card: &Vfio) -> Result<Vec<Map
     Ok(found)
 }
 
-/// Where those pages begin in a BAR of which so many bytes can be mapped: a card may have less than its description.
+/// Offsets of those pages in a BAR of which `length` bytes can be mapped: a card may have less than its description.
 fn free(device: &'static Device, bar: u8, length: u64) -> impl Iterator<Item = u64> {
     let pages = plan(device).pages.into_iter();
     let free = pages.filter(move |(of, _, plan)| *of == bar && *plan == PagePlan::Map);
@@ -73,7 +73,7 @@ mod tests {
 
     use super::free;
 
-    /// An e1000's statistics are the card's own, and nothing is mapped that a card doesn't have.
+    /// An e1000's statistics are mapped directly. Pages that the card doesn't have aren't.
     #[test]
     fn free_pages_lie_in_what_can_be_mapped() {
         let of = |bar, length| free(&E1000, bar, length).collect::<Vec<_>>();

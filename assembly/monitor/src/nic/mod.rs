@@ -1,33 +1,33 @@
-//! Commodity NICs that the guest drives with its own driver: `[[nic]]`, in one of three modes ([`crate::description::NicMode`]).
+//! Commodity NICs with the guest's own driver: `[[nic]]`, in one of three modes ([`crate::description::NicMode`]).
 //!
 //! ```text
 //! virtual      guest ─▶ reference emulation (device-models) ─▶ tap            accesses exit
 //! vpio         guest ─▶ Monitor (vpio) ─▶ card of this host, vfio-pci         accesses exit; DMA to validated windows only
 //! passthrough  guest ─▶ card of this host, vfio-pci                           memory BARs mapped, INTx by irqfd; DMA to all of the guest
 //!
-//! Where accesses exit, writes that may be late don't, but wait for the next access (machine::late, vpio::plan). Where the model's device is one that
-//! drivers look at all the time (RTL8139, e1000), its registers are a page that the guest reads (vpio::shown), and its line is lowered by KVM at each end
-//! of interrupt: nobody may see the guest acknowledge.
+//! If accesses exit, deferred writes wait in KVM's ring for the next access (machine::late, vpio::plan). If drivers poll the device
+//! (RTL8139, e1000), the guest reads a shadow register page (vpio::shown), and KVM lowers the line at each end of interrupt: no component
+//! may see the guest acknowledge.
 //! ```
 //!
-//! | module | holds |
+//! | module | contents |
 //! |---|---|
-//! | [`engine`] | one of the three, behind one lock |
-//! | [`guarded`] | a NIC under its model; changes from its card to the emulation and back |
-//! | [`page`] | the page in which a guest reads registers of a card under its model without an exit |
-//! | [`mapped`] | parts of a card's BARs that the guest accesses by itself |
-//! | [`look`] | the timer after which late writes are looked at, where they may start something |
-//! | [`behind`] | what is behind a model: a card, or its emulation with a tap |
+//! | [`engine`] | the backend in any mode, behind one lock |
+//! | [`guarded`] | a NIC under its model; changes of the backend |
+//! | [`page`] | the shadow register page |
+//! | [`mapped`] | parts of a card's BARs that the guest accesses without an exit |
+//! | [`look`] | the timer of drains, if deferred writes may start something |
+//! | [`behind`] | a model's backend: a card, or its emulation with a tap |
 //! | [`wire`] | frames of a tap |
 //! | [`function`] | the PCI function: configuration space, BARs, INTx |
-//! | [`traces`] | the file of what a guest was refused |
+//! | [`traces`] | the file that records what a guest was refused |
 //! | [`thread`] | the thread of a NIC: frames of a tap, interrupts of a card |
-//! | [`bus`] | guest memory as a bus master of this process sees it |
+//! | [`bus`] | guest memory as seen by an emulated bus master |
 //!
-//! A NIC in mode vpio with a tap beside its card can be taken from card to emulation while its guest runs ([`NicHandle::change`]): the monitor
-//! keeps the guest's context, which is the same for both. A card of the host goes from vpio to passthrough and back likewise (`vpio::open`).
+//! With a tap beside its card, a NIC in mode vpio can change from card to emulation while its guest runs ([`NicHandle::change`]): the model
+//! keeps the guest's context, which is the same for both. A card of the host also changes between vpio and passthrough (`vpio::open`).
 //!
-//! What runs without its guest being paused: a card's DMA and interrupts. `quiesce` takes a card from the guest (its context is saved),
+//! A card's DMA and interrupts continue while vCPUs are suspended. So `quiesce` saves the context and takes the card from the guest, and
 //! `unquiesce` gives it back.
 
 mod behind;
@@ -61,69 +61,69 @@ use self::wire::Wire;
 use crate::description::{Nic, NicMode};
 use crate::vm::ThreadHook;
 
-/// System calls of threads that access a NIC: those of vCPUs, and a NIC's own.
+/// System calls of threads that access a NIC: those of vCPUs, and the NIC's own.
 pub const SYSCALLS: &[i64] = &[
     libc::SYS_pread64,
     libc::SYS_pwrite64,
     libc::SYS_ioctl,
     libc::SYS_readv,
     libc::SYS_writev,
-    // Late writes that may start something are looked at after a while.
+    // Deferred writes that may start something are drained after an interval.
     libc::SYS_timerfd_settime,
-    // Before a card's BAR is mapped into the guest.
+    // To map a card's BAR into the guest.
     libc::SYS_fstat,
     libc::SYS_newfstatat,
 ];
 
-/// System calls of the thread that gives a host's card back: it looks up the card's IOMMU group.
+/// System calls of the thread that releases a host's card: it looks up the card's IOMMU group.
 pub const END_SYSCALLS: &[i64] = &[libc::SYS_ioctl, libc::SYS_readlink, libc::SYS_readlinkat];
 
-/// Ends the VM: a request of its guest was refused, and the policy is to stop. Says what was refused.
+/// Ends the VM, with the refused request as the reason. Called if the policy is to stop.
 pub type StopSink = Arc<dyn Fn(String) + Send + Sync>;
 
-/// Whom a NIC tells of requests that were refused. Called from any thread.
+/// Callbacks for refused requests. Called on any thread.
 pub struct Refusals {
-    /// The policy is to stop; called at most once until the machine is reset.
+    /// The policy is to stop. Called at most once until the machine is reset.
     pub stop: StopSink,
-    /// The policy is a machine check, and what was refused came late: the vCPU that wrote it isn't known any more. A vCPU is to have one.
+    /// The policy is a machine check, and the refused write was deferred: the vCPU that made it is unknown. Makes any vCPU take the check.
     pub check: Box<dyn Fn() + Send>,
 }
 
-/// A NIC can't be set up.
+/// Why a NIC can't be set up.
 #[derive(Debug, thiserror::Error)]
 pub enum NicError {
-    /// The card.
+    /// The card can't be opened.
     #[error(transparent)]
     Card(#[from] OpenError),
-    /// The card, once it was open.
+    /// The open card failed.
     #[error(transparent)]
     Device(#[from] device_models::physical::DeviceError),
-    /// The card under its model.
+    /// The card's model failed.
     #[error(transparent)]
     Monitor(#[from] vpio::MonitorError),
-    /// The tap.
+    /// The tap failed.
     #[error(transparent)]
     Tap(#[from] NetError),
-    /// The file for traces.
+    /// The trace file can't be opened.
     #[error("The file {path} for traces of refused requests can't be opened")]
     Traces {
-        /// Which.
+        /// Path of the file.
         path: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: std::io::Error,
     },
-    /// Guest memory can't be pinned.
+    /// The limit of locked memory can't be raised.
     #[error(
         "The limit of locked memory can't be raised, and a card's memory is locked: run it with RLIMIT_MEMLOCK unlimited"
     )]
     LockedMemory(#[source] std::io::Error),
-    /// Something of the machine.
+    /// A resource of the machine can't be created.
     #[error("The NIC's {what} can't be made")]
     Machine {
-        /// What.
+        /// The resource.
         what: &'static str,
-        /// Why.
+        /// The cause.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
@@ -142,18 +142,18 @@ pub struct OpenedNic {
     traces: Option<Traces>,
 }
 
-/// What was opened.
+/// The open backend.
 enum Back {
     Wire(Wire),
-    /// A card, and where frames of its emulation go.
+    /// A card, and the wire of its emulation, if any.
     Card(Box<Vfio>, Option<Wire>),
 }
 
 impl OpenedNic {
-    /// Opens what is behind a NIC.
+    /// Opens the backend of a NIC.
     ///
     /// # Errors
-    /// When it can't be.
+    /// If the card or the tap can't be opened.
     pub fn open(wish: &Nic) -> Result<Self, NicError> {
         let back = match &wish.mode {
             NicMode::Virtual { tap, .. } => Back::Wire(open_wire(tap)?),
@@ -177,15 +177,15 @@ impl OpenedNic {
         Ok(Self { wish: wish.clone(), back, traces })
     }
 
-    /// Its name.
+    /// Name of the NIC.
     pub fn name(&self) -> &str {
         &self.wish.name
     }
 
-    /// Plugs it in and starts its thread; `on_start` runs first on that, `drain` whenever it wakes.
+    /// Plugs the NIC in and starts its thread. The thread runs `on_start` first, and `drain` on each wakeup.
     ///
     /// # Errors
-    /// When memory, interrupts or the thread can't be had.
+    /// If memory, interrupts or the thread can't be set up.
     pub fn plug(
         self,
         root: &Arc<PciRoot>,
@@ -223,16 +223,16 @@ impl OpenedNic {
 pub struct NicHandle(Arc<NicFunction>);
 
 impl NicHandle {
-    /// Its name.
+    /// Name of the NIC.
     pub fn name(&self) -> &str {
         PciFunction::name(&*self.0)
     }
 
-    /// Takes the guest to the emulation, to its card under the model, or to its card without, while it runs, at a point at which the card can be taken.
-    /// Frames on their way are lost. The guest's accesses wait meanwhile, for a second at the most.
+    /// Changes the backend while the guest runs, at a quiescent point: to the emulation, to the card under its model, or to passthrough.
+    /// Frames in flight are lost. Blocks for a second at most; the guest's accesses wait meanwhile.
     ///
     /// # Errors
-    /// When there is nothing else behind the NIC, the guest never lets go of it or does what the model doesn't allow, or card or tap fails.
+    /// If the NIC has no other backend, reaches no quiescent point, is in a state that the model doesn't permit, or card or tap fails.
     pub fn change(&self, behind: NicBehind) -> Result<(), ChangeError> {
         self.0.change(behind)
     }
@@ -244,7 +244,8 @@ fn open_wire(tap: &str) -> Result<Wire, NicError> {
     Ok(Wire { name: tap.ifname().to_owned(), queue, _interface: Some(tap) })
 }
 
-/// What a card may reach stays in memory, and counts as locked: a process without privileges may lock little, and this one gives its up.
+/// Raises the limit of locked memory: memory that a card may reach stays pinned and counts as locked. Must run before privileges are
+/// dropped.
 fn unlock_memory() -> Result<(), NicError> {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 

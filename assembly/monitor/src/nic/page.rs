@@ -1,4 +1,4 @@
-//! The page in which a guest reads the registers of its NIC without an exit, and writes that are only told (`vpio::shown`, `vpio::plan`).
+//! The shadow register page of a NIC, and writes that signal an eventfd instead of exiting (`vpio::shown`, `vpio::plan`).
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -13,20 +13,20 @@ use vpio::shown::Shown;
 
 use super::NicError;
 
-/// See the module.
+/// The shadow register page of a NIC.
 pub(super) struct RegisterPage {
     page: SharedPage,
-    /// Memory BARs that begin with it.
+    /// Memory BARs that begin with the page.
     bars: Vec<u8>,
-    /// Bytes of it that are registers.
+    /// Bytes of the page that are registers.
     size: u32,
     told: Vec<(Told, Arc<OwnedFd>)>,
-    /// What is told is looked at at once.
+    /// Signaled writes must be processed at once.
     prompt: bool,
 }
 
 impl RegisterPage {
-    /// The page of a device whose drivers' reads needn't be seen.
+    /// The page of a device; `None` if its drivers' reads must exit.
     pub fn of(name: &str, device: &'static Device) -> Result<Option<Self>, NicError> {
         let plan = plan(device);
         let bars: Vec<u8> = plan
@@ -55,12 +55,12 @@ impl RegisterPage {
         }
     }
 
-    /// All of it reads so: ones for a device that is gone, zeros before it is shown anew.
+    /// Fills all registers: with ones for a device that is gone, with zeros before an update.
     pub fn fill(&self, value: u32) {
         (0..self.size).for_each(|offset| self.page.store(offset, 1, value));
     }
 
-    /// What the guest reads. For tests.
+    /// The value that the guest reads. For tests.
     #[cfg(test)]
     pub fn load(&self, offset: u32, bytes: u8) -> u32 {
         self.page.load(offset, bytes)
@@ -89,12 +89,12 @@ impl RegisterPage {
         self.told.iter().map(of).collect()
     }
 
-    /// What tells of writes that are to be looked at at once.
+    /// Eventfds of writes that must be processed at once.
     pub fn prompt(&self) -> &[(Told, Arc<OwnedFd>)] {
         if self.prompt { &self.told } else { &[] }
     }
 
-    /// Writes that were told since the last call.
+    /// Writes that were signaled since the last call.
     pub fn take_told(&self) -> impl Iterator<Item = Access> {
         let rung = |fd: &OwnedFd| {
             let mut count = [0; 8];
@@ -109,6 +109,6 @@ impl RegisterPage {
     }
 }
 
-/// [`PAGE`], as registers count.
+/// [`PAGE`] as the type of register offsets.
 const PAGE_BYTES: u32 = 4096;
 const _: () = assert!(PAGE_BYTES as u64 == PAGE);

@@ -1,4 +1,4 @@
-//! A NIC in mode `virtual` as a driver sees it: registers through the BARs, frames through the tap's end, the line.
+//! A NIC in mode `virtual`, as its driver sees it: registers through the BARs, frames through the tap, the line.
 
 mod e1000;
 
@@ -40,17 +40,17 @@ struct Machine {
     wire: OwnedFd,
 }
 
-/// A machine with one emulated card; the other end of its wire is a socket that keeps messages apart.
+/// A machine with one emulated card. The other end of its wire is a socket that keeps message boundaries.
 fn machine(model: &str) -> Machine {
     machine_with(model, |_| {})
 }
 
-/// The same, with what brings late writes to it.
+/// The same with a callback that delivers deferred writes.
 fn machine_with(model: &str, drain: impl Fn(&NicFunction) + Send + 'static) -> Machine {
     machine_checked(model, drain, || panic!("nothing was refused"))
 }
 
-/// The same, with who is told that a late write is to end in a machine check.
+/// The same with a callback for machine checks of deferred writes.
 fn machine_checked(
     model: &str,
     drain: impl Fn(&NicFunction) + Send + 'static,
@@ -113,12 +113,12 @@ impl Machine {
     }
 }
 
-/// Both cards tell the address that the VM gives them, by the way in which Linux's drivers read it.
+/// Both cards return the address that the VM gives them, read as Linux's drivers do.
 #[test]
 fn cards_have_the_address_that_they_are_given() {
     let rtl = machine("rtl8139");
     assert_eq!((rtl.read(0, 0, 4), rtl.read(1, 4, 2)), (0x0000_0002, 0x0700));
-    // 8139too clocks a 93C46: chip select, a start bit, two bits of a command, six of an address, sixteen of an answer.
+    // 8139too clocks a 93C46: chip select, a start bit, two bits of command, six of address, sixteen of data.
     let word = |at: u32| {
         rtl.write(0, 0x50, 1, 0x80);
         for bit in (0..9).rev() {
@@ -146,7 +146,7 @@ fn cards_have_the_address_that_they_are_given() {
     assert_eq!(prom, [2, 0, 0, 0, 0, 7], "a byte per word, as in word mode");
 }
 
-/// A frame goes out of guest memory, one comes into the ring, and the line follows status and mask.
+/// A frame leaves guest memory, another enters the ring, and the line follows status and mask.
 #[test]
 fn frames_go_both_ways_and_the_line_follows() {
     let machine = machine("rtl8139");
@@ -177,7 +177,7 @@ fn frames_go_both_ways_and_the_line_follows() {
     assert!(!machine.line.asserted(), "masked");
 }
 
-/// Without the guest's leave to be a bus master the card touches no memory.
+/// Unless the guest enables bus mastering, the card accesses no memory.
 #[test]
 fn a_card_without_bus_mastering_sends_nothing_of_memory() {
     let machine = machine("rtl8139");
@@ -206,7 +206,7 @@ fn a_paused_nic_takes_no_frames() {
     machine.wait_for_line();
 }
 
-/// A frame goes out though the write that sends it waits in KVM's ring, and the guest does nothing after it.
+/// A frame is sent although the write that starts it waits in KVM's ring, and the guest makes no further access.
 #[test]
 fn what_is_written_late_and_sends_is_looked_at() {
     let ring: Arc<std::sync::Mutex<Vec<(u64, u8)>>> = Arc::default();
@@ -237,7 +237,7 @@ fn what_is_written_late_and_sends_is_looked_at() {
     assert_eq!(sent.map(|message| message.len()), Some(12 + 60));
 }
 
-/// A card of the host that is an emulation of this process; its frames go nowhere but to who asks.
+/// A host's card that this process emulates. Only tests take its frames.
 struct Plugged<C>(C);
 
 impl<C: PhysicalDevice> PhysicalDevice for Plugged<C> {
@@ -268,7 +268,7 @@ impl<C: PhysicalDevice> PhysicalDevice for Plugged<C> {
 }
 
 impl<C: PhysicalDevice + Send> HostCard for Plugged<C> {
-    /// The monitor's word alone counts here.
+    /// Only the monitor's setting counts here.
     fn set_guest_bus_master(&mut self, _on: bool) -> Result<(), DeviceError> {
         Ok(())
     }
@@ -287,7 +287,7 @@ impl<C: PhysicalDevice + Send> HostCard for Plugged<C> {
     }
 }
 
-/// A guest with a card of the host, and with the emulation aside where there is a wire for it.
+/// A guest with a card of the host, and with an idle emulation if there is a wire.
 fn guarded(
     ram: &GuestRam,
     policy: FailurePolicy,
@@ -332,8 +332,8 @@ fn guarded(
     }
 }
 
-/// A driver that sends and receives without pause is taken from its card to the emulation and back, again and again: descriptors and ring go on
-/// where they were, frames go out where the guest is, each cause is told.
+/// A driver that sends and receives without pause moves from its card to the emulation and back repeatedly. Descriptors and ring continue
+/// where they were, frames leave by the present backend, and each cause is reported.
 #[test]
 fn a_guest_goes_from_its_card_to_the_emulation_and_back_under_traffic() {
     const RING: u64 = 0x8000;
@@ -368,7 +368,7 @@ fn a_guest_goes_from_its_card_to_the_emulation_and_back_under_traffic() {
         guarded.change("nic0", emulation).unwrap();
         assert_eq!(guarded.monitor.physical_ref().is_emulation(), emulation);
 
-        // A frame out of the next descriptor.
+        // Sends a frame from the next descriptor.
         let descriptor = round % 4;
         let frame: Vec<u8> = (0..100 + round).map(|byte| (byte ^ round).to_le_bytes()[0]).collect();
         memory.write_slice(&frame, GuestAddress(0x2_0000 + u64::from(descriptor) * 0x1000)).unwrap();
@@ -391,7 +391,7 @@ fn a_guest_goes_from_its_card_to_the_emulation_and_back_under_traffic() {
         assert_eq!(read(&mut guarded, 0x10 + 4 * descriptor, 4) & 0xA000, 0xA000);
         write(&mut guarded, 0x3E, 2, 0x0004);
 
-        // A frame into the ring.
+        // Receives a frame into the ring.
         let mut arriving = ADDRESS.to_vec();
         arriving.extend((0..90 + round).map(|byte| (byte ^ round).to_le_bytes()[0]));
         match guarded.monitor.physical().card() {
@@ -417,7 +417,7 @@ fn a_guest_goes_from_its_card_to_the_emulation_and_back_under_traffic() {
     assert_eq!(guarded.changes, 66);
 }
 
-/// Without a tap there is nothing to change to, and it is said.
+/// Without a tap there is no other backend, and the error says so.
 #[test]
 fn a_card_without_a_tap_beside_it_stays() {
     let ram = machine("rtl8139").ram;
@@ -427,7 +427,7 @@ fn a_card_without_a_tap_beside_it_stays() {
     assert!(error.contains("without a tap"), "{error}");
 }
 
-/// A guest whose policy is `stop` ends with the first request that is refused, and is told of once; its device is gone from then on.
+/// With policy `stop`, the first refused request ends the guest and is reported once. Its device is gone from then on.
 #[test]
 fn policy_stop_ends_the_guest_once() {
     let ram = machine("rtl8139").ram;
@@ -442,7 +442,7 @@ fn policy_stop_ends_the_guest_once() {
     write(0x20, 4, 0x1_0000);
     write(0x10, 4, 100);
     assert!(told.try_recv().is_err(), "what a driver does");
-    // The transmitter runs; a frame without an address.
+    // The transmitter runs; a frame has no address.
     write(0x14, 4, 100);
     let why = told.try_recv().unwrap();
     assert!(why.contains("TSD1") && why.contains("the frame has no address yet"), "{why}");
@@ -452,8 +452,8 @@ fn policy_stop_ends_the_guest_once() {
     assert_eq!(guarded.access(read).unwrap(), u32::MAX);
 }
 
-/// The guest's page says what an access would: after its writes, after the card's causes, after a change to the emulation and a reset; ones where
-/// its device is gone. A mask that is only told of takes effect before what comes after it.
+/// The guest's page has the values that accesses would return: after its writes, the card's causes, a change to the emulation, and a reset.
+/// Ones if its device is gone. A signaled mask takes effect before later accesses.
 #[test]
 fn registers_are_read_in_a_page() {
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
@@ -534,7 +534,7 @@ fn registers_are_read_in_a_page() {
     assert_eq!(page(&guarded, 0x60, 2), 0);
 }
 
-/// A guest whose policy is `machine-check`: the vCPU that asked for what is refused gets one, and nothing else changes.
+/// With policy `machine-check`, the vCPU that made the refused request takes one, and nothing else changes.
 #[test]
 fn policy_machine_check_tells_the_vcpu_that_asked() {
     let ram = machine("rtl8139").ram;
@@ -548,7 +548,7 @@ fn policy_machine_check_tells_the_vcpu_that_asked() {
     assert!(write(0x14, 4, 100), "the transmitter runs; a frame without an address");
 }
 
-/// A late write that is refused, and that the NIC's thread takes: a vCPU is to have the machine check, once, since that thread is none's.
+/// If the NIC's thread processes a deferred write that is refused, some vCPU takes the machine check, once, since that thread is no vCPU's.
 #[test]
 fn what_is_refused_late_is_passed_to_a_vcpu() {
     let (refused, checks) = (Arc::new(AtomicBool::new(true)), Arc::new(AtomicU32::new(0)));
@@ -575,7 +575,7 @@ fn what_is_refused_late_is_passed_to_a_vcpu() {
     assert_eq!(looks.collect::<Vec<_>>(), [1; 5]);
 }
 
-/// Two violations of a guest whose NIC drops what it refuses.
+/// Two violations of a guest whose NIC ignores what it refuses.
 pub(super) fn violations() -> Vec<vpio::Violation> {
     let ram = machine("rtl8139").ram;
     let mut guarded = guarded(&ram, FailurePolicy::Ignore, Arc::new(|why| panic!("{why}")), None);

@@ -12,62 +12,62 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use crate::vm::ThreadHook;
 
-/// What the NIC and its thread share.
+/// State shared by the NIC and its thread.
 struct Shared {
-    /// Wakes the thread to look at the flags.
+    /// Wakes the thread to check the flags.
     wake: OwnedFd,
     stop: AtomicBool,
     paused: AtomicBool,
-    /// Which source counts.
+    /// Index of the active source.
     active: AtomicUsize,
-    /// What others want done in the thread, which may do what its sandbox lets it.
+    /// Jobs to run on the thread, whose sandbox permits access to cards.
     jobs: Mutex<Vec<Job>>,
 }
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// How long a job may take.
+/// Timeout of a job.
 const JOB: Duration = Duration::from_secs(10);
 
-/// What the thread waits for.
+/// Descriptors that the thread waits for.
 pub(super) struct Sources {
-    /// Frames of a tap, a card's interrupt: one of them counts.
+    /// Frames of a tap, a card's interrupt. One is active.
     pub all: Vec<OwnedFd>,
-    /// Which.
+    /// Index of the active source.
     pub active: usize,
     /// The guest's line was lowered.
     pub lowered: Option<OwnedFd>,
-    /// The guest has written what it only tells of. Whoever is called takes what is in them.
+    /// Eventfds of signaled writes. The callback empties them.
     pub told: Vec<OwnedFd>,
 }
 
-/// What the thread woke for.
+/// Why the thread woke.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Woken {
     /// The active source is readable.
     Source,
     /// The line was lowered.
     Lowered,
-    /// The guest has told of something.
+    /// The guest has signaled a write.
     Told,
-    /// The time is over that was asked for.
+    /// The requested interval has passed.
     Time,
 }
 
-/// What the thread does then: it ends, or goes on, with another look after a time where nothing happens.
+/// What the thread does next: ends, or waits, at most for the given interval.
 pub(super) enum Next {
     End,
     Wait(Option<Duration>),
 }
 
-/// The running thread; it ends when this is dropped.
+/// The NIC's thread. Dropping it ends the thread.
 pub(super) struct Thread {
     shared: Arc<Shared>,
     handle: Option<JoinHandle<()>>,
 }
 
 impl Thread {
-    /// Starts it. `woken` is called when any of `sources` wakes it.
+    /// Starts the thread. It calls `woken` for each wakeup by `sources`.
     pub(super) fn start(
         name: &str,
         sources: Sources,
@@ -92,17 +92,17 @@ impl Thread {
         Ok(Self { shared, handle: Some(handle) })
     }
 
-    /// Lets it look at its source, or not. A call of `readable` that has begun goes on: lock what it locks.
+    /// Makes the thread ignore its source, or not. A call of `woken` in progress continues, so callers must also take its locks.
     pub(super) fn pause(&self, paused: bool) {
         self.shared.paused.store(paused, Ordering::SeqCst);
         self.wake();
     }
 
-    /// Has something done in the thread. `None` where it has ended, or doesn't answer.
+    /// Runs `job` on the thread and waits for its result, up to [`JOB`]. `None` if the thread has ended or doesn't respond.
     pub(super) fn call<R: Send + 'static>(&self, job: impl FnOnce() -> R + Send + 'static) -> Option<R> {
         let (answer, result) = sync_channel(1);
         let job: Job = Box::new(move || {
-            // Whoever asked may have gone.
+            // The caller may have timed out.
             let _ = answer.send(job());
         });
         self.shared.jobs.lock().unwrap_or_else(PoisonError::into_inner).push(job);
@@ -110,14 +110,14 @@ impl Thread {
         result.recv_timeout(JOB).ok()
     }
 
-    /// Another source counts. What the one before has still to tell is told when that counts again.
+    /// Activates another source. Events of the previous one stay pending until it is active again.
     pub(super) fn activate(&self, active: usize) {
         self.shared.active.store(active, Ordering::SeqCst);
         self.wake();
     }
 
     fn wake(&self) {
-        // A counter that is full wakes as well.
+        // A full counter wakes the thread as well.
         let _ = rustix::io::write(&self.shared.wake, &1_u64.to_ne_bytes());
     }
 }
@@ -127,7 +127,7 @@ impl Drop for Thread {
         self.shared.stop.store(true, Ordering::SeqCst);
         self.wake();
         if let Some(handle) = self.handle.take()
-            // The thread itself may hold the last reference for a moment.
+            // The thread itself may briefly hold the last reference.
             && handle.thread().id() != std::thread::current().id()
             && handle.join().is_err()
         {
@@ -166,7 +166,7 @@ fn run(shared: &Shared, sources: &Sources, call: impl Fn(Woken) -> Next) {
         let was_told = others.any(came);
         if woken {
             let mut count = [0; 8];
-            // Whatever was counted.
+            // The count doesn't matter.
             let _ = rustix::io::read(shared.wake.as_fd(), &mut count);
         }
         if shared.stop.load(Ordering::SeqCst) {
@@ -182,7 +182,7 @@ fn run(shared: &Shared, sources: &Sources, call: impl Fn(Woken) -> Next) {
         let mut what = Vec::new();
         if let Some(lowered) = was_lowered {
             let mut count = [0; 8];
-            // Whatever was counted.
+            // The count doesn't matter.
             let _ = rustix::io::read(lowered, &mut count);
             what.push(Woken::Lowered);
         }

@@ -1,5 +1,4 @@
-//! The file in which a NIC keeps the traces of what its guest was refused, for [`vpio::violation::read`]. It is there when the VM has ended, by its policy or
-//! otherwise.
+//! The trace file of a NIC, with what its guest was refused, for [`vpio::violation::read`]. It stays after the VM's end.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write as _};
@@ -7,23 +6,23 @@ use std::path::Path;
 
 use vpio::Violation;
 
-/// The file. A guest fills it with the traces that its monitor keeps, a fixed number, and no more.
+/// The trace file. Its size is bounded: a model keeps a fixed number of traces.
 pub(super) struct Traces {
     file: File,
     written: usize,
 }
 
 impl Traces {
-    /// Opens the file, which may have those of other VMs, or of this one's last life: more are added.
+    /// Opens the file to append. It may have traces of other VMs, or of this VM's earlier runs.
     pub fn open(path: &Path) -> io::Result<Self> {
         let file = OpenOptions::new().create(true).append(true).open(path)?;
         Ok(Self { file, written: 0 })
     }
 
-    /// Writes those of `violations` that aren't in the file yet, a line at a time.
+    /// Appends those of `violations` that aren't in the file yet, one per line.
     pub fn keep(&mut self, violations: &[Violation]) {
         for violation in violations.get(self.written..).unwrap_or_default() {
-            // One that can't be written is not tried again: the guest's vCPU waits meanwhile.
+            // A failed write isn't retried, since the guest's vCPU waits.
             self.written += 1;
             let line = violation.line().map_err(io::Error::from);
             if let Err(error) = line.and_then(|line| self.file.write_all(line.as_bytes())) {
@@ -39,7 +38,7 @@ mod tests {
 
     use super::Traces;
 
-    /// Each violation is one line, once, behind what was there, and can be replayed.
+    /// Each violation becomes one line, once, after the existing ones, and can be replayed.
     #[test]
     fn violations_are_added_once() {
         let folder = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Where frames of an emulated card come from and go: a tap.
+//! The wire of an emulated card: a tap.
 
 use std::os::fd::OwnedFd;
 
@@ -6,24 +6,24 @@ use device_models::reference::{self, Card};
 use serde_json::{Value, json};
 use virtio_devices::net::tap::Tap;
 
-/// Bytes of the header in front of each frame of a tap.
+/// Bytes of the header before each frame of a tap.
 const HEADER: usize = virtio_devices::net::header::HEADER_LEN;
-/// The longest frame with a VLAN tag, without CRC.
+/// Longest frame, with a VLAN tag, without CRC, bytes.
 const MAX_FRAME_BYTES: usize = 1518;
-/// Frames that are taken from a tap before the lock is given up.
+/// Frames to read from a tap before the lock is released.
 const BATCH: usize = 16;
 
-/// Where an emulated card's frames go.
+/// The wire of an emulated card.
 pub(super) struct Wire {
     /// Name of the interface.
     pub name: String,
-    /// Messages of a header and a frame, not blocking.
+    /// Messages of a header and a frame, non-blocking.
     pub queue: OwnedFd,
-    /// Keeps the interface, where it was made here.
+    /// Keeps the interface, if it was created here.
     pub _interface: Option<Tap>,
 }
 
-/// Frames that an emulated card has sent and received.
+/// Counters of an emulated card's frames.
 #[derive(Debug, Default, Clone, Copy)]
 pub(super) struct Frames {
     pub sent: u64,
@@ -35,7 +35,7 @@ pub(super) struct Frames {
 }
 
 impl Wire {
-    /// Sends what the card has sent.
+    /// Sends the frames that the card has queued.
     pub fn take_sent(&self, card: &mut (impl Card + ?Sized), frames: &mut Frames) {
         card.tick();
         for frame in card.take_sent() {
@@ -48,7 +48,7 @@ impl Wire {
         }
     }
 
-    /// Sends a frame; false when the tap takes none now.
+    /// Sends a frame. Returns false if the tap accepts none now.
     fn send(&self, frame: &[u8]) -> bool {
         if frame.len() > MAX_FRAME_BYTES {
             return false;
@@ -58,7 +58,7 @@ impl Wire {
         rustix::io::write(&self.queue, &whole).is_ok()
     }
 
-    /// Gives the card frames that have come, some at a time.
+    /// Delivers received frames to the card, up to [`BATCH`].
     pub fn feed(&self, card: &mut (impl Card + ?Sized), frames: &mut Frames) {
         let mut buffer = vec![0; 65536];
         for _ in 0..BATCH {
@@ -78,7 +78,7 @@ impl Wire {
     }
 }
 
-/// What a tree of the monitor says of frames.
+/// Counters as JSON, for the device tree.
 pub(super) fn counted(frames: &Frames) -> Value {
     json!({
         "transmit_packets": frames.sent,

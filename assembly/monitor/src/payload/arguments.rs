@@ -1,5 +1,4 @@
-//! What a program finds on its stack: argc, argv, an empty environment, auxv (System V ABI, AMD64 supplement,
-//! "Process Initialization").
+//! The initial stack of a program: argc, argv, an empty environment, auxv (System V ABI, AMD64 supplement, "Process Initialization").
 
 use payload_abi::{AT_BOOT_INFO, Region};
 
@@ -7,22 +6,21 @@ const AT_NULL: u64 = 0;
 const AT_PAGESZ: u64 = 6;
 const AT_ENTRY: u64 = 9;
 
-/// The top of a stack: bytes to write at `address`, which is also the stack pointer to start with.
+/// The top of a stack: bytes to write at `address`, which is also the initial stack pointer.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct StackTop {
-    /// 16-byte aligned; argc lies there.
+    /// Address of argc, aligned to 16 bytes.
     pub(super) address: u64,
-    /// Up to the end of the stack.
+    /// Bytes from there to the end of the stack.
     pub(super) bytes: Vec<u8>,
 }
 
-/// Lays out `arguments` (the program's name first) at the top of `stack`. `None` when they take more than half
-/// of it.
+/// Lays out `arguments` (first the program's name) at the top of `stack`. `None` if they need more than half of it.
 pub(super) fn lay_out(stack: Region, arguments: &[String], entry: u64, boot_info: u64) -> Option<StackTop> {
     let end = stack.start.checked_add(stack.size)?;
     let strings: usize = arguments.iter().map(|argument| argument.len() + 1).sum();
     let auxv = [AT_PAGESZ, 4096, AT_ENTRY, entry, AT_BOOT_INFO, boot_info, AT_NULL, 0];
-    // argc, argv with its null, the null of the environment, auxv.
+    // argc, argv with its null, the environment's null, auxv.
     let words = 1 + arguments.len() + 1 + 1 + auxv.len();
     let needed = u64::try_from(words.checked_mul(8)?.checked_add(strings)?).ok()?;
     if needed.checked_add(16)? > stack.size / 2 {
@@ -56,7 +54,7 @@ mod tests {
     const STACK: Region = Region { start: 0x10_0000, size: 0x1000 };
 
     proptest! {
-        /// The block is aligned, inside its stack, and reads back as C would read it.
+        /// The block is aligned, inside its stack, and reads back as a C program would read it.
         #[test]
         fn arguments_read_back(arguments in prop::collection::vec("[a-z ]{0,20}", 0..40)) {
             let top = lay_out(STACK, &arguments, 0x20_0000, 0x5000).unwrap();

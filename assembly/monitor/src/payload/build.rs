@@ -1,4 +1,4 @@
-//! From settings to a payload VM ready to start.
+//! The builder of a payload VM.
 
 use super::layout::{self, Layout, MAX_VCPUS};
 use super::ports::{Console, Control, DoorbellPage, HostPortDevice, HostPorts, on_event};
@@ -25,12 +25,12 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::sync::{Arc, Mutex, mpsc};
 
-/// RAM comes in pieces of this many bytes.
+/// RAM is a multiple of this, bytes.
 const MEMORY_UNIT: u64 = 2 << 20;
-/// Least RAM: the monitor's tables and as much again.
+/// Smallest RAM, bytes: the monitor's tables and as much again.
 const MEMORY_LEAST: u64 = 4 << 20;
 
-/// Settings of a payload VM. Those not set have the defaults named at each.
+/// Settings of a payload VM. Each setter names its default.
 pub struct PayloadBuilder {
     name: String,
     program: Vec<u8>,
@@ -54,7 +54,7 @@ pub struct PayloadBuilder {
     userfault: Option<Userfault>,
 }
 
-/// What makes two builders make the same VM.
+/// The settings that must be equal for two builders to make the same VM.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Definition<'a> {
     /// The program's bytes.
@@ -100,113 +100,113 @@ impl PayloadBuilder {
         Ok(Self::new(&path.to_string_lossy(), program))
     }
 
-    /// The program's arguments, its name not among them. Default: none.
+    /// Sets the program's arguments, without its name. Default: none.
     pub fn arguments<T: Into<String>>(mut self, arguments: impl IntoIterator<Item = T>) -> Self {
         self.arguments = arguments.into_iter().map(Into::into).collect();
         self
     }
 
-    /// vCPUs, 1 to [`MAX_VCPUS`]. Default: 1.
+    /// Sets the number of vCPUs, 1 to [`MAX_VCPUS`]. Default: 1.
     pub fn vcpus(mut self, vcpus: u32) -> Self {
         self.vcpus = vcpus;
         self
     }
 
-    /// Host CPUs per vCPU; vCPUs beyond the list's end, and those with an empty entry, run anywhere. Default:
-    /// none pinned.
+    /// Sets the host CPUs of each vCPU. vCPUs beyond the list's end, and those with an empty entry, run on any CPU. Default: none pinned.
     pub fn pin(mut self, pin: Vec<Vec<usize>>) -> Self {
         self.pin = pin;
         self
     }
 
-    /// RAM in bytes, a multiple of 2 MiB. Default: 64 MiB.
+    /// Sets the RAM, bytes, a multiple of 2 MiB. Default: 64 MiB.
     pub fn memory(mut self, bytes: u64) -> Self {
         self.memory = bytes;
         self
     }
 
-    /// Pages behind RAM. Default: 4 KiB.
+    /// Sets the size of RAM's host pages. Default: 4 KiB.
     pub fn pages(mut self, pages: PageSize) -> Self {
         self.pages = pages;
         self
     }
 
-    /// Advise the kernel to use transparent huge pages. Default: no.
+    /// Advises the kernel to use transparent huge pages. Default: no.
     pub fn transparent_huge(mut self, on: bool) -> Self {
         self.transparent_huge = on;
         self
     }
 
-    /// Allocate all RAM now rather than at first touch. Default: no.
+    /// Allocates all RAM now rather than at first access. Default: no.
     pub fn prefault(mut self, on: bool) -> Self {
         self.prefault = on;
         self
     }
 
-    /// Bytes of each vCPU's stack, a multiple of 4 KiB. Default: 64 KiB.
+    /// Sets the size of each vCPU's stack, bytes, a multiple of 4 KiB. Default: 64 KiB.
     pub fn stack_size(mut self, bytes: u64) -> Self {
         self.stack_size = bytes;
         self
     }
 
-    /// Doorbells, up to [`MAX_DOORBELLS`]. Default: 1.
+    /// Sets the number of doorbells, up to [`MAX_DOORBELLS`]. Default: 1.
     pub fn doorbells(mut self, count: u32) -> Self {
         self.doorbells = count;
         self
     }
 
-    /// Memory that the program can read and not write. Default: none.
+    /// Adds memory that the program can read and not write. Default: none.
     pub fn window(mut self, window: Arc<HostMapping>) -> Self {
         self.window = Some(window);
         self
     }
 
-    /// Bytes of address space above RAM and window ([`PayloadVm::room`]) that the program's page tables map, for memslots that are
-    /// added while it runs ([`PayloadVm::vm`]). An access where there is none is an exit. Default: none.
+    /// Sets the size of the address space above RAM and window ([`PayloadVm::room`]) that the program's page tables map, bytes. Memslots
+    /// can be added there while the program runs ([`PayloadVm::vm`]). An access without a memslot exits. Default: none.
     pub fn room(mut self, bytes: u64) -> Self {
         self.room = bytes;
         self
     }
 
-    /// Where the console goes. Default: standard output.
+    /// Sets the console's output. Default: standard output.
     pub fn console(mut self, output: impl Write + Send + 'static) -> Self {
         self.console = Box::new(output);
         self
     }
 
-    /// Who serves the host ports. Default: nobody; they read as all ones.
+    /// Sets the handler of the host ports. Default: none; the ports read as all ones.
     pub fn host_ports(mut self, ports: Arc<dyn HostPorts>) -> Self {
         self.host_ports = Some(ports);
         self
     }
 
-    /// A device at `count` ports from `first` on. Default: none. Building fails when they are taken.
+    /// Adds a device at `count` ports from `first` on. Default: none. Building fails if the ports are in use.
     pub fn port_device(mut self, first: u16, count: u16, device: Arc<dyn BusDevice>) -> Self {
         self.port_devices.push((first, count, device));
         self
     }
 
-    /// A device at the first `size` bytes of the room ([`Self::room`]), for what no memslot there answers. Default: none.
+    /// Adds a device at the first `size` bytes of the room ([`Self::room`]), for accesses without a memslot. Default: none.
     pub fn room_device(mut self, size: u64, device: Arc<dyn BusDevice>) -> Self {
         self.room_device = Some((size, device));
         self
     }
 
-    /// Runs first on each vCPU thread: the place for its seccomp filter. Default: nothing.
+    /// Sets a hook that each vCPU thread runs first, such as for its seccomp filter. Default: none.
     pub fn on_thread_start(mut self, hook: impl Fn() + Send + Sync + 'static) -> Self {
         self.on_thread_start = Some(Arc::new(hook));
         self
     }
 
-    /// Makes this one node of a VM that spans hosts: it gets the vCPUs of that node, and RAM from
-    /// [`payload_abi::LOWEST_LOAD_ADDRESS`] on is shared ([`PayloadVm::shared_ram`]). All nodes must have the same settings. What lies
-    /// below, tables and stacks of exceptions, each node has for itself. Default: this is the whole VM.
+    /// Makes this one node of a VM that spans hosts. The node gets its vCPUs, and RAM from [`payload_abi::LOWEST_LOAD_ADDRESS`] on is
+    /// shared ([`PayloadVm::shared_ram`]). Tables and exception stacks below are the node's own. All nodes must have the same settings.
+    /// Default: this is the whole VM.
     pub fn part_of(mut self, whole: Arc<dyn Whole>) -> Self {
         self.whole = Some(whole);
         self
     }
 
-    /// For a VM that spans hosts: what [`SharedRam::userfault`] has opened, while the process had its privileges. It is opened when the VM is made otherwise.
+    /// For a VM that spans hosts: passes a descriptor from [`SharedRam::userfault`] that was opened while the process had its privileges.
+    /// Without it, [`Self::build`] opens one.
     #[must_use]
     pub fn userfault(mut self, userfault: Userfault) -> Self {
         self.userfault = Some(userfault);
@@ -221,7 +221,7 @@ impl PayloadBuilder {
         }
     }
 
-    /// What all nodes of a VM must have the same.
+    /// The settings that all nodes of a VM must have in common.
     pub(crate) fn definition(&self) -> Definition<'_> {
         Definition {
             program: &self.program,
@@ -234,7 +234,7 @@ impl PayloadBuilder {
         }
     }
 
-    /// Gives it another console, and returns the one that it had.
+    /// Replaces the console, and returns the previous one.
     pub(crate) fn replace_console(
         mut self,
         console: impl Write + Send + 'static,
@@ -243,8 +243,7 @@ impl PayloadBuilder {
         (self, old)
     }
 
-    /// Loads the program and creates the VM, its vCPUs not yet running. Everything that can be wrong with
-    /// settings and program is told before KVM is touched.
+    /// Loads the program and creates the VM. Its vCPUs don't run yet. All errors of settings and program are found before KVM is used.
     pub fn build(mut self) -> Result<PayloadVm, PayloadError> {
         let userfault = self.userfault.take();
         let layout = self.checked_layout()?;
@@ -326,7 +325,7 @@ impl PayloadBuilder {
                 cpuid,
                 tells_tsc_frequency: false,
                 start: VcpuStart::Registers(Box::new(registers)),
-                // CPUs of another node's host need not be there.
+                // CPUs of another node's host may not exist here.
                 pin_to: self.pin.get(to_usize(index)).cloned().unwrap_or_default(),
             });
         }
@@ -346,8 +345,8 @@ impl PayloadBuilder {
 
         let mut arguments = vec![self.name.clone()];
         arguments.extend(self.arguments);
-        // Extended control registers can only be set as part of a whole state, so each vCPU is taken as it was
-        // made, completed and put back. That also gives the TSC frequency.
+        // Extended control registers can only be set as part of a whole state. So the state of each new vCPU is saved, completed and
+        // restored. That also yields the TSC frequency.
         let mut tsc_khz = 0;
         for ((index, mut saved), features) in place.vcpus.clone().zip(manager.save()?).zip(features) {
             if features.xcr0 != 0 {
@@ -363,7 +362,7 @@ impl PayloadBuilder {
             saved.regs.rdi = boot_info;
             manager.set_state(topology.apic_id(index), VcpuStart::Restored(Box::new(saved)))?;
         }
-        // Of all vCPUs, also of other nodes': shared memory is the same everywhere before anything runs.
+        // For all vCPUs, other nodes' included: shared memory must be equal on all nodes before anything runs.
         for index in 0..self.vcpus {
             let mut info = BootInfo {
                 magic: MAGIC,
@@ -410,8 +409,7 @@ impl PayloadBuilder {
         Ok(PayloadVm::new(parts))
     }
 
-    /// Gives the guest its RAM: all of it, or, of a VM that spans hosts, the part that is this node's alone, and the shared part
-    /// by a mapping of its own.
+    /// Gives the guest its RAM. In a VM that spans hosts, that is this node's own part, and the shared part by a mapping of its own.
     fn place_ram(
         &self,
         vm: &Vm,
@@ -492,7 +490,7 @@ fn doorbell(index: u32) -> Result<OwnedFd, PayloadError> {
         .map_err(|error| PayloadError::Doorbell { index, source: error.into() })
 }
 
-/// Where in a VM this process is.
+/// The part of a VM that this process has.
 struct Place {
     nodes: u32,
     total: u32,
@@ -511,16 +509,16 @@ impl Place {
     }
 }
 
-/// What of the processor is switched on.
+/// Enabled CPU features.
 #[derive(Debug, Clone, Copy)]
 struct Features {
     fsgsbase: bool,
-    /// 0 without XSAVE.
+    /// Value of XCR0; 0 without XSAVE.
     xcr0: u64,
 }
 
 impl Features {
-    /// x87, SSE, AVX, and the three components of AVX-512.
+    /// XCR0 bits: x87, SSE, AVX, and the three components of AVX-512.
     const STATE: u64 = 0xe7;
 
     fn of(cpuid: &CpuId) -> Self {

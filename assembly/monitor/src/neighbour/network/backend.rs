@@ -1,4 +1,4 @@
-//! The device's side.
+//! The backend of the virtio network device.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -13,12 +13,12 @@ use super::super::lock;
 use super::member::Network;
 use super::switch::Switch;
 
-/// How long a device that stops waits for peers to give frames back; the connection with one that doesn't ends.
+/// Time that a stopping device waits for peers to complete frames. Connections with peers that don't complete them then end.
 const RECALL: Duration = Duration::from_millis(500);
-/// Between two looks meanwhile.
+/// Interval of checks during that time.
 const LOOK: Duration = Duration::from_micros(200);
 
-/// The back end as a whole.
+/// The backend of one device.
 pub(super) struct Backend {
     group: String,
     switch: Arc<Mutex<Switch>>,
@@ -48,7 +48,7 @@ impl NetBackend for Backend {
     }
 
     fn offload_features(&self) -> u64 {
-        // Long packets take the place of segmentation, see `super::MTU`.
+        // A large MTU replaces segmentation offload; see `super::MTU`.
         FEATURE_CSUM | FEATURE_GUEST_CSUM
     }
 
@@ -59,7 +59,7 @@ impl NetBackend for Backend {
     }
 
     fn set_active_pairs(&self, _pairs: u16) -> io::Result<()> {
-        // There is one.
+        // There is only one pair.
         Ok(())
     }
 
@@ -68,7 +68,7 @@ impl NetBackend for Backend {
     }
 
     fn announce(&self, _mac: MacAddress) -> io::Result<()> {
-        // A VM with neighbours doesn't move.
+        // A VM with neighbours isn't migrated.
         Ok(())
     }
 
@@ -77,7 +77,7 @@ impl NetBackend for Backend {
     }
 }
 
-/// The one queue pair's way to the neighbours.
+/// The channel of the one queue pair.
 pub(super) struct Channel {
     switch: Arc<Mutex<Switch>>,
     event: OwnedFd,
@@ -89,14 +89,14 @@ impl Channel {
         Self { switch, event, network }
     }
 
-    /// Works on the switch, and comes back to it soon if it has left something.
+    /// Calls `act` on the switch. If the switch has left messages, signals this channel's own event, so that its thread returns soon.
     fn with<R>(&self, act: impl FnOnce(&mut Switch) -> R) -> R {
         let (result, left) = {
             let mut switch = lock(&self.switch);
             (act(&mut switch), switch.take_left())
         };
         if left {
-            // A counter that is full wakes as well; there is no other way to fail.
+            // A full counter wakes as well, and no other failure is possible.
             let _ = rustix::io::write(&self.event, &1_u64.to_ne_bytes());
         }
         result
@@ -113,7 +113,7 @@ impl NetChannel for Channel {
     }
 
     fn drain(&mut self) {
-        // EAGAIN (nobody signalled) is as good as success; there is no other way to fail.
+        // EAGAIN means that no peer has signaled. No other failure is possible.
         let _ = rustix::io::read(&self.event, &mut [0_u8; 8]);
         lock(&self.switch).look();
     }
@@ -140,7 +140,7 @@ impl NetChannel for Channel {
 
     fn recall(&mut self) {
         let begun = Instant::now();
-        // Kept: `returned` says each once.
+        // Kept, since `returned` reports each frame once.
         let mut back = Vec::new();
         loop {
             let mut switch = lock(&self.switch);
@@ -152,7 +152,7 @@ impl NetChannel for Channel {
             }
             if begun.elapsed() >= RECALL {
                 for (slot, epoch) in switch.end_readers() {
-                    // Its memory stays mapped there until it has let go; what it reads from now on it must not believe.
+                    // The peer's mapping of this memory stays until it has released it. It must not trust what it reads from now on.
                     switch.remove(slot, epoch);
                     self.network.release(slot, epoch);
                 }

@@ -1,4 +1,4 @@
-//! The registry's side.
+//! The membership of the virtio network device.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -16,21 +16,21 @@ use super::super::views::Offer;
 use super::peer::Peer;
 use super::switch::Switch;
 
-/// A membership that a network device uses.
+/// A membership for a network device.
 pub(super) struct Network {
     switch: Arc<Mutex<Switch>>,
-    /// What peers signal.
+    /// Eventfd that peers signal.
     event: OwnedFd,
     wake: OwnedFd,
     log: GuestLog,
     counters: Counters,
-    /// Guest-physical start and size of this VM's RAM.
+    /// Guest-physical start and size of each range of this VM's RAM.
     ram: Mutex<Vec<(u64, u64)>>,
     slot: AtomicU32,
-    /// Whether a driver has the device.
+    /// Whether a driver uses the device.
     used: AtomicBool,
     beats: AtomicU64,
-    /// Slots and epochs that the device has let go of.
+    /// Slots and epochs that the device has released.
     released: Mutex<Vec<(u32, u32)>>,
 }
 
@@ -51,7 +51,7 @@ impl Network {
         })
     }
 
-    /// What peers signal, for the device's thread.
+    /// A clone of the eventfd that peers signal, for the device's thread.
     pub(super) fn event(&self) -> io::Result<OwnedFd> {
         self.event.try_clone()
     }
@@ -69,7 +69,7 @@ impl Network {
         self.used.store(false, Ordering::Relaxed);
     }
 
-    /// The device has let go of a peer.
+    /// The device has released a peer.
     pub(super) fn release(&self, slot: u32, epoch: u32) {
         lock(&self.released).push((slot, epoch));
         poke(&self.wake);
@@ -77,7 +77,7 @@ impl Network {
 }
 
 fn poke(event: &OwnedFd) {
-    // A counter that is full wakes as well; there is no other way to fail.
+    // A full counter wakes as well, and no other failure is possible.
     let _ = rustix::io::write(event, &1_u64.to_ne_bytes());
 }
 
@@ -95,7 +95,7 @@ impl Member for Network {
     }
 
     fn signals(&self, slots: u32) -> Option<Vec<BorrowedFd<'_>>> {
-        // One for all: the device's thread looks at all peers' rings.
+        // One eventfd for all peers: the device's thread polls the rings of all.
         Some((0..slots).map(|_| self.event.as_fd()).collect())
     }
 
@@ -118,18 +118,18 @@ impl Member for Network {
     }
 
     fn show(&self, _slot: u32, _epoch: u32) -> bool {
-        // The device's thread makes it live when the peer is ready.
+        // The device's thread makes the connection live when the peer is ready.
         poke(&self.event);
         true
     }
 
     fn common(&self, _slot: u32, _slots: u64) {
-        // Frames are taken from their sender's own memory only.
+        // Only frames in their sender's own memory are accepted.
     }
 
     fn gone(&self, slot: u32, epoch: u32, _reason: u32) -> End {
         let known = self.views().contains(&(slot, epoch));
-        // Nothing of it is in use between two calls of the device's thread.
+        // Between two calls of the device's thread, nothing of the peer is in use.
         if known { End::Unused } else { End::Unknown }
     }
 
@@ -141,7 +141,7 @@ impl Member for Network {
             released.len() < before
         };
         let peer = lock(&self.switch).remove(slot, epoch);
-        // Frames that it read are the guest's again.
+        // Frames that the peer was reading are the guest's again.
         poke(&self.event);
         peer.is_some() || let_go
     }
@@ -164,12 +164,13 @@ impl Member for Network {
         if look {
             poke(&self.event);
         }
-        // A device that was stopped stands still like a guest that hangs: peers get back what they lent it. 0 is for one that never began.
+        // The count of a stopped device stands still, like a hung guest's, so peers get back what they lent it. 0 means that it never
+        // started.
         let more = u64::from(self.used.load(Ordering::Relaxed));
         self.beats.fetch_add(more, Ordering::Relaxed) + more
     }
 
     fn refresh(&self) {
-        // Nothing of a peer is in the guest.
+        // The guest has no mapping of a peer.
     }
 }

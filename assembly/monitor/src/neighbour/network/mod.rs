@@ -1,22 +1,22 @@
-//! A virtio network device whose frames go to neighbours: VM to VM with one copy, no tap, no module in the guest.
+//! A virtio network device whose frames go to neighbours: from VM to VM with one copy, without a tap or a module in the guest.
 //!
 //! ```text
 //!  guest a                  monitor of a                segment                  monitor of b                  guest b
-//!  transmit ring ─▶ descriptors: addresses in a's window ─▶ message ─▶ looks a's RAM up in its own mapping,
+//!  transmit ring ─▶ descriptors: addresses in a's window ─▶ message ─▶ finds a's RAM in its own mapping,
 //!                                                                      copies into a receive buffer ───────▶ receive ring
 //!  used ring ◀───── buffers are the guest's again ◀──── completion ◀───┘
 //! ```
 //!
-//! The sender lends its guest's buffers; the receiver's monitor makes the one copy, from the sender's RAM, which it has mapped for reading
-//! only, to its own guest's. Messages are mmnet's (`guest/mmnet`), so that a guest with that module may be at the other end. All members that
-//! permit each other are one Ethernet: addresses are learned, what isn't known goes to all.
+//! The sender lends its guest's buffers. The receiver's monitor makes the one copy, from the sender's RAM, which it maps read-only, to its
+//! own guest's. Messages are mmnet's (`guest/mmnet`), so the peer may be a guest with that module. All members that permit each other are
+//! one Ethernet: the switch learns addresses, and sends frames for unknown ones to all peers.
 //!
-//! | file | holds |
+//! | file | contents |
 //! |---|---|
-//! | `peer` | what is mapped of a peer, and the rings of the pair |
-//! | `switch` | which peer a frame goes to and comes from; frames that are lent |
-//! | `backend` | the device's side: [`virtio_devices::net::backend`] |
-//! | `member` | the registry's side: [`super::thread::Member`] |
+//! | `peer` | the mappings of a peer, and the rings of the pair |
+//! | `switch` | routing of frames between peers and the guest; lent frames |
+//! | `backend` | the device's backend: [`virtio_devices::net::backend`] |
+//! | `member` | the membership: [`super::thread::Member`] |
 
 mod backend;
 mod member;
@@ -35,25 +35,25 @@ use super::thread::{Registry, Thread};
 use super::{NeighbourError, OpenedNeighbour};
 use crate::vm::ThreadHook;
 
-/// System calls of such a device's threads, besides those of all network devices: to signal, to wait for frames that are lent, and to unmap what
-/// a peer that gave none back had.
+/// System calls of such a device's threads, besides those of all network devices: to signal, to wait for lent frames, and to unmap a peer
+/// that didn't return any.
 pub const SYSCALLS: &[i64] =
     &[libc::SYS_read, libc::SYS_write, libc::SYS_clock_nanosleep, libc::SYS_munmap, libc::SYS_close];
 
-/// MTU where the description says none, bytes: mmnet's. Longer packets than Ethernet's cost no more than their bytes here.
+/// Default MTU, bytes: mmnet's. Long packets cost no more than their bytes here.
 pub const MTU: u16 = 65_520;
 
-/// A network device's membership, before there is a machine.
+/// The membership of a network device, before there is a machine.
 pub struct OpenedNetwork {
     opened: OpenedNeighbour,
     network: Arc<Network>,
 }
 
 impl OpenedNetwork {
-    /// A device over the neighbourhood that `opened` leads to, and the membership that is to be joined when there is RAM.
+    /// A device in the neighbourhood of `opened`, and the membership to join once there is RAM.
     ///
     /// # Errors
-    /// When the process has no descriptors left.
+    /// If the process has no descriptors left.
     pub fn new(
         opened: OpenedNeighbour,
         name: String,
@@ -76,18 +76,18 @@ impl OpenedNetwork {
         Ok((Self { opened, network }, net))
     }
 
-    /// Whether RAM has room in a window.
+    /// Checks that RAM fits into a window.
     ///
     /// # Errors
-    /// When it hasn't.
+    /// If it doesn't fit.
     pub fn check(&self, ram: &RamLayout) -> Result<(), NeighbourError> {
         self.opened.check_ram(ram)
     }
 
-    /// Joins the neighbourhood; the thread that this starts ends with what is returned.
+    /// Joins the neighbourhood, and starts a thread that ends when the result is dropped.
     ///
     /// # Errors
-    /// When the registry refuses, or a thread can't be made.
+    /// If the registry refuses, or a thread can't be created.
     pub fn join(self, ram: &GuestRam, on_start: ThreadHook) -> Result<RunningNetwork, NeighbourError> {
         let Self { opened, network } = self;
         network.own_ram(ram);
@@ -98,7 +98,7 @@ impl OpenedNetwork {
     }
 }
 
-/// A membership; the VM leaves its neighbourhood when this is dropped.
+/// A running membership. Dropping it leaves the neighbourhood.
 pub struct RunningNetwork {
     _thread: Thread,
 }

@@ -1,4 +1,4 @@
-//! One peer: its RAM, mapped for reading, and the rings of the pair.
+//! A peer: its RAM, mapped read-only, and the rings of the pair.
 #![allow(unsafe_code)] // Memory that other processes write: the segment's words, and addresses in a peer's RAM.
 
 use std::os::fd::{AsFd, OwnedFd};
@@ -22,22 +22,22 @@ pub(super) struct Peer {
     pub vm: String,
     pub sender: Sender<Box<[u32]>>,
     pub receiver: Receiver,
-    /// Both have made their rings.
+    /// Both sides have made their rings.
     pub live: bool,
-    /// Its end was asked for: it broke the rules, or doesn't give frames back.
+    /// The connection is to end: the peer violated the protocol, or doesn't complete frames.
     pub ended: bool,
-    /// When it last gave a frame back.
+    /// When it last completed a frame.
     pub gave_back: Instant,
     side: Side,
     window: Window,
     segment: Arc<HostMapping>,
     signal: OwnedFd,
-    /// Start in the peer's guest-physical addresses, and what is mapped of it.
+    /// Start in the peer's guest-physical addresses, and mapping, of each range.
     ram: Vec<(u64, Arc<HostMapping>)>,
 }
 
 impl Peer {
-    /// Maps what an offer brings. `own` is this VM's window.
+    /// Maps an offered peer. `own` is this VM's window.
     pub(super) fn map(terms: &Terms, own: Window, offer: Offer) -> Result<Self, Problem> {
         let Offer { slot, epoch, vm, ram, mut fds } = offer;
         let (Some(signal), Some(segment)) = (fds.pop(), fds.pop()) else {
@@ -76,12 +76,12 @@ impl Peer {
             ram: mapped,
         };
         neighbour::words::Words::store_release(peer.words(), Layout::ready(side), u64::from(epoch));
-        // One that waits for it looks.
+        // Wakes a peer that waits for these rings.
         peer.signal();
         Ok(peer)
     }
 
-    /// Becomes live when the peer has made its rings. True when it just did.
+    /// Makes the connection live if the peer has made its rings. Returns true if it has just become live.
     pub(super) fn look(&mut self) -> bool {
         let ready = neighbour::words::Words::load_acquire(self.words(), Layout::ready(self.side.other()));
         let now = !self.live && !self.ended && ready == u64::from(self.epoch);
@@ -89,23 +89,23 @@ impl Peer {
         now
     }
 
-    /// The segment.
+    /// The pair's segment.
     pub(super) fn words(&self) -> &[AtomicU64] {
         words(&self.segment)
     }
 
-    /// Its rings in both directions, with the segment.
+    /// The segment, and the rings of both directions.
     pub(super) fn rings(&mut self) -> (&[AtomicU64], &mut Sender<Box<[u32]>>, &mut Receiver) {
         (words(&self.segment), &mut self.sender, &mut self.receiver)
     }
 
-    /// Wakes it.
+    /// Wakes the peer.
     pub(super) fn signal(&self) {
-        // A counter that is full wakes as well; there is no other way to fail.
+        // A full counter wakes as well, and no other failure is possible.
         let _ = rustix::io::write(&self.signal, &1_u64.to_ne_bytes());
     }
 
-    /// Where a message's parts are mapped here: addresses with their lengths, in order. `None` when a part isn't, which the ring's check
+    /// Appends the mapped addresses of a message's parts, with lengths, in order. `None` if a part isn't mapped, which the ring's check
     /// excludes.
     pub(super) fn places(&self, message: &Message, out: &mut Vec<(*const u8, usize)>) -> Option<()> {
         out.clear();
@@ -118,7 +118,7 @@ impl Peer {
     fn place(&self, part: Part, out: &mut Vec<(*const u8, usize)>) -> Option<()> {
         let mut at = self.window.local(part.address, part.length)?;
         let mut left = u64::from(part.length);
-        // What lies in one piece of RAM for the peer may be mapped in two.
+        // A range that the peer has in one piece may be mapped in two.
         while left > 0 {
             let (start, mapping) =
                 self.ram.iter().find(|(start, mapping)| (*start..*start + mapping.len()).contains(&at))?;
@@ -136,7 +136,7 @@ impl Peer {
 /// A segment as words.
 fn words(segment: &HostMapping) -> &[AtomicU64] {
     let count = usize::try_from(segment.len() / 8).unwrap_or(0);
-    // SAFETY: the mapping begins at a page, is writable, has 8 bytes for each word, and lives as long as the reference; both sides write
-    // whole words, and here all access is atomic.
+    // SAFETY: the mapping begins at a page, is writable, has 8 bytes for each word, and lives as long as the reference. Both sides write
+    // whole words, and all access here is atomic.
     unsafe { std::slice::from_raw_parts(segment.as_ptr().cast(), count) }
 }

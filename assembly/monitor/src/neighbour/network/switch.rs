@@ -1,4 +1,4 @@
-//! Which peer a frame goes to, and which one comes next.
+//! Routing of frames between peers and the guest.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::io;
@@ -15,34 +15,35 @@ use virtio_devices::net::{FrameSink, FrameSource, QUEUE_SIZE};
 
 use super::peer::Peer;
 
-/// Kind of a message that is a frame (`NEIGH_PROTO_NET` of `guest/mmnet`) whose checksums, if any, nobody has verified.
+/// Kind of a message that is a frame (`NEIGH_PROTO_NET` of `guest/mmnet`) whose checksums, if any, aren't verified.
 const FRAME: u16 = 0x0100;
-/// One whose checksum is still to be made: the note says where it begins (high 16 bits), and where it goes from there (low).
+/// A frame whose checksum is still to be computed. The note has the offset where it starts (high 16 bits), and the offset from there where
+/// it is stored (low).
 const FRAME_OPEN: u16 = 0x0101;
-/// One whose first checksum the sender has verified. Only mmnet sends it: a virtio-net driver can't say so.
+/// A frame whose first checksum the sender has verified. Only mmnet sends it: a virtio-net driver can't report it.
 const FRAME_CHECKED: u16 = 0x0102;
-/// Completions: the frame was taken; nobody is there for this kind; it can't be a frame.
+/// Statuses of completions: accepted; no receiver for this kind; not a valid frame.
 const TAKEN: u32 = 0;
 const NOBODY: u32 = 0xffff_0002;
 const MALFORMED: u32 = 0xffff_0004;
 
-/// Addresses that are remembered; more are found by sending to all.
+/// Limit of learned addresses. Frames for others go to all peers.
 const MOST_ADDRESSES: usize = 4096;
-/// A peer that has given nothing back for so long is not waited for: what is for it is dropped, as by a switch whose port is full.
+/// A peer that completes nothing for this time isn't waited for: frames for it are dropped, as by a switch with a full port.
 const PEER_STALL_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// Messages of one peer that aren't frames and are refused at once; then others, and the device's end, have their turn.
+/// Limit of messages per peer that are refused in one call, so that other peers, and the device's end, aren't delayed.
 const MOST_REFUSED: usize = 64;
 
 type Address = [u8; 6];
 
 /// A frame that peers still read.
 struct Lent {
-    /// How many of them.
+    /// Number of peers that read it.
     readers: u32,
 }
 
-/// A message that was taken from a peer's ring, and not yet given to the guest.
+/// A message that was received from a peer's ring and not yet delivered to the guest.
 struct Waiting {
     slot: u32,
     epoch: u32,
@@ -50,39 +51,39 @@ struct Waiting {
     length: usize,
 }
 
-/// What is counted, for `causeway inspect`.
+/// Counters for `causeway inspect`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Counts {
-    /// Frames that a peer had no room for.
+    /// Frames dropped because a peer had no room.
     pub full: u64,
-    /// Frames of peers that weren't frames.
+    /// Messages of peers that weren't valid frames.
     pub malformed: u64,
-    /// Connections that ended because a peer broke the rules.
+    /// Connections that ended because a peer violated the protocol.
     pub broken: u64,
 }
 
-/// The Ethernet of a neighbourhood, as one member sees it. Behind one lock.
+/// One member's part of a neighbourhood's Ethernet. Used behind one lock.
 pub(super) struct Switch {
     own: Option<Window>,
     peers: BTreeMap<u32, Peer>,
     addresses: HashMap<Address, u32>,
     lent: BTreeMap<u32, Lent>,
     next_number: u32,
-    /// By peer and message: the number of the frame.
+    /// Number of the frame by peer and message.
     messages: HashMap<(u32, u32), u32>,
     returned: VecDeque<u32>,
     waiting: Option<Waiting>,
-    /// Whose turn it is to give a frame.
+    /// Slot from which the search for the next frame starts (round-robin).
     turn: u32,
-    /// A peer's messages were left, for now.
+    /// Messages of a peer were left for a later call.
     left: bool,
-    /// Whether the guest leaves checksums to be made.
+    /// Whether the guest accepts frames with open checksums.
     open_checksums: bool,
     counts: Counts,
     places: Vec<(*const u8, usize)>,
 }
 
-// SAFETY: `places` is empty between calls; everything else is `Send`.
+// SAFETY: `places` is empty between calls. All other fields are `Send`.
 #[allow(unsafe_code)]
 unsafe impl Send for Switch {}
 
@@ -105,12 +106,12 @@ impl Switch {
         }
     }
 
-    /// This VM's window: addresses of its buffers.
+    /// Sets this VM's window, which gives the addresses of its buffers.
     pub(super) fn set_own(&mut self, own: Window) {
         self.own = Some(own);
     }
 
-    /// Whether the guest takes frames whose checksum isn't made.
+    /// Sets whether the guest accepts frames with open checksums.
     pub(super) fn set_open_checksums(&mut self, open: bool) {
         self.open_checksums = open;
     }
@@ -119,7 +120,7 @@ impl Switch {
         self.counts
     }
 
-    /// Slot, epoch and name of each peer, and whether it is live.
+    /// All peers, by slot.
     pub(super) fn peers(&self) -> impl Iterator<Item = (u32, &Peer)> {
         self.peers.iter().map(|(slot, peer)| (*slot, peer))
     }
@@ -128,7 +129,7 @@ impl Switch {
         self.peers.insert(slot, peer);
     }
 
-    /// Takes a peer away; what was lent to it is the guest's again.
+    /// Removes a peer. Frames that it was reading are the guest's again.
     pub(super) fn remove(&mut self, slot: u32, epoch: u32) -> Option<Peer> {
         if self.peers.get(&slot).is_none_or(|peer| peer.epoch != epoch) {
             return None;
@@ -146,23 +147,23 @@ impl Switch {
         self.peers.remove(&slot)
     }
 
-    /// Sees which peers have made their rings by now; true when one just has.
+    /// Checks which peers have made their rings. Returns true if one has just become live.
     pub(super) fn look(&mut self) -> bool {
-        // Each is looked at.
+        // `count` visits every peer.
         self.peers.values_mut().filter_map(|peer| peer.look().then_some(())).count() > 0
     }
 
-    /// Peers whose connection is to end.
+    /// Slots and epochs of peers whose connection is to end.
     pub(super) fn ended(&self) -> Vec<(u32, u32)> {
         self.peers.iter().filter(|(_, peer)| peer.ended).map(|(slot, peer)| (*slot, peer.epoch)).collect()
     }
 
-    /// Whether anything is lent.
+    /// Whether peers read frames of the guest.
     pub(super) fn has_lent(&self) -> bool {
         !self.lent.is_empty()
     }
 
-    /// Ends the connection with each peer that still reads a frame.
+    /// Ends the connection with each peer that still reads a frame. Returns all ended ones.
     pub(super) fn end_readers(&mut self) -> Vec<(u32, u32)> {
         let readers: Vec<u32> = self.messages.keys().map(|(slot, _)| *slot).collect();
         for slot in readers {
@@ -173,12 +174,12 @@ impl Switch {
         self.ended()
     }
 
-    /// Says again what [`Switch::returned`] has said already.
+    /// Makes [`Switch::returned`] report these frames again.
     pub(super) fn give_again(&mut self, numbers: Vec<u32>) {
         self.returned.extend(numbers);
     }
 
-    /// One reader less of a frame.
+    /// A peer has completed a frame.
     fn read(&mut self, number: u32) {
         let Some(lent) = self.lent.get_mut(&number) else { return };
         lent.readers = lent.readers.saturating_sub(1);
@@ -188,7 +189,7 @@ impl Switch {
         }
     }
 
-    /// A frame of the guest's that no peer reads any more. After `None`, peers signal when they give one back.
+    /// A frame of the guest that no peer reads any more. After `None`, peers signal when they complete one.
     pub(super) fn returned(&mut self) -> Option<u32> {
         loop {
             if let Some(number) = self.returned.pop_front() {
@@ -207,7 +208,7 @@ impl Switch {
                         match sender.completion(words) {
                             Ok(Some(completion)) => done.push((slot, completion.id)),
                             Ok(None) if sender.outstanding() == 0 || sender.arm(words) => break,
-                            // One came while it was armed.
+                            // A completion arrived while this side armed.
                             Ok(None) => {}
                             Err(violation) => {
                                 broken = Some(violation);
@@ -234,10 +235,10 @@ impl Switch {
         }
     }
 
-    /// Sends a frame of the guest's.
+    /// Sends a frame of the guest.
     ///
     /// # Errors
-    /// `WouldBlock` when its one receiver has no room at present; others when it is dropped.
+    /// `WouldBlock` if its only receiver has no room at present. With other errors the frame is dropped.
     pub(super) fn send(&mut self, header: VnetHeader, frame: &FrameSource<'_>) -> io::Result<Sent> {
         let own = self.own.ok_or(io::ErrorKind::NetworkUnreachable)?;
         let mut head = [0; FRAME_MIN];
@@ -261,7 +262,7 @@ impl Switch {
         let count = segments.len();
         let places = parts.get_mut(..count).ok_or(io::ErrorKind::InvalidInput)?;
         for (place, segment) in places.iter_mut().zip(segments) {
-            // RAM only: nothing else is in the window.
+            // Buffers must be in RAM: the window has nothing else.
             let address = own.global(segment.address.0, segment.len).ok_or(io::ErrorKind::InvalidInput)?;
             *place = Part { address, length: segment.len };
         }
@@ -270,7 +271,7 @@ impl Switch {
             true => (FRAME_OPEN, u32::from(header.csum_start) << 16 | u32::from(header.csum_offset)),
             false => (FRAME, 0),
         };
-        // One that gives nothing back doesn't keep the others' places.
+        // A share per peer, so that a peer that completes nothing doesn't fill the device's queue.
         let share = u32::from(QUEUE_SIZE) / 4 / u32::try_from(self.peers.len()).unwrap_or(1).max(1);
         let number = self.next_number;
         let mut readers = 0;
@@ -287,7 +288,7 @@ impl Switch {
                         peer.signal();
                     }
                     if peer.sender.outstanding() == 1 {
-                        // Its time begins.
+                        // Its stall timeout starts.
                         peer.gave_back = Instant::now();
                     }
                     self.messages.insert((slot, id), number);
@@ -309,12 +310,12 @@ impl Switch {
         Ok(Sent::Lent(number))
     }
 
-    /// Whether messages were left although nobody signals for them. Said once.
+    /// Returns true, once, if messages were left for which no peer signals.
     pub(super) fn take_left(&mut self) -> bool {
         std::mem::take(&mut self.left)
     }
 
-    /// Length of the frame that comes next. After `None`, peers signal when there is one, unless [`Switch::take_left`] says otherwise.
+    /// Length of the next frame. After `None`, peers signal when there is one, unless [`Switch::take_left`] returns true.
     pub(super) fn waiting(&mut self) -> Option<usize> {
         if let Some(waiting) = &self.waiting {
             return Some(waiting.length);
@@ -328,7 +329,7 @@ impl Switch {
                     return self.waiting.as_ref().map(|waiting| waiting.length);
                 }
             }
-            // One that has just made its rings may have sent before, and doesn't signal for that.
+            // A peer that has just made its rings may have sent before, without a signal.
             let mut sleeps = !self.look();
             for peer in self.peers.values_mut().filter(|peer| peer.live && !peer.ended) {
                 let (words, _, receiver) = peer.rings();
@@ -340,7 +341,7 @@ impl Switch {
         }
     }
 
-    /// Takes the next frame of one peer, if there is one.
+    /// Receives the next frame of one peer. Returns false if there is none.
     fn take(&mut self, slot: u32) -> bool {
         let Some(peer) = self.peers.get_mut(&slot) else { return false };
         for _ in 0..MOST_REFUSED {
@@ -381,10 +382,10 @@ impl Switch {
         false
     }
 
-    /// Copies the next frame to the guest's buffers.
+    /// Copies the next frame into the guest's buffers.
     ///
     /// # Errors
-    /// `WouldBlock` when there is none, `InvalidData` when it wasn't a frame.
+    /// `WouldBlock` if there is none, `InvalidData` if it isn't valid.
     #[allow(unsafe_code)] // The one copy: from a peer's RAM to the guest's.
     pub(super) fn receive(&mut self, sink: &mut FrameSink<'_>) -> io::Result<Received> {
         if self.waiting().is_none() {
@@ -397,7 +398,7 @@ impl Switch {
             return Err(io::ErrorKind::WouldBlock.into());
         };
         let found = peer.places(&message, &mut self.places).is_some();
-        // SAFETY: `places` gives addresses in mappings of the peer's RAM, which stay while `peer` is there; this VM's RAM is mapped elsewhere.
+        // SAFETY: `places` has addresses in mappings of the peer's RAM, which stay while `peer` exists. This VM's RAM is mapped elsewhere.
         let copied = found && unsafe { sink.gather(&self.places) };
         self.places.clear();
         let header = if copied { self.finish(&message, length, sink) } else { None };
@@ -414,7 +415,7 @@ impl Switch {
         Ok(Received { header, length })
     }
 
-    /// The offload header, or the checksum made for a guest that wants it made. `None` when it can't be.
+    /// The offload header; computes the checksum if the guest doesn't accept an open one. `None` if the checksum's place is invalid.
     fn finish(&self, message: &Message, length: usize, sink: &mut FrameSink<'_>) -> Option<VnetHeader> {
         match message.kind {
             FRAME_OPEN => {}
@@ -442,7 +443,7 @@ impl Switch {
 
     fn learn(&mut self, source: Address, slot: u32) {
         let [first, ..] = source;
-        // Group addresses send nothing.
+        // A group address is no valid source.
         if first & 1 != 0 {
             return;
         }
@@ -452,7 +453,7 @@ impl Switch {
     }
 }
 
-/// Gives a message back, and wakes its sender if it waits for that.
+/// Completes a message, and wakes its sender if it waits for that.
 fn give_back(peer: &mut Peer, id: u32, status: u32) {
     let (words, _, receiver) = peer.rings();
     receiver.complete(words, id, status);
@@ -463,7 +464,7 @@ fn give_back(peer: &mut Peer, id: u32, status: u32) {
 
 fn break_off(peer: &mut Peer, violation: &(dyn std::error::Error + 'static), counts: &mut Counts) {
     if !peer.ended {
-        // A neighbour may come back and do it again.
+        // Rate-limited: a neighbour may return and violate the protocol again.
         static LOG: LazyLock<GuestLog> = LazyLock::new(GuestLog::new);
         telemetry::guest_warn!(
             LOG,

@@ -1,5 +1,5 @@
-//! An e1000 under its model, whose first page the guest reads: a told mask doesn't overtake what was written before it, a reset forgets it, and a
-//! guest whose interrupt doesn't end loses its page for as long.
+//! An e1000 under its model, whose first page the guest reads. A signaled mask doesn't overtake older writes, and a reset discards it. A
+//! guest whose interrupt doesn't end loses its page for that time.
 
 use std::time::{Duration, Instant};
 
@@ -76,12 +76,12 @@ impl Machine {
         self.guarded.page.as_ref().unwrap().load(offset, 4)
     }
 
-    /// The guest opens its mask: an eventfd is all that tells.
+    /// The guest opens its mask, which only signals an eventfd.
     fn open(&self) {
         rustix::io::write(&self.opens.fd, &1u64.to_ne_bytes()).unwrap();
     }
 
-    /// The card reports causes, and the thread takes them, with late writes that come between.
+    /// The card reports causes. The thread takes them, with deferred writes that come in between.
     fn cause(&mut self, causes: u32, late: &[(u32, u32)]) {
         self.guarded.collect_told();
         self.guarded.monitor.physical().card().unwrap().write(0, ICS, 4, causes).unwrap();
@@ -100,17 +100,17 @@ fn a_mask_that_is_told_of_is_opened_after_what_closed_it_before() {
     let mut machine = Machine::new();
     assert_eq!((machine.opens.offset, machine.opens.datamatch), (u64::from(IMS), Some(0x9D)));
     machine.open();
-    // An access doesn't take it: late writes that are older may wait.
+    // An access doesn't apply it, since older deferred writes may wait.
     machine.write(ICS, LINK);
     assert_eq!((machine.page(IMS), machine.page(ICR)), (0, LINK));
     machine.cause(0x80, &[(IMC, u32::MAX)]);
     assert_eq!((machine.page(IMS), machine.page(ICR)), (0x9D, 0x84));
     assert!(machine.line());
-    // The handler's write clears what was shown of frames, and not the link.
+    // The handler's write clears the shown causes of frames, but not the link's.
     machine.write(IMC, u32::MAX);
     assert_eq!((machine.page(IMS), machine.page(ICR)), (0, LINK));
     assert!(!machine.line());
-    // A reset forgets what was told of before it.
+    // A reset discards what was signaled before it.
     machine.open();
     machine.guarded.collect_told();
     machine.open();
@@ -120,7 +120,7 @@ fn a_mask_that_is_told_of_is_opened_after_what_closed_it_before() {
     assert_eq!(machine.page(IMS), 0);
 }
 
-/// The time of a pause isn't the handler's: the guest doesn't run in it.
+/// The time of a pause doesn't count as the handler's, since the guest doesn't run in it.
 #[test]
 fn a_pause_in_an_interrupt_takes_no_page_away() {
     let mut machine = Machine::new();
@@ -151,7 +151,7 @@ fn an_interrupt_without_end_takes_the_page_away() {
     assert_eq!(machine.guarded.again(true), Some(Duration::from_millis(2)));
     assert!(machine.guarded.watch(begin + Duration::from_secs(1)));
     assert!(machine.guarded.watch.taken && !machine.guarded.watch(begin + Duration::from_secs(2)));
-    // Its reads leave the guest now, and are reads.
+    // Its reads exit now, and clear causes.
     let read = Access { bar: 0, offset: ICR, size: 4, write: None };
     assert_eq!(machine.guarded.access(read).unwrap(), LINK);
     assert_eq!(machine.guarded.access(read).unwrap(), 0);
@@ -159,11 +159,11 @@ fn an_interrupt_without_end_takes_the_page_away() {
     machine.guarded.lowered().unwrap();
     assert!(machine.guarded.watch(begin + Duration::from_secs(3)), "it comes back");
     assert_eq!((machine.guarded.again(false), machine.page(ICR)), (None, 0));
-    // One that ends is one of a guest that was slow for once.
+    // An interrupt that ends: the guest was slow once.
     machine.guarded.raised();
     assert!(!machine.guarded.watch(Instant::now()));
     machine.guarded.lowered().unwrap();
-    // A guest that goes on so keeps none.
+    // A guest whose interrupts stay slow loses the page.
     for time in 0..8 {
         machine.guarded.raised();
         machine.guarded.watch(begin + Duration::from_secs(10 + time));
