@@ -1,17 +1,17 @@
-//! Encryption and authentication of byte streams between monitors that have the same cluster key.
+//! Encryption and authentication of byte streams between monitors that share a cluster key.
 //!
-//! The Noise protocol framework's handshake `NNpsk0` (revision 34, chapters 7 and 9), as daemons of different hosts use it: ephemeral X25519 keys, so that a
-//! key that is stolen later opens nothing that was sent before, and the cluster key, so that only its holders take part. Each stream has a handshake of its own,
+//! The handshake is `NNpsk0` of the Noise protocol framework (revision 34, chapters 7 and 9), as host daemons use it. Ephemeral X25519 keys
+//! ensure that a key stolen later opens no earlier stream. The cluster key admits only its holders. Each stream has a handshake of its own,
 //! before its first byte:
 //!
 //! ```text
 //! initiator                                                             responder
-//!   magic (4) │ version (u16) │ length (u16) │ e, tag ────────────────────▶  key right?
+//!   magic (4) │ version (u16) │ length (u16) │ e, tag ────────────────────▶  same key?
 //!   ◀──────────────────────────── magic │ version │ length │ e, tag
-//!   records: length (u16) │ sealed bytes, tag ◀──────────────────────────▶  counted from 0, each direction by itself
+//!   records: length (u16) │ sealed bytes, tag ◀──────────────────────────▶  counted from 0, separately in each direction
 //! ```
-//! Each direction changes its key after [`REKEY_AFTER`] records (section 11.3). A record that is missing, repeated, changed or from another stream doesn't
-//! open. What a stream is for goes into the handshake ([`Purpose`]), so that one recorded for one purpose is none for another.
+//! Each direction changes its key after [`REKEY_AFTER`] records (section 11.3). A record that is missing, repeated, changed or from another
+//! stream doesn't open. The handshake includes the stream's purpose ([`Purpose`]), so a stream can't be replayed for another one.
 
 use std::io::{self, Read, Write};
 use std::sync::{Arc, PoisonError, RwLock};
@@ -20,68 +20,68 @@ use cluster_key::ClusterKey;
 use snow::{Builder, HandshakeState, StatelessTransportState};
 
 const PROTOCOL: &str = "Noise_NNpsk0_25519_AESGCM_SHA256";
-/// Bytes before a handshake message.
+/// Bytes of the head of a handshake message.
 const HEAD: usize = 8;
-/// A handshake message: an ephemeral key and a tag.
+/// Bytes of a handshake message without its head: an ephemeral key and a tag.
 const MESSAGE: usize = 32 + TAG;
 const TAG: usize = 16;
 /// Bytes of a handshake message with its head.
 pub(crate) const HANDSHAKE_BYTES: usize = HEAD + MESSAGE;
-/// Bytes of a record beside those that it seals.
+/// Bytes of a record besides the sealed ones.
 pub(crate) const RECORD_OVERHEAD_BYTES: usize = 2 + TAG;
-/// Most bytes that a record seals.
+/// Limit of plain bytes in a record.
 const MAX_RECORD_PLAINTEXT_BYTES: usize = u16::MAX as usize - TAG;
-/// Records under one key: 64 GiB, far below what AES-GCM stands.
+/// Records under one key: 64 GiB, far below the limit of AES-GCM.
 const REKEY_AFTER: u64 = 1 << 20;
 
-/// What a stream is for: both sides mean the same one.
+/// Purpose of a stream. Both sides must have the same one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Purpose {
-    /// First bytes of the stream; no other protocol at the same address begins like this.
+    /// First bytes of the stream. No other protocol at the same address begins with them.
     pub(crate) magic: [u8; 4],
     pub(crate) version: u16,
-    /// Goes into the handshake; changes with the format of what is sealed.
+    /// Part of the handshake. It changes with the format of the sealed bytes.
     pub(crate) prologue: &'static [u8],
 }
 
-/// Why there is no session.
+/// Why a handshake failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Mismatch {
-    /// It is no handshake for this purpose.
+    /// The message isn't a handshake for this purpose.
     Foreign,
-    /// It is one of another version.
+    /// The handshake has another version.
     Version(u16),
-    /// The other side hasn't the same key.
+    /// The other side doesn't have the same key.
     Key,
 }
 
-/// A handshake under way.
+/// A handshake in progress.
 pub(crate) struct Handshake {
     purpose: Purpose,
     state: HandshakeState,
 }
 
 impl Handshake {
-    /// Of the side that speaks first.
+    /// The handshake of the side that sends first.
     ///
     /// # Errors
-    /// The library has no such protocol.
+    /// If the library doesn't support the protocol.
     pub(crate) fn initiator(purpose: Purpose, key: &ClusterKey) -> Result<Self, snow::Error> {
         Ok(Self { purpose, state: builder(purpose, key)?.build_initiator()? })
     }
 
-    /// Of the other side.
+    /// The handshake of the other side.
     ///
     /// # Errors
-    /// The library has no such protocol.
+    /// If the library doesn't support the protocol.
     pub(crate) fn responder(purpose: Purpose, key: &ClusterKey) -> Result<Self, snow::Error> {
         Ok(Self { purpose, state: builder(purpose, key)?.build_responder()? })
     }
 
-    /// This side's message.
+    /// The message to send.
     ///
     /// # Errors
-    /// It isn't this side's turn.
+    /// If it isn't this side's turn.
     pub(crate) fn put(&mut self) -> Result<[u8; HANDSHAKE_BYTES], snow::Error> {
         let mut bytes = [0; HANDSHAKE_BYTES];
         let (head, message) = bytes.split_at_mut(HEAD);
@@ -92,10 +92,10 @@ impl Handshake {
         Ok(bytes)
     }
 
-    /// The other side's message.
+    /// Processes the other side's message.
     ///
     /// # Errors
-    /// It isn't of the same mind.
+    /// If purpose, version or key differ.
     pub(crate) fn take(&mut self, bytes: &[u8; HANDSHAKE_BYTES]) -> Result<(), Mismatch> {
         let (head, message) = bytes.split_at(HEAD);
         if head[..4] != self.purpose.magic {
@@ -108,10 +108,10 @@ impl Handshake {
         self.state.read_message(message, &mut []).map(drop).map_err(|_| Mismatch::Key)
     }
 
-    /// Both directions, once both messages went over.
+    /// The two directions, after both messages were exchanged.
     ///
     /// # Errors
-    /// One of them didn't.
+    /// If one is missing.
     pub(crate) fn finish(self) -> Result<(Sealing, Opening), snow::Error> {
         let cipher = Arc::new(RwLock::new(self.state.into_stateless_transport_mode()?));
         let sealing = Sealing { direction: Direction::new(&cipher), record: Vec::new() };
@@ -141,7 +141,7 @@ impl Direction {
         Self { cipher: Arc::clone(cipher), records: 0, rekey_after: REKEY_AFTER }
     }
 
-    /// Changes the key where it is time to.
+    /// Changes the key when it is due.
     fn turn(&mut self, rekey: impl FnOnce(&mut StatelessTransportState)) {
         if self.records > 0 && self.records.is_multiple_of(self.rekey_after) {
             rekey(&mut self.cipher.write().unwrap_or_else(PoisonError::into_inner));
@@ -167,7 +167,7 @@ impl Direction {
     }
 }
 
-/// What is sent over a stream.
+/// The sending direction of a stream.
 #[derive(Debug)]
 pub(crate) struct Sealing {
     direction: Direction,
@@ -175,7 +175,7 @@ pub(crate) struct Sealing {
 }
 
 impl Sealing {
-    /// Sends the first bytes, at most as many as a record has; how many.
+    /// Seals and writes the first bytes of `from`, as many as a record holds. Returns their number.
     pub(crate) fn write(&mut self, from: &[u8], to: &mut impl Write) -> io::Result<usize> {
         let part = from.get(..MAX_RECORD_PLAINTEXT_BYTES).unwrap_or(from);
         if part.is_empty() {
@@ -191,18 +191,18 @@ impl Sealing {
     }
 }
 
-/// What comes over a stream.
+/// The receiving direction of a stream.
 #[derive(Debug)]
 pub(crate) struct Opening {
     direction: Direction,
     sealed: Vec<u8>,
     plain: Vec<u8>,
-    /// Bytes of it that were taken.
+    /// Bytes of `plain` that were read.
     taken: usize,
 }
 
 impl Opening {
-    /// Takes bytes of the record that is here, or of the next one.
+    /// Reads bytes of the open record, or of the next one. Returns 0 at the end of the stream.
     pub(crate) fn read(&mut self, into: &mut [u8], from: &mut impl Read) -> io::Result<usize> {
         if into.is_empty() {
             return Ok(0);
@@ -217,7 +217,7 @@ impl Opening {
         Ok(count)
     }
 
-    /// The next record that has anything; `false` at the end of the stream.
+    /// Reads and opens the next record. Returns `false` at the end of the stream.
     fn next(&mut self, from: &mut impl Read) -> io::Result<bool> {
         let mut head = [0; 2];
         if from.read(&mut head[..1])? == 0 {
@@ -234,7 +234,7 @@ impl Opening {
         self.plain.resize(length - TAG, 0);
         self.taken = 0;
         let opened = self.direction.open(&self.sealed, &mut self.plain);
-        // What didn't open must not be read.
+        // Bytes that didn't open must not be read.
         self.plain.truncate(*opened.as_ref().unwrap_or(&0));
         opened.map_err(|_| invalid("a record came that its sender hasn't sealed, or not here and now"))?;
         Ok(true)

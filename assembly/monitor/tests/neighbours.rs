@@ -1,5 +1,5 @@
-//! VMs of KVM, without vCPUs, as neighbours under a real registry: what appears in their memory, what their registers say,
-//! and what happens when one of the three goes. Needs /dev/kvm; without it each test says so loudly and passes.
+//! KVM VMs without vCPUs as neighbours with a real registry: their mapped memory, their registers, and the death of each of the three
+//! processes. Requires /dev/kvm. Without it each test reports that, and passes.
 #![allow(clippy::unwrap_used)] // Helpers of tests, which clippy does not take for tests.
 
 mod common;
@@ -23,8 +23,8 @@ use neighbour::heartbeat::Heartbeat;
 use neighbour::registers as reg;
 use pci::function::PciFunction;
 
-/// Both appear in each other: window, segment, doorbell; a doorbell is the other's interrupt, and nobody else's; a store to a
-/// window is counted and does nothing; one that isn't permitted gets nothing.
+/// Two members have each other's window, segment and doorbell. A doorbell raises an interrupt of that peer only. A store to a window is
+/// counted and has no effect. A member without permission gets nothing.
 #[test]
 fn two_vms_see_each_other_and_a_third_sees_nothing() {
     if !has_kvm("two_vms_see_each_other") {
@@ -39,7 +39,7 @@ fn two_vms_see_each_other_and_a_third_sees_nothing() {
     let epoch = a.wait_for(slot_b, reg::PEER_OFFERED);
     assert_eq!(b.wait_for(slot_a, reg::PEER_OFFERED), epoch);
     assert!(a.sees(slot_b) && b.sees(slot_a) && !a.sees(slot_a));
-    // Own status page, and the pair's segment.
+    // The own status page, and the pair's segment.
     assert_eq!((a.function.mappings().len(), a.function.doorbells().len()), (2, 1));
 
     let signal = a.function.doorbells()[0].fd.clone();
@@ -50,7 +50,7 @@ fn two_vms_see_each_other_and_a_third_sees_nothing() {
         assert_eq!(got.is_ok(), vector == slot_a + 1, "vector {vector}");
     }
 
-    // A device of a's may read b's memory where a's guest sees it, and nothing may be written there.
+    // A device of `a` may read b's memory in the window, and may not write it.
     b.ram.memory().memory().write_obj(0x6e65_6967_6862_6f72_u64, GuestAddress(0x3000)).unwrap();
     let seen = a.ram.memory().memory();
     assert_eq!(
@@ -67,7 +67,7 @@ fn two_vms_see_each_other_and_a_third_sees_nothing() {
     assert_eq!((c.function.mappings().len(), c.function.doorbells().len()), (1, 0));
 }
 
-/// Names that differ in their last byte only are whole in the registers of both; the address of a device follows from group and names.
+/// Names that differ only in their last byte are complete in the registers of both. A device's address follows from group and names.
 #[test]
 fn registers_show_whole_names_and_addresses_made_of_them() {
     if !has_kvm("registers_show_whole_names") {
@@ -92,8 +92,8 @@ fn registers_show_whole_names_and_addresses_made_of_them() {
     }
 }
 
-/// A driver goes while pages of a window are still referred to, and another comes: the window stays what it was, though the peer ends
-/// meanwhile, until its release is written; then the peer's next connection is shown.
+/// A driver is replaced while pages of a window are in use. The window stays unchanged until its release is written, although the peer ends
+/// meanwhile. Then the peer's next connection is offered.
 #[test]
 fn a_window_that_is_kept_outlives_driver_and_peer() {
     if !has_kvm("a_window_that_is_kept") {
@@ -118,7 +118,7 @@ fn a_window_that_is_kept_outlives_driver_and_peer() {
     let b = Machine::start(directory.path(), "b", &["a"]);
     assert_eq!(b.slot(), slot);
     wait_until("a hears that b has gone", || a.function.inspect()["ends"] == 1);
-    // The new b waits until the old window has gone.
+    // The new b waits until the old window is released.
     assert!(a.sees(slot));
     assert_eq!((a.peer(slot, reg::PEER_STATE), read()), (reg::PEER_NONE, Some(0x1234_5678)));
     assert_eq!(b.peer(a.slot(), reg::PEER_STATE), reg::PEER_NONE);
@@ -136,8 +136,8 @@ fn sandbox(directory: &Path) -> Sandbox {
     Sandbox::prepare(&monitor::description::validate(&written).unwrap()).unwrap()
 }
 
-/// What a monitor does once it is confined (Landlock, no capabilities, the process's seccomp filter): memory with a reader's
-/// descriptor, and later the way to the registry's socket and to nothing else.
+/// A confined monitor (Landlock, no capabilities, the process's seccomp filter) can allocate memory with a reader's descriptor, and can
+/// later connect to the registry's socket and to no other.
 #[test]
 fn memory_and_registry_can_be_had_inside_the_sandbox() {
     let directory = tempfile::tempdir().unwrap();
@@ -145,7 +145,7 @@ fn memory_and_registry_can_be_had_inside_the_sandbox() {
     let sandbox = sandbox(directory.path());
     let (host, elsewhere) = (directory.path().join("host.sock"), directory.path().join("a.toml"));
     std::fs::write(&elsewhere, "").unwrap();
-    // Only the thread is confined, and what it makes.
+    // Only this thread is confined, and threads that it creates.
     let confined = std::thread::spawn(move || {
         sandbox.enter_process().unwrap();
         let options =
@@ -161,8 +161,8 @@ fn memory_and_registry_can_be_had_inside_the_sandbox() {
     file.unwrap_err();
 }
 
-/// The daemon in its sandbox, and the functions' threads under the filter that the monitor gives them: joining, connecting, the
-/// daemon's end and return, releasing. A refused system call would end this process.
+/// The daemon in its sandbox, and the functions' threads under the monitor's filter: joining, connecting, the daemon's end and return,
+/// releasing. A refused system call would end this process.
 #[test]
 fn both_sides_work_in_their_sandboxes() {
     if !has_kvm("both_sides_work") {
@@ -173,7 +173,7 @@ fn both_sides_work_in_their_sandboxes() {
         let mut config = DaemonConfig::new(directory.path().join("host.sock"));
         config.sandbox = true;
         config.neighbours.heartbeat = patient();
-        // Only its own threads are confined: the one that starts it ends.
+        // Confines only the daemon's threads: the one that starts it ends.
         std::thread::spawn(move || Daemon::start(&config).unwrap()).join().unwrap()
     };
     let sandbox = sandbox(directory.path());
@@ -188,7 +188,7 @@ fn both_sides_work_in_their_sandboxes() {
     let (slot_a, slot_b) = (a.slot(), b.slot());
     let epoch = a.wait_for(slot_b, reg::PEER_OFFERED);
     b.wait_for(slot_a, reg::PEER_OFFERED);
-    // What is shown follows at the end of the thread's round, after the members were told.
+    // `inspect` is updated at the end of the thread's iteration, after the members were notified.
     let begun = Instant::now();
     while first.neighbours().inspect()["nas"].as_array().is_none_or(|members| members.len() != 2) {
         assert!(begun.elapsed() < HANG_LIMIT, "{}", first.neighbours().inspect());
@@ -203,8 +203,8 @@ fn both_sides_work_in_their_sandboxes() {
     assert!(a.wait_for(slot_b, reg::PEER_OFFERED) > epoch && a.sees(slot_b));
 }
 
-/// A peer that dies: its window stays until the guest has let go of it; then the restarted one is there, under a later epoch.
-/// What was mapped of the dead one is gone then.
+/// After a peer's death, its window stays until the guest has released it. Then the restarted peer is connected under a later epoch, and
+/// nothing of the dead one is mapped.
 #[test]
 fn a_dead_peer_stays_mapped_until_it_is_released() {
     if !has_kvm("a_dead_peer_stays_mapped") {
@@ -238,7 +238,7 @@ fn a_dead_peer_stays_mapped_until_it_is_released() {
     }
 }
 
-/// Without a driver nobody would release anything: the monitor does.
+/// Without a driver, the monitor releases a dead peer itself.
 #[test]
 fn without_a_driver_a_dead_peer_goes_by_itself() {
     if !has_kvm("without_a_driver") {
@@ -255,7 +255,7 @@ fn without_a_driver_a_dead_peer_goes_by_itself() {
     wait_until("nothing of the dead is held", || held("guestless") == (0, 0));
 }
 
-/// A guest that stands still: its peer is told, and both are connected again once it runs and both have released.
+/// When a guest hangs, its peer is notified. Both are connected again once it runs and both have released.
 #[test]
 fn a_frozen_guest_is_parted_and_comes_back() {
     if !has_kvm("a_frozen_guest") {
@@ -283,7 +283,8 @@ fn a_frozen_guest_is_parted_and_comes_back() {
     });
 }
 
-/// The daemon dies: neighbours stay connected. It comes back: the old connections end, and new ones begin once they are released.
+/// After the daemon's death, neighbours stay connected. After its return, the old connections end, and new ones begin once they are
+/// released.
 #[test]
 fn the_daemons_death_ends_no_connection_and_its_return_renews_them() {
     if !has_kvm("the_daemons_death") {
@@ -315,7 +316,7 @@ fn the_daemons_death_ends_no_connection_and_its_return_renews_them() {
     assert_eq!((a.slot(), b.slot()), (slot_a, slot_b));
 }
 
-/// The RDMA function of a NIC, which the daemon serves: it maps the machine's RAM for writing.
+/// The RDMA function of a NIC, which the daemon serves with the machine's RAM mapped for writing.
 fn rdma(directory: &Path, vm: &str, machine: &Machine) -> Result<Arc<VfioUserFunction>, VfioUserError> {
     let request = NicRequest {
         vm: vm.to_owned(),
@@ -339,8 +340,8 @@ fn rdma(directory: &Path, vm: &str, machine: &Machine) -> Result<Arc<VfioUserFun
     Ok(function)
 }
 
-/// A VM with an RDMA NIC and neighbours of other users: the daemon's HCA maps its RAM for writing while it is a member, and again
-/// after the daemon's restart. With RAM that is sealed, it can't.
+/// A VM with an RDMA NIC and neighbours of other users: the daemon's HCA maps its RAM for writing while it is a member, and again after the
+/// daemon's restart. Sealed RAM prevents that.
 #[test]
 fn an_rdma_nic_and_neighbours_come_back_together_after_the_daemons_restart() {
     if !has_kvm("an_rdma_nic_and_neighbours") {

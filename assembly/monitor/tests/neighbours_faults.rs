@@ -1,7 +1,8 @@
-//! Six kinds of faults among three neighbours whose memory, rings and registers are real, each monitor and the registry a process of its own;
-//! the guests' drivers are played by the test (`common::member`), and traffic flows between all pairs. Who has no part in a fault sees nothing,
-//! who has is connected again, and nobody holds more than before. `CAUSEWAY_FAULTS=200` sets how many of each kind; a line `FAULTS {…}` says
-//! what was found. Needs /dev/kvm; without it each test says so loudly and passes.
+//! Six kinds of faults among three neighbours with real memory, rings and registers. Each monitor and the registry is a process of its own.
+//! The test plays the guests' drivers (`common::member`), and traffic flows between all pairs. A member without part in a fault sees
+//! nothing of it. A member with part is connected again, and no process holds more resources than before. `CAUSEWAY_FAULTS=200` sets the
+//! number of faults of each kind, and a line `FAULTS {…}` reports the results. Requires /dev/kvm. Without it each test reports that, and
+//! passes.
 #![allow(clippy::unwrap_used)] // Helpers of tests, which clippy does not take for tests.
 
 mod common;
@@ -23,14 +24,14 @@ const DIRECTORY: &str = "CAUSEWAY_TEST_DIRECTORY";
 const NAME: &str = "CAUSEWAY_TEST_NAME";
 const COUNT: &str = "CAUSEWAY_FAULTS";
 const NAMES: [&str; 3] = ["a", "b", "c"];
-/// What the registry waits for a member's count: long for a busy machine, since a member that is held up is not a fault.
+/// The registry's heartbeat timeout: long for a busy machine, since a delayed member is no fault.
 const COUNT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Whatever doesn't go on after this long hangs.
+/// Time without progress after which the test fails.
 const HANG: Duration = Duration::from_secs(90);
-/// Buffers that each direction must have brought over after a fault.
+/// Buffers that each direction must have transferred after a fault.
 const MOVED: u64 = 20;
 const STORES: u64 = 10;
-/// Memory of its own that a process may have more after all faults: allocators keep some.
+/// Limit of the growth of a process's own memory over all faults: allocators keep some.
 const GROWTH_KIB: u64 = 512;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,7 +44,7 @@ enum Kind {
     WindowStore,
 }
 
-/// What one member says about one peer.
+/// Statistics of one member about one peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Told {
     epoch: u64,
@@ -55,7 +56,7 @@ struct Told {
 
 type Seen = BTreeMap<(&'static str, String), Told>;
 
-/// A process of the test's: a member or the daemon.
+/// A process of the test: a member or the daemon.
 struct Process {
     child: Child,
     input: ChildStdin,
@@ -83,7 +84,7 @@ impl Process {
         let (said, lines) = channel();
         std::thread::spawn(move || {
             for line in BufReader::new(output).lines().map_while(Result::ok) {
-                // What the test harness says is before the first of ours, on the same line.
+                // Output of the test harness may precede the first line.
                 if let Some((_, line)) = line.split_once("SAYS ") {
                     let _ = said.send(line.to_owned());
                 }
@@ -113,7 +114,7 @@ impl Process {
         self.child.try_wait().unwrap().is_none()
     }
 
-    /// Descriptors, mappings of neighbours' memory, and memory of its own in KiB.
+    /// Number of descriptors, mappings of neighbours' memory, and own memory in KiB.
     fn held(&self) -> [u64; 3] {
         let proc = format!("/proc/{}", self.child.id());
         let fds = std::fs::read_dir(format!("{proc}/fd")).unwrap().count() as u64;
@@ -157,7 +158,7 @@ impl Bed {
         seen
     }
 
-    /// Waits until buffers go both ways between all pairs, over a later connection where `renewed`; says who hangs.
+    /// Waits until buffers flow both ways between all pairs, over a later connection if `renewed`. The error names the pairs that hang.
     fn until_all_move(&mut self, since: &Seen, renewed: &dyn Fn([&str; 2]) -> bool) -> Result<Seen, String> {
         let base = self.seen();
         let until = Instant::now() + HANG;
@@ -189,7 +190,7 @@ impl Bed {
         }
     }
 
-    /// One fault that member `victim` has, or the daemon.
+    /// Causes one fault, of member `victim` or of the daemon.
     fn fault(&mut self, kind: Kind, number: u64, victim: usize) -> Result<(), String> {
         let other = NAMES[1 - victim];
         match kind {
@@ -209,12 +210,12 @@ impl Bed {
             Kind::Freeze => {
                 let time = COUNT_TIMEOUT + Duration::from_secs(1);
                 if number % 4 < 2 {
-                    // The monitor stands still, and with it all of the VM.
+                    // The monitor is stopped, and with it the whole VM.
                     self.members[victim].signal(Signal::STOP);
                     std::thread::sleep(time);
                     self.members[victim].signal(Signal::CONT);
                 } else {
-                    // The guest does.
+                    // Only the guest is stopped.
                     self.members[victim].ask(&format!("freeze {}", time.as_millis()));
                     std::thread::sleep(time);
                 }
@@ -240,7 +241,7 @@ impl Bed {
     }
 }
 
-/// Whether the connection of a pair ends by a fault.
+/// Whether a fault ends the connection of a pair.
 fn ends(kind: Kind, victim: usize, pair: [&str; 2]) -> bool {
     match kind {
         Kind::KillDaemon => true,
@@ -250,13 +251,13 @@ fn ends(kind: Kind, victim: usize, pair: [&str; 2]) -> bool {
     }
 }
 
-/// What those saw of a fault who had no part in it.
+/// Effects of a fault on members without part in it.
 fn errors(bed: &mut Bed, kind: Kind, victim: usize, before: &Seen, after: &Seen) -> Vec<String> {
     let mut errors = Vec::new();
     for ((to, from), new) in after {
         let Some(old) = before.get(&(*to, from.clone())) else { continue };
         let replaced = kind == Kind::KillMonitor && *to == NAMES[victim];
-        // Buffers that the breaker of rules names are not the ones that the driver sent.
+        // Buffers named by the violating member aren't those that its driver sent.
         let lied_to = kind == Kind::WildRing && from == NAMES[victim] && *to == NAMES[1 - victim];
         let wrong = if replaced { 0 } else { old.wrong };
         if new.wrong != wrong && !lied_to {
@@ -314,7 +315,7 @@ fn faults(kind: Kind) {
         let result = bed.fault(kind, number, victim);
         let after = bed.until_all_move(&before, &|pair| ends(kind, victim, pair));
         if number == 0 {
-            // The first one isn't counted: what is made once and kept is there after it.
+            // The first fault isn't counted: resources that are created once and kept exist after it.
             result.unwrap();
             after.unwrap();
             held = std::iter::once(&bed.daemon).chain(&bed.members).map(Process::held).collect();
@@ -344,37 +345,37 @@ fn faults(kind: Kind) {
     assert!(found.iter().all(Vec::is_empty), "{kind:?}: {found:#?}");
 }
 
-/// A monitor that is killed: its peers go on with each other, and with its successor.
+/// A monitor is killed. Its peers stay connected with each other, and connect to its successor.
 #[test]
 fn a_monitor_is_killed() {
     faults(Kind::KillMonitor);
 }
 
-/// The daemon is killed: nobody ends, and all are connected anew by the next one.
+/// The daemon is killed. No member ends, and the next daemon renews all connections.
 #[test]
 fn the_daemon_is_killed() {
     faults(Kind::KillDaemon);
 }
 
-/// A monitor, or its guest, stands still for longer than the registry waits.
+/// A monitor, or its guest, is stopped for longer than the registry's timeout.
 #[test]
 fn a_guest_is_frozen() {
     faults(Kind::Freeze);
 }
 
-/// The driver goes while buffers are under way, and comes back.
+/// The driver is unloaded while buffers are in flight, and loaded again.
 #[test]
 fn a_driver_is_unloaded() {
     faults(Kind::Unload);
 }
 
-/// Addresses, lengths, ids and flags that the rules forbid, and rings full of noise: the other side ends that connection.
+/// Rings with forbidden addresses, lengths, ids and flags, and rings of random data: the peer ends that connection.
 #[test]
 fn a_ring_is_filled_with_what_is_forbidden() {
     faults(Kind::WildRing);
 }
 
-/// Stores into a window are discarded and counted, and hurt nobody.
+/// Stores to a window are discarded and counted, and affect no member.
 #[test]
 fn a_guest_stores_into_a_window() {
     faults(Kind::WindowStore);
@@ -395,10 +396,10 @@ fn daemon() {
     let mut config = DaemonConfig::new(directory().join("host.sock"));
     config.sandbox = true;
     config.neighbours.heartbeat = Heartbeat { patience: COUNT_TIMEOUT, ..Heartbeat::DEFAULT };
-    // Only its own threads are confined: the one that starts it ends.
+    // Confines only the daemon's threads: the one that starts it ends.
     let _daemon = std::thread::spawn(move || Daemon::start(&config).unwrap()).join().unwrap();
     say("ready");
-    // Until the test closes it.
+    // Until the test closes its input.
     let _ = std::io::stdin().lines().count();
 }
 
@@ -417,12 +418,12 @@ fn member() {
                 break;
             }
         }
-        // Nobody asks any more.
+        // The test has ended.
         std::process::exit(0);
     });
     loop {
         driver.turn();
-        // Some thousand buffers per second and pair are traffic enough, and leave the machine to others.
+        // Some thousand buffers per second and pair are enough traffic, and leave the machine to other processes.
         std::thread::sleep(Duration::from_millis(3));
         let Ok(line) = commands.try_recv() else { continue };
         let words: Vec<&str> = line.split(' ').collect();

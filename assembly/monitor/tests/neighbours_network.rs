@@ -1,5 +1,5 @@
-//! Virtio network devices of several VMs over a real registry: frames go from guest memory to guest memory. Mock drivers are the guests; no
-//! KVM is needed.
+//! Virtio network devices of several VMs with a real registry: frames travel from guest memory to guest memory. Mock drivers play the
+//! guests. KVM isn't needed.
 #![allow(clippy::unwrap_used)] // Helpers of tests, which clippy does not take for tests.
 
 mod common;
@@ -31,7 +31,7 @@ use virtio_devices::net::{MacAddress, Net};
 use virtio_devices::testing::{self, MockDriver, MockInterrupt};
 
 const RAM: u64 = 32 << 20;
-/// Frames to send begin here, and buffers to receive there.
+/// Start of frames to send, and of buffers to receive.
 const SENT: u64 = 8 << 20;
 const RECEIVED: u64 = 16 << 20;
 const HEADER: u64 = HEADER_LEN as u64;
@@ -82,14 +82,14 @@ impl Guest {
         self.net.inspect()["counters"][name].as_u64().unwrap()
     }
 
-    /// A frame to `to` of `length` bytes, the same for the same `number`.
+    /// A frame to `to` of `length` bytes, whose content depends on `number`.
     fn frame(&self, to: [u8; 6], length: usize, number: usize) -> Vec<u8> {
         let mut frame: Vec<u8> = to.into_iter().chain(self.mac).chain([0x88, 0xb5]).collect();
         frame.extend((14..length).map(|at| (at * 31 + number * 7).to_le_bytes()[0]));
         frame
     }
 
-    /// Makes a frame available, in two pieces and with its header by itself, and says so.
+    /// Makes a frame available, in two pieces and with a separate header, and notifies the device.
     fn queue(&mut self, at: u64, header: VnetHeader, frame: &[u8]) -> u16 {
         self.transmit.put(at, &header.to_bytes());
         self.transmit.put(at + HEADER, frame);
@@ -133,8 +133,8 @@ impl Guest {
     }
 }
 
-/// Frames of all lengths arrive whole and in order, over several receive buffers and in one; addresses are learned: what is for one goes to
-/// no other. A member that isn't permitted gets nothing.
+/// Frames of all lengths arrive complete and in order, in several receive buffers or in one. The switch learns addresses, and then sends
+/// frames to their receiver only. A member without permission gets nothing.
 #[test]
 fn frames_go_from_vm_to_vm() {
     let directory = tempfile::tempdir().unwrap();
@@ -152,7 +152,7 @@ fn frames_go_from_vm_to_vm() {
     a.post(64, 2048);
     b.post(200, 2048);
 
-    // Nobody knows b yet: all get it, and c has no buffers, so a's come back only from b.
+    // Frames to b go to all members until its address is learned. c has no buffers, so a's return only from b.
     let hello = b.frame(EVERYBODY, 60, 0);
     b.queue(SENT, VnetHeader::default(), &hello);
     assert_eq!(a.take(2048, &mut of_a).1, hello);
@@ -170,8 +170,8 @@ fn frames_go_from_vm_to_vm() {
     assert!(d.backend().contains("(nobody connected)"), "{}", d.backend());
 }
 
-/// The sender's buffers are read when the receiver has buffers, and not copied before: what the sender's guest writes meanwhile arrives. They
-/// are the guest's again only after that.
+/// The sender's buffers are read when the receiver has buffers, and not copied before: later stores of the sender's guest arrive, too. The
+/// buffers are the guest's again only after that.
 #[test]
 fn there_is_one_copy_and_the_receiver_makes_it() {
     let directory = tempfile::tempdir().unwrap();
@@ -192,7 +192,7 @@ fn there_is_one_copy_and_the_receiver_makes_it() {
     a.transmit.wait_used();
 }
 
-/// A checksum that the sender leaves open is made for a guest that didn't negotiate to make it, and left open for one that did.
+/// The monitor computes an open checksum for a guest that didn't negotiate open ones, and leaves it open for one that did.
 #[test]
 fn open_checksums_are_made_for_guests_that_want_them_made() {
     let directory = tempfile::tempdir().unwrap();
@@ -205,7 +205,7 @@ fn open_checksums_are_made_for_guests_that_want_them_made() {
     c.wait_for("a");
     b.post(2, 1000);
     c.post(2, 1000);
-    // The sum of the pseudo-header is where the checksum goes; an odd length, so that the last byte counts as a high one.
+    // The checksum's field has the pseudo-header's sum. The length is odd, so that the last byte counts as a high one.
     let mut frame = a.frame(EVERYBODY, 333, 5);
     frame[40..42].copy_from_slice(&0x1234_u16.to_be_bytes());
     let header = VnetHeader { flags: NEEDS_CSUM, csum_start: 34, csum_offset: 6, ..VnetHeader::default() };
@@ -215,7 +215,7 @@ fn open_checksums_are_made_for_guests_that_want_them_made() {
     assert_eq!(bytes, frame);
     let (made, bytes) = c.take(1000, &mut 0);
     assert_eq!(made.flags, 0);
-    // With the right checksum the sum over all is all ones, with what was there before in the place of the pseudo-header.
+    // With a correct checksum, the sum of all words is all ones, with the old field in place of the pseudo-header.
     let sum = |bytes: &[u8]| {
         let words =
             bytes.chunks(2).map(|pair| u32::from(pair[0]) << 8 | u32::from(*pair.get(1).unwrap_or(&0)));
@@ -231,8 +231,8 @@ fn open_checksums_are_made_for_guests_that_want_them_made() {
     assert_eq!((&bytes[..40], &bytes[42..]), (&frame[..40], &frame[42..]));
 }
 
-/// A receiver that posts no buffers keeps a share of the sender's; others still get their frames, and frames for the slow one are dropped
-/// and not waited for.
+/// A receiver without buffers keeps only a share of the sender's. Others still get their frames, and frames for the slow one are dropped
+/// without a wait.
 #[test]
 fn a_receiver_without_buffers_holds_up_nobody_else() {
     let directory = tempfile::tempdir().unwrap();
@@ -256,7 +256,7 @@ fn a_receiver_without_buffers_holds_up_nobody_else() {
         assert!(Instant::now() < deadline, "frames for a receiver without buffers are waited for");
         let frame = a.frame(b.mac, 100, 0);
         if held < 80 {
-            // Descriptors are left for others.
+            // Leaves descriptors for other frames.
             a.queue(SENT + 4096 * held, VnetHeader::default(), &frame);
             held += 1;
         }
@@ -270,7 +270,7 @@ fn a_receiver_without_buffers_holds_up_nobody_else() {
     assert!(c.take(2048, &mut 0).1 == frame);
 }
 
-/// When a peer goes, its monitor's end or the registry's word, what it still read is the guest's again, and it can come back.
+/// When a peer leaves, by its monitor's end or by the registry, frames that it was reading are the guest's again. It can return.
 #[test]
 fn a_peer_that_goes_gives_all_back_and_may_return() {
     let directory = tempfile::tempdir().unwrap();
@@ -299,8 +299,8 @@ fn a_peer_that_goes_gives_all_back_and_may_return() {
     assert!(b.take(2048, &mut 0).1 == frame);
 }
 
-/// A device that stops doesn't wait for a peer that has no buffers: the connection with it ends, all is the guest's, and what comes
-/// after the next start arrives.
+/// A device that stops doesn't wait for a peer without buffers. The connection with it ends, all frames are the guest's, and frames after
+/// the next start arrive.
 #[test]
 fn a_device_that_stops_takes_back_what_it_lent() {
     let directory = tempfile::tempdir().unwrap();
@@ -314,7 +314,7 @@ fn a_device_that_stops_takes_back_what_it_lent() {
     wait_until("the frame is lent", || a.counter("transmit_packets") == 1);
     let queues = a.net.stop().unwrap();
     a.transmit.wait_used();
-    // Its peer hears that nobody uses the device.
+    // The registry reports to the peer that no driver uses the device.
     b.wait_for("nobody connected");
     let activation = virtio_devices::device::Activation {
         memory: a.transmit.space.clone(),
@@ -333,7 +333,7 @@ fn a_device_that_stops_takes_back_what_it_lent() {
     b.wait_for("nobody connected");
 }
 
-/// A member that is played by hand.
+/// A member that the test plays itself.
 struct Hand {
     _socket: Socket,
     segment: Arc<HostMapping>,
@@ -347,7 +347,7 @@ struct Hand {
 }
 
 impl Hand {
-    /// Joins as `name`, and is connected with `peer`.
+    /// Joins as `name`, and connects to `peer`.
     fn join(directory: &Path, name: &str, peer: &str) -> Self {
         let socket = Socket::connect(&directory.join("host.d/neighbours")).unwrap();
         let (FromDaemon::Hello { base, stride, slots, entries, .. }, _) = socket.wait(HANG_LIMIT).unwrap()
@@ -387,7 +387,7 @@ impl Hand {
         hand
     }
 
-    #[allow(unsafe_code)] // A segment as the crate sees it.
+    #[allow(unsafe_code)] // The segment as atomic words.
     fn words(&self) -> &[AtomicU64] {
         let count = usize::try_from(self.segment.len()).unwrap() / 8;
         // SAFETY: mapped as long as `self`, page-aligned, and used as atomic words by both sides.
@@ -404,7 +404,7 @@ impl Hand {
     }
 }
 
-/// A guest verifies the checksum of a frame unless the wire says that its sender has, and the guest negotiated to hear that.
+/// A guest verifies a frame's checksum unless the message says that the sender has, and the guest negotiated such frames.
 #[test]
 fn only_a_frame_whose_checksum_was_verified_is_said_to_be_right() {
     let directory = tempfile::tempdir().unwrap();
@@ -427,8 +427,8 @@ fn only_a_frame_whose_checksum_was_verified_is_said_to_be_right() {
     }
 }
 
-/// A frame whose parts lie in a third member's memory, which only mmnet's guests can read, goes back to its sender, who sends a copy. The
-/// connection stays: the sender may name what it may read.
+/// A frame in a third member's memory, which only mmnet's guests can read, returns to its sender, which sends a copy. The connection stays,
+/// since the sender may name that memory.
 #[test]
 fn a_frame_in_a_third_members_memory_goes_back_and_ends_nothing() {
     let directory = tempfile::tempdir().unwrap();
@@ -454,8 +454,8 @@ fn a_frame_in_a_third_members_memory_goes_back_and_ends_nothing() {
     assert_eq!(a.counter("receive_packets"), 0);
 }
 
-/// What isn't a frame goes back with a word about it and reaches no guest; a message that breaks the ring's rules ends the connection with
-/// its sender. Others notice neither.
+/// An invalid frame returns with a status and reaches no guest. A message that violates the ring's rules ends the connection with its
+/// sender. Other members notice neither.
 #[test]
 fn a_broken_neighbour_reaches_no_guest_and_harms_no_other() {
     let directory = tempfile::tempdir().unwrap();
@@ -470,7 +470,7 @@ fn a_broken_neighbour_reaches_no_guest_and_harms_no_other() {
     let mut sender = hand.sender();
     let at = |address: u64, length: u32| Part { address: hand.own.start() + address, length };
     let long: Vec<Part> = (0..3).map(|part| at(part * 0x1_0000, 0x1_0000)).collect();
-    // Kind, note, parts, and the answer.
+    // Kind, note, parts, and the expected status.
     let cases: [(u16, u32, Vec<Part>, u32); 6] = [
         (0x0100, 0, vec![at(0, 13)], 0xffff_0004),
         (0x0100, 0, long, 0xffff_0004),
@@ -495,7 +495,7 @@ fn a_broken_neighbour_reaches_no_guest_and_harms_no_other() {
     assert_eq!(a.take(2048, &mut of_a).1, good);
     assert_eq!(a.counter("receive_packets"), 1);
 
-    // Far more than are looked at in one turn, and one signal for all of them.
+    // Far more messages than one call processes, with one signal for all.
     for _ in 0..200 {
         sender.post(hand.words(), &[at(0, 60)], 0x0300, 0).unwrap();
     }
@@ -507,7 +507,7 @@ fn a_broken_neighbour_reaches_no_guest_and_harms_no_other() {
         sender.outstanding() == 0
     });
 
-    // 209 entries were used. One beyond its RAM, as the sender's own check would not let it pass.
+    // 209 entries were used. Part of this message is beyond the sender's RAM, which the sender's own check would refuse.
     let used = 209;
     let place = usize::try_from(used % u64::from(hand.layout.entries())).unwrap();
     let first = hand.layout.messages(hand.side).first + 4 * place;

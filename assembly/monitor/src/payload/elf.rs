@@ -1,4 +1,4 @@
-//! Static ELF64 programs: parsed and checked before a byte of guest memory is touched.
+//! The parser of static ELF64 programs. It checks the whole file before guest memory is touched.
 //!
 //! Source: System V ABI, chapters 4 and 5, and its AMD64 supplement.
 
@@ -7,7 +7,7 @@ use std::ops::Range;
 
 const HEADER_SIZE: usize = 64;
 const PROGRAM_HEADER_SIZE: usize = 56;
-/// More than any linker makes of a static program, and little enough to check pair by pair.
+/// Limit of program headers: more than any linker generates for a static program, and few enough to check all pairs.
 const MAX_SEGMENTS: usize = 64;
 
 const CLASS_64: u8 = 2;
@@ -19,52 +19,52 @@ const SEGMENT_LOAD: u32 = 1;
 const SEGMENT_DYNAMIC: u32 = 2;
 const SEGMENT_INTERP: u32 = 3;
 
-/// A file that is no payload program.
+/// Why a file is no payload program.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum ElfError {
-    /// Not enough bytes for what the file says it has.
+    /// The file is shorter than its headers say.
     #[error(
         "The file ends within its {what}: {needed} bytes are needed and it has {length}; was it cut short?"
     )]
     Truncated {
-        /// Which part.
+        /// The incomplete part.
         what: &'static str,
-        /// Bytes it would take.
+        /// Bytes needed.
         needed: u64,
-        /// Bytes there are.
+        /// Bytes present.
         length: u64,
     },
-    /// Not an ELF file at all.
+    /// The file isn't an ELF file.
     #[error(
         "The file doesn't begin as an ELF file does, but with bytes {0:02x?}; give a program linked for x86-64"
     )]
     NoMagic([u8; 4]),
-    /// A field has a value that payloads can't have.
+    /// A header field has an unsupported value.
     #[error("The ELF header's {field} is {found}, and a payload program has {wanted}")]
     Header {
-        /// Which field.
+        /// Name of the field.
         field: &'static str,
         /// Its value.
         found: u64,
-        /// What it should be.
+        /// The expected value.
         wanted: &'static str,
     },
-    /// Position-independent or dynamically linked.
+    /// The program is position-independent or dynamically linked.
     #[error("The program is {what}; link it with -static -no-pie")]
     NotStatic {
-        /// What it is.
+        /// Which of both.
         what: &'static str,
     },
-    /// More program headers than are read.
+    /// The file has too many program headers.
     #[error("The file has {found} program headers, and at most {MAX_SEGMENTS} are read")]
     TooManySegments {
-        /// How many.
+        /// Number of program headers.
         found: u16,
     },
-    /// Nothing to load.
+    /// The file has no segment to load.
     #[error("The file has no segment to load; link a whole program")]
     NoSegments,
-    /// A segment that contradicts itself.
+    /// A segment has more bytes in the file than in memory.
     #[error(
         "Segment {index} has {file_size:#x} bytes in the file and {memory_size:#x} in memory; the file is damaged"
     )]
@@ -76,31 +76,31 @@ pub enum ElfError {
         /// Its p_memsz.
         memory_size: u64,
     },
-    /// A segment where the monitor's tables or the end of memory are.
+    /// A segment overlaps the monitor's tables, or ends beyond the program's memory.
     #[error(
         "Segment {index} lies at {start:#x} with {size:#x} bytes, and a program may use {lowest:#x} to {end:#x}; change the link address or give the VM more memory"
     )]
     OutOfPlace {
         /// Number of the program header.
         index: usize,
-        /// First address.
+        /// First address of the segment.
         start: u64,
-        /// Bytes.
+        /// Size of the segment, bytes.
         size: u64,
-        /// Lowest address a segment may have.
+        /// Lowest allowed address.
         lowest: u64,
-        /// First address beyond.
+        /// First address beyond the allowed range.
         end: u64,
     },
-    /// Two segments in one place.
+    /// Two segments overlap.
     #[error("Segments {first} and {second} overlap in memory; the file is damaged or its link script wrong")]
     Overlap {
-        /// Number of a program header.
+        /// Number of the first program header.
         first: usize,
-        /// Number of another.
+        /// Number of the second.
         second: usize,
     },
-    /// The entry point isn't in an executable segment.
+    /// The entry point is in no executable segment.
     #[error("The entry point {entry:#x} lies in no executable segment")]
     BadEntry {
         /// The entry point.
@@ -108,25 +108,25 @@ pub enum ElfError {
     },
 }
 
-/// A piece of the program.
+/// A segment to load.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Segment {
-    /// First address in memory.
+    /// Guest-physical start.
     pub start: u64,
-    /// Bytes in memory; those that the file doesn't give are zero.
+    /// Bytes in memory. Those beyond the file's are zero.
     pub size: u64,
-    /// Its bytes in the file.
+    /// Range of its bytes in the file.
     pub file: Range<usize>,
     executable: bool,
     index: usize,
 }
 
-/// A program that fits below a given end of memory.
+/// A checked program.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Program {
     /// Address of the first instruction.
     pub entry: u64,
-    /// What to load; no two overlap.
+    /// Segments, none of which overlap.
     pub segments: Vec<Segment>,
     /// First address above all segments.
     pub end: u64,

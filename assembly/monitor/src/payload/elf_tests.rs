@@ -1,12 +1,11 @@
-//! The ELF parser, on a small program written by hand and on damaged ones.
+//! Tests of the ELF parser, with a small handwritten program and with damaged ones.
 
 use super::{ElfError, Program};
 use proptest::prelude::*;
 
 const MEMORY_END: u64 = 64 << 20;
 
-/// Header, two program headers, 16 bytes of code, 8 of data; the data segment has 100 bytes in memory and
-/// isn't page-aligned.
+/// Header, two program headers, 16 bytes of code, 8 of data. The data segment has 100 bytes in memory, and isn't page-aligned.
 fn small_program() -> Vec<u8> {
     let mut file = vec![0; 64 + 2 * 56 + 24];
     file[..7].copy_from_slice(b"\x7fELF\x02\x01\x01");
@@ -67,7 +66,7 @@ fn each_kind_of_damage_is_named() {
     assert!(matches!(Program::parse(&small_program(), 0x20_0100), Err(ElfError::OutOfPlace { .. })));
 }
 
-/// Whatever was accepted can be loaded: inside memory, inside the file, nothing twice.
+/// Checks that an accepted program can be loaded: inside memory, inside the file, without overlaps.
 fn assert_loadable(program: &Program, file: &[u8]) {
     assert!(program.end <= MEMORY_END);
     for segment in &program.segments {
@@ -81,7 +80,7 @@ fn assert_loadable(program: &Program, file: &[u8]) {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(4000))]
 
-    /// No bytes whatever make the parser panic, or accept what can't be loaded.
+    /// No bytes make the parser panic, or accept a program that can't be loaded.
     #[test]
     fn mutated_programs_are_refused_or_loadable(
         changes in prop::collection::vec((0_usize..200, any::<u8>()), 0..12),

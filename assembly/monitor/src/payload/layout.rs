@@ -1,4 +1,4 @@
-//! Where things lie in the payload machine, and the tables that the processor reads.
+//! Address layout of the payload machine, and the tables that the CPU reads.
 //!
 //! ```text
 //! 0            not mapped: a null pointer faults
@@ -15,10 +15,9 @@
 //! next GiB     room for memslots that are added while the program runs
 //! ```
 //!
-//! Everything runs in ring 3, exception handlers included: a gate whose code segment has the privilege of the
-//! interrupted code doesn't change rings, and IST 1 gives it a stack of its own even so. That works with
-//! PVM, whose guests have no ring 0 of the processor's, as with SVM and VMX. Accessed and dirty bits are set
-//! from the start, so that nobody has to.
+//! All code runs in ring 3, exception handlers included. A gate whose code segment has the privilege of the interrupted code doesn't change
+//! rings, and IST 1 still gives it a stack of its own. This works with PVM, whose guests have no hardware ring 0, and with SVM and VMX.
+//! Accessed and dirty bits are set from the start, so no table is written at run time.
 //!
 //! Source: AMD APM volume 2, chapters 4, 5, 8 and 12.
 
@@ -43,19 +42,19 @@ const PER_VCPU: u64 = 0x4000;
 const TSS_STRIDE: u64 = 128;
 const BOOT_INFO_STRIDE: u64 = 256;
 const EXCEPTION_STACK_SIZE: u64 = 256;
-/// A bit per port, and the byte of ones that must follow. All zero: every port is allowed. One for all TSSs,
-/// which lie within 64 KiB below it.
+/// The I/O permission map: a bit per port, and the terminating byte of ones. All zero: every port is allowed. All TSSs share one, and lie
+/// within 64 KiB below it.
 const IO_MAP_SIZE: u64 = 0x1_0000 / 8 + 1;
 
-/// Selectors as Linux has them; PVM asks for these two.
+/// Selectors as in Linux. PVM requires these two.
 pub(super) const CODE_SELECTOR: u16 = 0x33;
 pub(super) const DATA_SELECTOR: u16 = 0x2b;
 const CODE_DESCRIPTOR: u64 = 0x00af_fb00_0000_ffff;
 const DATA_DESCRIPTOR: u64 = 0x00cf_f300_0000_ffff;
 
-/// vCPUs of one VM.
+/// Limit of vCPUs per VM.
 pub const MAX_VCPUS: u32 = 254;
-/// The last address that page tables below 2 MiB can reach, plus one.
+/// End of the addresses that page tables below 2 MiB can map.
 pub const ADDRESS_LIMIT: u64 = 256 * GIB;
 
 const _: () = {
@@ -76,7 +75,7 @@ const LARGE: u64 = 1 << 7;
 const TABLE: u64 = PRESENT | WRITABLE | USER | ACCESSED;
 const READ_ONLY: u64 = PRESENT | USER | ACCESSED | DIRTY;
 
-/// What page tables can't be made for.
+/// Memory, window and room exceed [`ADDRESS_LIMIT`].
 #[derive(Debug, Clone, Copy, thiserror::Error, PartialEq, Eq)]
 #[error(
     "Memory of {memory:#x} bytes with a window of {window:#x} bytes reaches beyond {ADDRESS_LIMIT:#x}, the end of what a payload machine maps; choose less"
@@ -90,18 +89,18 @@ pub struct TooLarge {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Layout {
     vcpus: u64,
-    /// RAM, ascending: below 3 GiB, and what is left from 4 GiB on.
+    /// RAM, ascending: below 3 GiB, and the rest from 4 GiB on.
     pub(super) ram: Vec<Region>,
-    /// The read-only window; empty at the address where it would be.
+    /// The read-only window. If there is none, empty at its address.
     pub(super) window: Region,
-    /// Mapped by page tables, writable; what answers there is not known yet. Empty where it would be.
+    /// Address space for memslots, mapped writable by page tables. If there is none, empty at its address.
     pub(super) room: Region,
     stack_size: u64,
 }
 
 impl Layout {
-    /// For `memory` bytes of RAM (a multiple of 2 MiB), a window of `window` bytes (a multiple of 4 KiB), and
-    /// vCPUs up to [`MAX_VCPUS`] with stacks of `stack_size` bytes (a multiple of 4 KiB).
+    /// A layout for `memory` bytes of RAM (a multiple of 2 MiB), a window of `window` bytes (a multiple of 4 KiB), and up to [`MAX_VCPUS`]
+    /// vCPUs with stacks of `stack_size` bytes (a multiple of 4 KiB).
     pub(super) fn new(memory: u64, window: u64, vcpus: u32, stack_size: u64) -> Result<Self, TooLarge> {
         let too_large = TooLarge { memory, window };
         let low = memory.min(LOW_RAM_END);
@@ -118,7 +117,7 @@ impl Layout {
         Ok(Self { vcpus: vcpus.into(), ram, window: Region { start, size: window }, room, stack_size })
     }
 
-    /// The same with `room` bytes of address space above everything.
+    /// Adds `room` bytes of address space above everything else.
     pub(super) fn with_room(mut self, room: u64) -> Result<Self, TooLarge> {
         let end = self.room.start.checked_add(room);
         if end.is_none_or(|end| end > ADDRESS_LIMIT) {
@@ -134,7 +133,7 @@ impl Layout {
         self.ram.first().map_or(0, |region| region.size)
     }
 
-    /// Where all stacks begin: the end of what a program may have. `None` when they don't fit.
+    /// Start of all stacks, which ends the program's memory. `None` if the stacks don't fit.
     pub(super) fn stacks_start(&self) -> Option<u64> {
         let stacks = self.stack_size.checked_mul(self.vcpus)?;
         self.low_end().checked_sub(stacks).filter(|start| *start >= LOWEST_LOAD_ADDRESS)
@@ -183,12 +182,12 @@ impl Layout {
         self.exception_stacks() + (u64::from(index) + 1) * EXCEPTION_STACK_SIZE
     }
 
-    /// The top page table.
+    /// Address of the top-level page table.
     pub(super) fn page_tables(&self) -> u64 {
         (self.exception_stacks() + self.vcpus * EXCEPTION_STACK_SIZE).next_multiple_of(PAGE)
     }
 
-    /// Whether `rip` is in an exception stub: the vCPU was on its way to report.
+    /// Whether `rip` is in an exception stub, so that the vCPU was reporting an exception.
     pub(super) fn is_stub(rip: u64) -> bool {
         (STUBS..STUBS + 256 * STUB_SIZE).contains(&rip)
     }
@@ -224,7 +223,7 @@ impl Layout {
         for gib in 0..end / GIB {
             entry(upper, gib, (directories + gib * PAGE) | TABLE)?;
         }
-        // Directories follow one another, so entries can be counted through.
+        // Directories are consecutive, so one index counts all entries.
         let ram = self.ram.iter().map(|region| (region, WRITABLE));
         for (region, writable) in ram.chain([(&self.window, 0), (&self.room, WRITABLE)]) {
             let large = region.start / LARGE_PAGE..(region.start + region.size).div_ceil(LARGE_PAGE);
@@ -232,7 +231,7 @@ impl Layout {
                 entry(directories, page, (page * LARGE_PAGE) | READ_ONLY | LARGE | writable)?;
             }
         }
-        // The first 2 MiB page by page; page 0 and the page tables themselves not at all.
+        // The first 2 MiB in 4 KiB pages, without page 0 and the page tables.
         entry(directories, 0, lowest | TABLE)?;
         for page in GDT / PAGE..self.page_tables() / PAGE {
             let writable = if page * PAGE >= self.exception_stacks() { WRITABLE } else { 0 };
@@ -247,7 +246,7 @@ impl Layout {
     }
 }
 
-/// Pushes the error code where the processor pushed none, then the vector, and tells the monitor.
+/// Code that pushes the error code, unless the CPU has, then the vector, and exits to the monitor.
 fn stub_code(vector: u8) -> [u8; 16] {
     const PUSH_ZERO: [u8; 2] = [0x6a, 0];
     let has_error_code = matches!(vector, 8 | 10..=14 | 17 | 21 | 29 | 30);
@@ -257,7 +256,7 @@ fn stub_code(vector: u8) -> [u8; 16] {
     }
     code.extend([0x68, vector, 0, 0, 0]); // push imm32
     code.extend([0xe6, payload_abi::PORT_EXCEPTION.to_le_bytes()[0]]); // out imm8, al
-    code.extend([0xeb, 0xfe]); // not reached: jmp to itself
+    code.extend([0xeb, 0xfe]); // unreachable: jmp to itself
     code.resize(16, 0xcc);
     let mut stub = [0; 16];
     stub.copy_from_slice(&code);
@@ -276,8 +275,7 @@ fn gate(handler: u64) -> u128 {
     u128::from(low) | (u128::from(handler >> 32) << 64)
 }
 
-/// Of which IST 1 (and, for completeness, RSP 0) and the I/O permission map matter: PVM forgets IOPL and asks
-/// the map.
+/// A TSS. Only IST 1 and the I/O permission map are used, and RSP 0 is set for completeness. PVM loses IOPL and consults the map.
 fn task_state(stack_top: u64, io_map_offset: u16) -> [u8; 0x68] {
     let mut tss = [0; 0x68];
     tss[0x04..0x0c].copy_from_slice(&stack_top.to_le_bytes());

@@ -1,4 +1,4 @@
-//! What the processor will read is walked here as the processor walks it.
+//! Walks the written tables as the CPU does.
 
 use super::*;
 
@@ -12,7 +12,7 @@ fn read(memory: &GuestMemory, address: u64) -> u64 {
     memory.read_obj(GuestAddress(address)).unwrap()
 }
 
-/// Where `address` leads, and the flags of the last entry. Checks that each level has user, present and accessed.
+/// Translates `address`. Returns the physical address and the flags of the last entry. Asserts user, present and accessed at each level.
 fn walk(memory: &GuestMemory, top: u64, address: u64) -> Option<(u64, u64)> {
     let mut table = top;
     for shift in [39, 30, 21, 12] {

@@ -1,7 +1,7 @@
 //! Payload guests: `causeway run --payload prog.elf [args]`, and a library for benchmarks.
 //!
-//! A payload is a static ELF64 program that every vCPU runs in ring 3 from its first instruction; no kernel.
-//! `guest/payload/README.md` describes what it finds, the crate `payload_abi` has the constants.
+//! A payload is a static ELF64 program that every vCPU runs in ring 3 from its first instruction, without a kernel.
+//! `guest/payload/README.md` describes the program's environment, and the crate `payload_abi` has the constants.
 //!
 //! ```text
 //! PayloadVm::builder(name, file) --settings--> build() --> start() --> wait() -> exit code
@@ -28,70 +28,70 @@ pub use report::ExceptionReport;
 pub use vm::{PayloadVm, Stopper, process_status};
 pub use whole::{Whole, vcpus_of};
 
-/// A payload program could not be started, or did not end by itself.
+/// Why a payload program could not be started, or did not end by itself.
 #[derive(Debug, thiserror::Error)]
 pub enum PayloadError {
     /// The file can't be read.
     #[error("The payload program {path} can't be read")]
     Read {
-        /// Its path.
+        /// Path of the file.
         path: std::path::PathBuf,
-        /// Why.
+        /// The cause.
         #[source]
         source: std::io::Error,
     },
-    /// The file is no payload program.
+    /// The file isn't a payload program.
     #[error("{name} is not a payload program")]
     Program {
-        /// The program's name.
+        /// Name of the program.
         name: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: ElfError,
     },
-    /// A setting that can't be.
+    /// A setting is invalid.
     #[error("A payload VM can't have {what}: {reason}")]
     Setting {
         /// The setting, with its value.
         what: String,
-        /// What to choose.
+        /// What to choose instead.
         reason: String,
     },
-    /// More memory than is mapped.
+    /// The memory exceeds the address limit.
     #[error(transparent)]
     TooLarge(#[from] TooLarge),
-    /// Program, arguments and stacks need more than there is.
+    /// Program, arguments and stacks don't fit into RAM.
     #[error(
         "The payload VM's memory of {memory:#x} bytes is too small for {what}; give it more with --memory, or choose smaller stacks or fewer vCPUs"
     )]
     TooSmall {
-        /// Bytes below 3 GiB.
+        /// RAM below 3 GiB, bytes.
         memory: u64,
-        /// What doesn't fit.
+        /// The part that doesn't fit.
         what: String,
     },
-    /// KVM can't be used.
+    /// KVM isn't usable.
     #[error("The payload VM needs KVM")]
     Host(#[from] machine::kvm::HostError),
-    /// RAM could not be had.
+    /// RAM can't be allocated.
     #[error("The payload VM's memory could not be set up")]
     Memory(#[from] machine::memory::MemoryError),
-    /// Guest memory refused an address that lies in it.
+    /// A write to guest memory failed.
     #[error("The payload VM's memory could not be written")]
     Write(#[from] machine::memory::GuestMemoryError),
-    /// Memory of a VM that spans hosts.
+    /// Memory of a VM that spans hosts can't be shared.
     #[error("The payload VM's memory could not be shared between nodes")]
     Shared(#[from] machine::memory::shared::SharedRamError),
-    /// A memslot was refused.
+    /// KVM refused a memslot.
     #[error("The payload VM's memory could not be mapped")]
     Slot(#[from] machine::slots::SlotError),
-    /// An address range was refused.
+    /// The bus refused an address range.
     #[error("A device of the payload VM could not be placed")]
     Bus(#[from] machine::bus::BusError),
-    /// The VM could not be made.
+    /// The VM can't be created.
     #[error("The payload VM could not be made")]
     Vm(#[from] machine::vm::VmError),
-    /// A vCPU could not be made, started or read.
+    /// A vCPU can't be created, started or read.
     #[error("A vCPU of the payload VM failed")]
     Vcpu(#[from] machine::vcpu::VcpuError),
     /// The topology is impossible.
@@ -100,32 +100,32 @@ pub enum PayloadError {
     /// The host refused an eventfd.
     #[error("An eventfd for doorbell {index} could not be created")]
     Doorbell {
-        /// Which doorbell.
+        /// Number of the doorbell.
         index: u32,
-        /// Why.
+        /// The cause.
         #[source]
         source: std::io::Error,
     },
-    /// The program did something that the processor refuses.
+    /// The program caused an exception.
     #[error("{0}")]
     Exception(Box<ExceptionReport>),
-    /// All vCPUs ended themselves, and nobody is left to end the VM.
+    /// All vCPUs parked, so no vCPU is left to end the VM.
     #[error(
         "All {vcpus} vCPUs of the payload program parked without giving an exit code; vCPU 0 should exit instead"
     )]
     AllParked {
-        /// How many.
+        /// Number of vCPUs.
         vcpus: u32,
     },
-    /// KVM gave up on a vCPU, or a handler of ours failed.
+    /// KVM can't continue a vCPU, or an exit handler of the monitor failed.
     #[error("vCPU {vcpu} of the payload VM can't go on: {what}")]
     Failed {
-        /// vCPU.
+        /// Id of the vCPU.
         vcpu: u32,
         /// What happened.
         what: String,
     },
-    /// The console's other end is gone or full.
+    /// The console's output failed.
     #[error("The payload program's output could not be written")]
     Console(#[source] std::io::Error),
 }

@@ -1,4 +1,4 @@
-//! The ports of a payload machine, seen from the monitor.
+//! The I/O ports of a payload machine.
 
 use super::PayloadError;
 use super::whole::Local;
@@ -10,39 +10,38 @@ use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// How long a vCPU that writes to [`PORT_PAUSE`] yields its processor, at least: the host adds its timer's slack.
+/// Shortest time for which a write to [`PORT_PAUSE`] yields the host's CPU. The host adds its timer's slack.
 const YIELD_TIME: Duration = Duration::from_micros(50);
 
-/// Serves the ports from [`payload_abi::PORT_HOST`] on, for library users. Called on vCPU threads, several at
-/// once.
+/// Serves the ports from [`payload_abi::PORT_HOST`] on, for library users. vCPU threads call it concurrently.
 pub trait HostPorts: Send + Sync {
-    /// A read of port `PORT_HOST + index`, zero-extended to 32 bits where the program reads less. May block: the
-    /// vCPU waits and uses no processor; it must return soon after the VM is asked to stop.
+    /// A read of port `PORT_HOST + index`. Returns the value, which is truncated to the access. May block: the vCPU then waits without
+    /// using a CPU. Must return soon after a request to stop the VM.
     fn read(&self, index: u16) -> u32;
-    /// A write, zero-extended likewise.
+    /// A write to port `PORT_HOST + index`, zero-extended to 32 bits.
     fn write(&self, index: u16, value: u32) {
         let _ = (index, value);
     }
 }
 
-/// What vCPU threads tell whoever waits for the VM.
+/// Messages of vCPU threads to the thread that waits for the VM.
 #[derive(Debug)]
 pub(super) enum Message {
-    /// The program gave an exit code.
+    /// The program exited with a code.
     Exit(u32),
-    /// A vCPU ended itself.
+    /// A vCPU parked.
     Park,
     /// A vCPU is in an exception stub.
     Exception(u32),
-    /// The console can't be written.
+    /// The console's output failed.
     Console(std::io::Error),
-    /// A vCPU ended without our doing.
+    /// A vCPU ended for another reason.
     Event(VcpuEvent),
     /// `PayloadVm::stop` was called.
     Asked,
 }
 
-/// Ports that end a vCPU, which no bus device can.
+/// The ports that end a vCPU, which a bus device can't.
 pub(super) struct Control {
     pub(super) messages: Mutex<Sender<Message>>,
     pub(super) local: Local,
@@ -50,7 +49,7 @@ pub(super) struct Control {
 
 impl Control {
     fn tell(&self, message: Message) {
-        // Fails when nobody waits any more, and then nobody cares.
+        // Fails if no thread waits, and then the message isn't needed.
         let _ = self.messages.lock().unwrap_or_else(PoisonError::into_inner).send(message);
     }
 }
@@ -86,7 +85,7 @@ impl VcpuExitHandler for Control {
     }
 }
 
-/// Passes a vCPU's own ending on; those by [`Control`] have been told.
+/// A callback that forwards the end of a vCPU, unless [`Control`] has ended it.
 pub(super) fn on_event(messages: Sender<Message>) -> Arc<dyn Fn(VcpuEvent) + Send + Sync> {
     let messages = Mutex::new(messages);
     Arc::new(move |event| {
@@ -112,7 +111,7 @@ impl Console {
         Arc::new(Self { state: Mutex::new(ConsoleState { output, messages, broken: false }) })
     }
 
-    /// What is still buffered goes out.
+    /// Flushes buffered output.
     pub(super) fn flush(&self) -> Result<(), PayloadError> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if state.broken { Ok(()) } else { state.output.flush().map_err(PayloadError::Console) }
@@ -121,7 +120,7 @@ impl Console {
 
 impl BusDevice for Console {
     fn read(&self, _offset: u64, data: &mut [u8]) {
-        // As QEMU's and Bochs's debug port reads, so that programs can tell that there is one.
+        // The value of QEMU's and Bochs's debug port, by which programs detect it.
         data.fill(0xe9);
     }
 
@@ -136,7 +135,7 @@ impl BusDevice for Console {
     }
 }
 
-/// The host ports, on the port bus.
+/// The host ports as a bus device.
 pub(super) struct HostPortDevice(pub(super) Arc<dyn HostPorts>);
 
 impl BusDevice for HostPortDevice {
@@ -152,7 +151,7 @@ impl BusDevice for HostPortDevice {
     }
 }
 
-/// What isn't a doorbell in the doorbell page: reads as zero, swallows writes.
+/// The rest of the doorbell page: reads as zero, ignores writes.
 pub(super) struct DoorbellPage;
 
 impl BusDevice for DoorbellPage {

@@ -1,4 +1,4 @@
-//! Exceptions of a payload program, as a sentence and registers.
+//! Reports of a payload program's exceptions: a sentence and the registers.
 
 use super::layout::Layout;
 use machine::memory::{Bytes, GuestAddress, GuestMemory};
@@ -8,11 +8,11 @@ use std::fmt;
 /// An exception that ended a payload program.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExceptionReport {
-    /// vCPU.
+    /// Id of the vCPU.
     pub vcpu: u32,
-    /// Exception vector; `None` where KVM reported a shutdown and nothing else.
+    /// Exception vector; `None` if KVM only reported a shutdown.
     pub vector: Option<u8>,
-    /// Error code, 0 for vectors that have none.
+    /// Error code; 0 for vectors without one.
     pub error_code: u64,
     /// Address of the instruction.
     pub rip: u64,
@@ -20,15 +20,15 @@ pub struct ExceptionReport {
     pub rsp: u64,
     /// Flags at the instruction.
     pub rflags: u64,
-    /// CR2: the address accessed, for page faults.
+    /// CR2: the accessed address of a page fault.
     pub fault_address: u64,
     /// The other general registers, by name.
     pub registers: [(&'static str, u64); 15],
 }
 
 impl ExceptionReport {
-    /// Reads what the stub of an exception left, from a vCPU that wrote to the exception port; or, where the
-    /// vCPU isn't in a stub, what KVM knows of a shutdown.
+    /// Reads the stub's frame from a vCPU that wrote to the exception port. If the vCPU isn't in a stub, returns what KVM knows of a
+    /// shutdown.
     pub(super) fn collect(index: u32, regs: &kvm_regs, sregs: &kvm_sregs, memory: &GuestMemory) -> Self {
         let registers = [
             ("rax", regs.rax),
@@ -47,9 +47,8 @@ impl ExceptionReport {
             ("r14", regs.r14),
             ("r15", regs.r15),
         ];
-        // Vector, error code, rip, cs, rflags, rsp: pushed by processor and stub. The program may have jumped
-        // to a stub itself with any stack pointer; then this is what it left there, and memory that isn't
-        // there counts as no frame.
+        // Vector, error code, rip, cs, rflags, rsp, pushed by CPU and stub. The program may have jumped to a stub itself, with any stack
+        // pointer: then these are values of its own, and an invalid address counts as no frame.
         let mut frame = [0_u8; 48];
         let in_stub = Layout::is_stub(regs.rip);
         if in_stub && memory.read_slice(&mut frame, GuestAddress(regs.rsp)).is_ok() {
@@ -82,7 +81,7 @@ impl ExceptionReport {
     }
 }
 
-/// Names of the vectors that processors raise (AMD APM volume 2, table 8-1).
+/// Names of the CPU's exception vectors (AMD APM volume 2, table 8-1).
 fn name(vector: u8) -> &'static str {
     match vector {
         0 => "division by zero or overflow",
@@ -109,7 +108,7 @@ fn name(vector: u8) -> &'static str {
 }
 
 impl fmt::Display for ExceptionReport {
-    /// One sentence, then the registers, four to a line.
+    /// One sentence, then the registers, four per line.
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.vector {
             None => write!(

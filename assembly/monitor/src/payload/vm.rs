@@ -1,4 +1,4 @@
-//! A payload VM while it runs.
+//! A running payload VM.
 
 use super::PayloadError;
 use super::build::PayloadBuilder;
@@ -45,20 +45,20 @@ pub struct Stopper(Sender<Message>);
 impl Stopper {
     /// Makes [`PayloadVm::wait`] stop the VM and return an error.
     pub fn stop(&self) {
-        // Fails when nobody waits any more.
+        // Fails if no thread waits any more.
         let _ = self.0.send(Message::Asked);
     }
 }
 
-/// A payload VM. Dropping it stops its vCPUs; a [`super::HostPorts`] that blocks must have been told before.
+/// A payload VM. Dropping it stops its vCPUs. A [`super::HostPorts`] that blocks must be unblocked before.
 pub struct PayloadVm {
     parts: Parts,
-    /// vCPUs of this process that have parked.
+    /// Number of this process's vCPUs that have parked.
     parked: usize,
 }
 
 impl PayloadVm {
-    /// Settings for a program that is in memory already; `name` becomes its first argument.
+    /// Settings for a program in memory; `name` becomes its first argument.
     pub fn builder(name: &str, program: Vec<u8>) -> PayloadBuilder {
         PayloadBuilder::new(name, program)
     }
@@ -72,13 +72,12 @@ impl PayloadVm {
         Self { parts, parked: 0 }
     }
 
-    /// Lets the vCPUs run.
+    /// Starts the vCPUs.
     pub fn start(&self) -> Result<(), PayloadError> {
         Ok(self.parts.manager.resume()?)
     }
 
-    /// Waits until the program gives an exit code, and returns it, or until it can't go on. Then the vCPUs are
-    /// stopped; memory and exit counts stay readable.
+    /// Blocks until the program exits, and returns its code, or fails. Then the vCPUs are stopped. Memory and exit counts stay readable.
     pub fn wait(&mut self) -> Result<u32, PayloadError> {
         loop {
             if let Some(code) = self.wait_for(Duration::from_secs(3600))? {
@@ -87,7 +86,7 @@ impl PayloadVm {
         }
     }
 
-    /// The same for at most `timeout`; `None` when the program still runs then.
+    /// The same for at most `timeout`. Returns `None` if the program still runs then.
     pub fn wait_for(&mut self, timeout: Duration) -> Result<Option<u32>, PayloadError> {
         let deadline = Instant::now() + timeout;
         loop {
@@ -95,7 +94,7 @@ impl PayloadVm {
             let message = match self.parts.messages.recv_timeout(left) {
                 Ok(message) => message,
                 Err(RecvTimeoutError::Timeout) => return Ok(None),
-                // Not while we hold a sender.
+                // Can't happen while this object holds a sender.
                 Err(RecvTimeoutError::Disconnected) => Message::Asked,
             };
             if let Some(outcome) = self.judge(message) {
@@ -116,7 +115,7 @@ impl PayloadVm {
         self.wait()
     }
 
-    /// What a message means for the whole VM; `None`: it goes on.
+    /// Decides what a message means for the VM. `None`: it continues.
     fn judge(&mut self, message: Message) -> Option<Result<u32, PayloadError>> {
         Some(match message {
             Message::Exit(code) => Ok(code),
@@ -158,28 +157,28 @@ impl PayloadVm {
         Ok(PayloadError::Exception(Box::new(report)))
     }
 
-    /// Stops the vCPUs, wherever they are. Memory and exit counts stay readable.
+    /// Stops the vCPUs in any state. Memory and exit counts stay readable.
     pub fn stop(&self) -> Result<(), PayloadError> {
         let _ = self.parts.sender.send(Message::Asked);
         self.parts.local.before_stop();
         Ok(self.parts.manager.stop()?)
     }
 
-    /// For ending it from another thread.
+    /// A handle to end the VM from another thread.
     pub fn stopper(&self) -> Stopper {
         Stopper(self.parts.sender.clone())
     }
 
-    /// RAM in pieces, each with its memfd: what a device server gets.
+    /// RAM regions, each with its memfd, for device servers.
     pub fn ram_regions(&self) -> &[RamRegion] {
         self.parts.ram.regions()
     }
 
-    /// Restores the vCPUs from saved ones, before [`PayloadVm::start`]: one for each of this process, in order, `None` for each that had
-    /// parked. The time-stamp counter keeps its value.
+    /// Restores the vCPUs, before [`PayloadVm::start`]: one state per vCPU of this process, in order, `None` for each that had parked. The
+    /// time-stamp counter keeps its value.
     ///
     /// # Errors
-    /// When KVM refuses a state.
+    /// If KVM refuses a state.
     pub fn restore(&self, saved: Vec<Option<SavedVcpu>>) -> Result<(), PayloadError> {
         for ((id, _), saved) in self.parts.local.vcpus.iter().zip(saved) {
             if let Some(mut saved) = saved {
@@ -187,30 +186,30 @@ impl PayloadVm {
                 self.parts.manager.set_state(*id, VcpuStart::Restored(Box::new(saved)))?;
             } else {
                 self.parts.manager.set_ended(*id)?;
-                // `wait` counts it. Fails only when nobody waits, which we do.
+                // `wait` counts it. Can't fail while this object holds the receiver.
                 let _ = self.parts.sender.send(Message::Park);
             }
         }
         Ok(())
     }
 
-    /// RAM that all nodes share, of a VM that spans hosts.
+    /// The RAM that all nodes of a VM that spans hosts share.
     pub fn shared_ram(&self) -> Option<&Arc<SharedRam>> {
         self.parts.shared.as_ref()
     }
 
-    /// The vCPUs of this process: ids and, as of a VM that spans hosts these are some of all, indices.
+    /// The vCPUs of this process: ids, and indexes in the whole VM.
     pub fn vcpus(&self) -> (&Arc<VcpuManager>, &[(u32, u32)]) {
         (&self.parts.manager, &self.parts.local.vcpus)
     }
 
-    /// Guest memory, to read and write while the program runs.
+    /// Guest memory, to be read and written while the program runs.
     pub fn memory(&self) -> GuestMemorySpace {
         self.parts.ram.memory()
     }
 
-    /// Where `length` bytes of RAM at a guest-physical address lie in this process, if they lie in one piece. Valid
-    /// while this VM lives; the program writes there, too.
+    /// Host address of `length` bytes of RAM at a guest-physical address, if they are in one region. Valid while this VM lives. The program
+    /// may write there at any time.
     pub fn host_address(&self, address: u64, length: u64) -> Option<usize> {
         let end = address.checked_add(length)?;
         self.parts.ram.regions().iter().find_map(|region| {
@@ -222,8 +221,8 @@ impl PayloadVm {
         })
     }
 
-    /// The memfd behind `length` bytes of RAM at a guest-physical address, and where in it they begin, if they lie in one
-    /// piece: for a device in this process that maps guest RAM as one in another process would.
+    /// The memfd of `length` bytes of RAM at a guest-physical address, and their offset in it, if they are in one region. For a device in
+    /// this process that maps guest RAM like one in another process.
     pub fn ram_file(&self, address: u64, length: u64) -> Option<(&Arc<File>, u64)> {
         let end = address.checked_add(length)?;
         self.parts.ram.regions().iter().find_map(|region| {
@@ -241,7 +240,7 @@ impl PayloadVm {
         self.parts.free
     }
 
-    /// Where the read-only window begins.
+    /// The read-only window.
     pub fn window(&self) -> Region {
         self.parts.layout.window
     }
@@ -261,18 +260,18 @@ impl PayloadVm {
         self.parts.manager.exits()
     }
 
-    /// KVM's own counters per vCPU: also exits that stayed in the kernel.
+    /// KVM's own counters per vCPU, which include exits that KVM handled.
     pub fn kernel_stats(&self) -> Vec<(u32, KernelStats)> {
         self.parts.manager.kernel_stats()
     }
 
-    /// The VM, for memslots and ioeventfds of a benchmark's own.
+    /// The VM, for a benchmark's own memslots and ioeventfds.
     pub fn vm(&self) -> &Arc<Vm> {
         &self.parts.vm
     }
 
-    /// The buses that vCPUs' accesses go to, I/O ports and memory: for PCI functions that are placed in [`PayloadVm::room`]
-    /// by a [`crate::vm::MachinePlacer`].
+    /// The buses for vCPU accesses, I/O ports and memory. For PCI functions that a [`crate::vm::MachinePlacer`] places in
+    /// [`PayloadVm::room`].
     pub fn buses(&self) -> (&Arc<AddressSpace>, &Arc<AddressSpace>) {
         (&self.parts.ports, &self.parts.mmio)
     }
@@ -280,13 +279,13 @@ impl PayloadVm {
 
 impl Drop for PayloadVm {
     fn drop(&mut self) {
-        // Gone already after `wait`; a failure leaves threads that end with the process.
+        // Stopped already after `wait`. If this fails, the threads end with the process.
         self.parts.local.before_stop();
         let _ = self.parts.manager.stop();
     }
 }
 
-/// The process exit status for a program's exit code: itself up to 255, and 255 for all larger ones.
+/// The process's exit status for a program's exit code: the code up to 255, and 255 for larger ones.
 pub fn process_status(code: u32) -> u8 {
     u8::try_from(code).unwrap_or(u8::MAX)
 }

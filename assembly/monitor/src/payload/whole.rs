@@ -1,27 +1,27 @@
-//! A payload VM as one node of a VM that spans hosts: what it asks of whoever keeps the nodes together.
+//! A payload VM as one node of a VM that spans hosts: its interface to the node.
 
 use machine::vcpu::GuestRegisters;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Keeps the nodes of a VM together ([`crate::dsm`]). Called on vCPU threads, several at once.
+/// The node that a payload VM is part of ([`crate::dsm`]). vCPU threads call it concurrently.
 pub trait Whole: Send + Sync {
-    /// This node, below [`Whole::nodes`].
+    /// Number of this node, below [`Whole::nodes`].
     fn node(&self) -> u32;
-    /// How many there are.
+    /// Number of nodes.
     fn nodes(&self) -> u32;
     /// vCPU `index` (of the whole VM) is about to run; see [`machine::vcpu::VcpuExitHandler::before_run`].
     fn before_run(&self, index: u32, registers: &dyn GuestRegisters);
-    /// vCPU `index` has ended, by its own wish or by an exception, and runs no more. `parked`: the others go on.
+    /// vCPU `index` has ended, by itself or by an exception. `parked`: the other vCPUs continue.
     fn ended(&self, index: u32, parked: bool);
-    /// What the program measures begins, or has ended.
+    /// The program's measurement begins (true) or has ended.
     fn phase(&self, begins: bool);
-    /// The vCPUs are about to be stopped: none may be kept waiting any more.
+    /// The vCPUs are about to be stopped: releases all that wait.
     fn before_stop(&self);
 }
 
-/// The vCPUs of a node, of a VM with `total` of them: they ascend with the nodes, of which the first ones have one more where the number
-/// isn't a multiple.
+/// The vCPUs of a node, in a VM with `total` of them. They ascend with the nodes. If the number isn't a multiple, the first nodes have one
+/// more.
 pub fn vcpus_of(node: u32, nodes: u32, total: u32) -> Range<u32> {
     let nodes = nodes.max(1);
     let (each, more) = (total / nodes, total % nodes);
@@ -29,16 +29,16 @@ pub fn vcpus_of(node: u32, nodes: u32, total: u32) -> Range<u32> {
     first(node)..first(node.saturating_add(1)).min(total)
 }
 
-/// The vCPUs of this process, and what they are a part of.
+/// The vCPUs of this process, and the VM that they are part of.
 #[derive(Clone)]
 pub(super) struct Local {
-    /// Ids and indices in the whole VM.
+    /// Ids, and indexes in the whole VM.
     pub(super) vcpus: Vec<(u32, u32)>,
     pub(super) whole: Option<Arc<dyn Whole>>,
 }
 
 impl Local {
-    /// Index in the whole VM of the vCPU with an id.
+    /// Index in the whole VM of the vCPU with id `id`.
     pub(super) fn index(&self, id: u32) -> u32 {
         self.vcpus.iter().find(|vcpu| vcpu.0 == id).map_or(0, |vcpu| vcpu.1)
     }
@@ -55,7 +55,7 @@ impl Local {
 mod tests {
     use super::vcpus_of;
 
-    /// Every vCPU is on exactly one node, in ascending order, and no node has two more than another.
+    /// Every vCPU is on exactly one node, ascending, and numbers of vCPUs differ by one at most.
     #[test]
     fn vcpus_are_spread_over_nodes() {
         for (nodes, total) in [(1, 1), (2, 2), (2, 3), (3, 4), (4, 4), (4, 11), (64, 254)] {

@@ -1,8 +1,8 @@
-//! The C library's allocator, so that it gets by with what the filters allow, and grows in few steps.
+//! Settings of the C library's allocator, so that it needs only allowed system calls, and few.
 #![allow(unsafe_code)] // mallopt(3) has no safe wrapper.
 
-/// Lets all threads share one arena: when a thread's own arena shrinks, glibc opens
-/// `/proc/sys/vm/overcommit_memory`; and it grows by one page of 4 KiB at a time, with a system call for each. Call it before other threads exist; twice does no harm.
+/// Makes all threads share one arena. When a thread's own arena shrinks, glibc opens `/proc/sys/vm/overcommit_memory`. Such an arena also
+/// grows by 4 KiB at a time, with a system call for each. To be called before other threads exist. May be called twice.
 pub(crate) fn use_one_arena() {
     // SAFETY: sets a parameter of the allocator, under its own lock.
     let accepted = unsafe { libc::mallopt(libc::M_ARENA_MAX, 1) };

@@ -1,11 +1,11 @@
-//! Which system calls each kind of thread may make.
+//! System calls that each kind of thread may make.
 //!
-//! The lists stand beside the code that makes the calls: every module with threads of its own publishes a
-//! `SYSCALLS`. Here they are put together, with what Rust's and the C library's run time needs in every thread.
+//! The lists are beside the code that makes the calls: every module with threads of its own publishes a `SYSCALLS`. This module joins them,
+//! and adds the calls of Rust's and the C library's run time.
 //!
-//! A thread inherits the filter of the thread that made it, and filters only ever add up. Device workers are therefore
-//! made by a thread of their own kind (`vm::threads::DeviceThreadMaker`), whoever asks for them: vCPU threads need
-//! neither what workers do nor to make threads. `main` is all of them.
+//! A thread inherits its creator's filter, and filters only accumulate. So a thread of its own kind (`vm::threads::DeviceThreadMaker`)
+//! creates device workers for all requesters. vCPU threads thus need neither the workers' calls nor those to create threads. `main` may
+//! make all of them.
 
 use std::collections::BTreeSet;
 
@@ -15,19 +15,19 @@ use super::device_syscalls::{
 };
 use crate::description::VmDescription;
 
-/// Every thread.
+/// System calls of every thread.
 const BASE: &[i64] = &[
-    // Files and eventfds that are open.
+    // Open files and eventfds.
     libc::SYS_read,
     libc::SYS_write,
     libc::SYS_readv,
     libc::SYS_writev,
     libc::SYS_close,
-    // Rust's debug builds check descriptors as they close them. Operations are checked, see `seccomp.rs`.
+    // Rust's debug builds check descriptors when they close them. Operations are checked; see `seccomp.rs`.
     libc::SYS_fcntl,
-    // Locks, conditions, joining.
+    // Locks, condition variables, joining.
     libc::SYS_futex,
-    // The allocator; arena and stack set-up of a thread. Never executable, see `seccomp.rs`.
+    // The allocator; a thread's arena and stack. Never executable; see `seccomp.rs`.
     libc::SYS_mmap,
     libc::SYS_munmap,
     libc::SYS_mremap,
@@ -44,18 +44,18 @@ const BASE: &[i64] = &[
     libc::SYS_exit,
     libc::SYS_exit_group,
     libc::SYS_restart_syscall,
-    // Names of threads; further filters, which only narrow. Arguments are checked, see `seccomp.rs`.
+    // Thread names; further filters, which only narrow. Arguments are checked; see `seccomp.rs`.
     libc::SYS_prctl,
     libc::SYS_seccomp,
     // Kicking a vCPU, abort(3).
     libc::SYS_tgkill,
     libc::SYS_gettid,
     libc::SYS_getpid,
-    // Number of CPUs for the allocator's arenas; spinning locks.
+    // Number of CPUs, for the allocator's arenas; spin locks.
     libc::SYS_sched_getaffinity,
     libc::SYS_sched_yield,
     libc::SYS_getcpu,
-    // Time, where the vDSO can't tell it.
+    // Time, if the vDSO can't provide it.
     libc::SYS_clock_gettime,
     libc::SYS_clock_getres,
     libc::SYS_gettimeofday,
@@ -68,13 +68,13 @@ const BASE: &[i64] = &[
     libc::SYS_ppoll,
 ];
 
-/// Making threads. `clone` only makes threads, `clone3` isn't to be had; see `seccomp.rs`.
+/// Creating threads. `clone` only creates threads, and `clone3` fails; see `seccomp.rs`.
 const SPAWN: &[i64] = &[libc::SYS_clone, libc::SYS_clone3];
 
-/// vCPU threads by themselves: KVM_RUN and the ioctls around it, kept signal mask for kicks.
+/// vCPU threads: KVM_RUN and the ioctls around it, and the signal mask for kicks.
 const VCPU: &[i64] = &[libc::SYS_ioctl, libc::SYS_rt_sigtimedwait, libc::SYS_rt_sigpending];
 
-/// The main thread: waits for the end, pins vCPUs, reads back files for a reset, cleans up.
+/// The main thread: waits for the end, pins vCPUs, rereads files for a reset, cleans up.
 const MAIN: &[i64] = &[
     libc::SYS_epoll_create1,
     libc::SYS_eventfd2,
@@ -93,11 +93,11 @@ const MAIN: &[i64] = &[
     libc::SYS_waitid,
 ];
 
-/// The thread that signals wake through a socket pair (`signal-hook`); the signal's handler may run on it, too.
+/// The signal thread, which is woken through a socket pair (`signal-hook`). The signal's handler may run on it, too.
 const SIGNALS: &[i64] = &[libc::SYS_recvfrom, libc::SYS_sendto];
 
-/// What no thread of the process may do, those without a filter of their own included: other programs, other
-/// processes' memory, the kernel's modules and mounts, names in other namespaces.
+/// Calls that no thread of the process may make, even without a filter of its own: other programs, other processes' memory, the kernel's
+/// modules and mounts, names in other namespaces.
 pub(super) const NEVER: &[i64] = &[
     libc::SYS_execve,
     libc::SYS_execveat,
@@ -134,7 +134,7 @@ pub(super) const NEVER: &[i64] = &[
     libc::SYS_personality,
 ];
 
-/// The system calls of a kind of thread of a VM.
+/// The system calls that a kind of thread of this VM may make.
 pub(super) fn allowed(kind: ThreadKind, vm: &VmDescription) -> BTreeSet<i64> {
     parts(kind, vm).iter().flat_map(|list| list.iter().copied()).collect()
 }
@@ -145,12 +145,12 @@ fn parts(kind: ThreadKind, vm: &VmDescription) -> Vec<&'static [i64]> {
     match kind {
         ThreadKind::DeviceWorker => devices(),
         ThreadKind::Vcpu => vcpu(),
-        // A pause, a reset or a look at counters does to vCPUs and devices what vCPU threads do.
+        // A pause, a reset or an inspection does to vCPUs and devices what vCPU threads do.
         ThreadKind::Api => [vcpu(), vec![crate::api::SYSCALLS, machine::stats::SYSCALLS]].concat(),
         ThreadKind::Console => vec![BASE, CONSOLE],
         // It places BARs as vCPU threads do.
         ThreadKind::VfioUser => [vcpu(), vec![served_watcher(vm)]].concat(),
-        // It stops vCPUs and devices as the API does, and lets them go on; its streams have threads of their own.
+        // It suspends and resumes vCPUs and devices as the API does. Its streams have threads of their own.
         ThreadKind::Migration => [
             parts(ThreadKind::VfioUser, vm),
             parts(ThreadKind::Api, vm),

@@ -1,10 +1,10 @@
-//! The lists that device modules publish for their threads; only those of devices that the VM has.
+//! System calls that device modules publish for their threads; only for devices that the VM has.
 
 use virtio_devices::{block, net, rng, vsock, worker};
 
 use crate::description::{NetBackend, VmDescription};
 
-/// Worker threads of the VM's virtio devices: one list per module that runs in them.
+/// Lists of the VM's virtio device workers: one per module that runs in them.
 pub(super) fn workers(vm: &VmDescription) -> Vec<&'static [i64]> {
     let tap = vm.net.iter().any(|net| matches!(net.backend, NetBackend::Tap(_) | NetBackend::Fd(_)));
     let user = has_passt(vm);
@@ -22,7 +22,7 @@ pub(super) fn workers(vm: &VmDescription) -> Vec<&'static [i64]> {
     lists.into_iter().filter(|(present, _)| *present).map(|(_, list)| list).collect()
 }
 
-/// Threads that start and stop workers when the driver or the API says so.
+/// Threads that start and stop workers for the driver or the API.
 pub(super) const SPAWNERS: &[i64] = worker::SPAWN_SYSCALLS;
 
 /// The console's thread.
@@ -31,7 +31,7 @@ pub(super) const CONSOLE: &[i64] = platform_devices::console::SYSCALLS;
 /// vCPU threads that write to the console.
 pub(super) const VCPUS: &[i64] = platform_devices::console::VCPU_SYSCALLS;
 
-/// The main thread as it takes devices apart.
+/// The main thread when it removes devices.
 pub(super) fn end(vm: &VmDescription) -> Vec<&'static [i64]> {
     let lists = [(has_passt(vm), net::passt::END_SYSCALLS), (!vm.nics.is_empty(), crate::nic::END_SYSCALLS)];
     lists.into_iter().filter(|(present, _)| *present).map(|(_, list)| list).collect()
@@ -41,12 +41,12 @@ fn has_neighbours_network(vm: &VmDescription) -> bool {
     vm.net.iter().any(|net| net.backend == NetBackend::Neighbours)
 }
 
-/// Whether the VM has a passt process, which is outside the sandbox and is ended by us.
+/// Whether the VM has a passt process, which is outside the sandbox and which the monitor ends.
 pub(super) fn has_passt(vm: &VmDescription) -> bool {
     vm.net.iter().any(|net| net.backend == NetBackend::User)
 }
 
-/// Whether devices of the VM are served by other processes, or neighbours are.
+/// Whether other processes serve devices of the VM, or it has neighbours.
 fn has_served(vm: &VmDescription) -> bool {
     !vm.rdma.is_empty() || !vm.vfio_user.is_empty() || vm.neighbour.is_some()
 }
@@ -56,12 +56,12 @@ pub(super) fn served_access(vm: &VmDescription) -> &'static [i64] {
     if has_served(vm) { crate::vfio_user::ACCESS_SYSCALLS } else { &[] }
 }
 
-/// Threads that access NICs which the guest drives by their registers.
+/// Threads that access commodity NICs.
 pub(super) fn nic_access(vm: &VmDescription) -> &'static [i64] {
     if vm.nics.is_empty() { &[] } else { crate::nic::SYSCALLS }
 }
 
-/// Threads that get the servers of such devices back.
+/// Threads that reconnect to servers of such devices.
 pub(super) fn served_watcher(vm: &VmDescription) -> &'static [i64] {
     if has_served(vm) { crate::vfio_user::WATCHER_SYSCALLS } else { &[] }
 }

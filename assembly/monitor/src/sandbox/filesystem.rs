@@ -1,5 +1,5 @@
-//! Landlock: no file can be opened any more, no TCP port used. What the monitor works with is open by then; all
-//! that is left is connecting to and removing its own sockets.
+//! Landlock: no file can be opened and no TCP port used any more. All files that the monitor uses are open by then. It may still connect to
+//! sockets of its devices, and remove its own.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -14,25 +14,25 @@ use super::device_syscalls::has_passt;
 use super::node::NodePlaces;
 use crate::description::{Console, Guest, VmDescription};
 
-/// The newest set of rights that is known here. An older kernel gets what it has.
+/// The newest set of rights that this program knows. An older kernel enforces what it supports.
 const KNOWN: ABI = ABI::V9;
 
-/// Directories that stay usable, and for what.
+/// Directories that stay accessible, by purpose.
 #[derive(Debug)]
 pub(super) struct Filesystem {
-    /// The sockets in them are removed at the end.
+    /// Directories of the monitor's sockets, which are removed at the end.
     own: BTreeSet<PathBuf>,
-    /// The guest's vsock connections go to sockets in them, and servers of devices listen there.
+    /// Directories of sockets to connect to: the guest's vsock connections, and servers of devices.
     connected: BTreeSet<PathBuf>,
-    /// Opened while the VM is made.
+    /// Files that are opened while the VM is built.
     devices: BTreeSet<PathBuf>,
-    /// A node's; empty for a VM of one node.
+    /// Directories of a node; empty for a VM of one node.
     node: NodePlaces,
-    /// What doesn't reach processes outside the sandbox.
+    /// Means by which the sandbox can't reach outside processes.
     scope: BitFlags<Scope>,
 }
 
-/// The Landlock ABI of this kernel, or why there is none. A thread is confined to find out, and ends.
+/// The Landlock ABI of this kernel, or why there is none. Starts a thread that is confined as a probe, and ends.
 pub fn landlock_abi() -> Result<i32, String> {
     let probe = || -> Result<LandlockStatus, landlock::RulesetError> {
         let ruleset = Ruleset::default().handle_access(AccessFs::Execute)?.create()?;
@@ -66,7 +66,7 @@ impl Filesystem {
         let own = [description.api_socket.as_ref(), console, vsock].into_iter().flatten();
         Self {
             scope: match has_passt(description) {
-                // It is ended by a signal when it doesn't end by itself.
+                // passt is outside: the monitor ends it by a signal if it doesn't end by itself.
                 true => Scope::AbstractUnixSocket.into(),
                 false => Scope::from_all(KNOWN),
             },
@@ -76,11 +76,10 @@ impl Filesystem {
                 .chain(description.vfio_user.iter().map(|device| &device.socket))
                 .chain(description.rdma.iter().map(|nic| &nic.host))
                 .map(|path| directory_of(path))
-                // The registry of neighbours is in the folder beside the daemon's socket.
+                // The registry's socket is in the directory beside the daemon's socket.
                 .chain(description.neighbour.iter().map(|member| member.host.with_extension("d")))
                 .collect(),
-            // The payload machine makes its threads as it opens KVM, so it is made inside. A device that isn't
-            // there is the payload machine's to tell.
+            // The payload machine opens KVM and makes its threads inside the sandbox. If the device is missing, it reports that itself.
             devices: match description.guest {
                 Guest::Payload(_) if Path::new("/dev/kvm").exists() => BTreeSet::from(["/dev/kvm".into()]),
                 Guest::Payload(_) | Guest::Linux(_) => BTreeSet::new(),
@@ -89,7 +88,7 @@ impl Filesystem {
         }
     }
 
-    /// For a node of a VM that spans several.
+    /// Rules for a node of a VM that spans several.
     pub(super) fn of_node(places: &NodePlaces) -> Self {
         let kvm = ["/dev/kvm"].map(PathBuf::from).into_iter().filter(|path| path.exists());
         let devices = kvm.chain(places.rdma.clone()).collect();
@@ -98,7 +97,7 @@ impl Filesystem {
             connected: BTreeSet::new(),
             devices,
             scope: match places.has_children {
-                // They are ended by a signal when they don't end by themselves.
+                // The nodes that it started: it ends them by a signal if they don't end by themselves.
                 true => Scope::AbstractUnixSocket.into(),
                 false => Scope::from_all(KNOWN),
             },
@@ -106,7 +105,7 @@ impl Filesystem {
         }
     }
 
-    /// Confines the calling thread and those it makes. Returns what is in force.
+    /// Confines the calling thread and threads that it creates. Returns a text that says what is in force.
     pub(super) fn enforce(&self) -> Result<String, SandboxError> {
         let failed = |source: landlock::RulesetError| SandboxError::Landlock { source: source.into() };
         let mut ruleset = Ruleset::default()

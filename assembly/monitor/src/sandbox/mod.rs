@@ -1,15 +1,14 @@
-//! Confinement of the monitor process: what an attacker who has taken over a device model can still do.
+//! Confinement of the monitor process: it limits an attacker who has taken over a device model.
 //!
 //! ```text
-//! Sandbox::prepare        filters are compiled, paths opened        an error is an error before anything ran
-//! enter_process           once all files are open, before the first thread is made:
+//! Sandbox::prepare        compiles filters, opens paths             so that errors occur before anything runs
+//! enter_process           once all files are open, before the first thread is created:
 //!                         no core dumps, no capabilities, no new privileges, Landlock, process-wide seccomp rules
-//! thread_filter().apply() in each thread, first thing: its own seccomp filter
+//! thread_filter().apply() first on each thread: its own seccomp filter
 //! ```
 //!
-//! A refused system call ends the process with [`REFUSED_EXIT_CODE`] and a line that names the call and the thread.
-//! In log mode it is written to standard error and let through. What could not be put in force (an old kernel) is
-//! said in a log line and in [`Report`]; it is never silent.
+//! A refused system call ends the process with [`REFUSED_EXIT_CODE`] and a line that names the call and the thread. In log mode the call is
+//! logged to standard error, and succeeds. Protection that an old kernel can't enforce is reported in the log and in [`Report`].
 
 mod allocator;
 mod allow_lists;
@@ -37,7 +36,7 @@ pub use confinement::trap::REFUSED_EXIT_CODE;
 pub use filesystem::landlock_abi;
 pub use node::{NodePlaces, privileges_used, raise_limits_for_rdma};
 
-/// The kinds of threads of the monitor, by what they may do.
+/// Kinds of threads of the monitor, by their permissions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ThreadKind {
@@ -49,20 +48,20 @@ pub enum ThreadKind {
     DeviceWorker,
     /// Serves the API.
     Api,
-    /// Moves the console's bytes.
+    /// Transfers the console's bytes.
     Console,
     /// Waits for signals that end the VM.
     Signals,
-    /// Watches over a device that another process serves.
+    /// Supervises a device that another process serves.
     VfioUser,
-    /// Moves the VM to another monitor, or takes one in.
+    /// Migrates the VM to or from another monitor.
     Migration,
-    /// All threads of a node of a VM that spans several.
+    /// Any thread of a node of a VM that spans several.
     Node,
 }
 
 impl ThreadKind {
-    /// Those of a VM with one node.
+    /// Kinds of a VM with one node.
     pub const ALL: [Self; 8] = [
         Self::Main,
         Self::Vcpu,
@@ -75,24 +74,24 @@ impl ThreadKind {
     ];
 }
 
-/// The sandbox could not be made or entered.
+/// Why the sandbox can't be prepared or entered.
 #[derive(Debug, thiserror::Error)]
 pub enum SandboxError {
     /// A seccomp filter can't be compiled.
     #[error("The seccomp filter of {kind:?} threads can't be compiled")]
     Compile {
-        /// Whose.
+        /// Kind of the thread.
         kind: ThreadKind,
-        /// Why.
+        /// The cause.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// The kernel refused a filter.
     #[error("The kernel refused the seccomp filter of {whose}; --sandbox off runs without")]
     Seccomp {
-        /// Whose: a kind of thread, or the process.
+        /// A kind of thread, or the process.
         whose: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
@@ -101,72 +100,71 @@ pub enum SandboxError {
     Path {
         /// The path.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// Landlock failed on a kernel that has it.
+    /// Landlock failed on a kernel that supports it.
     #[error("Landlock can't be put in force; --sandbox off runs without")]
     Landlock {
-        /// Why.
+        /// The cause.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// Privileges can't be dropped.
     #[error("The monitor can't {what}; --sandbox off runs without")]
     Privileges {
-        /// What was tried.
+        /// The operation.
         what: &'static str,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
 }
 
-/// The user's terminal is as it was before: `_exit` skips the exit handler that does this, and every filter allows it.
+/// Restores the user's terminal before the end: `_exit` skips the exit handler that does it otherwise. Every filter allows it.
 const ENDING: confinement::trap::Ending = confinement::trap::Ending {
     advice: "the VM is stopped. --sandbox log lists such calls instead.",
     last: platform_devices::console::terminal::restore,
 };
 
-/// What is in force, for the log and `causeway inspect`.
+/// The confinement in force, for the log and `causeway inspect`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Report {
-    /// As the description asks.
+    /// The mode in the description.
     pub mode: SandboxMode,
     /// `enforced`, `logged` or `off`.
     pub seccomp: &'static str,
-    /// What Landlock does, and what the kernel lacks for more.
+    /// What Landlock enforces, and what the kernel lacks.
     pub landlock: String,
-    /// Whether programs could gain privileges.
+    /// Whether executed programs are kept from gaining privileges.
     pub no_new_privileges: bool,
-    /// Whether all capabilities are gone.
+    /// Whether all capabilities were dropped.
     pub capabilities_dropped: bool,
-    /// Whether the process can leave a core dump.
+    /// Whether core dumps are possible.
     pub core_dumps: bool,
 }
 
-/// The confinement of this process, ready to be put in force.
+/// The prepared confinement of this process.
 #[derive(Debug)]
 pub struct Sandbox {
     mode: SandboxMode,
     programs: BTreeMap<ThreadKind, Arc<Program>>,
     process: [Program; 2],
     filesystem: filesystem::Filesystem,
-    /// Capabilities that threads drop by themselves, as soon as they can ([`privileges_used`]).
+    /// Capabilities that threads drop themselves, as soon as they can ([`privileges_used`]).
     kept: CapabilitySet,
     observer: Option<Arc<Observer>>,
 }
 
 impl Sandbox {
-    /// Compiles the filters for a VM, before the process has other threads. In log mode, starts the thread that
-    /// reports.
+    /// Compiles the filters for a VM, before the process has other threads. In log mode, starts the observer's thread.
     pub fn prepare(description: &VmDescription) -> Result<Self, SandboxError> {
         let filesystem = filesystem::Filesystem::prepare(description);
         Self::of(description, &ThreadKind::ALL, filesystem, CapabilitySet::empty(), false)
     }
 
-    /// As [`Sandbox::prepare`], for a node of a VM that spans several: of its threads all are [`ThreadKind::Node`].
+    /// The same for a node of a VM that spans several. All its threads are [`ThreadKind::Node`].
     pub fn prepare_node(description: &VmDescription, places: &NodePlaces) -> Result<Self, SandboxError> {
         let filesystem = filesystem::Filesystem::of_node(places);
         let kept = if places.rdma.is_some() { CapabilitySet::empty() } else { CapabilitySet::SYS_NICE };
@@ -181,7 +179,7 @@ impl Sandbox {
         rdma: bool,
     ) -> Result<Self, SandboxError> {
         let mode = description.sandbox;
-        // Asked for once, and remembered: how rustix finds it out isn't allowed later.
+        // Requested once, since rustix caches it: its method isn't allowed later.
         let _ = rustix::param::page_size();
         let mut programs = BTreeMap::new();
         if mode != SandboxMode::Off {
@@ -197,8 +195,8 @@ impl Sandbox {
         Ok(Self { mode, programs, process: seccomp::process_programs()?, filesystem, kept, observer })
     }
 
-    /// Confines the calling thread and all threads that it will make. Called once, on the main thread, when
-    /// every file, socket and tap is open and before any other thread exists.
+    /// Confines the calling thread and all threads that it creates. To be called once, on the main thread, after every file, socket and tap
+    /// is open and before any other thread exists.
     pub fn enter_process(&self) -> Result<Report, SandboxError> {
         let report = match self.mode {
             SandboxMode::Off => Report {
@@ -210,7 +208,7 @@ impl Sandbox {
                 core_dumps: true,
             },
             SandboxMode::Log => {
-                // Everything below would hide what later steps would refuse, so only what seccomp needs is done.
+                // Later steps would hide calls from the log, so only what seccomp needs is done.
                 privileges::forbid_new()?;
                 Report {
                     mode: self.mode,
@@ -251,7 +249,7 @@ impl Sandbox {
         Ok(report)
     }
 
-    /// The filter for a thread of a kind. Cheap to clone and to hand to the thread.
+    /// The filter for a kind of thread. Cheap to clone.
     pub fn thread_filter(&self, kind: ThreadKind) -> ThreadFilter {
         ThreadFilter { kind, program: self.programs.get(&kind).cloned(), observer: self.observer.clone() }
     }
@@ -266,7 +264,7 @@ pub struct ThreadFilter {
 }
 
 impl ThreadFilter {
-    /// Confines the calling thread, and threads that it makes from now on. Nothing happens with `--sandbox off`.
+    /// Confines the calling thread, and threads that it creates from now on. No effect with `--sandbox off`.
     pub fn apply(&self) -> Result<(), SandboxError> {
         let Some(program) = &self.program else { return Ok(()) };
         let applied = match &self.observer {
@@ -276,7 +274,7 @@ impl ThreadFilter {
         applied.map_err(|source| self.refused(source))
     }
 
-    /// The same, first thing on a thread that must not run unconfined: where it fails, the process ends.
+    /// The same, for a thread that must not run unconfined: on failure the process ends.
     pub fn apply_or_end(&self) {
         if let Err(error) = self.apply() {
             tracing::error!(error = &error as &dyn std::error::Error, "A thread can't be confined; ending");

@@ -1,4 +1,5 @@
-//! A node of a VM that spans several: it makes its connections, its machine and its checkpoints while it is confined, so it may do more than a VM of one node.
+//! Confinement of a node of a VM that spans several. It connects, creates its machine and writes checkpoints while confined, so it may do
+//! more than a VM of one node.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -6,32 +7,32 @@ use std::path::PathBuf;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::thread::{CapabilitySet, CapabilitySets};
 
-/// Where a node reaches out of its sandbox.
+/// Resources outside of a node's sandbox.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct NodePlaces {
-    /// Folders in which it makes sockets, connects to others' and removes them; at the end the folder too.
+    /// Directories in which it creates, connects to and removes sockets. It removes the directory, too, at the end.
     pub sockets: BTreeSet<PathBuf>,
-    /// Folders in which it writes and reads checkpoints.
+    /// Directories in which it writes and reads checkpoints.
     pub checkpoints: BTreeSet<PathBuf>,
-    /// Folders in which it reads checkpoints.
+    /// Directories in which it reads checkpoints.
     pub restarts: BTreeSet<PathBuf>,
-    /// TCP ports at which it listens.
+    /// TCP ports on which it listens.
     pub listens: BTreeSet<u16>,
     /// TCP ports to which it connects.
     pub connects: BTreeSet<u16>,
-    /// The file of the RDMA device that its links go by. A node that has one keeps no capability: the kernel serves only threads with the credentials that opened
-    /// it, so none may drop any later.
+    /// File of the RDMA device for its links. With one, the node keeps no capability: the kernel serves only threads with the credentials
+    /// that opened the device, so no thread may drop a capability later.
     pub rdma: Option<PathBuf>,
-    /// It has started other nodes, which it ends where they don't end by themselves.
+    /// The node started other nodes, and ends those that don't end by themselves.
     pub has_children: bool,
 }
 
-/// Prepares this process for links by RDMA, while it has its privileges: memory may be pinned, and threads that serve shared memory may run before others without a capability.
-/// Where a limit can't be raised things go on with what there is, and whoever needs more says so.
+/// Raises limits for links by RDMA, while the process has its privileges: for pinned memory, and for real-time priority of service threads
+/// without a capability. If a limit can't be raised, continues; the operation that needs more reports it.
 pub fn raise_limits_for_rdma() {
     for (limit, wanted) in [
         (Resource::Memlock, Rlimit { current: None, maximum: None }),
-        // Of SCHED_FIFO; see `machine::scheduling`.
+        // For SCHED_FIFO; see `machine::scheduling`.
         (Resource::Rtprio, Rlimit { current: Some(FIRST), maximum: Some(FIRST) }),
     ] {
         let now = getrlimit(limit);
@@ -45,10 +46,10 @@ pub fn raise_limits_for_rdma() {
     }
 }
 
-/// Highest real-time priority that a node's threads have.
+/// Highest real-time priority of a node's threads.
 const FIRST: u64 = machine::scheduling::Rank::First as u64;
 
-/// A node's thread has done what it needed CAP_SYS_NICE for: it drops what capabilities it has. Threads that it makes from now on have none.
+/// Drops the calling thread's capabilities, after it has used CAP_SYS_NICE. Threads that it creates from then on have none.
 pub fn privileges_used() {
     let none = CapabilitySet::empty();
     let none = CapabilitySets { effective: none, permitted: none, inheritable: none };
@@ -57,7 +58,7 @@ pub fn privileges_used() {
     }
 }
 
-/// Connections between nodes, making the machine, checkpoints, other nodes' ends. Files and ports are Landlock's to allow.
+/// Connections between nodes, building the machine, checkpoints, ending other nodes. Landlock checks files and ports.
 pub(super) const SYSCALLS: &[i64] = &[
     libc::SYS_socket,
     libc::SYS_bind,
@@ -84,6 +85,6 @@ pub(super) const SYSCALLS: &[i64] = &[
     libc::SYS_fsync,
     libc::SYS_fdatasync,
     libc::SYS_getdents64,
-    // Other nodes that it has started.
+    // Nodes that this one has started.
     libc::SYS_kill,
 ];

@@ -1,5 +1,5 @@
-//! Log mode: a thread without a filter is told of every system call that would be refused, writes it to the log
-//! (once per thread and call), and lets it pass.
+//! Log mode: a thread without a filter receives every system call that would be refused, logs it once per thread and call, and lets it
+//! continue.
 #![allow(unsafe_code)] // The ioctls of a seccomp listener have no safe wrapper.
 
 use std::collections::BTreeSet;
@@ -12,21 +12,21 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags};
 use super::SandboxError;
 use super::seccomp::{Program, kernel_logged};
 
-/// The call is made as if there were no filter. The kernel's field has 32 bits, the constant 64.
+/// The call continues as if there were no filter. The kernel's field has 32 bits, the constant 64.
 #[allow(clippy::cast_possible_truncation)]
 const CONTINUE: u32 = libc::SECCOMP_USER_NOTIF_FLAG_CONTINUE as u32;
 const _: () = assert!(size_of::<libc::seccomp_notif>() == 80 && size_of::<libc::seccomp_notif_resp>() == 24);
 
-/// Receives what filters report.
+/// Receives the filters' notifications.
 #[derive(Debug)]
 pub(super) struct Observer {
     new: Mutex<Vec<OwnedFd>>,
-    /// Signalled when `new` has something.
+    /// Signaled when `new` has entries.
     wake: OwnedFd,
 }
 
 impl Observer {
-    /// Starts the thread. It ends with the process: the last thing to be reported may be the process's own end.
+    /// Starts the thread. It ends with the process, since the last notification may be for the process's own end.
     pub(super) fn start() -> Result<Arc<Self>, SandboxError> {
         let failed = |source| SandboxError::Privileges { what: "watch its own system calls", source };
         let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC).map_err(|errno| failed(errno.into()))?;
@@ -40,17 +40,17 @@ impl Observer {
         Ok(observer)
     }
 
-    /// Confines the calling thread so that refused calls are reported here.
+    /// Confines the calling thread with notifications to this observer.
     pub(super) fn watch(&self, program: &Program) -> io::Result<()> {
         match program.install_with_listener() {
             Ok(listener) => {
-                // From here on this thread is watched; what it does now (lock, eventfd) is allowed to every thread.
+                // From here on this thread is observed. Its next calls (lock, eventfd) are allowed to every thread.
                 self.new.lock().unwrap_or_else(PoisonError::into_inner).push(listener);
                 rustix::io::write(&self.wake, &1_u64.to_ne_bytes())?;
                 Ok(())
             }
-            // The thread that made this one is watched, so this one is too, by that one's rules. A thread has one
-            // listener at most; its own narrower rules can only be shown by the kernel.
+            // The creator of this thread is observed, so this one is, too, by the creator's rules. A thread has one listener at most, so
+            // only the kernel's log can show its own narrower rules.
             Err(error) if error.raw_os_error() == Some(libc::EBUSY) => kernel_logged(program).install(),
             Err(error) => Err(error),
         }
@@ -77,7 +77,7 @@ impl Observer {
                 if events.contains(PollFlags::IN) {
                     serve(listener, &mut reported);
                 }
-                // Hung up: all its threads have ended.
+                // Hung up: all threads of the filter have ended.
                 events.contains(PollFlags::IN) || !events.intersects(PollFlags::HUP | PollFlags::ERR)
             });
             if events.first().is_some_and(|events| events.contains(PollFlags::IN)) {
@@ -88,13 +88,13 @@ impl Observer {
     }
 }
 
-/// Takes one report and lets its call pass.
+/// Receives one notification, logs it, and lets its call continue.
 fn serve(listener: &OwnedFd, reported: &mut BTreeSet<(String, i32, u64)>) {
-    // SAFETY: all zeroes is a valid seccomp_notif, and what the kernel demands before it writes one.
+    // SAFETY: all zeros is a valid seccomp_notif, as the kernel requires before it writes one.
     let mut report: libc::seccomp_notif = unsafe { std::mem::zeroed() };
     // SAFETY: the request writes one seccomp_notif (its size is asserted above).
     if unsafe { libc::ioctl(listener.as_raw_fd(), libc::SECCOMP_IOCTL_NOTIF_RECV, &raw mut report) } != 0 {
-        // ENOENT: a signal has interrupted the call meanwhile; it will be made, and reported, again.
+        // ENOENT: a signal has interrupted the call. The thread will repeat it, and it will be reported again.
         return;
     }
     let mut answer = libc::seccomp_notif_resp { id: report.id, val: 0, error: 0, flags: CONTINUE };
@@ -103,7 +103,7 @@ fn serve(listener: &OwnedFd, reported: &mut BTreeSet<(String, i32, u64)>) {
         return;
     }
     let number = report.data.nr;
-    // An ioctl or fcntl is told apart by its request, prctl and others by their first argument.
+    // An ioctl or fcntl is identified by its request, prctl and others by their first argument.
     let detail = match i64::from(number) {
         libc::SYS_ioctl | libc::SYS_fcntl => report.data.args[1],
         libc::SYS_prctl | libc::SYS_seccomp => report.data.args[0],

@@ -11,13 +11,13 @@ fn failed(what: &'static str) -> impl Fn(rustix::io::Errno) -> SandboxError {
     move |errno| SandboxError::Privileges { what, source: io::Error::from(errno) }
 }
 
-/// No program that this process runs gains privileges. Seccomp and Landlock need it too.
+/// Keeps programs that this process executes from gaining privileges. Seccomp and Landlock require it.
 pub(super) fn forbid_new() -> Result<(), SandboxError> {
     rustix::thread::set_no_new_privs(true).map_err(failed("give up new privileges"))
 }
 
-/// A core dump would hold guest memory. Not being dumpable also keeps other processes of the same user from
-/// attaching, and from reopening the guest's memory through /proc.
+/// Disables core dumps, which would contain guest memory. A process that isn't dumpable also keeps other processes of its user from
+/// attaching, and from reopening guest memory through /proc.
 pub(super) fn forbid_core_dumps() -> Result<(), SandboxError> {
     let none = Rlimit { current: Some(0), maximum: Some(0) };
     rustix::process::setrlimit(Resource::Core, none).map_err(failed("turn off core dumps"))?;
@@ -25,13 +25,13 @@ pub(super) fn forbid_core_dumps() -> Result<(), SandboxError> {
         .map_err(failed("turn off core dumps"))
 }
 
-/// Drops all capabilities but those that are kept, for good: also from the bounding set where that is allowed.
+/// Drops all capabilities except `kept`, for good: also from the bounding set, if permitted.
 pub(super) fn drop_capabilities(kept: CapabilitySet) -> Result<(), SandboxError> {
     let held = rustix::thread::capabilities(None).map_err(failed("read its capabilities"))?;
     if held.effective.contains(CapabilitySet::SETPCAP) {
         for capability in CapabilitySet::all().iter() {
             match rustix::thread::remove_capability_from_bounding_set(capability) {
-                // This kernel doesn't have that one.
+                // The kernel doesn't know this capability.
                 Ok(()) | Err(rustix::io::Errno::INVAL) => {}
                 Err(errno) => return Err(failed("drop its bounding capabilities")(errno)),
             }

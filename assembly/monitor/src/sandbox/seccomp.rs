@@ -14,17 +14,17 @@ use seccompiler::{
 use super::{SandboxError, ThreadKind, allow_lists};
 use crate::description::{SandboxMode, VmDescription};
 
-/// What the compiler is told instead, since it doesn't know user notification: `SECCOMP_RET_TRACE` with this mark.
+/// Placeholder for user notification, which the compiler doesn't support: `SECCOMP_RET_TRACE` with this value.
 const STAND_IN: SeccompAction = SeccompAction::Trace(0x5a5a);
 
 /// ioctl requests by mask and value. Types are bits 8 to 15, numbers bits 0 to 7 (Linux, ioctl-number.rst).
 const IOCTLS: &[(u64, u64)] = &[
-    // KVM: running vCPUs; memory slots, interrupt routes and eventfds as BARs move; state for a pause.
+    // KVM: running vCPUs; memory slots, interrupt routes and eventfds when BARs move; state for a pause.
     (0xff00, 0xae00),
-    // TUN: numbers from 192 on of type 'T'. Below are the terminal's, and among them TIOCSTI, which could type
-    // commands into the user's shell.
+    // TUN: type 'T', numbers from 192 on. Those below are the terminal's, among them TIOCSTI, which could type commands into the user's
+    // shell.
     (0xffc0, 0x54c0),
-    // VFIO: interrupts, reset and mappings of an opened card; type ';' is its own.
+    // VFIO: interrupts, reset and mappings of an open card; type ';' is its own.
     (0xff00, 0x3b00),
     // Terminal of the console, by exact request: TCGETS, TCSETS, TCSETSW, TCSETSF, their second versions, TIOCGWINSZ.
     (u64::MAX, 0x5401),
@@ -36,7 +36,7 @@ const IOCTLS: &[(u64, u64)] = &[
     (u64::MAX, 0x402c_542c),
     (u64::MAX, 0x402c_542d),
     (u64::MAX, 0x5413),
-    // userfaultfd: pages of a VM that comes by post-copy; the descriptor was opened before, and what it does is limited to mappings of RAM.
+    // userfaultfd: post-copy pages of an incoming VM. The descriptor was opened before, and affects only mappings of RAM.
     (0xff00, 0xaa00),
     // FIONREAD, FIONBIO.
     (u64::MAX, 0x541b),
@@ -46,15 +46,14 @@ const IOCTLS: &[(u64, u64)] = &[
     (u64::MAX, 0x127f),
 ];
 
-/// `RDMA_VERBS_IOCTL` of rdma/rdma_user_ioctl.h, all of its commands: only for a node whose links go by an RDMA device.
+/// `RDMA_VERBS_IOCTL` of rdma/rdma_user_ioctl.h, with all of its commands. Only for a node whose links use an RDMA device.
 const RDMA: (u64, u64) = (u64::MAX, 0xc018_1b01);
 
-/// prctl operations: names of threads, no new privileges (comes with each filter), names of allocator mappings.
+/// prctl operations: thread names, no new privileges (set with each filter), names of allocator mappings.
 const PRCTLS: &[libc::c_int] =
     &[libc::PR_SET_NAME, libc::PR_GET_NAME, libc::PR_SET_NO_NEW_PRIVS, libc::PR_SET_VMA];
 
-/// fcntl operations: flags of a descriptor and of its file, copies of descriptors; locks of images, which a VM that moves gives up
-/// and takes.
+/// fcntl operations: flags of descriptors and files, copies of descriptors, and locks of images, which a migrated VM releases and acquires.
 const FCNTLS: &[libc::c_int] = &[
     libc::F_GETFD,
     libc::F_SETFD,
@@ -63,12 +62,12 @@ const FCNTLS: &[libc::c_int] = &[
     libc::F_DUPFD_CLOEXEC,
     libc::F_OFD_SETLK,
     libc::F_OFD_GETLK,
-    // Sealing memory that others map; it only narrows.
+    // Sealing memory that others map, which only narrows rights.
     libc::F_ADD_SEALS,
 ];
 
-/// TCSETS, TCSETS2: what any thread may do to standard input, so that a refused call doesn't leave the user's terminal
-/// in raw mode (`trap.rs`).
+/// TCSETS, TCSETS2: allowed to any thread on standard input, so that a refused call doesn't leave the user's terminal in raw mode
+/// (`trap.rs`).
 const RESTORE_TERMINAL: &[u64] = &[0x5402, 0x402c_542b];
 
 const SECCOMP_SET_MODE_FILTER: u64 = libc::SECCOMP_SET_MODE_FILTER as u64;
@@ -92,11 +91,11 @@ impl Program {
         self.set_filter(0).map(drop)
     }
 
-    /// Confines the calling thread; refused calls are reported to the returned listener, and wait for its answer.
+    /// Confines the calling thread. Refused calls notify the returned listener, and wait for its answer.
     pub(super) fn install_with_listener(&self) -> io::Result<OwnedFd> {
         let fd = self.set_filter(libc::SECCOMP_FILTER_FLAG_NEW_LISTENER)?;
         let fd = i32::try_from(fd).map_err(io::Error::other)?;
-        // SAFETY: with this flag the call returns a new descriptor that nobody else owns.
+        // SAFETY: with this flag the call returns a new descriptor that nothing else owns.
         Ok(unsafe { OwnedFd::from_raw_fd(fd) })
     }
 
@@ -119,7 +118,7 @@ fn restore_terminal() -> Result<Vec<SeccompRule>, BackendError> {
     RESTORE_TERMINAL.iter().map(|request| SeccompRule::new(vec![is(0, stdin)?, is(1, *request)?])).collect()
 }
 
-/// Nodes' links, beside Unix sockets; to which ports is Landlock's to say, which knows nothing of UDP.
+/// Sockets of nodes' links, besides Unix sockets. Landlock checks the ports; it can't check UDP.
 fn tcp() -> Result<Vec<SeccompRule>, BackendError> {
     let is = |argument, mask, value: libc::c_int| {
         let value = u64::from(value.cast_unsigned());
@@ -131,7 +130,7 @@ fn tcp() -> Result<Vec<SeccompRule>, BackendError> {
         .collect()
 }
 
-/// The filter of a kind of thread, which uses an RDMA device or doesn't: what is listed passes; the rest traps, or is reported in log mode.
+/// The filter of a kind of thread, with or without an RDMA device: listed calls pass. All others trap, or notify in log mode.
 pub(super) fn thread_program(
     kind: ThreadKind,
     vm: &VmDescription,
@@ -159,7 +158,7 @@ pub(super) fn thread_program(
     };
     let mut program = compile().map_err(|source| SandboxError::Compile { kind, source: source.into() })?;
     for instruction in &mut program {
-        // BPF_RET with the stand-in's value.
+        // BPF_RET with the placeholder's value.
         if instruction.code == 0x06 && instruction.k == u32::from(STAND_IN) {
             instruction.k = libc::SECCOMP_RET_USER_NOTIF;
         }
@@ -167,7 +166,7 @@ pub(super) fn thread_program(
     Ok(Program(program))
 }
 
-/// The same for log mode where a listener watches already: refused calls go to the kernel's log.
+/// The same filter for log mode if a listener exists already: refused calls go to the kernel's log.
 pub(super) fn kernel_logged(program: &Program) -> Program {
     let mut instructions = program.0.clone();
     for instruction in &mut instructions {
@@ -178,7 +177,7 @@ pub(super) fn kernel_logged(program: &Program) -> Program {
     Program(instructions)
 }
 
-/// Rules for the whole process, beneath the threads' own, for threads that have none too.
+/// Rules for the whole process, beneath the threads' own. They also cover threads without a filter.
 pub(super) fn process_programs() -> Result<[Program; 2], SandboxError> {
     let compile = || {
         let mut never: BTreeMap<_, _> = allow_lists::NEVER.iter().map(|call| (*call, Vec::new())).collect();

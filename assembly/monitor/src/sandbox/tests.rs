@@ -1,4 +1,4 @@
-//! Each case runs in a process of its own: this test program again, with the case's name in the environment.
+//! Each case runs in a process of its own: this test binary again, with the case's name in the environment.
 #![allow(unsafe_code)] // Forbidden calls are made on purpose.
 
 use std::os::unix::process::ExitStatusExt as _;
@@ -19,7 +19,7 @@ fn command(case: &str) -> Command {
     command
         .args(["--exact", "sandbox::tests::case", "--nocapture", "--test-threads=1"])
         .env(CASE, case)
-        // The harness has threads before the sandbox can say so itself.
+        // The harness has threads before the sandbox can set this itself.
         .env("MALLOC_ARENA_MAX", "1")
         .env_remove("RUST_LOG");
     command
@@ -40,7 +40,7 @@ fn sandbox(mode: SandboxMode) -> Sandbox {
     Sandbox::prepare(&vm).unwrap()
 }
 
-/// Enters on a thread of its own, as the monitor's main thread would, and does something as a thread of a kind.
+/// Enters the sandbox on a thread of its own, like the monitor's main thread, and runs `act` as a thread of a kind.
 fn confined(mode: SandboxMode, kind: ThreadKind, act: impl FnOnce() + Send + 'static) {
     let sandbox = sandbox(mode);
     std::thread::Builder::new()
@@ -68,7 +68,7 @@ fn ordinary_work() {
     *lock.lock().unwrap() += 1;
 }
 
-/// A thread of a node asks an RDMA device for something (standard input, which is none), and has no capability if it has one.
+/// A node's thread makes a request to an RDMA device (standard input stands in for it). With a device, it has no capability.
 fn node(rdma: Option<std::path::PathBuf>) {
     let has_device = rdma.is_some();
     let places = super::NodePlaces { rdma, ..super::NodePlaces::default() };
@@ -80,17 +80,17 @@ fn node(rdma: Option<std::path::PathBuf>) {
             assert!(held.effective.is_empty() && held.permitted.is_empty());
         }
         sandbox.thread_filter(ThreadKind::Node).apply().unwrap();
-        // SAFETY: the request isn't known to what standard input is.
+        // SAFETY: standard input doesn't support the request.
         unsafe { libc::ioctl(0, 0xc018_1b01, std::ptr::null_mut::<libc::c_void>()) };
         eprintln!("survived");
     });
     thread.unwrap().join().unwrap();
 }
 
-/// How the report on Landlock begins where the kernel has none.
+/// Start of Landlock's report on a kernel without it.
 const NOT_IN_FORCE: &str = "not in force";
 
-/// Not a test by itself: the body of the child process. Does nothing when run as an ordinary test.
+/// Not a test by itself: the body of the child process. No effect in an ordinary run.
 #[test]
 fn case() {
     let Ok(case) = std::env::var(CASE) else { return };
@@ -112,7 +112,7 @@ fn case() {
             });
         }
         "open" => confined(SandboxMode::On, ThreadKind::Vcpu, open),
-        // SAFETY: plain system calls without memory arguments that matter; they are to be refused.
+        // SAFETY: plain system calls whose memory arguments don't matter. They must be refused.
         "exec-memory" => confined(SandboxMode::On, ThreadKind::Main, || unsafe {
             libc::mmap(std::ptr::null_mut(), 4096, 7, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0);
         }),
@@ -124,7 +124,7 @@ fn case() {
         "fork" => confined(SandboxMode::On, ThreadKind::Main, || unsafe {
             libc::fork();
         }),
-        // No filter of its own: what holds for the whole process.
+        // Without a filter of its own, so that only the process-wide rules apply.
         "exec-anywhere" => {
             let sandbox = sandbox(SandboxMode::On);
             let thread = std::thread::Builder::new().name("confined".to_owned()).spawn(move || {
@@ -145,7 +145,7 @@ fn case() {
         }),
         "landlock" => {
             let sandbox = sandbox(SandboxMode::On);
-            // Without a thread filter, so that what is left is Landlock's doing.
+            // Without a thread filter, so that only Landlock acts.
             let report = sandbox.enter_process().unwrap();
             eprintln!("landlock: {}", report.landlock);
             if report.landlock.starts_with(NOT_IN_FORCE) {
@@ -165,11 +165,11 @@ fn case() {
                 assert!(std::fs::File::open("/etc/passwd").is_ok());
                 std::thread::spawn(ordinary_work).join().unwrap();
             });
-            // The report is written before the call goes on, but by another thread.
+            // Another thread writes the report before the call continues.
             std::thread::sleep(std::time::Duration::from_millis(200));
         }
         "signals" => {
-            // Its handler runs on the thread that the signal goes to, here the one that also waits for it.
+            // The handler runs on the thread that receives the signal, here the one that also waits for it.
             let mut signals = signal_hook::iterator::Signals::new([libc::SIGUSR1]).unwrap();
             confined(SandboxMode::On, ThreadKind::Signals, move || {
                 // SAFETY: the signal has a handler.
@@ -265,7 +265,7 @@ fn what_is_refused_ends_the_process_and_is_named() {
     }
 }
 
-/// Keys are collected into lines and shown: not raw.
+/// Line mode: the terminal collects keys into lines and echoes them.
 const LINE_MODE: LocalModes = LocalModes::ICANON.union(LocalModes::ECHO);
 
 #[test]
@@ -335,7 +335,8 @@ fn a_vcpu_may_do_nothing_that_only_device_workers_need() {
     }
 }
 
-/// A node opens files and makes connections where Landlock lets it; other programs, other processes' memory and raising itself aren't its to have.
+/// A node may open files and connect where Landlock allows it. It may not run programs, access other processes' memory, or raise its
+/// privileges.
 #[test]
 fn a_node_may_connect_and_start_nothing() {
     let vm = describe("kernel = \"k\"");

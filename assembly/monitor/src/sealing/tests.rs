@@ -1,4 +1,4 @@
-//! Handshakes, and records that somebody on the way changes, repeats, leaves out or takes from another stream.
+//! Handshakes, and records that an attacker in the path changes, repeats, drops or takes from another stream.
 
 use super::*;
 
@@ -6,7 +6,7 @@ fn key(seed: u8) -> ClusterKey {
     ClusterKey::new(std::array::from_fn(|at| u8::try_from(at).unwrap() ^ seed)).unwrap()
 }
 
-/// Records of two messages, as somebody on the way has them.
+/// The records of some messages, as an attacker in the path sees them.
 fn records(sealing: &mut Sealing, messages: &[&[u8]]) -> Vec<Vec<u8>> {
     let take = |message: &&[u8]| {
         let mut wire = Vec::new();
@@ -31,7 +31,7 @@ fn ends(seed: u8) -> (Sealing, Opening) {
     (one.finish().unwrap().0, other.finish().unwrap().1)
 }
 
-/// A handshake for something else, of another version or with another key comes to nothing.
+/// A handshake with another purpose, version or key fails.
 #[test]
 fn sides_that_do_not_mean_the_same_are_told_apart() {
     let foreign = Purpose { magic: *b"CWuu", ..PURPOSE };
@@ -47,7 +47,7 @@ fn sides_that_do_not_mean_the_same_are_told_apart() {
     }
 }
 
-/// Reads all that opens, and how it ended.
+/// Reads everything that opens, and returns how it ended.
 fn read_all(opening: &mut Opening, wire: &[u8]) -> (Vec<u8>, Result<(), io::ErrorKind>) {
     let (mut all, mut from) = (Vec::new(), wire);
     loop {
@@ -82,12 +82,12 @@ fn records_that_were_changed_on_the_way_do_not_open() {
     assert_eq!(tamper(&|all| all[0] = vec![16, 0]), (Vec::new(), invalid));
     let (here, end) = tamper(&|all| all[2].truncate(9));
     assert_eq!((here, end), (messages[..2].concat(), Err(io::ErrorKind::UnexpectedEof)));
-    // Another stream's, of the same key.
+    // A record of another stream with the same key.
     let foreign = records(&mut ends(1).0, &messages);
     assert_eq!(tamper(&|all| all[0] = foreign[0].clone()), (Vec::new(), invalid));
 }
 
-/// Both sides change the key after as many records, and a side that doesn't is noticed.
+/// Both sides change the key after the same number of records. A side that doesn't is detected.
 #[test]
 fn keys_change_on_both_sides() {
     let messages = [b"record".as_slice(); 10];

@@ -1,4 +1,4 @@
-//! Where a connection to a device server comes from.
+//! Sources of connections to device servers.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,24 +11,24 @@ use super::{VfioUserError, lock};
 
 /// Makes connections to one device's server: at start, and again after each loss. May block for some seconds.
 pub trait Connector: Send + Sync {
-    /// A new connection.
+    /// Makes a new connection.
     ///
     /// # Errors
     ///
-    /// When the server can't be reached now.
+    /// If the server can't be reached now.
     fn connect(&self) -> Result<Client, VfioUserError>;
 
-    /// Where the server is, for messages.
+    /// Address of the server, for messages.
     fn target(&self) -> String;
 
-    /// The VM that was to come is here.
+    /// The incoming VM has arrived.
     fn has_arrived(&self);
 }
 
-/// A server that listens at a fixed path.
+/// A server that listens on a fixed path.
 #[derive(Debug)]
 pub struct SocketConnector {
-    /// The path.
+    /// Path of its socket.
     pub path: PathBuf,
 }
 
@@ -45,20 +45,20 @@ impl Connector for SocketConnector {
     fn has_arrived(&self) {}
 }
 
-/// An RDMA NIC of the host daemon, which makes its sockets when it is asked, and anew after a restart. Shared by the
-/// NIC's functions, so that one of them asks for all.
+/// An RDMA NIC of the host daemon. The daemon creates its sockets on request, and again after a restart. The NIC's functions share this, so
+/// that one request serves all.
 #[derive(Debug)]
 pub struct Nic {
     host: PathBuf,
     request: NicRequest,
-    /// The functions' sockets as the daemon last named them; none before it was asked.
+    /// The functions' sockets as the daemon last reported them; empty before the first request.
     sockets: Mutex<Vec<PathBuf>>,
-    /// The VM is still to come from another host.
+    /// The VM is migrating to this host and hasn't arrived.
     incoming: AtomicBool,
 }
 
 impl Nic {
-    /// A NIC of the daemon at `host`; nobody is asked yet.
+    /// A NIC of the daemon at `host`. Sends no request yet.
     pub fn new(host: &Path, request: NicRequest) -> Arc<Self> {
         let incoming = AtomicBool::new(request.incoming);
         Arc::new(Self { host: host.to_owned(), request, sockets: Mutex::default(), incoming })
@@ -82,12 +82,12 @@ impl NicConnector {
 
 impl Connector for NicConnector {
     fn connect(&self) -> Result<Client, VfioUserError> {
-        // Held while asking: the other function finds the answer.
+        // Held during the request, so that the other function finds the answer.
         let mut sockets = lock(&self.nic.sockets);
         let number = usize::from(self.function);
         if let Some(path) = sockets.get(number) {
             match Client::connect(path, DEFAULT_TIMEOUT) {
-                // Nobody listens there any more: the daemon has restarted, or forgotten the NIC.
+                // No process listens there any more: the daemon has restarted, or removed the NIC.
                 Err(ClientError::Connect { .. }) => {}
                 result => return result.map_err(|error| self.failed(error)),
             }

@@ -1,4 +1,4 @@
-//! A served device as a PCI function.
+//! The PCI function of a served device.
 
 mod moving;
 
@@ -31,20 +31,20 @@ use crate::vm::ThreadHook;
 
 pub use moving::Arriving;
 
-/// A piece of guest RAM that servers get.
+/// A range of guest RAM for servers.
 #[derive(Debug, Clone)]
 pub struct DmaRange {
-    /// The memory.
+    /// File of the memory.
     pub file: Arc<File>,
-    /// Where in the file it begins.
+    /// Offset of the range in the file.
     pub offset: u64,
     /// Guest-physical address.
     pub address: u64,
-    /// Bytes.
+    /// Size, bytes.
     pub size: u64,
 }
 
-/// A server that was reached before the sandbox closed, without a machine yet.
+/// A function whose server was connected before the sandbox closed, without a machine yet.
 pub struct OpenedFunction {
     name: String,
     connector: Box<dyn Connector>,
@@ -55,18 +55,18 @@ pub struct OpenedFunction {
 }
 
 impl OpenedFunction {
-    /// Connects to the server and learns what its device looks like.
+    /// Connects to the server and reads its device's shape.
     ///
     /// # Errors
     ///
-    /// When the server can't be reached, or its device can't be shown to a guest.
+    /// If the server can't be reached, or its device isn't usable for a guest.
     pub fn open(name: &str, connector: Box<dyn Connector>) -> Result<Self, VfioUserError> {
         let client = connector.connect()?;
         let shape = read_shape(&client, connector.as_ref())?;
         Ok(Self { name: name.to_owned(), connector, client: Arc::new(client), shape, mapped: false })
     }
 
-    /// Its name.
+    /// Name of the function.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -80,19 +80,19 @@ pub(super) fn read_shape(client: &Client, connector: &dyn Connector) -> Result<S
     })
 }
 
-/// What BARs have in the guest at present.
+/// Present state of the BARs in the guest.
 #[derive(Default)]
 struct Resources {
-    /// All that may be mapped.
+    /// All ranges that may be mapped.
     ranges: Vec<MappedRange>,
     doorbells: Vec<Doorbell>,
-    /// Trapped or mapped, as doorbell mode has it. Without doorbell mode: mapped.
+    /// Doorbell mode: trapped or mapped. Mapped for a device without it.
     mode: DoorbellMode,
-    /// Ranges are trapped until the guest has looked at the device, because of an INTx interrupt.
+    /// Because of an INTx interrupt, ranges are trapped until the guest has accessed the device.
     held: bool,
 }
 
-/// Counts for `causeway inspect`.
+/// Counters for `causeway inspect`.
 #[derive(Default)]
 pub(super) struct Counters {
     pub reads: Counter,
@@ -104,7 +104,7 @@ pub(super) struct Counters {
     pub failed_attempts: Counter,
 }
 
-/// What the function and its thread share.
+/// State shared by the function and its thread.
 pub(super) struct Inner {
     pub name: String,
     pub connector: Box<dyn Connector>,
@@ -114,34 +114,34 @@ pub(super) struct Inner {
     pub log: GuestLog,
     /// MSI-X eventfds, by vector.
     pub vectors: Vec<VectorEvent>,
-    /// Signalled by the server for INTx.
+    /// Eventfd that the server signals for INTx.
     pub intx_event: OwnedFd,
-    /// Signalled by the server for doorbell mode.
+    /// Eventfd that the server signals for doorbell mode.
     pub mode_event: OwnedFd,
     pub msix: Option<Msix>,
     intx: IntxPin,
-    /// Held across requests that a configuration access makes. Nobody who holds it takes the bus's locks.
+    /// Held during requests for a configuration access. A thread that holds it must not take the bus's locks.
     registers: Mutex<Registers>,
     resources: Mutex<Resources>,
     link: Mutex<Option<Arc<Link>>>,
-    /// Makes the bus attach mappings and doorbells anew.
+    /// Updates mappings and doorbells on the bus.
     refresh: OnceLock<Box<dyn Fn() + Send + Sync>>,
 }
 
 impl Inner {
-    /// The present connection.
+    /// The present connection, if any.
     pub(super) fn link(&self) -> Option<Arc<Link>> {
         lock(&self.link).clone()
     }
 
-    /// Makes the bus follow what [`PciFunction::mappings`] and [`PciFunction::doorbells`] now say.
+    /// Updates the bus to [`PciFunction::mappings`] and [`PciFunction::doorbells`].
     fn refresh(&self) {
         if let Some(refresh) = self.refresh.get() {
             refresh();
         }
     }
 
-    /// Uses a new connection from here on. The device is as after a reset; the command register follows ours.
+    /// Uses a new connection from now on. The device is in the state after a reset. The server gets the monitor's command register.
     pub(super) fn adopt(&self, link: Link) -> Result<(), ClientError> {
         let link = Arc::new(link);
         {
@@ -168,7 +168,7 @@ impl Inner {
         Ok(())
     }
 
-    /// The connection is lost. What is mapped stays mapped: the memory is there, only nobody looks at it.
+    /// The connection is lost. Mappings stay: the memory exists, although no server uses it.
     pub(super) fn lose(&self, link: &Arc<Link>) {
         link.client.close();
         let mut current = lock(&self.link);
@@ -180,7 +180,7 @@ impl Inner {
         self.set_intx(false);
     }
 
-    /// Gives the server eventfds for the kind of interrupts that the guest uses.
+    /// Sends the server eventfds for the kind of interrupts that the guest uses.
     fn wire(&self, link: &Link) -> Result<(), ClientError> {
         let msix = self.msix.as_ref().is_some_and(Msix::enabled);
         let wanted = match (msix, self.shape.pin) {
@@ -190,7 +190,7 @@ impl Inner {
         };
         link.wire(wanted, &self.vectors, self.intx_event.as_fd())?;
         if !msix {
-            // What came too late for the driver that has turned MSI-X off.
+            // An interrupt that came too late for the driver, which has disabled MSI-X.
             self.vectors.iter().for_each(VectorEvent::forget);
         }
         Ok(())
@@ -202,10 +202,10 @@ impl Inner {
         }
     }
 
-    /// The server has raised INTx: the wire is asserted until the guest has looked at the device.
+    /// The server has raised INTx. The line is asserted until the guest accesses the device.
     pub(super) fn intx_raised(&self) {
         self.counters.intx.increment();
-        // Accesses to mapped ranges can't be seen.
+        // Accesses to mapped ranges don't exit, so they are trapped for now.
         let held = {
             let mut resources = lock(&self.resources);
             let changes =
@@ -219,8 +219,7 @@ impl Inner {
         self.set_intx(true);
     }
 
-    /// The guest has accessed the device while INTx was asserted. If the device still wants an interrupt, the
-    /// server raises it again.
+    /// The guest has accessed the device while INTx was asserted. If the device still needs service, the server raises INTx again.
     fn intx_looked_at(&self, link: &Link) {
         if !self.intx.pending() {
             return;
@@ -234,7 +233,7 @@ impl Inner {
         }
     }
 
-    /// Reaches the doorbell mode that the server wants, and tells it.
+    /// Changes to the doorbell mode that the server requests, and reports it to the server.
     pub(super) fn follow_mode(&self, link: &Link) -> Result<(), ClientError> {
         let wanted = link.wanted_mode()?;
         let (reached, changed) = {
@@ -245,13 +244,13 @@ impl Inner {
         };
         if changed {
             self.counters.mode_changes.increment();
-            // When this returns no vCPU uses the mappings that were taken away.
+            // When this returns, no vCPU uses the removed mappings.
             self.refresh();
         }
         link.report_mode(reached)
     }
 
-    /// The server's side of configuration space.
+    /// Calls `act` with the server's part of configuration space.
     fn with_server<T>(&self, act: impl FnOnce(&dyn Server) -> T) -> T {
         match self.link() {
             Some(link) => act(link.as_ref()),
@@ -273,11 +272,11 @@ pub struct VfioUserFunction {
 }
 
 impl VfioUserFunction {
-    /// Makes the function: gives the server `ram` (all that the guest has) and prepares its interrupts.
+    /// Creates the function: sends the server `ram` (all of the guest's), and prepares its interrupts.
     ///
     /// # Errors
     ///
-    /// When the server refuses, or there are no interrupt vectors left.
+    /// If the server refuses, or no interrupt vectors are left.
     pub fn new(
         opened: OpenedFunction,
         ram: Vec<DmaRange>,
@@ -335,12 +334,12 @@ impl VfioUserFunction {
         Ok(Arc::new(Self { inner: Arc::new(inner), watcher: OnceLock::new() }))
     }
 
-    /// Starts the function's thread. `refresh` makes the bus attach the function's mappings and doorbells anew
-    /// ([`pci::root::PciRoot::refresh`]), `on_start` runs first on the thread.
+    /// Starts the function's thread. `refresh` updates the function's mappings and doorbells on the bus ([`pci::root::PciRoot::refresh`]).
+    /// The thread runs `on_start` first.
     ///
     /// # Errors
     ///
-    /// When the thread can't be made.
+    /// If the thread can't be created.
     pub fn start(
         &self,
         refresh: Box<dyn Fn() + Send + Sync>,
@@ -351,12 +350,12 @@ impl VfioUserFunction {
         }
         let watcher = Watcher::start(Arc::clone(&self.inner), on_start)
             .map_err(|source| VfioUserError::Monitor { what: "start a thread", source })?;
-        // Set once: `refresh` was.
+        // Set once, as `refresh` was.
         let _ = self.watcher.set(watcher);
         Ok(())
     }
 
-    /// Whether a server is behind it at present.
+    /// Whether a server is connected at present.
     pub fn is_connected(&self) -> bool {
         self.inner.link().is_some_and(|link| !link.client.is_failed())
     }
@@ -365,7 +364,7 @@ impl VfioUserFunction {
         FunctionError::Failed { name: self.inner.name.clone(), what: what.to_owned(), source: source.into() }
     }
 
-    /// Tells the server what the command register is for it, after a pause began or ended.
+    /// Sends the server its command register, after a pause began or ended.
     fn set_quiesced(&self, quiesced: bool) -> Result<(), FunctionError> {
         let mut registers = lock(&self.inner.registers);
         let before = registers.command();
@@ -377,7 +376,7 @@ impl VfioUserFunction {
         }
         let region = vfio_user_protocol::device::REGION_CONFIG;
         match link.client.region_write(region, COMMAND.into(), &now.to_le_bytes()) {
-            // A server that has gone does nothing any more.
+            // A lost server does nothing any more.
             Err(error) if !error.is_lost() => Err(self.failed("stop or start mastering the bus", error)),
             _ => Ok(()),
         }
@@ -463,9 +462,9 @@ impl PciFunction for VfioUserFunction {
         }
         let Some(link) = inner.link() else { return };
         inner.counters.writes.increment();
-        // A register may act on guest memory, and drivers (vmw_pvrdma with its shared region) look for the effect right
-        // after the store; a trapped doorbell may arm a completion queue, after which only later completions count. As
-        // for every emulated device, the effect is there when the vCPU goes on.
+        // A register may act on guest memory, and drivers (vmw_pvrdma with its shared region) check for the effect right after the store. A
+        // trapped doorbell may arm a completion queue, after which only later completions count. As with every emulated device, the effect
+        // is complete when the vCPU continues.
         let result = link.client.region_write(bar.into(), offset, data);
         if let Err(error) = result
             && !error.is_lost()
@@ -509,7 +508,7 @@ impl PciFunction for VfioUserFunction {
             msix.reset();
         }
         inner.set_intx(false);
-        // The BARs leave now, and come back with what holds then.
+        // The BARs are removed now, and return with the ranges that are valid then.
         lock(&inner.resources).held = false;
         follow_intx(inner, &registers);
         let result = match inner.link() {
@@ -575,7 +574,7 @@ impl PciFunction for VfioUserFunction {
 }
 
 impl VfioUserFunction {
-    /// Pending bits of masked vectors whose signals wait in KVM's eventfds.
+    /// Adds pending bits of masked vectors whose signals are in KVM's eventfds.
     fn add_pending(&self, msix: &Msix, bar: u8, offset: u64, data: &mut [u8]) {
         let layout = msix.layout();
         let start = u64::from(layout.pba_offset());

@@ -17,7 +17,7 @@ use super::shape::Shape;
 
 const PAGE: u64 = 4096;
 
-/// Which interrupts the server has eventfds for: VFIO knows one kind at a time.
+/// Kind of interrupts for which the server has eventfds. VFIO supports one kind at a time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Wired {
     Nothing,
@@ -25,7 +25,7 @@ pub(super) enum Wired {
     Msix,
 }
 
-/// Part of a BAR that is the server's memory.
+/// A part of a BAR that is the server's memory.
 #[derive(Debug, Clone)]
 pub(super) struct MappedRange {
     pub bar: u8,
@@ -35,7 +35,7 @@ pub(super) struct MappedRange {
 /// A connection. Usable until [`Client::is_failed`].
 pub(super) struct Link {
     pub client: Arc<Client>,
-    /// What may be mapped, MSI-X pages cut out.
+    /// Ranges that may be mapped, without MSI-X pages.
     pub ranges: Vec<MappedRange>,
     pub doorbells: Vec<Doorbell>,
     wired: Mutex<Wired>,
@@ -43,7 +43,7 @@ pub(super) struct Link {
 }
 
 impl Link {
-    /// Learns what may be mapped, and gives the server the guest's memory.
+    /// Reads which ranges may be mapped, and sends the server the guest's memory.
     pub(super) fn new(client: Arc<Client>, shape: &Shape, ram: &[DmaRange]) -> Result<Self, ClientError> {
         let mut ranges = Vec::new();
         let mut doorbells = Vec::new();
@@ -55,7 +55,7 @@ impl Link {
             }
             for io_fd in client.region_io_fds(bar.index.into())? {
                 let Ok(width) = u8::try_from(io_fd.size) else { continue };
-                // KVM needs a width for a value.
+                // KVM requires a width if there is a value to match.
                 let impossible = width == 0 && io_fd.datamatch.is_some();
                 let end = io_fd.offset.checked_add(io_fd.size.max(1));
                 if impossible || end.is_none_or(|end| end > bar.size) {
@@ -76,7 +76,7 @@ impl Link {
         Ok(Self { client, ranges, doorbells, wired: Mutex::new(Wired::Nothing), log: GuestLog::new() })
     }
 
-    /// Gives the server eventfds for one kind of interrupts, and takes those of the other away.
+    /// Sends the server eventfds for one kind of interrupts, and removes those of the other kind.
     pub(super) fn wire(
         &self,
         wanted: Wired,
@@ -105,26 +105,26 @@ impl Link {
         Ok(())
     }
 
-    /// Sets the eventfd of doorbell mode; the mode is trapped from here on.
+    /// Sends the eventfd of doorbell mode. The mode is trapped from then on.
     pub(super) fn start_doorbell_mode(&self, event: BorrowedFd<'_>) -> Result<(), ClientError> {
         self.client.set_eventfds(doorbell_mode::INTERRUPT, 0, &[Some(event)])?;
         self.report_mode(DoorbellMode::Trapped)
     }
 
-    /// The mode that the server wants; `None` for a value that means nothing.
+    /// The mode that the server requests; `None` if the value is invalid.
     pub(super) fn wanted_mode(&self) -> Result<Option<DoorbellMode>, ClientError> {
         let mut wanted = [0; 4];
         self.client.region_read(doorbell_mode::REGION, doorbell_mode::WANTED_OFFSET, &mut wanted)?;
         Ok(DoorbellMode::from_register(u32::from_le_bytes(wanted)))
     }
 
-    /// Tells the server which mode holds.
+    /// Reports the mode in force to the server.
     pub(super) fn report_mode(&self, mode: DoorbellMode) -> Result<(), ClientError> {
         let value = mode.to_register().to_le_bytes();
         self.client.region_write(doorbell_mode::REGION, doorbell_mode::REACHED_OFFSET, &value)
     }
 
-    /// The guest has looked at the device: a level-triggered interrupt may come again.
+    /// The guest has accessed the device: the server may raise the level-triggered interrupt again.
     pub(super) fn unmask_intx(&self) -> Result<(), ClientError> {
         self.client.mask_interrupt(INTERRUPT_INTX, 0, false)
     }
@@ -142,7 +142,7 @@ impl Server for Link {
     }
 }
 
-/// While there is no connection: reads are answered from what was, writes go nowhere.
+/// Stands in for a lost connection: reads return the power-on state, and writes are dropped.
 pub(super) struct Gone;
 
 impl Server for Gone {
@@ -153,7 +153,7 @@ impl Server for Gone {
     fn write(&self, _: u16, _: &[u8]) {}
 }
 
-/// The parts of a mappable area that hold neither the MSI-X table nor its pending bits: those are ours.
+/// The parts of a mappable area without the MSI-X table and its pending bits, which the monitor emulates.
 fn without_msix(shape: &Shape, bar: &BarLayout, area: &RegionMapping) -> Vec<RegionMapping> {
     let mut forbidden: Vec<(u64, u64)> = Vec::new();
     if let Some((_, layout)) = &shape.msix {
@@ -168,7 +168,7 @@ fn without_msix(shape: &Shape, bar: &BarLayout, area: &RegionMapping) -> Vec<Reg
         }
     }
     forbidden.sort_unstable();
-    // The client has checked that the area lies within its region; a server may offer less BAR than region.
+    // The client has checked that the area is inside its region. The BAR may be smaller than the region.
     let end = area.offset.saturating_add(area.size).min(bar.size);
     let mut parts = Vec::new();
     let mut at = area.offset;

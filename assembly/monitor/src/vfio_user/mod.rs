@@ -9,10 +9,10 @@
 //!  MSI-X vector              ◀───────── KVM irqfd ◀──────────────────────────────    eventfd
 //! ```
 //!
-//! What belongs to the machine is ours: identity and header as read once, BAR placement, MSI-X table, INTx wire. What
-//! belongs to the device goes to the server: the command register (bus mastering), other capabilities, registers.
+//! The monitor emulates what belongs to the machine: identity and header as read once, BAR placement, MSI-X table, INTx line. The server
+//! serves what belongs to the device: the command register (bus mastering), other capabilities, registers.
 //!
-//! A server that goes away takes neither the VM nor the function with it:
+//! The loss of a server ends neither the VM nor the function:
 //!
 //! ```text
 //! connected ── connection lost, or a request not answered in time ──▶ failed: BARs read ones, writes are dropped,
@@ -20,12 +20,12 @@
 //!     └── reconnected: memory, interrupts, command register sent ◀─────┘ back-off 50 ms to 2 s
 //! ```
 //!
-//! | file | holds |
+//! | file | contents |
 //! |---|---|
-//! | `connector` | where the connection comes from |
-//! | `shape` | what the server's device looks like, read once |
-//! | `registers` | configuration space: which byte is ours, which is the server's |
-//! | `link` | one connection, and what is set up on it |
+//! | `connector` | sources of connections |
+//! | `shape` | properties of the server's device, read once |
+//! | `registers` | configuration space: bytes of the monitor and of the server |
+//! | `link` | one connection and its set-up |
 //! | `events` | eventfds that the server signals |
 //! | `function` | the PCI function, saved and restored |
 //! | `watcher` | its thread: interrupts, doorbell mode, reconnection |
@@ -43,8 +43,8 @@ mod watcher;
 pub use connector::{Connector, Nic, NicConnector, SocketConnector};
 pub use function::{Arriving, DmaRange, OpenedFunction, VfioUserFunction};
 
-/// What vCPU threads (and whoever resets, pauses or inspects) do for accesses: a message to the server and its reply,
-/// and the look at a server's file before a part of it is mapped.
+/// System calls for accesses, by vCPU threads and threads that reset, pause or inspect: a message to the server and its reply, and the
+/// check of a server's file before a part of it is mapped.
 pub const ACCESS_SYSCALLS: &[i64] = &[
     libc::SYS_sendmsg,
     libc::SYS_recvmsg,
@@ -55,7 +55,7 @@ pub const ACCESS_SYSCALLS: &[i64] = &[
     libc::SYS_lseek,
 ];
 
-/// What the thread of a function does besides: maps BAR memory, reconnects, asks the host daemon (gRPC).
+/// Further system calls of a function's thread: to map BAR memory, to reconnect, and to send requests to the host daemon (gRPC).
 pub const WATCHER_SYSCALLS: &[i64] = &[
     libc::SYS_ioctl,
     libc::SYS_socket,
@@ -73,49 +73,49 @@ pub const WATCHER_SYSCALLS: &[i64] = &[
     libc::SYS_eventfd2,
 ];
 
-/// A device of another process could not be set up.
+/// Why a device of another process can't be set up.
 #[derive(Debug, thiserror::Error)]
 pub enum VfioUserError {
-    /// The connection, or a request on it.
+    /// The connection, or a request on it, failed.
     #[error("The vfio-user server at {target} can't be used")]
     Server {
-        /// Where it is.
+        /// Address of the server.
         target: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// The device isn't one that can be shown to a guest.
+    /// The device isn't usable for a guest.
     #[error("The device of the vfio-user server at {target} can't be used: {reason}")]
     Device {
-        /// Where it is.
+        /// Address of the server.
         target: String,
-        /// What is wrong.
+        /// The reason.
         reason: String,
     },
-    /// After a reconnection.
+    /// After a reconnection, the device differs from the previous one.
     #[error("The vfio-user server at {target} offers another device now ({what}); restart the VM to use it")]
     OtherDevice {
-        /// Where it is.
+        /// Address of the server.
         target: String,
-        /// What differs.
+        /// The difference.
         what: &'static str,
     },
-    /// Something of this process.
+    /// An operation of this process failed.
     #[error("The monitor could not {what} for a vfio-user device")]
     Monitor {
-        /// What was tried.
+        /// The operation.
         what: &'static str,
-        /// Why.
+        /// The cause.
         #[source]
         source: std::io::Error,
     },
-    /// Interrupt vectors.
+    /// No interrupt vectors are available.
     #[error("There are no interrupts for a vfio-user device")]
     Interrupts(#[source] pci::interrupt::InterruptError),
 }
 
-/// Locks; what a panicking thread left behind is consistent, as no lock is held across calls that may panic.
+/// Locks a mutex. The state is consistent even after a panic, since no lock is held across calls that may panic.
 fn lock<T>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }

@@ -1,11 +1,11 @@
-//! Configuration space of a served function: which byte is ours and which is the server's.
+//! Configuration space of a served function: bytes of the monitor and bytes of the server.
 //!
-//! | bytes | whose |
+//! | bytes | emulated by |
 //! |---|---|
-//! | header | ours; a changed command register is told to the server |
-//! | list of capabilities | the server's, with those left out that aren't offered |
-//! | MSI-X capability | ours; message control is told to the server |
-//! | other capabilities, registers, extended space | the server's |
+//! | header | the monitor, which sends a changed command register to the server |
+//! | list of capabilities | the server, without those that aren't offered |
+//! | MSI-X capability | the monitor, which sends message control to the server |
+//! | other capabilities, registers, extended space | the server |
 
 use std::ops::Range;
 
@@ -18,11 +18,11 @@ use pci::registers::{
 
 use super::shape::{MSIX_CAPABILITY_LEN, Shape};
 
-/// The server's part of an access, if it has one.
+/// The server's part of an access.
 pub(super) trait Server {
-    /// Reads configuration space; `false` when the server can't be asked.
+    /// Reads configuration space. Returns `false` if the server can't be reached.
     fn read(&self, offset: u16, data: &mut [u8]) -> bool;
-    /// Writes it; failures are the server's to explain.
+    /// Writes configuration space. The implementation reports failures.
     fn write(&self, offset: u16, data: &[u8]);
 }
 
@@ -30,7 +30,7 @@ pub(super) trait Server {
 #[derive(Debug)]
 pub(super) struct Registers {
     config: ConfigSpace,
-    /// While paused, the server is told that the device may not master the bus.
+    /// During a pause the server gets a command register without bus mastering.
     pub quiesced: bool,
 }
 
@@ -47,13 +47,13 @@ impl Registers {
         &mut self.config
     }
 
-    /// The command register as the server is to know it.
+    /// The command register for the server.
     pub(super) fn command(&self) -> u16 {
         let command = self.config.u16(COMMAND);
         if self.quiesced { command & !COMMAND_BUS_MASTER } else { command }
     }
 
-    /// MSI-X capability: offset in the guest's view, and in our own space.
+    /// MSI-X capability: offset in the guest's view, and in the monitor's own space.
     fn msix(&self, shape: &Shape) -> Option<(u16, u16)> {
         let (at, _) = shape.msix.as_ref()?;
         Some((*at, self.config.capability_offset(CAP_MSIX)?))
@@ -65,7 +65,7 @@ impl Registers {
         if offset >= FIRST_CAPABILITY {
             let inside = usize::from(offset) + data.len() <= shape.config.len();
             if !inside || !server.read(offset, data) {
-                // As it was at power-on; beyond the server's end there is nothing.
+                // The power-on state; zeros beyond the server's end.
                 for (at, byte) in (usize::from(offset)..).zip(data.iter_mut()) {
                     *byte = shape.config.get(at).copied().unwrap_or(0);
                 }
@@ -93,7 +93,7 @@ impl Registers {
         }
     }
 
-    /// A guest's write likewise. The server is told what concerns it.
+    /// A guest's write of 1, 2 or 4 bytes within a dword. The server gets its part.
     pub(super) fn write(
         &mut self,
         shape: &Shape,
@@ -124,7 +124,7 @@ impl Registers {
     }
 }
 
-/// The value of a link of the capability list, if `at` is one.
+/// The value of a link in the capability list, if `at` is one.
 fn link(shape: &Shape, at: u16) -> Option<u8> {
     if at == CAPABILITY_POINTER {
         return Some(shape.capabilities.first().copied().unwrap_or(0));
@@ -133,7 +133,7 @@ fn link(shape: &Shape, at: u16) -> Option<u8> {
     Some(shape.capabilities.get(index + 1).copied().unwrap_or(0))
 }
 
-/// Where capabilities lie that the guest doesn't see: up to the next one, or the length of the longest MSI.
+/// Ranges of capabilities that the guest doesn't see: up to the next capability, or the length of the longest MSI capability.
 fn hidden(shape: &Shape) -> impl Iterator<Item = Range<u16>> + '_ {
     const LONGEST_MSI: u16 = 24;
     let all = || shape.capabilities.iter().chain(&shape.hidden);

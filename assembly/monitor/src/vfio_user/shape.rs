@@ -1,5 +1,5 @@
-//! What a server's device looks like to the guest: identity, BARs, capabilities, interrupts. Read once, when the VM is
-//! made; a server that comes back after a failure must offer the same.
+//! Properties of a server's device that the guest sees: identity, BARs, capabilities, interrupts. They are read once, when the VM is built.
+//! A server that returns after a failure must offer the same.
 
 use pci::config::{CapabilityBuilder, ClassCode, ConfigSpace, Identity, InterruptPin};
 use pci::function::{BarKind, BarLayout};
@@ -12,7 +12,7 @@ use vfio_user_protocol::client::{Client, ClientError};
 use vfio_user_protocol::device::{INTERRUPT_INTX, INTERRUPT_MSIX, REGION_CONFIG};
 use vfio_user_protocol::doorbell_mode;
 
-/// MSI: not offered to the guest, which then uses MSI-X or INTx.
+/// MSI. Not offered to the guest, which then uses MSI-X or INTx.
 const CAP_MSI: u8 = 0x05;
 /// Bytes of the MSI-X capability.
 pub(super) const MSIX_CAPABILITY_LEN: u16 = 12;
@@ -31,27 +31,27 @@ impl From<ClientError> for ShapeError {
     }
 }
 
-/// What a device looks like.
+/// Properties of a device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Shape {
-    /// Configuration space as the server had it at power-on: 64 to 4096 bytes.
+    /// Configuration space of the server in power-on state: 64 to 4096 bytes.
     pub config: Vec<u8>,
-    /// BARs.
+    /// BARs with a size.
     pub bars: Vec<BarLayout>,
-    /// Where the MSI-X capability lies in configuration space, and what it says.
+    /// Offset of the MSI-X capability in configuration space, and its layout.
     pub msix: Option<(u16, MsixLayout)>,
-    /// INTx pin, where the server can signal it.
+    /// INTx pin, if the server can signal it.
     pub pin: Option<InterruptPin>,
-    /// The capabilities that the guest sees, in order.
+    /// Offsets of capabilities that the guest sees, in order.
     pub capabilities: Vec<u8>,
-    /// Offsets of capabilities that it doesn't see, which must not be written either.
+    /// Offsets of capabilities that the guest doesn't see, and must not write.
     pub hidden: Vec<u8>,
-    /// The device has doorbell mode.
+    /// Whether the device has doorbell mode.
     pub doorbell_mode: bool,
 }
 
 impl Shape {
-    /// Asks the server.
+    /// Reads the shape from the server.
     pub(super) fn read(client: &Client) -> Result<Self, ShapeError> {
         let wrong = |text: String| Err(ShapeError::Device(text));
         let about = client.device()?;
@@ -99,7 +99,7 @@ impl Shape {
             hidden: offsets(hidden),
             doorbell_mode,
         };
-        // Everything that can be wrong with BARs and capabilities shows here.
+        // This detects all errors of BARs and capabilities.
         match shape.config_space() {
             Ok(_) => Ok(shape),
             Err(error) => wrong(error.to_string()),
@@ -111,7 +111,7 @@ impl Shape {
         u16::from_le_bytes([self.config[2], self.config[3]])
     }
 
-    /// Our part of the configuration space, in power-on state.
+    /// The monitor's part of configuration space, in power-on state.
     pub(super) fn config_space(&self) -> Result<ConfigSpace, pci::config::ConfigError> {
         let byte = |at: u16| self.config[usize::from(at)];
         let word = |at: u16| u16::from_le_bytes([byte(at), byte(at + 1)]);
@@ -135,7 +135,7 @@ impl Shape {
         Ok(builder.build())
     }
 
-    /// What differs from `other`, if anything does.
+    /// The first difference to `other`, if any.
     pub(super) fn difference(&self, other: &Self) -> Option<&'static str> {
         let identity = |shape: &Self| {
             let config = &shape.config;
@@ -166,7 +166,7 @@ fn read_config(client: &Client) -> Result<Vec<u8>, ShapeError> {
         )));
     }
     let mut config = vec![0; size];
-    // In small pieces: some servers take no more than a register at a time.
+    // In small pieces, since some servers support no more than a register at a time.
     for (offset, piece) in (0_u64..).step_by(4).zip(config.chunks_mut(4)) {
         client.region_read(REGION_CONFIG, offset, piece)?;
     }
@@ -190,7 +190,7 @@ fn bar(index: u8, size: u64, register: u32) -> BarLayout {
     BarLayout { index, kind, prefetchable, size }
 }
 
-/// IDs and offsets, no more than there is room for.
+/// IDs and offsets of capabilities. Bounded by the size of configuration space.
 fn capability_list(config: &[u8]) -> Vec<(u8, u8)> {
     let mut found: Vec<(u8, u8)> = Vec::new();
     let status = u32_at(config, STATUS & !3) >> 16;

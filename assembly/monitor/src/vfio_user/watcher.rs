@@ -1,5 +1,4 @@
-//! The thread of a served function: interrupts that don't come by irqfd, doorbell mode, the server's end and its
-//! return.
+//! The thread of a served function: interrupts without an irqfd, doorbell mode, loss of the server and reconnection.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -17,11 +16,11 @@ use super::function::{Inner, read_shape};
 use super::link::Link;
 use crate::vm::ThreadHook;
 
-/// First wait before a server is tried again; doubled each time.
+/// First back-off before reconnecting. It doubles with each attempt.
 const FIRST_BACKOFF: Duration = Duration::from_millis(50);
 const LONGEST_BACKOFF: Duration = Duration::from_secs(2);
 
-/// The running thread; it ends when this is dropped.
+/// The function's thread. Dropping this ends it.
 pub(super) struct Watcher {
     stop: Arc<OwnedFd>,
     thread: Option<JoinHandle<()>>,
@@ -39,17 +38,17 @@ impl Watcher {
     }
 }
 
-/// Linux shows 15 bytes.
+/// Thread name: Linux shows 15 bytes.
 fn thread_name(device: &str) -> String {
     device.chars().take(15).collect()
 }
 
 impl Drop for Watcher {
     fn drop(&mut self) {
-        // A full counter (it can't be) would mean that it is signalled already.
+        // A full counter would mean that the thread is signaled already.
         let _ = rustix::io::write(&self.stop, &1_u64.to_ne_bytes());
         if let Some(thread) = self.thread.take()
-            // The thread itself may hold the last reference to the bus for a moment.
+            // The thread itself may briefly hold the last reference to the bus.
             && thread.thread().id() != std::thread::current().id()
             && thread.join().is_err()
         {
@@ -58,13 +57,13 @@ impl Drop for Watcher {
     }
 }
 
-/// What woke the thread.
+/// Why the thread woke.
 struct Woken {
     stop: bool,
     hung_up: bool,
     mode: bool,
     intx: bool,
-    /// Vectors whose own eventfd was signalled.
+    /// Vectors whose own eventfd was signaled.
     vectors: Vec<u16>,
 }
 
@@ -158,7 +157,7 @@ fn wait(
     }
     let own = fds.len();
     if let Some(link) = link {
-        // Only its end: what can be read belongs to the thread that has asked.
+        // Only for its end: readable bytes belong to the thread that sent the request.
         fds.push(PollFd::from_borrowed_fd(link.client.as_fd(), PollFlags::RDHUP));
     }
     let timeout = timeout.map(|timeout| Timespec {
@@ -186,7 +185,7 @@ fn wait(
     })
 }
 
-/// One attempt to get the server back.
+/// Tries once to reconnect to the server.
 fn reconnect(inner: &Inner) -> Result<(), VfioUserError> {
     let client = inner.connector.connect()?;
     let shape = read_shape(&client, inner.connector.as_ref())?;

@@ -9,61 +9,60 @@
 //!    └──── LetGo ──────── Dead(e) ◀───────────────┘
 //! ```
 //!
-//! An *epoch* names one connection of a pair: the registry raises it with each, and never uses one twice. What a driver must do
-//! comes out as [`Action`]s: make its own rings and then write its ready word; begin; fail what is outstanding; release.
-//! The window and the segment of a dead connection stay mapped until `LetGo`, so that no access to them faults; a new offer
-//! waits until then.
+//! An *epoch* names one connection of a pair. The registry raises it with each connection, and never reuses one. [`Action`]s are the
+//! driver's duties: make its own rings and then write its ready word; begin; fail outstanding messages; release. Window and segment of a
+//! dead connection stay mapped until `LetGo`, so that no access to them faults. A new offer waits until then.
 //!
-//! A driver writes its ready word after its rings, and reads the peer's before it believes anything of them. Stamps hold the
-//! epoch as well, so that neither side takes what the last connection left.
+//! A driver writes its ready word after its rings, and reads the peer's before it reads the peer's rings. Stamps contain the epoch as well,
+//! so neither side accepts entries of the previous connection.
 
-/// What a driver sees or does.
+/// An event for a driver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Event {
-    /// The registry offers a connection with this epoch: window and segment are there.
+    /// The registry offers a connection with this epoch: window and segment are mapped.
     Offer(u32),
     /// The peer's ready word, as read from the segment.
     PeerReady(u64),
-    /// The registry says that the connection of this epoch is over: the peer died, hangs, or left.
+    /// The registry ends the connection of this epoch: the peer died, hangs, or left.
     Gone(u32),
-    /// The peer broke the rules ([`neighbour::channel::Violation`]), or the segment's header is wrong.
+    /// The peer violated the protocol ([`neighbour::channel::Violation`]), or the segment's header is wrong.
     Violation,
-    /// The driver holds nothing of the dead connection any more: no buffer of the peer's, no work outstanding.
+    /// The driver uses nothing of the dead connection any more: no buffer of the peer's, no outstanding message.
     LetGo,
 }
 
-/// What a driver is to do.
+/// A duty of the driver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
     /// Make the own ends of both directions for this epoch, then write it into the own ready word, and signal the peer.
     Prepare(u32),
     /// The peer is ready: send and receive.
     Begin(u32),
-    /// Fail what is outstanding and report an error; stop using the segment. Then, once nothing of the peer's memory is in
-    /// use: [`Event::LetGo`].
+    /// Fail outstanding messages, report an error, and stop using the segment. Once nothing of the peer's memory is in use, report
+    /// [`Event::LetGo`].
     Fail(u32),
-    /// Tell the registry that window and segment of this epoch are no longer used.
+    /// Notify the registry that window and segment of this epoch are no longer used.
     Release(u32),
 }
 
-/// Where a connection is.
+/// State of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum State {
     /// No offer.
     Waiting,
-    /// Own rings are made; the peer's aren't known to be.
+    /// The own rings are made. The peer's ready word hasn't been read.
     Offered(u32),
     /// In use.
     Live(u32),
-    /// Over, and memory of the peer's may still be in use.
+    /// Ended. Memory of the peer may still be in use.
     Dead(u32),
 }
 
-/// See the module.
+/// The state machine of a connection; see the module.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Connection {
     state: State,
-    /// The latest epoch that was ever taken up; later ones only are.
+    /// The latest epoch that was accepted. Only later ones are.
     latest: u32,
     /// An offer that came before the last connection was released.
     next: Option<u32>,
@@ -76,13 +75,13 @@ impl Default for Connection {
 }
 
 impl Connection {
-    /// Before any offer.
+    /// The state before any offer.
     #[must_use]
     pub const fn new() -> Self {
         Self { state: State::Waiting, latest: 0, next: None }
     }
 
-    /// Where it is.
+    /// The present state.
     #[must_use]
     pub const fn state(&self) -> State {
         self.state
@@ -97,13 +96,13 @@ impl Connection {
         }
     }
 
-    /// Takes an event, and says what is to be done, in order.
+    /// Processes an event, and returns the driver's duties, in order.
     #[must_use]
     pub fn on(&mut self, event: Event) -> [Option<Action>; 2] {
         match (event, self.state) {
             (Event::Offer(epoch), State::Waiting) if epoch > self.latest => [self.take_up(epoch), None],
             (Event::Offer(epoch), State::Offered(of) | State::Live(of)) if epoch > of => {
-                // The end of the old one was missed, or comes later.
+                // The end of the old connection was lost, or comes later.
                 self.next = Some(epoch);
                 [self.end(of), None]
             }

@@ -1,5 +1,5 @@
-//! A member of a neighbourhood that plays its own guest: a driver that counts, takes up connections, and sends numbered buffers to every peer,
-//! which reads them through the window. It can be told to break the rules.
+//! A member of a neighbourhood whose guest is played by the test. Its driver counts, accepts connections, and sends numbered buffers to
+//! every peer, which reads them through the window. On request it violates the protocol.
 #![allow(unsafe_code)] // Segments are memory that another process writes: they are looked at as atomic words.
 
 use std::collections::BTreeMap;
@@ -21,7 +21,7 @@ use pci::function::PciFunction;
 use super::connection::{Action, Connection, Event};
 use super::{Machine, RAM};
 
-/// Buffers per peer, each a page; they begin here, 16 pages for each slot.
+/// Start of the buffers. Each peer has 16 pages, one per buffer.
 const BUFFERS: u64 = 1 << 20;
 const PAGES: u64 = 16;
 const PAGE: u64 = 4096;
@@ -41,7 +41,7 @@ impl Segment {
     }
 }
 
-/// A connection that is taken up.
+/// An accepted connection.
 struct Link {
     segment: Segment,
     layout: Layout,
@@ -52,17 +52,17 @@ struct Link {
     sent: u64,
     received: u64,
     bell: Arc<OwnedFd>,
-    /// It has broken the rules, and leaves the ring as it is.
+    /// The member has violated the protocol on this ring, and doesn't write it any more.
     broke: bool,
 }
 
-/// What a pair has seen.
+/// Statistics of a pair.
 #[derive(Default, Clone)]
 struct Told {
-    /// Buffers that were right, and that were not.
+    /// Buffers with correct and with wrong content.
     right: u64,
     wrong: u64,
-    /// Connections that ended, and those of them that this side ended for what the peer did.
+    /// Connections that ended, and those that this side ended because of a violation.
     ends: u64,
     violations: u64,
     name: String,
@@ -75,7 +75,7 @@ struct Peer {
     told: Told,
 }
 
-/// See the module.
+/// A member with its driver; see the module.
 pub struct Driver {
     machine: Machine,
     own: u32,
@@ -85,13 +85,13 @@ pub struct Driver {
     status: Arc<OwnedFd>,
     beats: u64,
     beaten: Instant,
-    /// The guest stands still until then.
+    /// The guest is suspended until then.
     frozen: Option<Instant>,
     loaded: bool,
 }
 
 impl Driver {
-    /// Joins, and has its driver begin.
+    /// Joins the neighbourhood, and loads the driver.
     pub fn start(directory: &Path, name: &str, permits: &[&str]) -> Self {
         let machine = Machine::start(directory, name, permits);
         let own = machine.slot();
@@ -115,7 +115,7 @@ impl Driver {
         }
     }
 
-    /// Does what is to be done now.
+    /// Handles everything that is due.
     pub fn turn(&mut self) {
         if !self.loaded || self.frozen.is_some_and(|until| until > Instant::now()) {
             return;
@@ -133,7 +133,7 @@ impl Driver {
         }
     }
 
-    /// Follows the block of registers of a slot.
+    /// Processes a slot's block of registers.
     fn look(&mut self, slot: u32) {
         let state = self.machine.peer(slot, reg::PEER_STATE);
         if state == reg::PEER_NONE && !self.peers.contains_key(&slot) {
@@ -174,7 +174,7 @@ impl Driver {
         let found = self.machine.function.mappings().into_iter().find(|mapping| mapping.offset == at);
         let bell_at = reg::DOORBELLS + reg::DOORBELL_STRIDE * u64::from(slot);
         let bell = self.machine.function.doorbells().into_iter().find(|bell| bell.offset == bell_at);
-        // It may just have been taken away again: the registers say so next time.
+        // The connection may just have been removed. The registers will say so.
         let (Some(found), Some(bell)) = (found, bell) else { return };
         let segment = Segment::map(&found.fd, self.layout.size());
         let words = segment.words();
@@ -212,7 +212,7 @@ impl Driver {
         String::from_utf8_lossy(&bytes).trim_end_matches('\0').to_owned()
     }
 
-    /// Sends and receives. The first word of a buffer, and its last, are its number.
+    /// Sends and receives. The first and the last word of a buffer are its number.
     fn exchange(&mut self, slot: u32) {
         let Some(peer) = self.peers.get_mut(&slot) else { return };
         let Some(link) = &peer.link else { return };
@@ -280,7 +280,7 @@ impl Driver {
         }
     }
 
-    /// What each peer's connection has seen, a line of words per peer: name, epoch that is live (or 0), right, wrong, ends, violations.
+    /// Statistics of each peer's connection, comma-separated: name, live epoch (or 0), correct and wrong buffers, ends, violations.
     pub fn told(&self) -> String {
         let peer = |peer: &Peer| {
             let Told { right, wrong, ends, violations, name } = &peer.told;
@@ -294,12 +294,12 @@ impl Driver {
         self.peers.iter().find(|(_, peer)| peer.told.name == name).map(|(slot, _)| *slot)
     }
 
-    /// The guest stands still.
+    /// Suspends the guest for a time.
     pub fn freeze(&mut self, time: Duration) {
         self.frozen = Some(Instant::now() + time);
     }
 
-    /// The driver goes, or comes back.
+    /// Loads or unloads the driver.
     pub fn load(&mut self, load: bool) {
         if !load {
             self.peers.values_mut().for_each(|peer| peer.link = None);
@@ -309,19 +309,19 @@ impl Driver {
         self.loaded = load;
     }
 
-    /// Stores into the window of a peer, as a guest's exit does; how many were discarded.
+    /// Stores into a peer's window, as a guest's exit does. Returns how many stores were discarded.
     pub fn store(&mut self, peer: &str, count: u64) -> u64 {
         let before = self.machine.function.discarded();
         let Some(slot) = self.slot_of(peer) else { return 0 };
         for at in 0..count {
-            // Where the buffers are that the peer sends.
+            // Where the peer's outgoing buffers are.
             let place = Machine::window(slot) + BUFFERS + at * 520 % RAM;
             self.machine.memory.write(place, &0xdead_beef_u64.to_le_bytes());
         }
         self.machine.function.discarded() - before
     }
 
-    /// Writes into the rings towards a peer what the rules forbid; false when there is no connection.
+    /// Corrupts the ring towards a peer. Returns false without a connection.
     pub fn wild(&mut self, peer: &str, number: u64) -> bool {
         let slot = self.slot_of(peer);
         let own = self.window(self.own);
@@ -332,7 +332,7 @@ impl Driver {
         let epoch = words.load(neighbour::layout::HEADER_EPOCH / 8);
         let (ring, back) = (link.layout.messages(link.side), link.layout.completions(link.side.other()));
         let entries = u64::from(link.layout.entries());
-        // Nothing else writes the rings of this side meanwhile: this is the driver's thread.
+        // Nothing else writes this side's rings meanwhile, since this is the driver's thread.
         let latest = |first: usize, size: usize| {
             let stamps =
                 (0..link.layout.entries() as usize).map(|entry| words.load(first + entry * size + size - 1));
@@ -374,7 +374,7 @@ impl Driver {
             }
             8 => complete(entries + 5),
             9 => complete(u64::from(u32::MAX)),
-            // What the peer has not read yet stays: it would wait for it, as for anybody who is alive and says nothing.
+            // Entries that the peer hasn't read stay, since it would wait for them as for a peer that is alive and silent.
             _ => (0..entries / 4).rev().for_each(|at| {
                 let address = if at % 2 == 0 { random(at) } else { mine + random(at) % RAM };
                 post(at, [address, random(at + entries), random(at + 2 * entries)]);

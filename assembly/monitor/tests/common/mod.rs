@@ -1,4 +1,4 @@
-//! A machine of KVM without vCPUs, whose guest is a test, under a real registry.
+//! A KVM machine without vCPUs, whose guest is played by the test, with a real registry.
 #![allow(clippy::unwrap_used, dead_code, unreachable_pub, missing_docs)] // Helpers of several tests, of which none uses all.
 
 pub mod connection;
@@ -31,7 +31,7 @@ use pci::interrupt::{InterruptError, Msi, MsiMessage, MsiVector};
 pub const RAM: u64 = 4 << 20;
 pub const HANG_LIMIT: Duration = Duration::from_secs(120);
 
-/// Vectors of a machine's controller; kept, so that a test can look at their eventfds.
+/// Vectors of a machine's controller, kept so that a test can read their eventfds.
 pub struct Vectors {
     controller: Arc<dyn InterruptController>,
     pub made: Mutex<Vec<Arc<dyn MsiRoute>>>,
@@ -67,7 +67,7 @@ impl MsiVector for Vector {
     }
 }
 
-/// A driver that does nothing but count.
+/// A driver that only counts.
 pub struct Driver {
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
@@ -80,7 +80,7 @@ impl Drop for Driver {
     }
 }
 
-/// A machine of which the guest is this test.
+/// A machine whose guest is played by the test.
 pub struct Machine {
     pub vm: Arc<Vm>,
     pub memory: AddressSpace,
@@ -89,7 +89,7 @@ pub struct Machine {
     pub ram: GuestRam,
 }
 
-/// A registry that waits longer than a busy machine lets a thread wait.
+/// Timeouts of a registry that are longer than any delay of a busy machine.
 pub fn patient() -> Heartbeat {
     Heartbeat { patience: Duration::from_secs(60), ..Heartbeat::DEFAULT }
 }
@@ -109,11 +109,11 @@ pub fn has_kvm(test: &str) -> bool {
     there
 }
 
-/// What of `name`'s memory this process has open or mapped.
+/// Numbers of descriptors and mappings of `name`'s memory in this process.
 pub fn held(name: &str) -> (usize, usize) {
     let name = format!("causeway:{name}:ram");
     let links = std::fs::read_dir("/proc/self/fd").unwrap().filter_map(|entry| {
-        // Other threads close theirs meanwhile.
+        // Other threads may close descriptors meanwhile.
         std::fs::read_link(entry.ok()?.path()).ok()
     });
     let open = links.filter(|link| link.to_string_lossy().contains(&name)).count();
@@ -134,13 +134,13 @@ impl Machine {
         Self::start_confined(directory, name, permits, Arc::new(|| {}))
     }
 
-    /// With a function whose thread runs `on_start` first.
+    /// The same, with a function whose thread runs `on_start` first.
     pub fn start_confined(directory: &Path, name: &str, permits: &[&str], on_start: ThreadHook) -> Self {
         let permit = permits.iter().map(|vm| NeighbourPeer { vm: (*vm).to_owned(), uid: None }).collect();
         Self::start_with(directory, name, permit, Readers::Anybody, on_start)
     }
 
-    /// With RAM that those may see.
+    /// The same, with RAM for `readers`.
     pub fn start_with(
         directory: &Path,
         name: &str,
@@ -172,7 +172,7 @@ impl Machine {
         self.function.bar_write(reg::BAR_REGISTERS, offset, &value.to_le_bytes());
     }
 
-    /// Starts a driver that counts.
+    /// Starts a driver that only counts.
     pub fn drive(&self) -> Driver {
         let at = u64::from(self.slot()) * u64::from(self.read(reg::SEGMENT_STRIDE));
         let status = self.function.mappings().into_iter().find(|mapping| mapping.offset == at).unwrap().fd;
@@ -207,14 +207,14 @@ impl Machine {
         NeighboursConfig::default().geometry.start(slot).unwrap()
     }
 
-    /// Whether KVM has a window of `slot` here; nobody may write it.
+    /// Whether KVM has a window of `slot` here. Asserts that it is read-only.
     pub fn sees(&self, slot: u32) -> bool {
         let found = self.vm.slots().lookup(Self::window(slot) + RAM - 1);
         assert!(found.as_ref().is_none_or(|memslot| memslot.read_only));
         found.is_some()
     }
 
-    /// Waits until the block of `slot` says `state`; its epoch.
+    /// Waits until the block of `slot` has `state`. Returns its epoch.
     pub fn wait_for(&self, slot: u32, state: u32) -> u32 {
         wait_until(&format!("peer {slot} in state {state}"), || self.peer(slot, reg::PEER_STATE) == state);
         self.peer(slot, reg::PEER_EPOCH)

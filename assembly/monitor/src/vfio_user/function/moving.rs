@@ -1,5 +1,5 @@
-//! A served function of a VM that moves: our part is saved here, the device's part is read from its server and written to that of the
-//! destination, and the server notes what it writes into guest memory.
+//! Migration of a served function. The monitor saves its part here, and transfers the device's part from its server to that of the
+//! destination. The server logs its writes to guest memory.
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -16,19 +16,19 @@ use super::{DmaRange, OpenedFunction, VfioUserFunction, event_error};
 use crate::vfio_user::lock;
 use crate::vfio_user::{VfioUserError, events::VectorEvent};
 
-/// What [`SavedFunction::kind`] says.
+/// Value of [`SavedFunction::kind`].
 const KIND: &str = "vfio-user";
 /// Version of [`Saved`].
 const VERSION: u32 = 1;
 
-/// Our part of a function.
+/// The monitor's part of a function.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Saved {
     config: SavedConfig,
     msix: Option<SavedMsix>,
 }
 
-/// A function whose VM is to come: what its state is written to.
+/// A function whose VM is incoming: accepts its state.
 #[derive(Debug, Clone)]
 pub struct Arriving {
     name: String,
@@ -36,27 +36,27 @@ pub struct Arriving {
 }
 
 impl Arriving {
-    /// The function's name.
+    /// Name of the function.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The device's state begins to come.
+    /// The device's state is about to come.
     pub fn begin(&self) -> Result<(), ClientError> {
         self.client.set_device_state(DeviceState::Resuming)
     }
 
-    /// More of it.
+    /// Passes on a part of the state.
     pub fn take(&self, data: &[u8]) -> Result<(), ClientError> {
         self.client.write_migration_data(data)
     }
 
-    /// Whether the server can do without memory that is still to come.
+    /// Whether the server supports post-copy, in which memory is still not present.
     pub fn can_be_late(&self) -> Result<bool, ClientError> {
         self.client.can_be_late()
     }
 
-    /// Part of the guest's memory is still to come: see [`Client::late_memory`].
+    /// A part of guest memory is not present: see [`Client::late_memory`].
     pub fn late_memory(
         &self,
         ranges: &[(u64, u64, u64)],
@@ -67,7 +67,7 @@ impl Arriving {
         self.client.late_memory(ranges, bitmap, wishes, arrivals)
     }
 
-    /// It is whole: the server checks it.
+    /// The state is complete: the server checks it.
     pub fn end(&self) -> Result<(), ClientError> {
         self.client.set_device_state(DeviceState::Stop)
     }
@@ -79,10 +79,10 @@ impl OpenedFunction {
         self.shape.device_id()
     }
 
-    /// Gives the server the guest's memory, which the VM's own contents are still to come to.
+    /// Sends the server the guest's memory, before the VM's contents have come.
     ///
     /// # Errors
-    /// When the server refuses, or its device can't take a VM's state.
+    /// If the server refuses, or its device doesn't support migration.
     pub fn arriving(&mut self, ram: &[DmaRange]) -> Result<Arriving, VfioUserError> {
         let server = |source: ClientError| VfioUserError::Server {
             target: self.connector.target(),
@@ -106,11 +106,11 @@ impl OpenedFunction {
 }
 
 impl VfioUserFunction {
-    /// As [`VfioUserFunction::new`], as it was saved. The device's own state has gone to its server already, and works when
-    /// [`VfioUserFunction::set_device_state`] says so.
+    /// The same as [`VfioUserFunction::new`], with a saved state. The server already has the device's own state. The device runs after
+    /// [`VfioUserFunction::set_device_state`].
     ///
     /// # Errors
-    /// As there, and when the state is another function's or damaged.
+    /// As for `new`, and if the state is another function's or damaged.
     pub fn restore(
         opened: OpenedFunction,
         ram: Vec<DmaRange>,
@@ -141,7 +141,7 @@ impl VfioUserFunction {
         Self::assemble(opened, ram, config, msix, vectors)
     }
 
-    /// Our part; after [`VfioUserFunction::set_device_state`] has stopped the device's.
+    /// Saves the monitor's part. To be called after [`VfioUserFunction::set_device_state`] has stopped the device.
     pub(super) fn save_ours(&self) -> Result<SavedFunction, FunctionError> {
         let inner = &self.inner;
         if !self.client()?.can_migrate().map_err(|error| self.failed("be saved", error))? {
@@ -171,28 +171,28 @@ impl VfioUserFunction {
         Ok(Arc::clone(&self.inner.link().ok_or_else(gone)?.client))
     }
 
-    /// Has the device leave, stop, or go on.
+    /// Sets the device's migration state: pre-copy, stopped, or running.
     ///
     /// # Errors
-    /// When its server refuses or has gone.
+    /// If the server refuses or is lost.
     pub fn set_device_state(&self, state: DeviceState) -> Result<(), FunctionError> {
         let done = self.client()?.set_device_state(state);
         done.map_err(|error| self.failed("be stopped, moved or started", error))
     }
 
-    /// What there is of the device's state at present, since the last call.
+    /// Reads the part of the device's state that is new since the last call.
     ///
     /// # Errors
-    /// When its server refuses or has gone.
+    /// If the server refuses or is lost.
     pub fn read_device_state(&self) -> Result<Vec<u8>, FunctionError> {
         let read = self.client()?.read_all_migration_data();
         read.map_err(|error| self.failed("be saved", error))
     }
 
-    /// Has the server note which pages of RAM it writes; or no more.
+    /// Starts or stops the server's log of pages of RAM that it writes.
     ///
     /// # Errors
-    /// When its server refuses or has gone.
+    /// If the server refuses or is lost.
     pub fn log_writes(&self, on: bool) -> Result<(), FunctionError> {
         let client = self.client()?;
         let ranges: Vec<(u64, u64)> =
@@ -201,10 +201,10 @@ impl VfioUserFunction {
         done.map_err(|error| self.failed("note what it writes", error))
     }
 
-    /// Has the server let others write less into RAM, by so many per cent; nothing where it has no way to do so.
+    /// Makes the server throttle peers' writes to RAM by `percent`. No effect if the server doesn't support it.
     ///
     /// # Errors
-    /// When its server refuses or has gone.
+    /// If the server refuses or is lost.
     pub fn hold_back_peers(&self, percent: u8) -> Result<(), FunctionError> {
         let held = self.client()?.hold_back(percent);
         held.map(drop).map_err(|error| self.failed("let peers write less", error))
@@ -213,7 +213,7 @@ impl VfioUserFunction {
     /// Pages that the server has written since the last call: for each range of RAM its address, and a bit per page.
     ///
     /// # Errors
-    /// When its server refuses or has gone.
+    /// If the server refuses or is lost.
     pub fn take_written(&self) -> Result<Vec<(u64, Vec<u64>)>, FunctionError> {
         let client = self.client()?;
         let ranges = self.inner.ram.iter();
@@ -226,13 +226,13 @@ impl VfioUserFunction {
             .collect()
     }
 
-    /// The guest runs here now: what the server said before it came is looked at, and drivers are called once for every vector, as interrupts of
-    /// the pause may have stayed behind. Later connections are those of a VM that is here.
+    /// The guest runs here now. Makes the thread process earlier events of the server. Signals every vector once, since interrupts of the
+    /// blackout may have been lost. Later connections are those of a VM that has arrived.
     pub fn has_arrived(&self) {
         self.inner.connector.has_arrived();
         for vector in &self.inner.vectors {
             if let Some(fd) = vector.fd() {
-                // A full counter means that it is signalled already.
+                // A full counter means that the vector is signaled already.
                 let _ = rustix::io::write(fd, &1_u64.to_ne_bytes());
             }
         }

@@ -1,4 +1,4 @@
-//! The function against servers of this process: the contract of PCI functions, and what is particular to servers.
+//! The function with servers in this process: the contract of PCI functions, and behavior that is specific to servers.
 
 use std::fs::File;
 use std::os::fd::AsFd as _;
@@ -22,7 +22,7 @@ use crate::vfio_user::connector::Connector;
 mod nic;
 mod recovery;
 
-/// Hands out connections that were made before; none are left when the server shall be down.
+/// Returns prepared connections. Without one, the server counts as down.
 #[derive(Default)]
 struct Prepared {
     streams: Mutex<Vec<UnixStream>>,
@@ -48,7 +48,7 @@ impl Connector for Arc<Prepared> {
     fn has_arrived(&self) {}
 }
 
-/// 1 MiB at 0 and 1 MiB at 4 GiB, of one file.
+/// 1 MiB at 0 and 1 MiB at 4 GiB, in one file.
 fn ram() -> Vec<DmaRange> {
     let file = memfd_create("ram", MemfdFlags::CLOEXEC).unwrap();
     ftruncate(&file, 2 << 20).unwrap();
@@ -58,7 +58,7 @@ fn ram() -> Vec<DmaRange> {
         .to_vec()
 }
 
-/// A function, its device, and what is behind both.
+/// A function, its device, and their test doubles.
 struct Served {
     function: Arc<VfioUserFunction>,
     device: Arc<TestDevice>,
@@ -103,7 +103,7 @@ impl Served {
         self.function.config_write(COMMAND, &command.to_le_bytes());
     }
 
-    /// Gives a vector a message and unmasks it.
+    /// Gives a vector a message and sets its mask.
     fn set_vector(&self, vector: u64, masked: bool) {
         let at = 16 * vector;
         self.function.bar_write(4, at, &0xFEE0_0000_u64.to_le_bytes());
@@ -122,7 +122,7 @@ impl Served {
 }
 
 fn contract() -> Arc<dyn PciFunction> {
-    // The server's thread ends with the connection, that is, with the function.
+    // The server's thread ends with the connection, and so with the function.
     let mut served = serve(TestDevice::new());
     std::mem::forget(served.server.take());
     served.function
@@ -151,7 +151,7 @@ fn the_guest_sees_the_servers_device() {
     let doorbells = served.function.doorbells();
     assert_eq!(doorbells.len(), 1);
     assert_eq!((doorbells[0].bar, doorbells[0].offset, doorbells[0].datamatch), (0, 8, Some(7)));
-    // Our part of it; a server that has gone can't hand out the device's.
+    // The monitor's part. The device's part can't be read from a lost server.
     assert_eq!(served.function.save().unwrap().kind, "vfio-user");
     drop(served.server);
     let error = served.function.save().unwrap_err();
@@ -167,7 +167,7 @@ fn accesses_and_the_command_register_reach_the_server() {
     let mut data = [0; 4];
     served.function.bar_read(0, 16, &mut data);
     assert_eq!(data, [1, 2, 3, 4]);
-    // A register's effect is there when the store is complete: no wait here.
+    // A register's effect is complete when the store is, so there is no wait.
     served.device.clear_events();
     served.function.bar_write(0, 20, &[9]);
     assert_eq!(served.device.events(), [TestEvent::Write { region: 0, offset: 20, data: vec![9] }]);
@@ -215,7 +215,7 @@ fn vectors_are_delivered_and_what_comes_while_masked_waits() {
     assert!(!served.device.raise(0));
 }
 
-/// A vector as KVM has it: an eventfd that nobody reads while it is masked.
+/// A vector as in KVM: an eventfd that isn't read while it is masked.
 struct EventVector {
     event: std::os::fd::OwnedFd,
     unmasked: Mutex<bool>,
@@ -262,7 +262,7 @@ fn the_server_signals_kvms_eventfds_and_a_masked_ones_signal_shows_as_pending() 
     let mut pending = [0; 8];
     function.bar_read(4, 0x800, &mut pending);
     assert_eq!(pending, [4, 0, 0, 0, 0, 0, 0, 0]);
-    // A driver that turns MSI-X off doesn't meet an old interrupt later.
+    // A driver that disables MSI-X doesn't get an old interrupt later.
     function.config_write(0x42, &0_u16.to_le_bytes());
     function.bar_read(4, 0x800, &mut pending);
     assert_eq!(pending, [0; 8]);
@@ -281,7 +281,7 @@ fn intx_is_asserted_until_the_guest_looks_and_again_while_the_device_wants() {
     served.device.set_intx(true);
     wait_until("INTx", || line.asserted());
     assert_eq!(served.config_u32(4) >> 16 & 8, 8, "interrupt status");
-    // The device still wants: the wire comes back.
+    // The device still needs service, so the line is asserted again.
     served.function.bar_read(0, 0, &mut [0; 4]);
     wait_until("INTx again", || line.asserted());
     served.device.set_intx(false);
@@ -317,7 +317,7 @@ fn doorbell_mode_changes_what_is_mapped() {
         assert!(served.function.mappings().is_empty());
         assert_eq!(served.refreshed.load(Ordering::SeqCst), 2 * round + 2);
     }
-    // A signal without a change is answered as well.
+    // The function answers a signal without a change as well.
     served.device.clear_events();
     served.device.want(DoorbellMode::Trapped);
     served.device.wait_for("the answer", |events| events == [TestEvent::Reached(DoorbellMode::Trapped)]);
@@ -343,7 +343,7 @@ fn a_device_of_others_is_mapped_at_once_and_trapped_while_intx_is_asserted() {
 proptest::proptest! {
     #![proptest_config(proptest::prelude::ProptestConfig::with_cases(200))]
 
-    /// A server whose configuration space is nonsense: refused, or usable without a panic.
+    /// Nonsense in a server's configuration space is refused, or usable without a panic.
     #[test]
     fn any_configuration_space_is_refused_or_shown(
         bytes in proptest::collection::vec(proptest::prelude::any::<u8>(), 256),

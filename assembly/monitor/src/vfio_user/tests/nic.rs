@@ -1,4 +1,4 @@
-//! NICs of a host daemon: one request for both functions, and again after the daemon's restart.
+//! NICs of a host daemon: one request for both functions, and another after the daemon's restart.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
@@ -14,7 +14,7 @@ use vfio_user_protocol::server::Server;
 use super::*;
 use crate::vfio_user::{Nic, NicConnector};
 
-/// A daemon that has one NIC, with sockets named after its generation.
+/// A daemon with one NIC, whose sockets are named after the daemon's generation.
 struct Daemon {
     stop_service: Option<tokio::sync::oneshot::Sender<()>>,
     stop_devices: Arc<OwnedFd>,

@@ -1,16 +1,16 @@
-//! Servers that die, hang and come back.
+//! Servers that die, hang and return.
 
 use super::*;
 
 impl Served {
-    /// A new server of a device is there, when the function tries again.
+    /// Provides a new server of a device for the function's next attempt.
     fn offer(&mut self, device: &Arc<TestDevice>) {
         let (stream, server) = device.serve_pair();
         self.server = Some(server);
         lock(&self.prepared.streams).push(stream);
     }
 
-    /// The server's process dies.
+    /// Kills the server's process.
     fn kill(&mut self) {
         drop(self.server.take());
         wait_until("the loss", || !self.function.is_connected());
