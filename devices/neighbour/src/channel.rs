@@ -1,31 +1,31 @@
-//! One direction of a connection: lists of buffers in the sender's window go over, and the buffers come back.
+//! One direction of a connection: the sender lends lists of buffers in its window, and the receiver returns them.
 //!
 //! ```text
 //!  Sender::post ──── message entries: address, length, id ────▶ Receiver::receive (checked against the sender's window)
-//!                                                                   reads the buffers in place, as long as it likes
+//!                                                                   reads the buffers in place, for any time
 //!  Sender::completion ◀──── completion entries: id, status ──── Receiver::complete
 //! ```
 //!
-//! A sender never has more messages outstanding than the completion ring has entries, so completions always have room. Both
-//! keep what they decide by in private memory; words of the segment are read once and checked.
+//! A sender never has more messages outstanding than the completion ring has entries, so completions always have room. Both ends keep their
+//! state in private memory. They read words of the segment once, and check the copy.
 //!
 //! | message entry | bits | |
 //! |---|---|---|
 //! | word 0 | | global address |
 //! | word 1 | 0-31 | length, not 0 |
 //! | | 32-47 | flags: [`FLAG_MORE`]; the others are 0 |
-//! | | 48-63 | kind: the users' own, taken from the first entry of a message |
+//! | | 48-63 | kind: defined by the user, from the first entry of a message |
 //! | word 2 | 0-31 | id: below the number of entries; the same in all entries of a message |
-//! | | 32-63 | note: the users' own, taken from the first entry |
+//! | | 32-63 | note: defined by the user, from the first entry |
 //! | word 3 | | stamp |
 //!
 //! | completion entry | bits | |
 //! |---|---|---|
 //! | word 0 | 0-31 | id |
-//! | | 32-63 | status: the users' own |
+//! | | 32-63 | status: defined by the user |
 //! | word 1 | | stamp |
 //!
-//! The word "taken" has the number of message entries taken (low 32 bits, wrapping) and the epoch (high).
+//! The word "taken" has the number of message entries that the receiver has taken (low 32 bits, wrapping) and the epoch (high 32 bits).
 
 pub use crate::faults::{PostError, Violation};
 use crate::layout::{FLAG_MORE, Layout, LayoutError, MOST_PARTS, Side, halves};
@@ -37,22 +37,21 @@ use crate::words::Words;
 /// Words of a message entry and of a completion entry.
 const MESSAGE: usize = 4;
 const COMPLETION: usize = 2;
-/// Completion status of a message whose parts lie in a window that its receiver doesn't have: the one status that isn't the
-/// users' own.
+/// Completion status of a message with parts in a window that its receiver doesn't have. All other statuses are defined by the user.
 pub const STATUS_UNREACHABLE: u32 = 0xffff_0003;
-/// Mark of an id that is outstanding, in a sender's table.
+/// Marks an outstanding id in a sender's table.
 const OUTSTANDING: u32 = u32::MAX;
 /// End of the list of free ids.
 const END: u32 = u32::MAX - 1;
 
-/// A received message: every part lies in the sender's window, or the message is [`Message::unreachable`].
+/// A received message. Every part is in the sender's window, or the message is [`Message::unreachable`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Message {
-    /// For [`Receiver::complete`].
+    /// Id for [`Receiver::complete`].
     pub id: u32,
-    /// The users' own.
+    /// Kind, defined by the user.
     pub kind: u16,
-    /// The users' own.
+    /// Note, defined by the user.
     pub note: u32,
     parts: [Part; MOST_PARTS],
     count: usize,
@@ -66,30 +65,30 @@ impl Default for Message {
 }
 
 impl Message {
-    /// Its parts, at least one; none when it is [`Message::unreachable`].
+    /// The parts, at least one; none if the message is [`Message::unreachable`].
     #[must_use]
     pub fn parts(&self) -> &[Part] {
         self.parts.get(..self.count).unwrap_or_default()
     }
 
-    /// Some part lies in the window of a third member, which isn't mapped here. That breaks no rule, as the sender may read it: the
-    /// message is to be completed with [`STATUS_UNREACHABLE`], and the sender may send a copy.
+    /// Whether some part is in the window of a third member, which isn't mapped here. This is no violation, since the sender may read that
+    /// member. The receiver completes the message with [`STATUS_UNREACHABLE`], and the sender may send a copy.
     #[must_use]
     pub const fn unreachable(&self) -> bool {
         self.unreachable
     }
 }
 
-/// A buffer list that came back.
+/// A completed message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Completion {
-    /// As [`Sender::post`] gave it.
+    /// The id that [`Sender::post`] returned.
     pub id: u32,
-    /// The users' own.
+    /// Status, defined by the user.
     pub status: u32,
 }
 
-/// The sending end. `T` is its private table: a word per ring entry.
+/// The sending end. `T` is its private table, with a word per ring entry.
 #[derive(Debug)]
 pub struct Sender<T> {
     messages: Producer<MESSAGE>,
@@ -99,18 +98,18 @@ pub struct Sender<T> {
     taken_word: usize,
     taken: u32,
     own: Window,
-    /// Per id: [`OUTSTANDING`], or the next free id.
+    /// For each id: [`OUTSTANDING`], or the next free id.
     ids: T,
     free: u32,
     outstanding: u32,
 }
 
 impl<T: AsRef<[u32]> + AsMut<[u32]>> Sender<T> {
-    /// At the beginning of `epoch` (not 0), in a segment of that layout, from the side `side` whose window is `own`.
-    /// Nothing of what `ids` holds matters, but it has a word per ring entry.
+    /// Creates the sending end of side `side`, whose window is `own`, at the start of `epoch` (not 0). The segment has layout `layout`.
+    /// `ids` has a word per ring entry, of any content.
     ///
     /// # Errors
-    /// When the segment, or the table, is too small.
+    /// If the segment or the table is too small.
     pub fn new(
         words: &(impl Words + ?Sized),
         layout: &Layout,
@@ -142,23 +141,23 @@ impl<T: AsRef<[u32]> + AsMut<[u32]>> Sender<T> {
         })
     }
 
-    /// Messages that have not come back.
+    /// Number of messages that aren't completed.
     #[must_use]
     pub const fn outstanding(&self) -> u32 {
         self.outstanding
     }
 
-    /// Whether message `id` has not come back.
+    /// Whether message `id` isn't completed.
     #[must_use]
     pub fn is_outstanding(&self, id: u32) -> bool {
         id < self.entries && self.ids.as_ref().get(id as usize) == Some(&OUTSTANDING)
     }
 
-    /// Sends a message: `parts` are the receiver's to read until its id comes back. Call [`Sender::must_signal`] after one or
-    /// several.
+    /// Posts a message and returns its id. The receiver may read `parts` until it completes the id. Call [`Sender::must_signal`] after one
+    /// or several posts.
     ///
     /// # Errors
-    /// When there is no room, the parts are impossible, or the peer broke the rules.
+    /// If there is no room, the parts are invalid, or the peer violated the protocol.
     #[inline]
     pub fn post(
         &mut self,
@@ -189,7 +188,7 @@ impl<T: AsRef<[u32]> + AsMut<[u32]>> Sender<T> {
         Ok(id)
     }
 
-    /// Room for `count` entries, and an id.
+    /// Reserves room for `count` entries, and an id.
     #[inline]
     fn reserve(&mut self, words: &(impl Words + ?Sized), count: u32) -> Result<u32, PostError> {
         if !self.room(count) {
@@ -199,7 +198,7 @@ impl<T: AsRef<[u32]> + AsMut<[u32]>> Sender<T> {
             }
         }
         let id = self.free;
-        // Only a free id is in the list; its end is none.
+        // The list has only free ids, and its end is no index of the table.
         let Some(slot) = self.ids.as_mut().get_mut(id as usize) else { return Err(PostError::Full) };
         self.free = core::mem::replace(slot, OUTSTANDING);
         self.outstanding += 1;
@@ -214,7 +213,7 @@ impl<T: AsRef<[u32]> + AsMut<[u32]>> Sender<T> {
     fn read_taken(&mut self, words: &(impl Words + ?Sized)) -> Result<(), Violation> {
         let (says, epoch) = halves(words.load_acquire(self.taken_word));
         if epoch != self.epoch {
-            // Not said in this epoch yet.
+            // The receiver hasn't written it in this epoch yet.
             return Ok(());
         }
         let sent = self.messages.tail();
@@ -225,17 +224,17 @@ impl<T: AsRef<[u32]> + AsMut<[u32]>> Sender<T> {
         Ok(())
     }
 
-    /// Whether the receiver must be signalled because of what was posted since the last call.
+    /// Whether to signal the receiver for messages that were posted since the last call.
     #[must_use]
     #[inline]
     pub fn must_signal(&mut self, words: &(impl Words + ?Sized)) -> bool {
         self.messages.must_signal(words)
     }
 
-    /// The next message that came back.
+    /// The next completion.
     ///
     /// # Errors
-    /// When the peer broke the rules; the same is found again then.
+    /// If the peer violated the protocol. Later calls return the same error.
     #[inline]
     pub fn completion(&mut self, words: &(impl Words + ?Sized)) -> Result<Option<Completion>, Violation> {
         let Some([word, _]) = self.completions.peek(words, 0) else { return Ok(None) };
@@ -252,7 +251,7 @@ impl<T: AsRef<[u32]> + AsMut<[u32]>> Sender<T> {
         Ok(Some(Completion { id, status }))
     }
 
-    /// Before this side sleeps until something comes back; see [`Consumer::arm`].
+    /// To be called before this side sleeps until a completion arrives; see [`Consumer::arm`].
     #[must_use]
     pub fn arm(&self, words: &(impl Words + ?Sized)) -> bool {
         self.completions.arm(words)
@@ -267,16 +266,16 @@ pub struct Receiver {
     entries: u32,
     epoch: u32,
     taken_word: usize,
-    /// What the sender was told last.
+    /// Value of the word "taken" that was last written.
     told: u32,
     theirs: Window,
 }
 
 impl Receiver {
-    /// At the beginning of `epoch` (not 0), for what `sender` sends, whose window is `theirs`.
+    /// Creates the receiving end for messages of side `sender`, whose window is `theirs`, at the start of `epoch` (not 0).
     ///
     /// # Errors
-    /// When the segment is too small.
+    /// If the segment is too small.
     pub fn new(
         words: &(impl Words + ?Sized),
         layout: &Layout,
@@ -296,10 +295,10 @@ impl Receiver {
         })
     }
 
-    /// Takes the next message into `message`; false when there is none.
+    /// Receives the next message into `message`. Returns false if there is none.
     ///
     /// # Errors
-    /// When the peer broke the rules; the same is found again then.
+    /// If the peer violated the protocol. Later calls return the same error.
     #[inline]
     pub fn receive(
         &mut self,
@@ -307,7 +306,7 @@ impl Receiver {
         message: &mut Message,
     ) -> Result<bool, Violation> {
         let Some(first) = self.messages.peek(words, 0) else {
-            // Before it is waited: the sender may need the room.
+            // Before this side waits, since the sender may need the room.
             self.tell(words);
             return Ok(false);
         };
@@ -346,7 +345,7 @@ impl Receiver {
             if count >= self.entries {
                 return Err(Violation::TooLong);
             }
-            // The first became valid last.
+            // The first entry became valid last.
             entry = self.messages.peek(words, count).ok_or(Violation::Torn)?;
         }
         message.count = if unreachable { 0 } else { count as usize };
@@ -357,7 +356,7 @@ impl Receiver {
 
     fn took(&mut self, words: &(impl Words + ?Sized), count: u32) {
         self.messages.advance(count);
-        // A quarter of the ring at a time: the word moves to the sender's processor when it is read.
+        // Once per quarter of the ring: the sender's read transfers the word's cache line.
         if self.messages.head().wrapping_sub(self.told) >= self.entries / 4 {
             self.tell(words);
         }
@@ -370,21 +369,21 @@ impl Receiver {
         }
     }
 
-    /// Gives a message's buffers back. Each id that was received is given back once, in any order. Call
-    /// [`Receiver::must_signal`] after one or several.
+    /// Completes a message, which returns its buffers. To be called once for each received id, in any order. Call [`Receiver::must_signal`]
+    /// after one or several completions.
     #[inline]
     pub fn complete(&mut self, words: &(impl Words + ?Sized), id: u32, status: u32) {
         self.completions.write(words, 1, |_| [u64::from(status) << 32 | u64::from(id), 0]);
     }
 
-    /// Whether the sender must be signalled because of what was given back since the last call.
+    /// Whether to signal the sender for completions since the last call.
     #[must_use]
     #[inline]
     pub fn must_signal(&mut self, words: &(impl Words + ?Sized)) -> bool {
         self.completions.must_signal(words)
     }
 
-    /// Before this side sleeps until a message comes; see [`Consumer::arm`].
+    /// To be called before this side sleeps until a message arrives; see [`Consumer::arm`].
     #[must_use]
     pub fn arm(&mut self, words: &(impl Words + ?Sized)) -> bool {
         self.tell(words);

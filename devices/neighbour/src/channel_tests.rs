@@ -58,7 +58,7 @@ fn a_list_of_parts_arrives_whole_and_its_buffers_come_back_once() {
     assert_eq!(sender.completion(words), Ok(None));
     receiver.complete(words, id, 5);
     assert_eq!(sender.completion(words), Ok(Some(Completion { id, status: 5 })));
-    // A second time is the peer's fault.
+    // A second completion is a violation.
     receiver.complete(words, id, 5);
     assert_eq!(sender.completion(words), Err(Violation::NotOutstanding(id)));
 }
@@ -94,7 +94,7 @@ fn every_way_to_break_a_message_is_found() {
         change(&pair);
         let mut receiver = pair.receiver(1);
         let first = receiver.receive(&pair.words[..], &mut Message::default());
-        // It is not got over by asking again.
+        // Another call returns the same error.
         assert_eq!(receiver.receive(&pair.words[..], &mut Message::default()), first);
         first.unwrap_err()
     };
@@ -118,8 +118,9 @@ fn every_way_to_break_a_message_is_found() {
     assert_eq!(broken(&|pair| pair.poke(0, 1, 3 << 32 | 8)), Violation::Flags(3));
 }
 
-/// A sender may name what it may read itself: a third member's memory, or the receiver's own, which it got from there. This receiver reads
-/// neither through a window, and says so. What crosses windows, or isn't RAM in the sender's, is nobody's.
+/// A sender may name memory that it may read itself: a third member's, or the receiver's own, which it got from there. This receiver reads
+/// neither through a window, and reports the message as unreachable. A part that crosses windows, or isn't the sender's RAM, is a
+/// violation.
 #[test]
 fn parts_in_other_members_windows_are_unreachable_and_no_violation() {
     let pair = Pair::new(8);
@@ -155,7 +156,7 @@ fn a_peer_that_took_what_was_never_sent_is_found() {
         sender.post(words, &[pair.part(0, 1)], 0, 0).unwrap();
     }
     let taken = pair.layout.taken(Side::First);
-    // Said in another epoch: not believed, and no offence.
+    // A value of another epoch is ignored, and no violation.
     words[taken].store(1 << 32 | 8, Ordering::Relaxed);
     assert_eq!(sender.post(words, &[pair.part(0, 1)], 0, 0), Err(PostError::Full));
     words[taken].store(2 << 32 | 9, Ordering::Relaxed);
@@ -174,7 +175,7 @@ fn what_an_earlier_epoch_left_is_never_believed() {
         receiver.complete(words, id, 0);
     }
     assert!(receiver.arm(words));
-    // Same memory, next epoch: nothing is there, nobody sleeps, and what comes is the new.
+    // The same memory in a later epoch: no old entry is valid, no old sleeper counts, and new entries arrive.
     let (mut sender, mut receiver) = (pair.sender(5), pair.receiver(5));
     let mut message = Message::default();
     assert_eq!(receiver.receive(words, &mut message), Ok(false));
@@ -221,8 +222,8 @@ fn step() -> impl Strategy<Value = Step> {
 }
 
 proptest! {
-    /// Against a queue: messages arrive in order, whole, once; buffers come back exactly once; `Full` is said only when there is
-    /// reason to; and positions may wrap as often as they like.
+    /// Compared with a queue: messages arrive in order, complete, and once. Each is completed exactly once. `Full` is returned only with a
+    /// reason, and positions may wrap any number of times.
     #[test]
     fn a_channel_is_a_queue_whose_buffers_come_back(bits in 3u32..6, steps in prop::collection::vec(step(), 1..400), start in any::<u32>()) {
         let pair = Pair::new(1 << bits);
@@ -253,7 +254,7 @@ proptest! {
                             prop_assert!(in_ring <= entries);
                         }
                         Err(PostError::Full) => {
-                            // The receiver tells a quarter late at most.
+                            // The receiver writes "taken" at most a quarter of the ring late.
                             prop_assert!(in_ring + count + entries / 4 > entries || outstanding == entries);
                         }
                         Err(PostError::Parts { .. }) => prop_assert!(count > entries),
@@ -288,7 +289,7 @@ proptest! {
         }
     }
 
-    /// A segment full of anything: both ends answer, what is received lies in the sender's window, and work is bounded.
+    /// With any content of the segment, both ends return, received parts are in the sender's window, and work is bounded.
     #[test]
     fn a_hostile_segment_only_gives_checked_parts(
         pokes in prop::collection::vec((any::<prop::sample::Index>(), 0u8..6, any::<u64>()), 0..200),

@@ -1,5 +1,5 @@
-//! The registers as a state machine: what the registry tells goes in, what the guest reads comes out, what the guest writes
-//! becomes an [`Effect`]. Whoever owns it maps memory and sends interrupts.
+//! The registers as a state machine. Inputs are events of the registry and the guest's accesses. A guest's write may yield an [`Effect`].
+//! The owner maps memory and sends interrupts.
 
 use alloc::vec::Vec;
 
@@ -8,24 +8,24 @@ use crate::registers as reg;
 use crate::registry::Reason;
 use crate::window::{Geometry, PAGE, Window};
 
-/// End of what a block has.
+/// End of the registers in a block.
 const PEER_END: u64 = reg::PEER_MAC + 8;
 
-/// A guest's write that somebody must act on.
+/// A guest's write that needs an action of the owner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Effect {
-    /// A driver is there (true), or goes: what [`Device::unkept`] says is to be taken away.
+    /// A driver is loaded (true), or unloaded: unmap all that [`Device::unkept`] lists.
     Driver(bool),
-    /// What is mapped of this peer is no longer used: take it away, and tell the registry.
+    /// The guest doesn't use this peer's mappings any more: unmap them, and notify the registry.
     Release {
-        /// The peer.
+        /// Slot of the peer.
         slot: u32,
-        /// Its epoch.
+        /// Epoch of its connection.
         epoch: u32,
     },
 }
 
-/// A peer as its block shows it.
+/// A peer, as its block shows it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Peer {
     epoch: u32,
@@ -33,10 +33,10 @@ struct Peer {
     name: [u8; reg::PEER_NAME_SIZE],
     mac: [u8; 6],
     gone: Option<u32>,
-    /// The guest has let go of it, and it is about to be taken away. Its block is empty from then on, so that a driver that is loaded anew
-    /// meanwhile doesn't take up a connection whose rings the last one used.
+    /// The guest has released the peer, and its mappings are about to be removed. The block is empty from then on, so that a newly loaded
+    /// driver doesn't accept a connection whose rings the previous one used.
     released: bool,
-    /// The driver has gone, or goes, and pages of the window are still referred to: it stays until its epoch is released.
+    /// The driver is unloaded while pages of the window are in use. The mappings stay until the epoch is released.
     kept: bool,
 }
 
@@ -49,14 +49,14 @@ pub struct Device {
     own: Option<u32>,
     driver: bool,
     peers: Vec<Option<Peer>>,
-    /// By slot: whom that peer and this VM have in common.
+    /// For each slot, the members that both the peer and this VM may read.
     common: Vec<u64>,
     changed: u64,
     discarded: u64,
 }
 
 impl Device {
-    /// Nobody there yet.
+    /// A device without peers.
     #[must_use]
     pub fn new(geometry: Geometry, layout: Layout, heartbeat_ms: u32) -> Self {
         let peers = (0..geometry.slots()).map(|_| None).collect();
@@ -74,49 +74,49 @@ impl Device {
         }
     }
 
-    /// Where windows lie.
+    /// Geometry of the windows.
     #[must_use]
     pub const fn geometry(&self) -> &Geometry {
         &self.geometry
     }
 
-    /// Bytes from one segment to the next in BAR 2: a power of two.
+    /// Distance of segments in BAR 2, bytes: a power of two.
     #[must_use]
     pub const fn segment_stride(&self) -> u64 {
         (self.layout.size() as u64).next_power_of_two()
     }
 
-    /// Bytes of BAR 2: a power of two.
+    /// Size of BAR 2, bytes: a power of two.
     #[must_use]
     pub const fn segments_size(&self) -> u64 {
         (self.segment_stride() * self.geometry.slots() as u64).next_power_of_two()
     }
 
-    /// Where in BAR 2 the segment of a pair, or at the own slot the status page, lies: offset and bytes.
+    /// Offset and size in BAR 2, bytes, of the pair's segment, or of the status page at the own slot.
     #[must_use]
     pub const fn segment_place(&self, slot: u32) -> (u64, u64) {
         (self.segment_stride() * slot as u64, self.layout.size() as u64)
     }
 
-    /// The own slot, once the registry has told it.
+    /// The own slot, once the registry has assigned it.
     #[must_use]
     pub const fn own(&self) -> Option<u32> {
         self.own
     }
 
-    /// Whether the guest has said that its driver is there.
+    /// Whether a driver is loaded.
     #[must_use]
     pub const fn driver(&self) -> bool {
         self.driver
     }
 
-    /// The registry has given this VM a slot.
+    /// The registry has assigned this VM a slot.
     pub fn joined(&mut self, slot: u32) {
         self.own = Some(slot);
     }
 
-    /// Window and segment of a peer are mapped; `mac` is the Ethernet address of this VM's device to it. False, and nothing changes,
-    /// when the slot is in use or doesn't exist, or the name has more than [`reg::PEER_NAME_SIZE`] bytes.
+    /// Window and segment of a peer are mapped. `mac` is the Ethernet address of this VM's device for it. Returns false, without a change,
+    /// if the slot is in use or doesn't exist, or the name exceeds [`reg::PEER_NAME_SIZE`] bytes.
     #[must_use]
     pub fn offer(&mut self, window: Window, epoch: u32, vm: &str, mac: [u8; 6]) -> bool {
         let slot = window.slot();
@@ -129,7 +129,7 @@ impl Device {
         true
     }
 
-    /// The registry says whom this VM and the one in `slot` have in common. False when it is no news.
+    /// Sets the members that this VM and the one in `slot` both may read. Returns whether that is a change.
     pub fn common(&mut self, slot: u32, slots: u64) -> bool {
         let place = usize::try_from(slot).ok().and_then(|slot| self.common.get_mut(slot));
         let news = place.is_some_and(|place| core::mem::replace(place, slots) != slots);
@@ -139,7 +139,7 @@ impl Device {
         news
     }
 
-    /// The connection of `slot` is over, if it is the one of this epoch.
+    /// Ends the connection of `slot`, if it has this epoch. Returns whether it did.
     pub fn gone(&mut self, slot: u32, epoch: u32, reason: u32) -> bool {
         let Some(Some(peer)) = self.place(slot) else { return false };
         if peer.epoch != epoch || peer.gone.is_some() {
@@ -150,7 +150,7 @@ impl Device {
         true
     }
 
-    /// All connections are over.
+    /// Ends all connections.
     pub fn all_gone(&mut self, reason: u32) {
         let all: Vec<(u32, u32)> = self.views().collect();
         for (slot, epoch) in all {
@@ -158,26 +158,26 @@ impl Device {
         }
     }
 
-    /// Who is mapped: slot and epoch.
+    /// Slots and epochs of mapped peers.
     pub fn views(&self) -> impl Iterator<Item = (u32, u32)> + '_ {
         (0..)
             .zip(&self.peers)
             .filter_map(|(slot, peer): (u32, _)| peer.as_ref().map(|peer| (slot, peer.epoch)))
     }
 
-    /// What a driver that goes has not asked to keep: slot and epoch.
+    /// Slots and epochs of mapped peers that an unloaded driver didn't ask to keep.
     pub fn unkept(&self) -> impl Iterator<Item = (u32, u32)> + '_ {
         self.views().filter(|(slot, epoch)| !self.is_kept(*slot, *epoch))
     }
 
-    /// Whether this connection's window is kept until its pages have come back, with a driver or without.
+    /// Whether this connection's window is kept until its epoch is released, with or without a driver.
     #[must_use]
     pub fn is_kept(&self, slot: u32, epoch: u32) -> bool {
         let peer = usize::try_from(slot).ok().and_then(|slot| self.peers.get(slot)?.as_ref());
         peer.is_some_and(|peer| peer.epoch == epoch && peer.kept)
     }
 
-    /// Forgets a peer: it was released, or the machine is reset.
+    /// Removes a peer, which was released, or whose machine is reset.
     pub fn forget(&mut self, slot: u32, epoch: u32) {
         if let Some(place) = self.place(slot)
             && place.as_ref().is_some_and(|peer| peer.epoch == epoch)
@@ -187,25 +187,26 @@ impl Device {
         }
     }
 
-    /// A store of the guest to a window was discarded.
+    /// Counts a discarded store of the guest to a window. Returns the count.
     pub fn discarded(&mut self) -> u64 {
         self.discarded = self.discarded.wrapping_add(1);
         self.discarded
     }
 
-    /// How many were.
+    /// Number of discarded stores.
     #[must_use]
     pub const fn discarded_count(&self) -> u64 {
         self.discarded
     }
 
-    /// Whether the guest has something new to look at.
+    /// Whether blocks have changed that the guest hasn't read.
     #[must_use]
     pub const fn has_changes(&self) -> bool {
         self.changed != 0
     }
 
-    /// The driver has gone with its machine: as after power-on, but for what the registry told. Says what to take away.
+    /// Resets to the power-on state, except for the registry's data. The driver is gone with its machine. Returns slots and epochs to
+    /// unmap.
     pub fn reset(&mut self) -> Vec<(u32, u32)> {
         self.driver = false;
         let all: Vec<(u32, u32)> = self.views().collect();
@@ -220,7 +221,7 @@ impl Device {
         self.peers.get_mut(usize::try_from(slot).ok()?)
     }
 
-    /// The guest reads `data.len()` bytes of BAR 0: 4 or 8, aligned. Anything else reads as all ones.
+    /// The guest reads `data.len()` bytes of BAR 0. Other accesses than aligned ones of 4 or 8 bytes read all ones.
     pub fn read(&mut self, offset: u64, data: &mut [u8]) {
         let width = data.len();
         let aligned = offset.is_multiple_of(4) && (width == 4 || width == 8 && offset.is_multiple_of(8));
@@ -311,7 +312,7 @@ impl Device {
         }
     }
 
-    /// The guest writes to BAR 0; only aligned 32-bit writes to registers that take them do something.
+    /// The guest writes to BAR 0. Only aligned 32-bit writes to writable registers have an effect.
     pub fn write(&mut self, offset: u64, data: &[u8]) -> Option<Effect> {
         let value = u32::from_le_bytes(data.try_into().ok()?);
         if offset == reg::DRIVER {
@@ -343,7 +344,7 @@ impl Device {
     }
 }
 
-/// A registry's reason as the register has it.
+/// The register value of a registry's reason.
 #[must_use]
 pub const fn reason(reason: Reason) -> u32 {
     match reason {
@@ -406,7 +407,7 @@ mod tests {
         assert_eq!(read(&mut device, block + reg::PEER_STATE), reg::PEER_NONE);
     }
 
-    /// A connection that a driver gave up is not shown to the next one, before the monitor has come to take it away; a later one is.
+    /// A connection that a driver gave up isn't shown to the next driver, even before the monitor has unmapped it. A later connection is.
     #[test]
     fn a_driver_that_comes_back_at_once_does_not_see_what_the_last_one_used() {
         let mut device = device();
@@ -426,7 +427,7 @@ mod tests {
             (Some(Effect::Driver(false)), Some(Effect::Driver(true)))
         );
         assert_eq!(read(&mut device, block(3) + reg::PEER_STATE), reg::PEER_NONE);
-        // The monitor's list still has both, until it has taken them away.
+        // The monitor's list has both until it has unmapped them.
         assert_eq!(device.views().count(), 2);
         device.forget(3, 7);
         let window = device.geometry.window(3, &[(0, 4096)]).unwrap();
@@ -434,7 +435,7 @@ mod tests {
         assert_eq!(read(&mut device, block(3) + reg::PEER_EPOCH), 8);
     }
 
-    /// Names that differ in their last byte only are told apart: mmblk's access lists go by them.
+    /// Names that differ only in their last byte are distinct: mmblk's access lists use them.
     #[test]
     fn a_name_is_shown_whole_or_not_at_all() {
         let mut device = device();
@@ -453,8 +454,8 @@ mod tests {
         assert!(!device.offer(window, 7, &"n".repeat(reg::PEER_NAME_SIZE + 1), MAC));
     }
 
-    /// A driver goes while pages of one window are referred to: that window isn't among what is taken away, no later driver sees it,
-    /// and its release is asked for when it is written.
+    /// A driver is unloaded while pages of one window are in use. That window isn't among those to unmap, no later driver sees it, and only
+    /// a write of its epoch releases it.
     #[test]
     fn a_window_that_is_kept_is_released_by_its_epoch_only() {
         let mut device = device();
@@ -485,7 +486,7 @@ mod tests {
         assert_eq!(read64(&mut device, reg::COMMON + 3 * reg::COMMON_STRIDE), all);
         assert_eq!(read(&mut device, reg::COMMON + 3 * reg::COMMON_STRIDE + 4), 1 << 31);
         assert_eq!(read64(&mut device, reg::COMMON + 4 * reg::COMMON_STRIDE), 0);
-        // What the registry told outlives a reset, like the own slot.
+        // The registry's data outlives a reset, like the own slot.
         device.reset();
         assert_eq!(read64(&mut device, reg::COMMON + 3 * reg::COMMON_STRIDE), all);
     }
@@ -499,7 +500,7 @@ mod tests {
     }
 
     proptest! {
-        /// Any access of any width at any offset is answered, and only what is mapped can be released.
+        /// Every access of any width at any offset gets an answer, and only mapped peers can be released.
         #[test]
         fn any_access_is_answered(
             accesses in prop::collection::vec((any::<bool>(), 0u64..0x9000, 0usize..10, any::<u32>()), 0..100),

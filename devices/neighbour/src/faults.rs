@@ -1,23 +1,23 @@
-//! Why a message can't be sent or taken.
+//! Why a message can't be posted or received.
 
 use core::fmt;
 
 use crate::layout::MOST_PARTS;
 use crate::part::Part;
 
-/// A message can't be sent.
+/// Why a message can't be posted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PostError {
-    /// The receiver has not taken enough yet, or too many messages are outstanding: try again after completions.
+    /// The ring is full, or too many messages are outstanding. Retry after completions.
     Full,
-    /// No parts, or more than [`MOST_PARTS`] (or than the ring has entries).
+    /// The message has no parts, or more than [`MOST_PARTS`] or than the ring has entries.
     Parts {
-        /// As given.
+        /// Number of parts.
         count: usize,
     },
-    /// A part is not in the own window.
+    /// A part isn't in the sender's own window.
     Outside(Part),
-    /// The peer broke the rules.
+    /// The peer violated the protocol.
     Broken(Violation),
 }
 
@@ -41,28 +41,28 @@ impl fmt::Display for PostError {
 
 impl core::error::Error for PostError {}
 
-/// What a peer did that it must not. The connection ends with it.
+/// A violation of the protocol by a peer, which ends the connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Violation {
-    /// A part of a message isn't RAM of its sender, nor in another member's window.
+    /// A part of a message is neither RAM of its sender nor in another member's window.
     Outside(Part),
-    /// Flags that this version doesn't have.
+    /// The flags are unknown.
     Flags(u16),
     /// A message with more than [`MOST_PARTS`] parts, or more than the ring holds.
     TooLong,
-    /// The first entry of a message is there, and another isn't.
+    /// The first entry of a message is valid, and a later one isn't.
     Torn,
-    /// An id that can't be, or differs within a message.
+    /// The id is out of range, or differs within a message.
     Id(u32),
-    /// A completion of what isn't outstanding.
+    /// The completed id isn't outstanding.
     NotOutstanding(u32),
-    /// The peer says that it took entries which were never sent, or fewer than before.
+    /// The receiver's count of taken entries goes back, or exceeds the sent ones.
     Taken {
-        /// What it says.
+        /// The new count.
         says: u32,
-        /// What it said before.
+        /// The previous count.
         before: u32,
-        /// What was sent.
+        /// Number of sent entries.
         sent: u32,
     },
 }

@@ -1,37 +1,37 @@
-//! Who is alive. Time is an input: any clock that doesn't go back, as a duration since whenever.
+//! Detection of dead and hung members. Time is an input, from any clock that doesn't go back, as the duration since a fixed moment.
 //!
-//! A member's monitor reports once per interval, with the number that the guest's driver counts up in its own page while it
-//! runs (0 before there is a driver). So a dead monitor (silent), a stopped one (silent) and a frozen guest (its number
-//! stands still) are all noticed within [`Heartbeat::worst`].
+//! A member's monitor reports once per interval, with the count that the guest's driver increments in its status page (0 without a driver).
+//! A dead or stopped monitor is silent, and a hung guest's count stands still. Both are detected within [`Heartbeat::worst`].
 
 use core::time::Duration;
 
-/// How often members report, and how long they are waited for.
+/// Interval of reports, and timeout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Heartbeat {
-    /// Time between reports, and between two counts of a driver.
+    /// Time between two reports, and between two counts of a driver.
     pub interval: Duration,
-    /// Without a report, or without a driver's count, for this long: not alive.
+    /// Time without a report, or without a change of the driver's count, after which a member isn't alive.
     pub patience: Duration,
 }
 
 impl Heartbeat {
-    /// Reports each 100 ms, patience of 600 ms: peers know within a second, and a few lost time slices of a busy host do no harm.
+    /// Reports every 100 ms, timeout of 600 ms. Peers are notified within a second, and some lost time slices of a busy host have no
+    /// effect.
     pub const DEFAULT: Self =
         Self { interval: Duration::from_millis(100), patience: Duration::from_millis(600) };
 
-    /// Longest time from a death to when it is known, if [`Watch::verdict`] is asked each interval.
+    /// Longest time from a death to its detection, if [`Watch::verdict`] is called once per interval.
     #[must_use]
     pub fn worst(&self) -> Duration {
-        // The count was seen to move one interval late, and the question comes one interval late.
+        // The last change of the count may be seen one interval late, and the verdict is computed one interval late.
         self.patience + 2 * self.interval
     }
 }
 
-/// What is known of a member.
+/// State of a member.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
-    /// It reports, and its driver counts (or it has none yet).
+    /// It reports, and its driver counts, or it has no driver.
     Alive,
     /// Its monitor doesn't report.
     Silent,
@@ -39,7 +39,7 @@ pub enum Verdict {
     Hung,
 }
 
-/// Watches one member.
+/// Supervision of one member.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Watch {
     heartbeat: Heartbeat,
@@ -49,13 +49,13 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Of a member that joins at `now`.
+    /// For a member that joins at `now`.
     #[must_use]
     pub const fn new(heartbeat: Heartbeat, now: Duration) -> Self {
         Self { heartbeat, heard: now, count: 0, counted: now }
     }
 
-    /// A report came: its driver's number, 0 for none.
+    /// Records a report with the driver's count, 0 without a driver.
     pub fn report(&mut self, now: Duration, count: u64) {
         self.heard = self.heard.max(now);
         if count != self.count || count == 0 {
@@ -64,7 +64,7 @@ impl Watch {
         }
     }
 
-    /// What is known at `now`.
+    /// The state at `now`.
     #[must_use]
     pub fn verdict(&self, now: Duration) -> Verdict {
         let late = |since: Duration| now.saturating_sub(since) > self.heartbeat.patience;
@@ -111,8 +111,8 @@ mod tests {
     }
 
     proptest! {
-        /// A member that reports and counts within the patience is never called dead; one that stopped is, in time, whatever
-        /// it did before.
+        /// A member that reports and counts within the timeout is never considered dead. One that stopped is, in time, whatever it did
+        /// before.
         #[test]
         fn never_too_early_and_never_too_late(gaps in prop::collection::vec(1u32..600, 1..50), hang in any::<bool>()) {
             let heartbeat = Heartbeat::DEFAULT;

@@ -1,21 +1,21 @@
-//! The metadata segment of a pair: memory that both VMs write. `docs/reference/neighbours.md` and `include/causeway_neighbour.h` tell
-//! the same for C; a test keeps the header the same as this.
+//! The metadata segment of a pair: memory that both VMs write. `docs/reference/neighbours.md` and `include/causeway_neighbour.h` describe
+//! it for C. A test keeps the header equal to this module.
 //!
 //! ```text
 //! 0       header: written once, by the registry, before either side sees the segment
 //! 256     ready word of side 0 (the lower slot), then its features; a line of its own
 //! 384     the same of side 1
 //! 4096    direction 0: side 0 sends
-//!           +0    taken: how many message entries the receiver has taken         written by the receiver
-//!           +128  the message entry that the receiver sleeps for                 written by the receiver
-//!           +256  the completion entry that the sender sleeps for                written by the sender
+//!           +0    number of message entries that the receiver has taken          written by the receiver
+//!           +128  stamp of the message entry that the receiver sleeps for        written by the receiver
+//!           +256  stamp of the completion entry that the sender sleeps for       written by the sender
 //!           +512  message entries, 32 bytes each                                 written by the sender
 //!           then  completion entries, 16 bytes each                              written by the receiver
 //! ...     direction 1: side 1 sends, on the next page after direction 0
 //! ```
 //!
-//! All numbers are little-endian 64-bit words. Each 128 bytes (two cache lines, which processors fetch together) have one
-//! writer. Version 1; another layout gets another version, and a driver that doesn't know it leaves the pair alone.
+//! All numbers are little-endian 64-bit words. Each 128 bytes (two cache lines, which CPUs fetch together) have one writer. This is version
+//! 1. A different layout needs a new version, and a driver that doesn't know it ignores the pair.
 
 use core::fmt;
 
@@ -31,29 +31,29 @@ pub const VERSION: u32 = 1;
 pub const HEADER_MAGIC: usize = 0;
 /// Version (low 32 bits) and entries per ring (high).
 pub const HEADER_VERSION_ENTRIES: usize = 8;
-/// Epoch.
+/// Offset of the epoch, bytes.
 pub const HEADER_EPOCH: usize = 16;
-/// Start of the first window.
+/// Offset of the start of the first window.
 pub const HEADER_BASE: usize = 24;
-/// Bytes between windows.
+/// Offset of the distance between windows.
 pub const HEADER_STRIDE: usize = 32;
-/// Slot of side 0 (low 32 bits) and of side 1 (high).
+/// Offset of the slots of side 0 (low 32 bits) and side 1 (high).
 pub const HEADER_SLOTS: usize = 40;
-/// Bytes of the segment.
+/// Offset of the segment's size.
 pub const HEADER_SIZE: usize = 48;
-/// Offset of side 0's ready word; side 1's is [`READY_STRIDE`] further.
+/// Offset of side 0's ready word. Side 1's is [`READY_STRIDE`] further.
 pub const READY: usize = 256;
-/// Bytes between ready words.
+/// Distance between ready words, bytes.
 pub const READY_STRIDE: usize = 128;
 /// Offset of direction 0.
 pub const DIRECTIONS: usize = 4096;
-/// Within a direction: message entries taken so far.
+/// Offset in a direction: number of message entries that the receiver has taken.
 pub const TAKEN: usize = 0;
-/// Within a direction: what the receiver sleeps for.
+/// Offset in a direction: stamp of the message entry that the receiver sleeps for.
 pub const RECEIVER_SLEEPS: usize = 128;
-/// Within a direction: what the sender sleeps for.
+/// Offset in a direction: stamp of the completion entry that the sender sleeps for.
 pub const SENDER_SLEEPS: usize = 256;
-/// Within a direction: message entries.
+/// Offset in a direction: message entries.
 pub const MESSAGES: usize = 512;
 /// Bytes of a message entry.
 pub const MESSAGE_SIZE: usize = 32;
@@ -61,9 +61,9 @@ pub const MESSAGE_SIZE: usize = 32;
 pub const COMPLETION_SIZE: usize = 16;
 /// Fewest entries of a ring.
 pub const LEAST_ENTRIES: u32 = 8;
-/// Most entries of a ring: a power of two as all are.
+/// Most entries of a ring. All numbers of entries are powers of two.
 pub const MOST_ENTRIES: u32 = 1 << 14;
-/// Entries of one message, at most.
+/// Limit of entries per message.
 pub const MOST_PARTS: usize = 32;
 /// Message entry flag: the next entry belongs to the same message.
 pub const FLAG_MORE: u16 = 1;
@@ -71,17 +71,17 @@ pub const FLAG_MORE: u16 = 1;
 const WORD: usize = 8;
 const PAGE_BYTES: usize = 4096;
 
-/// Which of the two of a pair: 0 has the lower slot.
+/// Side of a pair: 0 has the lower slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Side {
-    /// The lower slot.
+    /// The side with the lower slot.
     First,
-    /// The higher slot.
+    /// The side with the higher slot.
     Second,
 }
 
 impl Side {
-    /// The side of `own` in the pair with `peer`; `None` when they are the same.
+    /// The side of `own` in the pair with `peer`; `None` if both are equal.
     #[must_use]
     pub fn of(own: u32, peer: u32) -> Option<Self> {
         match own.cmp(&peer) {
@@ -91,7 +91,7 @@ impl Side {
         }
     }
 
-    /// The other one.
+    /// The other side.
     #[must_use]
     pub const fn other(self) -> Self {
         match self {
@@ -108,50 +108,50 @@ impl Side {
     }
 }
 
-/// The header as it was read. Both sides can write it: it tells whether the memory is a segment of a known version, and
-/// nothing that is relied on (that comes from the device's registers).
+/// The header of a segment. Both sides can write it, so it only identifies a segment of a known version. Trusted values come from the
+/// device's registers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Header {
     /// Entries per ring.
     pub entries: u32,
     /// Epoch.
     pub epoch: u32,
-    /// Start of the first window.
+    /// Start of the first window, guest-physical.
     pub base: u64,
-    /// Bytes between windows.
+    /// Distance between windows, bytes.
     pub stride: u64,
     /// Slots of both sides.
     pub slots: [u32; 2],
 }
 
-/// Memory is no segment that this program knows.
+/// Why memory isn't a usable segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LayoutError {
-    /// Ring size.
+    /// The number of ring entries is invalid.
     Entries {
-        /// As given.
+        /// Number of ring entries.
         entries: u32,
     },
-    /// Too small.
+    /// The memory is too small.
     Size {
-        /// Words that there are.
+        /// Words present.
         words: usize,
-        /// Words that are needed.
+        /// Words needed.
         needed: usize,
     },
-    /// Not one at all.
+    /// The magic number is wrong.
     Magic {
-        /// What was found.
+        /// The value found.
         found: u64,
     },
-    /// Of another version.
+    /// The version is unknown.
     Version {
-        /// What was found.
+        /// The version found.
         found: u32,
     },
-    /// The header says something else than the registers.
+    /// The header differs from the registers.
     Differs {
-        /// What of it.
+        /// Name of the field.
         field: &'static str,
     },
 }
@@ -184,28 +184,28 @@ impl fmt::Display for LayoutError {
 
 impl core::error::Error for LayoutError {}
 
-/// Where things lie in a segment with rings of a given size.
+/// Offsets in a segment with rings of a given size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Layout {
     entries: u32,
 }
 
-/// Where a ring lies, in words.
+/// Offsets of a ring, in words.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RingPlace {
     /// First word of entry 0.
     pub first: usize,
-    /// The consumer's word that says which entry it sleeps for.
+    /// The word in which the consumer stores the stamp that it sleeps for.
     pub sleeps: usize,
     /// Entries, a power of two.
     pub entries: u32,
 }
 
 impl Layout {
-    /// Rings of `entries` entries each, a power of two from [`LEAST_ENTRIES`] to [`MOST_ENTRIES`].
+    /// A layout with rings of `entries` entries, a power of two from [`LEAST_ENTRIES`] to [`MOST_ENTRIES`].
     ///
     /// # Errors
-    /// When it is another number.
+    /// If `entries` is another number.
     pub const fn new(entries: u32) -> Result<Self, LayoutError> {
         if !entries.is_power_of_two() || entries < LEAST_ENTRIES || entries > MOST_ENTRIES {
             return Err(LayoutError::Entries { entries });
@@ -252,7 +252,7 @@ impl Layout {
         }
     }
 
-    /// The ring of completions of what `sender` sent.
+    /// The ring of completions for messages of `sender`.
     #[must_use]
     pub const fn completions(&self, sender: Side) -> RingPlace {
         let at = self.direction(sender);
@@ -263,22 +263,22 @@ impl Layout {
         }
     }
 
-    /// The word that says how many message entries of `sender` were taken.
+    /// Index of the word with the number of taken message entries of `sender`.
     #[must_use]
     pub const fn taken(&self, sender: Side) -> usize {
         (self.direction(sender) + TAKEN) / WORD
     }
 
-    /// The word in which `side` says that its rings are made for an epoch.
+    /// Index of the word in which `side` stores the epoch for which it has made its rings.
     #[must_use]
     pub const fn ready(side: Side) -> usize {
         (READY + side.index() * READY_STRIDE) / WORD
     }
 
-    /// Whether `words` are enough.
+    /// Checks that `words` are enough for this layout.
     ///
     /// # Errors
-    /// When they aren't.
+    /// If they aren't.
     pub fn check(&self, words: &(impl Words + ?Sized)) -> Result<(), LayoutError> {
         let needed = self.size() / WORD;
         if words.count() < needed {
@@ -287,10 +287,10 @@ impl Layout {
         Ok(())
     }
 
-    /// Writes the header into a fresh segment (all zero): the registry does, before it hands it out.
+    /// Writes the header into a new segment of zeros. The registry does this before it distributes the segment.
     ///
     /// # Errors
-    /// When the segment is too small.
+    /// If the segment is too small.
     pub fn write_header(
         &self,
         words: &(impl Words + ?Sized),
@@ -316,10 +316,10 @@ impl Layout {
 }
 
 impl Header {
-    /// Reads a header, each word once, and the layout that it tells.
+    /// Reads a header, each word once, and the layout that follows from it.
     ///
     /// # Errors
-    /// When this is no segment, is of another version, or is too small for its rings.
+    /// If the magic number or the version is wrong, or the memory is too small for the rings.
     pub fn read(words: &(impl Words + ?Sized)) -> Result<(Self, Layout), LayoutError> {
         let found = words.load_acquire(HEADER_MAGIC / WORD);
         if found != MAGIC {
@@ -346,10 +346,10 @@ impl Header {
         Ok((header, layout))
     }
 
-    /// Whether it is the segment that the registry's registers speak of.
+    /// Checks that the header agrees with the device's registers.
     ///
     /// # Errors
-    /// With what differs.
+    /// The first field that differs.
     pub fn agrees(&self, epoch: u32, geometry: &Geometry, slots: [u32; 2]) -> Result<(), LayoutError> {
         for (same, field) in [
             (self.epoch == epoch, "epoch"),
@@ -405,7 +405,7 @@ mod tests {
     }
 
     proptest! {
-        /// No two things of a segment share 128 bytes unless one side writes both, and all lie within it.
+        /// Two parts of a segment share 128 bytes only if one side writes both. All parts are inside the segment.
         #[test]
         fn every_place_has_one_writer(bits in 3u32..15) {
             let layout = Layout::new(1 << bits).unwrap();
@@ -432,7 +432,7 @@ mod tests {
             }
         }
 
-        /// Whatever lies there: reading a header never panics, and what it accepts fits.
+        /// With any content, reading a header doesn't panic, and an accepted layout fits.
         #[test]
         fn any_header_is_an_answer(first in prop::collection::vec(any::<u64>(), 0..2000), keep in any::<bool>()) {
             let words: Vec<AtomicU64> = first.into_iter().map(AtomicU64::new).collect();

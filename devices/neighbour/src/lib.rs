@@ -1,5 +1,5 @@
-//! Neighbours: VMs of one host that read each other's memory. Protocol and state only: no threads, clocks, files or KVM; no
-//! standard library, so that a payload program runs the same code that the host tests.
+//! Neighbours: VMs of one host that read each other's memory. This crate has protocol and state only: no threads, clocks, files or KVM. It
+//! doesn't use the standard library, so that a payload program runs the same code that the host tests.
 //!
 //! ```text
 //!  VM a (slot 0)                                    VM b (slot 1)
@@ -14,20 +14,20 @@
 //!  └──────────────────────────────────────────────────────────────────────┘
 //! ```
 //!
-//! | module | holds |
+//! | module | contents |
 //! |---|---|
-//! | [`window`] | [`Geometry`](window::Geometry): where windows lie, the same in every VM; checks of addresses |
-//! | [`layout`] | the segment of a pair: offsets, header; what a C driver needs is in `include/causeway_neighbour.h` |
+//! | [`window`] | [`Geometry`](window::Geometry): addresses of windows, the same in every VM; checks of addresses |
+//! | [`layout`] | the segment of a pair: offsets, header; `include/causeway_neighbour.h` has them for C drivers |
 //! | [`words`] | shared memory as 64-bit words |
 //! | [`ring`] | one ring: stamps, arming |
-//! | [`channel`] | [`Sender`](channel::Sender) and [`Receiver`](channel::Receiver): lists of buffers, and their way back |
-//! | [`heartbeat`] | who is alive, with time as an input |
+//! | [`channel`] | [`Sender`](channel::Sender) and [`Receiver`](channel::Receiver): lists of buffers, and their completions |
+//! | [`heartbeat`] | detection of dead and hung members, with time as an input |
 //! | [`registry`] | a neighbourhood: members, slots, permission per pair |
-//! | [`pause`] | how soon a pair is connected again |
+//! | [`pause`] | back-off before a pair is connected again |
 //! | [`mod@registers`], [`device`] | the PCI function that a guest sees |
 //!
-//! A neighbour is trusted to be honest and may be broken: whatever comes from it is read once and checked, and what is
-//! wrong ends the connection ([`channel::Violation`]), never the VM.
+//! A neighbour is trusted to be honest and may be broken. All its data is read once and checked. A violation ends the connection
+//! ([`channel::Violation`]), never the VM.
 
 #![cfg_attr(not(test), no_std)]
 

@@ -1,33 +1,32 @@
-//! Pauses between the connections of one pair. Whoever lets go of each connection at once (or can't map it) is connected again
-//! more and more rarely, so that neither its peer nor the registry spins, and nothing that is logged per connection grows
-//! without bound. Time is an input, as in [`crate::heartbeat`].
+//! Back-off between the connections of one pair. A member that releases each connection at once, or can't map it, is connected again at
+//! growing intervals. So neither its peer nor the registry spins, and logs per connection stay bounded. Time is an input, as in
+//! [`crate::heartbeat`].
 //!
 //! ```text
-//!  connection     gap since the one before       next not before
-//!  first          -                              + FIRST
-//!  later          under STEADY                   + twice the last pause, MAX_PAUSE at most
-//!  later          STEADY or more                 + FIRST
+//!  connection     time since the previous one    next connection
+//!  first          -                              after FIRST
+//!  later          under STEADY                   after twice the last pause, at most MAX_PAUSE
+//!  later          STEADY or more                 after FIRST
 //! ```
 //!
-//! Pauses count from the beginning of a connection: one that stood longer than its pause is renewed at once, as after a VM's
-//! restart.
+//! Pauses count from the start of a connection. A connection that lasted longer than its pause is renewed at once, as after a VM's restart.
 
 use alloc::collections::BTreeMap;
 use core::time::Duration;
 
 use crate::permit::Permit;
 
-/// Least time between the beginnings of two connections of a pair.
+/// Shortest time between the starts of two connections of a pair.
 pub const FIRST: Duration = Duration::from_millis(50);
-/// The pause doubles up to this.
+/// Longest pause. Pauses double up to it.
 pub const MAX_PAUSE: Duration = Duration::from_secs(5);
-/// After this long without a new connection, what was before is forgotten. More than [`MAX_PAUSE`], or waiting would be enough.
+/// Time without a new connection after which a pair is forgotten. It exceeds [`MAX_PAUSE`], so that waiting for the pause doesn't reset it.
 pub const STEADY: Duration = Duration::from_secs(10);
-/// Pairs that are remembered: twice what the largest neighbourhood has at once. Of more, the oldest is forgotten: members who
-/// come and go under ever new names pay for that with a join each.
+/// Limit of remembered pairs: twice the pairs of the largest neighbourhood. Above it the oldest is forgotten, so members that join under
+/// ever new names pay with a join for each.
 const MAX_REMEMBERED_PAIRS: usize = 4096;
 
-/// Two VMs, the lesser first. Not slots: one who leaves and comes back is remembered.
+/// Two VMs, the lesser name first. Names instead of slots, so that a VM that leaves and returns is recognized.
 type Names = [Permit; 2];
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,7 +35,7 @@ struct Last {
     pause: Duration,
 }
 
-/// The pairs of a neighbourhood that were connected lately.
+/// The recently connected pairs of a neighbourhood.
 #[derive(Debug, Default)]
 pub(crate) struct Pauses(BTreeMap<Names, Last>);
 
@@ -45,12 +44,12 @@ fn names(a: Permit, b: Permit) -> Names {
 }
 
 impl Pauses {
-    /// Nobody was connected.
+    /// No pair has been connected.
     pub(crate) const fn new() -> Self {
         Self(BTreeMap::new())
     }
 
-    /// Whether the pair may be connected at `now`: then it is taken to be.
+    /// Whether the pair may be connected at `now`. If so, records that it is.
     pub(crate) fn admit(&mut self, now: Duration, a: Permit, b: Permit) -> bool {
         self.0.retain(|_, last| now.saturating_sub(last.at) < STEADY);
         let key = names(a, b);
@@ -94,7 +93,7 @@ mod tests {
         let gaps: Vec<u64> = begun.windows(2).map(|two| two[1] - two[0]).collect();
         assert_eq!(gaps[..8], [50, 100, 200, 400, 800, 1600, 3200, 5000]);
         assert!(gaps[8..].iter().all(|gap| *gap == 5000));
-        // One that stood longer than its pause is renewed at once; after a steady one, the pause is short again.
+        // A connection that lasted longer than its pause is renewed at once. After a steady one, the pause is short again.
         let last = Duration::from_millis(*begun.last().unwrap());
         assert!(pauses.admit(last + STEADY, vm(2), vm(1)));
         assert!(!pauses.admit(last + STEADY + FIRST / 2, vm(1), vm(2)));
@@ -111,8 +110,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whenever it is asked: no more connections in any minute than 7 quick ones, and one each MAX_PAUSE, per forgetting;
-        /// and a pair isn't kept waiting by others.
+        /// With any calls, a pair isn't connected more often than pauses that double allow, and other pairs don't delay it.
         #[test]
         fn connections_are_bounded_by_time(asks in prop::collection::vec((0u64..3000, 0usize..3), 1..400)) {
             let mut pauses = Pauses::new();
@@ -131,7 +129,7 @@ mod tests {
                 }
             }
             for begun in begun {
-                // Any nine in a row take as long as the pauses that double, unless there was a steady time among them.
+                // Any nine consecutive connections take as long as the doubling pauses, unless a steady time is among them.
                 for nine in begun.windows(9) {
                     let steady = nine.windows(2).any(|two| two[1] - two[0] >= STEADY);
                     prop_assert!(steady || nine[8] - nine[0] >= Duration::from_millis(50 + 100 + 200 + 400 + 800 + 1600 + 3200 + 5000));

@@ -1,12 +1,12 @@
-//! Whom a member permits.
+//! Permissions of a member.
 
 use alloc::string::String;
 
-/// Who may see a member, and is seen by it: a VM by name, of a user.
+/// A peer that may see a member, and that the member may see: a VM's name, and a user.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Permit {
-    /// The peer's VM.
+    /// Name of the peer's VM.
     pub vm: String,
-    /// Whose monitor runs it.
+    /// User of the peer's monitor.
     pub uid: u32,
 }

@@ -1,19 +1,19 @@
-//! The PCI function through which a guest takes part: identity, BARs, registers, vectors. Version 2.
+//! The PCI function by which a guest is a neighbour: identity, BARs, registers, vectors. Version 2.
 //!
-//! | BAR | holds |
+//! | BAR | contents |
 //! |---|---|
 //! | 0 | registers (trapped) and doorbells (a store signals the peer, in the kernel) |
 //! | 2 | memory: the segment of the pair with slot *n* at *n* times [`SEGMENT_STRIDE`]; at the own slot, the status page |
 //! | 4 | MSI-X: vector 0 when [`CHANGED`] has something, 1 + *n* when the peer in slot *n* signals |
 //!
-//! Windows are not in a BAR: a BAR lies where each guest wants it, a window at the same address everywhere.
+//! Windows aren't in a BAR: each guest may place BARs elsewhere, while a window has the same address in every guest.
 
 use crate::window::{MAX_EXTENTS, MAX_SLOTS};
 
-/// PCI vendor: Red Hat's number for virtual devices. QEMU's docs/specs/pci-ids leaves its devices 0x10f0 to 0x10ff to experiments without
-/// registration, and asks for a number of one's own before a product is shipped.
+/// PCI vendor: Red Hat's ID for virtual devices. QEMU's docs/specs/pci-ids reserves devices 0x10f0 to 0x10ff for experiments without
+/// registration, and requires a registered ID before a product ships.
 pub const VENDOR: u16 = 0x1af4;
-/// PCI device; to be replaced by a number of the project's own once it has one. Another experiment may have the same: a driver looks at
+/// PCI device, an experimental ID until the project has a registered one. Another experiment may have the same, so a driver checks
 /// [`MAGIC`] first.
 pub const DEVICE: u16 = 0x10f5;
 /// Revision, raised with [`VERSION`].
@@ -23,7 +23,7 @@ pub const SUBSYSTEM: (u16, u16) = (0x1af4, 0x4357);
 
 /// BAR of registers and doorbells.
 pub const BAR_REGISTERS: u8 = 0;
-/// Its size in bytes.
+/// Size of that BAR, bytes.
 pub const BAR_REGISTERS_SIZE: u64 = 0x8000;
 /// BAR of segments.
 pub const BAR_SEGMENTS: u8 = 2;
@@ -35,34 +35,34 @@ pub const MAGIC: u32 = u32::from_le_bytes(*b"CWNB");
 /// Version of this interface.
 pub const VERSION: u32 = 2;
 
-/// [`MAGIC`]; 32 bits, read-only, as all where nothing else is said.
+/// [`MAGIC`]. Registers have 32 bits and are read-only, unless stated otherwise.
 pub const REGISTER_MAGIC: u64 = 0x00;
 /// [`VERSION`].
 pub const REGISTER_VERSION: u64 = 0x04;
-/// The own slot, or all ones while the host daemon can't be reached for the first time.
+/// The own slot; all ones before the first contact with the host daemon.
 pub const OWN_SLOT: u64 = 0x08;
-/// How many slots there are.
+/// Number of slots.
 pub const SLOTS: u64 = 0x0c;
 /// Start of the first window; 64 bits.
 pub const BASE: u64 = 0x10;
-/// Bytes between windows; 64 bits.
+/// Distance between windows, bytes; 64 bits.
 pub const STRIDE: u64 = 0x18;
 /// Entries per ring.
 pub const ENTRIES: u64 = 0x20;
-/// Bytes between segments in BAR 2.
+/// Distance between segments in BAR 2, bytes.
 pub const SEGMENT_STRIDE: u64 = 0x24;
-/// How often a driver counts up the first word of its status page, milliseconds.
+/// Interval at which a driver increments the first word of its status page, ms.
 pub const HEARTBEAT_MS: u64 = 0x28;
-/// Write 1: a driver is here, and counts. Write 0: it goes; all connections are given up, but for those of [`PEER_KEEP`].
+/// Write 1: a driver is loaded, and counts. Write 0: it is unloaded, and all connections end except those of [`PEER_KEEP`].
 pub const DRIVER: u64 = 0x2c;
-/// One bit per slot whose block has changed; reading clears it; 64 bits.
+/// A bit per slot whose block has changed; reading clears them; 64 bits.
 pub const CHANGED: u64 = 0x30;
-/// How many stores of this guest to windows were discarded; 64 bits.
+/// Number of this guest's stores to windows, which were discarded; 64 bits.
 pub const DISCARDED: u64 = 0x38;
 
 /// Block of slot 0.
 pub const PEERS: u64 = 0x4000;
-/// Bytes between blocks.
+/// Distance between blocks, bytes.
 pub const PEER_STRIDE: u64 = 0x100;
 /// In a block: [`PEER_NONE`], [`PEER_OFFERED`] or [`PEER_GONE`].
 pub const PEER_STATE: u64 = 0x00;
@@ -70,59 +70,59 @@ pub const PEER_STATE: u64 = 0x00;
 pub const PEER_EPOCH: u64 = 0x04;
 /// In a block: start of the window; 64 bits.
 pub const PEER_WINDOW: u64 = 0x08;
-/// In a block: how many pieces of RAM the window has.
+/// In a block: number of RAM extents of the window.
 pub const PEER_EXTENTS: u64 = 0x10;
-/// In a block: write the epoch when nothing of window and segment is used any more, or to give the connection up.
+/// In a block: write the epoch when nothing of window and segment is in use any more, or to end the connection.
 pub const PEER_RELEASE: u64 = 0x14;
-/// In a block: why it is gone, see [`reason`].
+/// In a block: why the connection ended; see [`reason`].
 pub const PEER_REASON: u64 = 0x18;
-/// In a block: write the epoch before [`DRIVER`] gets 0 when pages of the window are still referred to. Window and segment stay mapped
-/// without a driver, and the block shows nobody, until the epoch is written to [`PEER_RELEASE`].
+/// In a block: write the epoch before [`DRIVER`] gets 0, if pages of the window are still in use. Window and segment then stay mapped
+/// without a driver, and the block is empty, until the epoch is written to [`PEER_RELEASE`].
 pub const PEER_KEEP: u64 = 0x1c;
-/// In a block: pieces of RAM, offset in the window and bytes, 64 bits each.
+/// In a block: RAM extents, offset in the window and bytes, 64 bits each.
 pub const PEER_EXTENT: u64 = 0x20;
-/// In a block: the VM's name, whole, filled up with zeros.
+/// In a block: the VM's complete name, padded with zeros.
 pub const PEER_NAME: u64 = 0x60;
-/// Bytes of [`PEER_NAME`]: the longest name that a VM may have.
+/// Bytes of [`PEER_NAME`], the limit of a VM's name.
 pub const PEER_NAME_SIZE: usize = 64;
-/// In a block: the Ethernet address of this VM's device to that peer, 6 bytes in the order of transmission and 2 of zero.
+/// In a block: the Ethernet address of this VM's device for that peer, 6 bytes in the order of transmission and 2 zeros.
 pub const PEER_MAC: u64 = 0xa0;
 
-/// Whom this VM and the peer in slot 0 have in common, a bit per slot: members whom both may read, so that each may name their
-/// memory to the other (docs/design/neighbours.md); 64 bits.
+/// A bit per slot: members that both this VM and the peer in slot 0 may read, so that each may name their memory to the other
+/// (docs/design/neighbours.md); 64 bits.
 pub const COMMON: u64 = 0x2400;
-/// Bytes from one slot's to the next.
+/// Distance between these registers, bytes.
 pub const COMMON_STRIDE: u64 = 8;
 
-/// Nobody is there, or may be seen.
+/// No peer is there, or none that this VM may see.
 pub const PEER_NONE: u32 = 0;
 /// Window and segment are mapped.
 pub const PEER_OFFERED: u32 = 1;
-/// The connection is over; window and segment are mapped until it is released.
+/// The connection has ended. Window and segment stay mapped until it is released.
 pub const PEER_GONE: u32 = 2;
 
 /// Doorbell of slot 0: a 32-bit store of any value signals the peer.
 pub const DOORBELLS: u64 = 0x3000;
-/// Bytes between doorbells.
+/// Distance between doorbells, bytes.
 pub const DOORBELL_STRIDE: u64 = 8;
 
 /// Values of [`PEER_REASON`].
 pub mod reason {
-    /// The peer's monitor has gone.
+    /// The peer's monitor has ended.
     pub const LEFT: u32 = 1;
     /// The peer's monitor doesn't report.
     pub const SILENT: u32 = 2;
-    /// The peer's guest doesn't run.
+    /// The peer's guest hangs.
     pub const HUNG: u32 = 3;
-    /// This VM itself didn't run.
+    /// This VM itself was silent or hung.
     pub const OWN: u32 = 4;
-    /// The peer has given the connection up.
+    /// The peer has ended the connection.
     pub const GIVEN_UP: u32 = 5;
-    /// The host daemon has been replaced, or has gone.
+    /// The host daemon was replaced, or is gone.
     pub const REGISTRY: u32 = 6;
 }
 
-/// MSI-X vectors of a function with `slots` slots.
+/// Number of MSI-X vectors with `slots` slots.
 #[must_use]
 pub const fn vectors(slots: u32) -> u32 {
     slots + 1

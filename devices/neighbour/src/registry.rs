@@ -1,14 +1,13 @@
-//! A neighbourhood: its members, their slots, who may see whom, and what is to happen when one comes, hangs or goes.
+//! A neighbourhood: its members, their slots and permissions, and the actions when one joins, hangs or leaves.
 //!
-//! A *view* is what one member has of another: the window of its RAM and the segment of their pair, under one epoch. Views of
-//! a pair begin together and end together; but each stays with its holder until the holder has let go of it or is gone itself, and
-//! the pair is connected anew only after that.
+//! A *view* is one member's access to another: the window of its RAM and the pair's segment, under one epoch. Both views of a pair begin
+//! and end together. Each stays with its holder until the holder has released it or is gone. The pair is connected again only after that.
 //!
 //! ```text
 //!  both joined, both permit, both alive, no old views,
 //!  the pause since their last connection is over      ──▶ Connect (epoch + 1)
-//!  one dies, hangs or leaves                          ──▶ Gone, to each that still lives
-//!  the holder has let go                              ──▶ Released, and if all conditions hold: Connect again
+//!  one dies, hangs or leaves                          ──▶ Gone, to each that is still alive
+//!  the holder releases its view                       ──▶ Connect again, if all conditions hold
 //! ```
 
 use alloc::collections::BTreeMap;
@@ -22,33 +21,33 @@ use crate::pause::Pauses;
 pub use crate::permit::Permit;
 use crate::window::Geometry;
 
-/// Somebody who wants to join.
+/// A VM that wants to join.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Applicant {
-    /// Its VM.
+    /// Name of its VM.
     pub vm: String,
-    /// Whose monitor it is, as the kernel says.
+    /// User of its monitor, as the kernel reports.
     pub uid: u32,
-    /// Those whom it permits. Others don't see it, and it doesn't see others who don't permit it.
+    /// VMs that it permits. A member sees another only if each permits the other.
     pub permits: Vec<Permit>,
-    /// The slot that it had when it was connected to an earlier registry.
+    /// The slot that it had in an earlier registry.
     pub slot: Option<u32>,
-    /// The highest epoch that it knows of; later ones only are given to it.
+    /// The highest epoch that it knows. Its connections get later ones.
     pub epoch: u32,
 }
 
 /// Why a connection ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reason {
-    /// The peer's monitor has gone.
+    /// The peer's monitor has ended.
     Left,
     /// The peer's monitor doesn't report.
     Silent,
-    /// The peer's guest doesn't run.
+    /// The peer's guest hangs.
     Hung,
-    /// This member itself was found silent or hung: its peers were told that it is dead.
+    /// This member itself was silent or hung, and its peers were notified of its death.
     Own,
-    /// One of the two has given the connection up, because the other broke the rules or its driver has gone.
+    /// One of the two has ended the connection, because of a violation or because its driver was unloaded.
     GivenUp,
 }
 
@@ -64,50 +63,50 @@ impl fmt::Display for Reason {
     }
 }
 
-/// What is to be done.
+/// An action for the registry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
-    /// Make a segment for these two slots, give each the other's window and the segment.
+    /// Create a segment for two slots. Send each member the other's window and the segment.
     Connect {
         /// Slots, the lower first.
         slots: [u32; 2],
-        /// Under this epoch.
+        /// Epoch of the connection.
         epoch: u32,
     },
-    /// Tell member `to` that its connection with `peer` is over.
+    /// Notify member `to` that its connection with `peer` has ended.
     Gone {
-        /// Whom to tell.
+        /// Slot of the member to notify.
         to: u32,
-        /// Its peer.
+        /// Slot of its peer.
         peer: u32,
-        /// Under which epoch.
+        /// Epoch of the connection.
         epoch: u32,
-        /// Why.
+        /// Why it ended.
         reason: Reason,
     },
-    /// Tell member `to` whom it and `peer` have in common: others who permit both, and are permitted by both. Either of the two
-    /// may name their memory to the other (docs/design/neighbours.md). Told for each connection, and again when it changes.
+    /// Notify member `to` of the members that it and `peer` both may read: those that permit both, and that both permit. Each of the two
+    /// may name their memory to the other (docs/design/neighbours.md). Sent for each connection, and again after changes.
     Common {
-        /// Whom to tell.
+        /// Slot of the member to notify.
         to: u32,
-        /// Its peer.
+        /// Slot of its peer.
         peer: u32,
         /// A bit per slot.
         slots: u64,
     },
 }
 
-/// Somebody can't join.
+/// Why a VM can't join.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum JoinError {
-    /// Its name is taken.
+    /// A member has its name.
     Taken {
-        /// The VM.
+        /// Name of the VM.
         vm: String,
     },
-    /// No slot is left.
+    /// No slot is free.
     Full {
-        /// How many there are.
+        /// Number of slots.
         slots: u32,
     },
 }
@@ -150,29 +149,29 @@ impl Member {
 struct Pair {
     epoch: u32,
     connected: bool,
-    /// Which of the two, the lower slot first, still has a view.
+    /// Whether each of the two, the lower slot first, has a view.
     held: [bool; 2],
-    /// Whom they have in common, as they were told.
+    /// The members that both may read, as last sent to them.
     common: Option<u64>,
 }
 
-/// See the module. Slots are the names of members.
+/// A neighbourhood. Members are identified by their slots.
 #[derive(Debug)]
 pub struct Neighbourhood {
     geometry: Geometry,
     heartbeat: Heartbeat,
     members: BTreeMap<u32, Member>,
-    /// By slots, the lower first. Kept while somebody has a view.
+    /// Pairs by slots, the lower first. Kept while one of the two has a view.
     pairs: BTreeMap<(u32, u32), Pair>,
-    /// No connection has had a higher one.
+    /// The highest epoch so far.
     epoch: u32,
-    /// Which VM had a slot last.
+    /// The VM that last had each slot.
     last: BTreeMap<u32, String>,
     pauses: Pauses,
 }
 
 impl Neighbourhood {
-    /// Nobody in it.
+    /// A neighbourhood without members.
     #[must_use]
     pub const fn new(geometry: Geometry, heartbeat: Heartbeat) -> Self {
         Self {
@@ -186,7 +185,7 @@ impl Neighbourhood {
         }
     }
 
-    /// Where windows lie.
+    /// Geometry of the windows.
     #[must_use]
     pub const fn geometry(&self) -> &Geometry {
         &self.geometry
@@ -197,29 +196,29 @@ impl Neighbourhood {
         self.members.keys().copied()
     }
 
-    /// Whether nobody is in it and no view of it is held.
+    /// Whether there are no members and no views.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.members.is_empty() && self.pairs.is_empty()
     }
 
-    /// What is known of a member.
+    /// State of a member.
     #[must_use]
     pub fn verdict(&self, slot: u32) -> Option<Verdict> {
         self.members.get(&slot).map(|member| member.verdict)
     }
 
-    /// The epoch under which two are connected.
+    /// The epoch of the connection of two members, if they are connected.
     #[must_use]
     pub fn connected(&self, a: u32, b: u32) -> Option<u32> {
         let pair = self.pairs.get(&(a.min(b), a.max(b)))?;
         pair.connected.then_some(pair.epoch)
     }
 
-    /// Somebody joins; gets a slot. Call [`Neighbourhood::settle`] afterwards, when it has been told.
+    /// Adds a member and returns its slot. Call [`Neighbourhood::settle`] afterwards, when the member knows its slot.
     ///
     /// # Errors
-    /// When its VM is there already, or no slot is free.
+    /// If a member has its name, or no slot is free.
     pub fn join(&mut self, now: Duration, applicant: Applicant) -> Result<u32, JoinError> {
         if self.members.values().any(|member| member.vm == applicant.vm) {
             return Err(JoinError::Taken { vm: applicant.vm });
@@ -238,7 +237,7 @@ impl Neighbourhood {
         Ok(slot)
     }
 
-    /// The slot it had, if it is free; else one that nobody has a view of and nobody had before; else one that nobody has.
+    /// The slot that the VM had, if free; else a free one that no VM had; else a free one without views.
     fn choose_slot(&self, applicant: &Applicant) -> Option<u32> {
         let free = |slot: &u32| *slot < self.geometry.slots() && !self.members.contains_key(slot);
         let own = |slot: &u32| self.last.get(slot).is_none_or(|vm| *vm == applicant.vm);
@@ -253,7 +252,7 @@ impl Neighbourhood {
             .or_else(|| all.find(|slot| free(slot) && unseen(slot)))
     }
 
-    /// A member's monitor has gone, and with it all views that it had.
+    /// Removes a member whose monitor has ended, with all its views.
     pub fn leave(&mut self, slot: u32) -> Vec<Action> {
         if self.members.remove(&slot).is_none() {
             return Vec::new();
@@ -271,14 +270,14 @@ impl Neighbourhood {
         actions
     }
 
-    /// A member's monitor reports its driver's number.
+    /// Records a report of a member's monitor with its driver's count.
     pub fn report(&mut self, now: Duration, slot: u32, count: u64) {
         if let Some(member) = self.members.get_mut(&slot) {
             member.watch.report(now, count);
         }
     }
 
-    /// A member has let go of its view of `peer` under `epoch`, or gives the connection up.
+    /// A member releases its view of `peer` under `epoch`, or ends the connection.
     pub fn release(&mut self, slot: u32, peer: u32, epoch: u32) -> Vec<Action> {
         let key = (slot.min(peer), slot.max(peer));
         let Some(pair) = self.pairs.get_mut(&key).filter(|pair| pair.epoch == epoch && slot != peer) else {
@@ -293,7 +292,7 @@ impl Neighbourhood {
         actions
     }
 
-    /// Looks who is alive at `now`; call it each [`Heartbeat::interval`].
+    /// Checks which members are alive at `now`. To be called once per [`Heartbeat::interval`].
     pub fn tick(&mut self, now: Duration) -> Vec<Action> {
         let mut changed = Vec::new();
         for (&slot, member) in &mut self.members {
@@ -314,9 +313,8 @@ impl Neighbourhood {
         actions
     }
 
-    /// Connects all who can be at `now`: both members alive, each permits the other, no views left from before, and the
-    /// [pause](crate::pause) since they were connected last is over. Call it each [`Heartbeat::interval`] too: pauses end by
-    /// themselves.
+    /// Connects all pairs that can be connected at `now`. Both members must be alive and permit each other. No old views and no
+    /// [pause](crate::pause) may be left. To be called once per [`Heartbeat::interval`], too, since pauses end without an event.
     pub fn settle(&mut self, now: Duration) -> Vec<Action> {
         let mut actions = Vec::new();
         let members: Vec<u32> = self.members.keys().copied().collect();
@@ -330,7 +328,7 @@ impl Neighbourhood {
                 if !alive || !permitted || self.pairs.contains_key(&(a, b)) {
                     continue;
                 }
-                // Epochs are never used twice; after 2^32 - 1 of them no connection is made any more.
+                // Epochs are never reused. After 2^32 - 1 of them no more connections are made.
                 let Some(epoch) = self.epoch.checked_add(1) else { continue };
                 if !self.pauses.admit(now, first.name(), second.name()) {
                     continue;
@@ -344,8 +342,8 @@ impl Neighbourhood {
         actions
     }
 
-    /// Tells all who are connected whom they have in common, where that is news. When a member leaves, this says so before its slot
-    /// is anybody else's: [`Neighbourhood::settle`] is called in between.
+    /// Notifies connected members of changes of the members that they both may read. When a member leaves, this happens before its slot is
+    /// reused, since [`Neighbourhood::settle`] is called in between.
     fn tell_common(&mut self, actions: &mut Vec<Action>) {
         let members = &self.members;
         let agree = |a: &Member, b: &Member| a.permits(b) && b.permits(a);
@@ -364,7 +362,7 @@ impl Neighbourhood {
         }
     }
 
-    /// Ends all connections of `slot`: its peers are told `reason`, itself `own`.
+    /// Ends all connections of `slot`. Its peers get `reason`, and the member itself `own`.
     fn part(&mut self, slot: u32, reason: Reason, own: Option<Reason>) -> Vec<Action> {
         let mut actions = Vec::new();
         for (&(a, b), pair) in &mut self.pairs {
@@ -384,7 +382,7 @@ impl Neighbourhood {
         self.pairs.retain(|_, pair| pair.connected || pair.held != [false; 2]);
     }
 
-    /// Those who have joined and why they see each other or not, for people.
+    /// Slots, names and states of all members, for reports.
     #[must_use]
     pub fn describe(&self) -> Vec<(u32, String, &'static str)> {
         let word = |verdict| match verdict {

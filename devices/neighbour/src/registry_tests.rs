@@ -6,14 +6,14 @@ use proptest::prelude::*;
 use super::*;
 
 const MS: Duration = Duration::from_millis(1);
-/// A time at which no pause holds anybody.
+/// A time at which no pause applies.
 const LATER: Duration = Duration::from_secs(60);
 
 fn neighbourhood(slots: u32) -> Neighbourhood {
     Neighbourhood::new(Geometry::new(1 << 30, 1 << 30, slots).unwrap(), Heartbeat::DEFAULT)
 }
 
-/// Connections that come into being; whom the two have in common is looked at apart.
+/// The new connections. Other tests check common members.
 fn connects(group: &mut Neighbourhood, now: Duration) -> Vec<Action> {
     let all = group.settle(now);
     all.into_iter().filter(|action| matches!(action, Action::Connect { .. })).collect()
@@ -48,7 +48,7 @@ fn a_pair_has_in_common_those_who_permit_both_and_are_permitted_by_both() {
     let files = join("files", &["raid", "disks"]);
     let raid = join("raid", &["files", "disks", "other"]);
     let disks = join("disks", &["files", "raid", "other"]);
-    // Permits both, and one of them doesn't answer in kind; permits one only.
+    // It permits both, and one of them doesn't permit it; another permits only one.
     let other = join("other", &["raid", "disks", "files"]);
     let common = |actions: &[Action], to, peer| {
         let told = actions.iter().find_map(|action| match action {
@@ -64,7 +64,7 @@ fn a_pair_has_in_common_those_who_permit_both_and_are_permitted_by_both() {
     assert_eq!(common(&actions, other, disks), Some(vec![raid]));
     assert_eq!(common(&actions, files, other), None, "they aren't connected");
     assert_eq!(group.settle(LATER), [], "told once");
-    // A slot is taken from what is in common before anybody else can get it.
+    // A slot leaves the common members before another VM can get it.
     group.leave(files);
     let actions = group.settle(LATER);
     assert_eq!(common(&actions, disks, raid), Some(vec![other]));
@@ -83,7 +83,7 @@ fn a_restarted_member_gets_its_slot_back_and_waits_for_its_old_memory_to_be_rele
     assert_eq!(connects(&mut group, LATER), [], "a still has the window of the old b");
     assert_eq!(group.release(a, b, 1), []);
     assert_eq!(connects(&mut group, LATER), [Action::Connect { slots: [a, b], epoch: 2 }]);
-    // Said twice, or of an epoch that is over: nothing happens.
+    // A repeated release, or one of an earlier epoch, has no effect.
     assert_eq!(group.release(a, b, 1), []);
     assert_eq!(group.connected(a, b), Some(2));
 }
@@ -140,9 +140,8 @@ fn a_full_neighbourhood_and_a_taken_name_are_told() {
     assert_eq!(group.join(Duration::ZERO, applicant("b", &[])), Err(JoinError::Full { slots: 1 }));
 }
 
-/// A member that lets go of each connection at once, as soon as it is made, together with a peer that follows: over a minute of
-/// turns of 10 ms they are connected a few times, and a third whom the peer knows is not disturbed. The same when it leaves and
-/// comes back instead.
+/// A member releases each connection as soon as it is made, and a peer follows. In a minute with calls every 10 ms, they are connected a
+/// few times, and a third member, which the peer permits, isn't disturbed. The same if the member leaves and returns instead.
 #[test]
 fn one_who_lets_go_at_once_is_connected_again_ever_more_rarely() {
     for leaves in [false, true] {
@@ -186,7 +185,7 @@ fn one_who_lets_go_at_once_is_connected_again_ever_more_rarely() {
         }
         assert!((15..=20).contains(&begun.len()), "{begun:?}");
         assert!(group.connected(peer, honest).is_some());
-        // Once it has been quiet for long enough, it is as anybody else.
+        // After a quiet time it is treated like any other member.
         let last = *begun.last().unwrap();
         for soon in [crate::pause::STEADY, crate::pause::STEADY + crate::pause::FIRST] {
             let connected = connects(&mut group, last + soon);
@@ -201,9 +200,9 @@ fn one_who_lets_go_at_once_is_connected_again_ever_more_rarely() {
 enum Step {
     Join(usize, u32),
     Leave(u32),
-    /// A member that was told lets go of its oldest dead view, or gives up its oldest live one.
+    /// A notified member releases its oldest dead view, or ends its oldest live connection.
     Release(u32, bool),
-    /// Time passes; those whose bit is set report, those whose second bit is set count.
+    /// Time passes. Members of the first mask report, members of the second count.
     Time(u32, u8, u8),
 }
 
@@ -217,9 +216,9 @@ fn step() -> impl Strategy<Value = Step> {
 }
 
 proptest! {
-    /// Whatever members do: none is connected without permission of both (name and user); epochs rise and are never used
-    /// twice; a member is shown a peer only after it has let go of what it had in that slot before; each connection ends once for each
-    /// of its two, and no later than that one is gone.
+    /// With any behavior of members: none is connected without permission of both, by name and user. Epochs rise and are never reused. A
+    /// member gets a peer only after it has released its previous view of that slot. Each connection ends once for each member, at the
+    /// latest when the member is gone.
     #[test]
     fn permission_epochs_and_views_hold(
         permits in prop::collection::vec((0usize..6, 0usize..6, 0u32..2), 0..20),
@@ -231,7 +230,7 @@ proptest! {
             let of = permits.iter().filter(|(from, ..)| *from == vm);
             of.map(|(_, to, uid)| Permit { vm: name(*to), uid: *uid }).collect()
         };
-        // slot -> (vm, uid); (holder, peer) -> (epoch, whether it was told that it is over)
+        // slot -> (vm, uid); (holder, peer) -> (epoch, whether it was notified of the end)
         let mut members: BTreeMap<u32, (usize, u32)> = BTreeMap::new();
         let mut views: BTreeMap<(u32, u32), (u32, bool)> = BTreeMap::new();
         let mut epochs = BTreeSet::new();
@@ -316,7 +315,7 @@ proptest! {
                     }
                 }
             }
-            // A live view has a live peer that has one, too, and both agree that they are connected.
+            // A live view has a live peer, which has one, too, and the registry has both as connected.
             for (&(holder, peer), &(epoch, over)) in &views {
                 if !over {
                     prop_assert!(members.contains_key(&peer));

@@ -1,17 +1,17 @@
-//! One ring: a producer, a consumer, and when to wake the consumer.
+//! One ring: a producer, a consumer, and the consumer's wakeup.
 //!
-//! Each entry ends with a *stamp*: the epoch (high 32 bits) and the number of the entry plus one (low 32 bits, counted from 0
-//! at the beginning of the epoch, wrapping). The consumer polls the stamp of the entry that it wants next: there is no
-//! index to read, so that an entry costs one cache-line transfer, and what was left by an earlier epoch or an earlier
-//! round of the ring never looks valid. Epoch 0 doesn't exist, nor does the stamp 0 of zeroed memory.
+//! Each entry ends with a *stamp*: the epoch (high 32 bits) and the number of the entry plus one (low 32 bits, counted from 0 at the start
+//! of the epoch, wrapping). The consumer polls the stamp of its next entry. There is no index to read, so an entry costs one transfer of a
+//! cache line. Entries of an earlier epoch or an earlier round of the ring are never valid. Epoch 0 doesn't exist, and zeroed memory has no
+//! valid stamp.
 //!
-//! Sleeping (*armed*): the consumer writes the stamp that it waits for into its word, a fence, and looks once more. The
-//! producer, after it has written entries, a fence, reads that word, and signals when it names one of them. So one of the
-//! two sees the other (Dekker's argument; `tests/loom.rs`), there is one signal per sleep, and none while the consumer is awake.
+//! Before it sleeps, the consumer *arms*: it stores the stamp that it waits for, passes a fence, and polls again. After it has written
+//! entries, the producer passes a fence and reads that word. If the word names one of these entries, the producer signals. So at least one
+//! of the two sees the other (Dekker's algorithm; `tests/loom.rs`). There is one signal per sleep, and none while the consumer is awake.
 //!
 //! ```text
-//!  consumer: awake ── nothing there ──▶ arm, fence, look ──┬─ there is something ──▶ awake
-//!                ▲                                         └─ nothing ──▶ asleep ── signal ──▶ awake
+//!  consumer: awake ── no entry ──▶ arm, fence, poll ──┬─ entry ────▶ awake
+//!                ▲                                    └─ no entry ──▶ asleep ── signal ──▶ awake
 //!  producer: write entries, stamps ──▶ fence, read armed ──▶ signal, if it names one of these
 //! ```
 
@@ -28,39 +28,38 @@ const fn index(place: &RingPlace, number: u32) -> usize {
     (number & (place.entries - 1)) as usize
 }
 
-/// The side of a ring that writes entries of `N` words, the stamp being the last of them. Whether there is room is its
-/// owner's affair.
+/// The side of a ring that writes entries of `N` words, of which the last is the stamp. Its owner ensures that there is room.
 #[derive(Debug)]
 pub struct Producer<const N: usize> {
     place: RingPlace,
     epoch: u32,
-    /// Entry to write next.
+    /// Number of the next entry to write.
     tail: u32,
-    /// Entries from here to the tail may have a sleeper that wasn't woken.
+    /// Entries from here to `tail` may have a sleeper that wasn't signaled.
     unannounced: u32,
 }
 
 impl<const N: usize> Producer<N> {
-    /// At the beginning of an epoch (not 0).
+    /// At the start of an epoch (not 0).
     #[must_use]
     pub const fn new(place: RingPlace, epoch: u32) -> Self {
         Self { place, epoch, tail: 0, unannounced: 0 }
     }
 
-    /// As if `number` entries had been written and seen.
+    /// Continues as if `number` entries had been written and announced.
     #[cfg(test)]
     pub(crate) fn begin_at(&mut self, number: u32) {
         (self.tail, self.unannounced) = (number, number);
     }
 
-    /// How many entries were written in this epoch, wrapping.
+    /// Number of entries written in this epoch, wrapping.
     #[must_use]
     pub const fn tail(&self) -> u32 {
         self.tail
     }
 
-    /// Writes `count` entries, entry `i` as `entry(i)` says (its last word is replaced by the stamp), so that the consumer sees
-    /// either none of them or all: the first becomes valid last. The owner has made sure that there is room.
+    /// Writes `count` entries with the words of `entry(i)`, whose last is replaced by the stamp. The first entry becomes valid last, so the
+    /// consumer sees all or none. The caller has ensured that there is room.
     #[inline]
     pub fn write(
         &mut self,
@@ -80,7 +79,7 @@ impl<const N: usize> Producer<N> {
         self.tail = self.tail.wrapping_add(count);
     }
 
-    /// Whether the consumer sleeps for one of the entries written since the last call: then it must be signalled, once.
+    /// Whether the consumer sleeps for one of the entries written since the last call. The caller must then signal it, once.
     #[must_use]
     #[inline]
     pub fn must_signal(&mut self, words: &(impl Words + ?Sized)) -> bool {
@@ -101,18 +100,18 @@ impl<const N: usize> Producer<N> {
 pub struct Consumer<const N: usize> {
     place: RingPlace,
     epoch: u32,
-    /// Entry to read next.
+    /// Number of the next entry to read.
     head: u32,
 }
 
 impl<const N: usize> Consumer<N> {
-    /// At the beginning of an epoch (not 0).
+    /// At the start of an epoch (not 0).
     #[must_use]
     pub const fn new(place: RingPlace, epoch: u32) -> Self {
         Self { place, epoch, head: 0 }
     }
 
-    /// How many entries were taken in this epoch, wrapping.
+    /// Number of entries consumed in this epoch, wrapping.
     #[must_use]
     pub const fn head(&self) -> u32 {
         self.head
@@ -122,14 +121,14 @@ impl<const N: usize> Consumer<N> {
         self.place.first + index(&self.place, self.head.wrapping_add(ahead)) * N
     }
 
-    /// Whether the next entry is there.
+    /// Whether the next entry is valid.
     #[must_use]
     #[inline]
     pub fn ready(&self, words: &(impl Words + ?Sized)) -> bool {
         words.load_acquire(self.first_word(0) + N - 1) == stamp(self.epoch, self.head)
     }
 
-    /// A copy of the entry `ahead` of the next one, if it is there: each word read once. It stays where it is.
+    /// A copy of the entry `ahead` positions after the next one, if it is valid. Reads each word once, and doesn't consume the entry.
     #[must_use]
     #[inline]
     pub fn peek(&self, words: &(impl Words + ?Sized), ahead: u32) -> Option<[u64; N]> {
@@ -149,14 +148,14 @@ impl<const N: usize> Consumer<N> {
         Some(copy)
     }
 
-    /// Goes on to the entry after the next `count`.
+    /// Consumes the next `count` entries.
     #[inline]
     pub fn advance(&mut self, count: u32) {
         self.head = self.head.wrapping_add(count);
     }
 
-    /// Says that this side is about to sleep. True: it may, and will be signalled when the next entry comes. False: the entry is
-    /// there already; whether a signal comes as well is open.
+    /// Announces that this side is about to sleep. True: it may sleep, and will be signaled when the next entry is written. False: the
+    /// entry is valid already, and a signal may come as well.
     #[must_use]
     #[inline]
     pub fn arm(&self, words: &(impl Words + ?Sized)) -> bool {

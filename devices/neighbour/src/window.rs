@@ -1,23 +1,22 @@
-//! Where the memory of a neighbour is seen: at `base + slot * stride`, in every VM alike.
+//! Windows: a neighbour's memory at `base + slot * stride`, the same address in every VM.
 //!
-//! Within a window, offsets are the owner's guest-physical addresses: the owner translates a buffer by adding the start of its
-//! window ([`Window::global`]), and nobody translates it again. What is not RAM of the owner (the hole below 4 GiB) is not in its
-//! window.
+//! An offset in a window is the owner's guest-physical address. The owner translates a buffer once, by adding its window's start
+//! ([`Window::global`]). No other VM translates it again. A window contains only RAM of the owner, not the hole below 4 GiB.
 
 use core::fmt;
 
 /// Size of a page in bytes.
 pub const PAGE: u64 = 4096;
-/// Neighbours of one neighbourhood, at most.
+/// Limit of members of one neighbourhood.
 pub const MAX_SLOTS: u32 = 64;
-/// Pieces of RAM that lie apart in one VM, at most: below and above the hole, and some more.
+/// Limit of separate RAM extents of one VM: below and above the hole, and some more.
 pub const MAX_EXTENTS: usize = 4;
 /// End of the architecture's physical address space.
 const HIGHEST_ADDRESS: u64 = 1 << 52;
-/// Windows begin and end with page tables of this size, so that KVM can use large pages.
+/// Smallest distance: windows are aligned to large pages, which KVM can then use.
 const LEAST_STRIDE: u64 = 2 << 20;
 
-/// Where the windows of a neighbourhood lie.
+/// Addresses of a neighbourhood's windows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Geometry {
     base: u64,
@@ -25,34 +24,34 @@ pub struct Geometry {
     slots: u32,
 }
 
-/// A geometry, or a VM's RAM in it, isn't possible.
+/// Why a geometry, or a VM's RAM in it, is invalid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WindowError {
-    /// The geometry itself.
+    /// The geometry is invalid.
     Geometry {
         /// Start of the first window.
         base: u64,
-        /// Bytes from one window to the next.
+        /// Distance between windows, bytes.
         stride: u64,
-        /// Windows.
+        /// Number of windows.
         slots: u32,
-        /// What is wrong, and what to choose.
+        /// The problem, and what to choose.
         reason: &'static str,
     },
-    /// A slot that there is none of.
+    /// The slot doesn't exist.
     Slot {
-        /// As given.
+        /// The slot.
         slot: u32,
-        /// How many there are.
+        /// Number of slots.
         slots: u32,
     },
-    /// A piece of RAM.
+    /// A RAM extent is invalid.
     Extent {
-        /// Its guest-physical address.
+        /// Guest-physical address of the extent.
         start: u64,
-        /// Bytes.
+        /// Size, bytes.
         size: u64,
-        /// What is wrong, and what to choose.
+        /// The problem, and what to choose.
         reason: &'static str,
     },
 }
@@ -75,10 +74,10 @@ impl fmt::Display for WindowError {
 impl core::error::Error for WindowError {}
 
 impl Geometry {
-    /// `slots` windows, `stride` bytes (a power of two, 2 MiB or more) apart, from `base` (a multiple of `stride`) on.
+    /// `slots` windows at a distance of `stride` bytes (a power of two, 2 MiB or more), from `base` (a multiple of `stride`, not 0) on.
     ///
     /// # Errors
-    /// When that isn't so, there are none or more than [`MAX_SLOTS`], or they reach beyond 52-bit addresses.
+    /// If a value isn't so, there are no slots or more than [`MAX_SLOTS`], or they exceed 52-bit addresses.
     pub fn new(base: u64, stride: u64, slots: u32) -> Result<Self, WindowError> {
         let bad = |reason| Err(WindowError::Geometry { base, stride, slots, reason });
         if !stride.is_power_of_two() || stride < LEAST_STRIDE {
@@ -103,13 +102,13 @@ impl Geometry {
         self.base
     }
 
-    /// Bytes from one window to the next: no RAM of a member ends beyond.
+    /// Distance between windows, bytes. A member's RAM ends below it.
     #[must_use]
     pub const fn stride(&self) -> u64 {
         self.stride
     }
 
-    /// How many windows there are.
+    /// Number of windows.
     #[must_use]
     pub const fn slots(&self) -> u32 {
         self.slots
@@ -122,10 +121,10 @@ impl Geometry {
         self.base + self.stride * self.slots as u64
     }
 
-    /// Where the window of `slot` begins.
+    /// Start of the window of `slot`.
     ///
     /// # Errors
-    /// When there is no such slot.
+    /// If the slot doesn't exist.
     pub const fn start(&self, slot: u32) -> Result<u64, WindowError> {
         if slot >= self.slots {
             return Err(WindowError::Slot { slot, slots: self.slots });
@@ -133,22 +132,22 @@ impl Geometry {
         Ok(self.base + self.stride * slot as u64)
     }
 
-    /// The slot whose window (RAM or not) holds `address`.
+    /// The slot whose window contains `address`, RAM or not.
     #[must_use]
     pub const fn slot_of(&self, address: u64) -> Option<u32> {
         if address < self.base || address >= self.end() {
             return None;
         }
-        // Less than `slots`, which is 32 bits wide.
+        // Less than `slots`, which has 32 bits.
         #[expect(clippy::cast_possible_truncation, reason = "less than slots")]
         let slot = ((address - self.base) / self.stride) as u32;
         Some(slot)
     }
 
-    /// The window of `slot` with the given pieces of RAM (guest-physical start and size). Pieces that touch become one.
+    /// The window of `slot` with these RAM extents (guest-physical start and size). Adjacent extents are joined.
     ///
     /// # Errors
-    /// When there is no such slot, or the RAM doesn't fit into a window.
+    /// If the slot doesn't exist, or the RAM doesn't fit into a window.
     pub fn window(&self, slot: u32, ram: &[(u64, u64)]) -> Result<Window, WindowError> {
         let start = self.start(slot)?;
         let mut extents = [(0, 0); MAX_EXTENTS];
@@ -180,20 +179,20 @@ impl Geometry {
     }
 }
 
-/// The window of one member: what of it is RAM.
+/// The window of one member, with its RAM extents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Window {
     slot: u32,
     start: u64,
-    /// Where it lies among the others.
+    /// Geometry of all windows.
     geometry: Geometry,
-    /// Guest-physical start and size; the first `count` are valid, ascending, apart.
+    /// Guest-physical start and size. The first `count` are valid, ascending and separate.
     extents: [(u64, u64); MAX_EXTENTS],
     count: usize,
 }
 
 impl Window {
-    /// Whose it is.
+    /// The owner's slot.
     #[must_use]
     pub const fn slot(&self) -> u32 {
         self.slot
@@ -205,14 +204,14 @@ impl Window {
         self.start
     }
 
-    /// Pieces of RAM: guest-physical start and size.
+    /// RAM extents: guest-physical start and size.
     #[must_use]
     pub fn extents(&self) -> &[(u64, u64)] {
         self.extents.get(..self.count).unwrap_or_default()
     }
 
-    /// The owner's guest-physical address of the `length` bytes at the global `address`, if they are all RAM of the owner.
-    /// `None` for what lies outside in part or as a whole, and for nothing at all (length 0). Never overflows.
+    /// The owner's guest-physical address of the `length` bytes at the global `address`, if all are RAM of the owner. `None` if any byte
+    /// isn't, or `length` is 0. Never overflows.
     #[must_use]
     #[inline]
     pub fn local(&self, address: u64, length: u32) -> Option<u64> {
@@ -229,7 +228,7 @@ impl Window {
             .then_some(at)
     }
 
-    /// Whether the `length` bytes (not 0) at the global `address` lie as a whole in the window of one other slot, be it mapped or not.
+    /// Whether the `length` bytes (not 0) at the global `address` are all in the window of one other slot, mapped or not.
     #[must_use]
     pub fn could_be_of_another(&self, address: u64, length: u32) -> bool {
         let Some(last) = u64::from(length).checked_sub(1).and_then(|more| address.checked_add(more)) else {
@@ -239,7 +238,7 @@ impl Window {
         slot.is_some_and(|slot| slot != self.slot) && self.geometry.slot_of(last) == slot
     }
 
-    /// The global address of the `length` bytes at the owner's guest-physical address `at`, if they are all RAM.
+    /// The global address of the `length` bytes at the owner's guest-physical address `at`, if all are RAM.
     #[must_use]
     #[inline]
     pub fn global(&self, at: u64, length: u32) -> Option<u64> {
@@ -289,7 +288,7 @@ mod tests {
         ] {
             assert!(geometry.window(0, ram).is_err(), "{ram:?}");
         }
-        // Nodes that touch are one piece.
+        // Adjacent extents are joined.
         let window = geometry.window(1, &[(0, PAGE), (PAGE, PAGE), (4 * PAGE, PAGE)]).unwrap();
         assert_eq!(window.extents(), [(0, 2 * PAGE), (4 * PAGE, PAGE)]);
         assert_eq!(window.local(2 * GIB + PAGE - 1, 2), Some(PAGE - 1));
@@ -312,8 +311,8 @@ mod tests {
     }
 
     proptest! {
-        /// Against a list of all bytes, as 128-bit numbers that can't overflow: an address and length is taken exactly when
-        /// each of its bytes is RAM of the owner in one run.
+        /// Compared with a list of all bytes, as 128-bit numbers that can't overflow. An address and length are accepted exactly if each
+        /// byte is RAM of the owner, in one extent.
         #[test]
         fn a_check_agrees_with_arithmetic_that_cannot_overflow(
             (geometry, ram) in windows(),

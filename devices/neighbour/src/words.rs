@@ -1,21 +1,21 @@
-//! Shared memory as 64-bit words. All that both sides write is one such word, so that none is ever seen half-written.
+//! Shared memory as 64-bit words. Both sides access it only by whole words, so no word is ever seen half-written.
 
 use core::sync::atomic::{AtomicU64, Ordering, fence};
 
-/// Memory that this side and its peer share. Words are numbered from the start of the segment: word *n* lies at byte `8 * n`.
-/// A word beyond the end reads as 0, and writes to it do nothing: [`Words::count`] is compared once, when a channel is made.
+/// Memory that this side shares with its peer. Word *n* is at byte `8 * n` of the segment. A word beyond the end reads as 0, and writes to
+/// it have no effect: a channel checks [`Words::count`] once, when it is created.
 pub trait Words {
-    /// How many words there are.
+    /// Number of words.
     fn count(&self) -> usize;
-    /// Reads a word, without order.
+    /// Reads a word with relaxed order.
     fn load(&self, word: usize) -> u64;
-    /// Reads a word; what its writer wrote before it is seen afterwards.
+    /// Reads a word with acquire order.
     fn load_acquire(&self, word: usize) -> u64;
-    /// Writes a word, without order.
+    /// Writes a word with relaxed order.
     fn store(&self, word: usize, value: u64);
-    /// Writes a word; whoever reads it sees what was written before.
+    /// Writes a word with release order.
     fn store_release(&self, word: usize, value: u64);
-    /// Puts the writes before it before the reads after it, in the eyes of everybody (sequentially consistent).
+    /// A sequentially consistent fence: orders earlier writes before later reads.
     fn fence(&self);
 }
 

@@ -1,5 +1,5 @@
-//! `include/causeway_neighbour.h` says the same as the Rust constants: it is made here. After a change of the layout, run this
-//! with `CAUSEWAY_WRITE_HEADER=1` and commit the file; offsets may only change together with the version.
+//! `include/causeway_neighbour.h` is generated here from the Rust constants. After a change of the layout, run this test with
+//! `CAUSEWAY_WRITE_HEADER=1` and commit the file. Offsets may only change together with the version.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -170,7 +170,7 @@ fn the_c_header_is_what_the_constants_say() {
     );
 }
 
-/// The header's own assertions hold for a C compiler: offsets, sizes, and the sizes of whole segments.
+/// A C compiler accepts the header's own assertions: offsets, sizes, and the sizes of whole segments.
 #[test]
 fn a_c_compiler_agrees() {
     let Ok(output) = Command::new("cc")

@@ -1,5 +1,5 @@
-//! The ring and its sleeping protocol under every interleaving, and every value that a load may see, of the C11 memory
-//! model (loom). The words of the segment are loom's atomics; a signal is what an eventfd is: it stays until it is taken.
+//! The ring and its sleep protocol in every interleaving and with every value that a load may return in the C11 memory model (loom). The
+//! segment's words are loom's atomics. A signal behaves like an eventfd: it stays until it is consumed.
 
 use loom::sync::atomic::{AtomicU64, Ordering, fence};
 use loom::sync::{Arc, Notify};
@@ -8,7 +8,7 @@ use neighbour::layout::RingPlace;
 use neighbour::ring::{Consumer, Producer};
 use neighbour::words::Words;
 
-/// A word for whom the consumer sleeps, then two entries of two words.
+/// The word for the consumer's sleep, then two entries of two words.
 const WORDS: usize = 5;
 const PLACE: RingPlace = RingPlace { first: 1, sleeps: 0, entries: 2 };
 const EPOCH: u32 = 7;
@@ -47,8 +47,8 @@ impl Words for Memory {
     }
 }
 
-/// No wake-up is lost: a consumer that sleeps whenever it may gets both entries, with their contents. (A lost one is a
-/// deadlock, which loom reports.)
+/// No wakeup is lost: a consumer that sleeps whenever it may gets both entries with their contents. (A lost one is a deadlock, which loom
+/// reports.)
 #[test]
 fn a_sleeping_consumer_is_always_woken() {
     loom::model(|| {
@@ -82,7 +82,7 @@ fn a_sleeping_consumer_is_always_woken() {
     });
 }
 
-/// Entries written together become visible together: whoever sees the first sees the second, and its contents.
+/// Entries that are written together become visible together: a consumer that sees the first sees the second with its contents.
 #[test]
 fn a_list_is_seen_whole() {
     loom::model(|| {
@@ -100,13 +100,13 @@ fn a_list_is_seen_whole() {
     });
 }
 
-/// Whoever sees the first entry of a list sees the second, whatever the ring held in the round before.
+/// A consumer that sees the first entry of a list sees the second, with any entries of the previous round in the ring.
 #[test]
 fn a_list_over_an_earlier_round_is_seen_whole() {
     loom::model(|| {
         let shared = Arc::new(Memory::new());
         let mut producer = Producer::<2>::new(PLACE, EPOCH);
-        // The round before.
+        // The previous round.
         producer.write(&*shared, 2, |_| [1, 0]);
         let other = Arc::clone(&shared);
         let writer = thread::spawn(move || producer.write(&*other, 2, |at| [100 + u64::from(at), 0]));
@@ -120,7 +120,7 @@ fn a_list_over_an_earlier_round_is_seen_whole() {
     });
 }
 
-/// A side that is late by an epoch sees nothing of the next one, whatever it sees of the words.
+/// A side that is an epoch behind accepts no entry of the next one, whatever words it reads.
 #[test]
 fn another_epoch_is_never_believed() {
     loom::model(|| {
