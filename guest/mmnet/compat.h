@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0 */
-/* What differs between the kernels that this builds for: 6.1 and 6.12. */
+/* Differences between the kernels that this builds for: 6.1 and 6.12. */
 #ifndef CW_NEIGH_COMPAT_H
 #define CW_NEIGH_COMPAT_H
 
@@ -14,7 +14,7 @@
 #include <asm/unaligned.h>
 #endif
 
-/* vfs_iter_write() itself keeps the file system from being frozen meanwhile, and its caller must not. */
+/* vfs_iter_write() itself protects the file system against freezing during the write. Its caller must not. */
 #define COMPAT_ITER_WRITE_STARTS	(KERNEL_VERSION(6, 8, 0) <= LINUX_VERSION_CODE)
 
 static inline ssize_t compat_iter_write(struct file *file, struct iov_iter *iter, loff_t *at, rwf_t flags)
@@ -29,7 +29,7 @@ static inline ssize_t compat_iter_write(struct file *file, struct iov_iter *iter
 	return done;
 }
 
-/* A device that only carries a NAPI. */
+/* A net device that only carries a NAPI. */
 static inline struct net_device *compat_dummy_netdev(void)
 {
 #if KERNEL_VERSION(6, 10, 0) <= LINUX_VERSION_CODE

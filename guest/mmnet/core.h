@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: GPL-2.0 */
-/* The neighbours' core: what its files share. neigh.h is what its users see, ../../docs/reference/neighbours.md the protocol. */
+/*
+ * Shared declarations of the neighbours' core. neigh.h is its interface to users, ../../docs/reference/neighbours.md the
+ * protocol.
+ */
 #ifndef CW_NEIGH_CORE_H
 #define CW_NEIGH_CORE_H
 
@@ -18,54 +21,54 @@
 
 #include "neigh.h"
 
-/* Pages of one message that an skb can refer to. */
+/* Limit of pages of one message that an skb can refer to. */
 #define NEIGH_MOST_PAGES	MAX_SKB_FRAGS
-/* Messages that refer to one page at once; a page comes back when the last of them does. */
+/* Limit of messages that refer to one page at a time. The page returns with the last of them. */
 #define NEIGH_MOST_SHARERS	32
-/* Third VMs' windows in one message. */
+/* Limit of third VMs' windows in one message. */
 #define NEIGH_MOST_OTHERS	2
 
 struct neigh_rx;
 
-/* One reference of a message to a page: in a list that hangs on the page. */
+/* A message's reference to a page, in a list that hangs on the page. */
 struct neigh_node {
 	struct neigh_node *next;
 	struct neigh_rx *rx;
 	u32 depth;
 };
 
-/* A received message that was not completed yet, by its id. */
+/* A received message that isn't completed, by its id. */
 struct neigh_rx {
 	struct neigh_link *link;
-	/* Third VMs' windows that it refers to. */
+	/* Third VMs' windows that the message refers to. */
 	struct neigh_link *others[NEIGH_MOST_OTHERS];
 	bool busy;
-	/* References to pages that are out. */
+	/* Outstanding references to pages. */
 	atomic_t pages;
 	struct neigh_node nodes[NEIGH_MOST_PAGES];
 };
 
-/* A message that was sent, by its id. */
+/* A posted message, by its id. */
 struct neigh_tx {
 	void *cookie;
-	u32 next;		/* free id, when this one is */
-	u8 user;		/* protocol of who sent it; 0: the user has gone */
+	u32 next;		/* next free id, if this one is free */
+	u8 user;		/* protocol of the user that posted it; 0: the user is gone */
 	bool outstanding;
 };
 
-/* One end of a ring, in private memory; the entries are in the segment. */
+/* One end of a ring, in private memory. The entries are in the segment. */
 struct neigh_ring {
 	void *first;		/* entry 0 */
-	void *sleeps;		/* the word in which the consumer says what it sleeps for */
-	u32 next;		/* entry to write, or to read, next */
-	u32 unannounced;	/* producers: from here on a sleeper may not have been woken */
+	void *sleeps;		/* the word in which the consumer stores the stamp that it sleeps for */
+	u32 next;		/* number of the next entry to write or read */
+	u32 unannounced;	/* producers: entries from here on may have a sleeper that wasn't signaled */
 };
 
 enum neigh_state { NEIGH_WAITING, NEIGH_OFFERED, NEIGH_LIVE, NEIGH_ENDED };
 
 /*
- * One connection. Counted by users: the connection itself, and each received message until it is completed (messages of other
- * links too, when their parts lie in this window). At 0 the window is given back.
+ * One connection. Its users are the connection itself, and each received message until it is completed (messages of other links,
+ * too, if their parts are in this window). At 0 users the window is released.
  */
 struct neigh_link {
 	struct rcu_head rcu;
@@ -73,14 +76,14 @@ struct neigh_link {
 	refcount_t users;
 	u32 epoch;
 	u32 entries;
-	bool pinned;			/* the module can't go: pages are out and the user has gone */
+	bool pinned;			/* keeps the module loaded: pages are outstanding, and the user is gone */
 
-	/* The window: pieces of RAM, global addresses, exact. */
+	/* The window: RAM extents, exact global addresses. */
 	unsigned int extents;
 	struct range extent[CW_NB_MAX_EXTENTS];
 	unsigned int maps;
 	struct dev_pagemap *map[CW_NB_MAX_EXTENTS];
-	spinlock_t pages_lock;		/* the lists of nodes that hang on pages; irqs off */
+	spinlock_t pages_lock;		/* the lists of nodes of pages; irqs off */
 
 	void *segment;
 	unsigned int side;
@@ -92,7 +95,7 @@ struct neigh_link {
 	u32 free_id;
 	struct neigh_tx *tx;
 
-	/* Receiving: in is the poll's own; the rest is under rx_lock. */
+	/* Receiving: in belongs to the poll; the rest is under rx_lock. */
 	struct neigh_ring in;
 	void *told_word;
 	u32 told;
@@ -117,12 +120,12 @@ struct neigh_dev;
 struct neigh {
 	struct kref ref;
 	struct rcu_head rcu;
-	struct neigh_dev *dev;		/* NULL once it has gone */
+	struct neigh_dev *dev;		/* NULL once the device is gone */
 	struct device *parent;		/* holds a reference */
 	u32 slot;
 	char name[CW_NB_PEER_NAME_SIZE + 1];
-	void __iomem *kept_block;	/* its registers, when the device has gone and pages are still out */
-	u8 mac[ETH_ALEN];		/* of this VM's device to it */
+	void __iomem *kept_block;	/* its registers, if the device is gone and pages are outstanding */
+	u8 mac[ETH_ALEN];		/* of this VM's device for the neighbour */
 	char irq_name[24];
 	int irq;
 	void __iomem *doorbell;
@@ -134,16 +137,16 @@ struct neigh {
 	struct delayed_work retry_release;
 
 	struct neigh_link __rcu *link;
-	u64 common;			/* slots of those whom this VM and it both may read */
+	u64 common;			/* slots of VMs that both this VM and the neighbour may read */
 	spinlock_t tx_lock;		/* irqs off */
-	struct neigh_link *sending;	/* the link when it is live; under tx_lock */
+	struct neigh_link *sending;	/* the link while it is live; under tx_lock */
 	u64 own_start;
 	struct neigh_attached attached[NEIGH_PROTOCOLS];
 
 	struct net_device *napi_dev;
 	struct napi_struct napi;
 	bool polling;			/* NAPI is enabled */
-	const char *violation;		/* what the peer did that it must not */
+	const char *violation;		/* the peer's violation of the protocol */
 	struct timer_list room_timer;
 	u64 slept_at;
 	u32 spin_ns;
@@ -180,10 +183,10 @@ void neigh_end(struct neigh *nb, const char *why);	/* neigh_mutex held */
 void neigh_work(struct work_struct *work);
 void neigh_retry_release(struct work_struct *work);
 void neigh_link_put(struct neigh_link *link);	/* within rcu_read_lock() or neigh_mutex */
-void neigh_queue(struct neigh *nb);		/* asks for neigh_look(); the same */
+void neigh_queue(struct neigh *nb);		/* queues neigh_look(); within rcu_read_lock() or neigh_mutex */
 void neigh_user_live(struct neigh *nb, struct neigh_user *user);
 void neigh_user_dead(struct neigh *nb, struct neigh_user *user);
-bool neigh_detach(struct neigh *nb);		/* the device goes; false: not yet possible; neigh_mutex held */
+bool neigh_detach(struct neigh *nb);		/* removes the device; false: not possible yet; neigh_mutex held */
 void neigh_free(struct kref *ref);
 
 /* core_window.c */
@@ -201,7 +204,7 @@ int neigh_rings_make(struct neigh_link *link, u32 own, u32 peer);
 void neigh_rings_free(struct neigh_link *link);
 bool neigh_must_signal(struct neigh_link *link, struct neigh_ring *ring);
 void neigh_signal(struct neigh *nb);
-void neigh_violated(struct neigh *nb, const char *what);	/* ends the link, soon */
+void neigh_violated(struct neigh *nb, const char *what);	/* ends the link soon */
 int neigh_poll(struct napi_struct *napi, int budget);
 
 /* core_send.c */
@@ -214,7 +217,7 @@ void neigh_room_timer(struct timer_list *timer);
 int neigh_take_messages(struct neigh *nb, struct neigh_link *link, int most);
 void neigh_tell_taken(struct neigh_link *link);
 
-/* Words of the segment: memory that the peer writes too. Each is read once. */
+/* Words of the segment, which the peer writes, too. Each is read once. */
 static inline u64 neigh_load(const void *word)
 {
 	return le64_to_cpu(READ_ONCE(*(const __le64 *)word));
@@ -224,7 +227,7 @@ static inline u64 neigh_load_acquire(const void *word)
 {
 	const __le64 *p = word;
 
-	/* What its writer wrote before it is seen afterwards. */
+	/* Later reads see what the writer wrote before this word. */
 	return le64_to_cpu(virt_load_acquire(p));
 }
 
@@ -237,7 +240,7 @@ static inline void neigh_store_release(void *word, u64 value)
 {
 	__le64 *p = word;
 
-	/* Whoever reads it sees what was written before. */
+	/* A reader of this word sees earlier writes. */
 	virt_store_release(p, cpu_to_le64(value));
 }
 
@@ -255,7 +258,7 @@ static inline void *neigh_entry(const struct neigh_link *link, const struct neig
 	return ring->first + (number & (link->entries - 1)) * size;
 }
 
-/* Whether an entry is there: its stamp, the last word, says so. */
+/* Whether an entry is valid, by its stamp, the last word. */
 static inline bool neigh_ready(const struct neigh_link *link, const struct neigh_ring *ring, u32 number, size_t size)
 {
 	return neigh_load_acquire(neigh_entry(link, ring, number, size) + size - 8) == neigh_stamp(link->epoch, number);

@@ -2,10 +2,10 @@
 /*
  * The life of a connection: offered, live, ended, released, and again.
  *
- *	block says OFFERED	window and segment are mapped, rings made, the own ready word written
+ *	the block is OFFERED	map window and segment, make rings, write the own ready word
  *	the peer's ready word	live: users may post, the poll runs
- *	GONE, or a violation	ended: what was posted comes back, users are told; the window stays
- *	nobody uses a page	the window is unmapped, and the release written; the next offer is taken up then
+ *	GONE, or a violation	ended: fail posted messages, notify users; the window stays mapped
+ *	no page is in use	unmap the window, write the release; the next offer is accepted then
  *
  * All of this happens in process context under neigh_mutex.
  */
@@ -46,7 +46,7 @@ void neigh_free(struct kref *ref)
 	kfree_rcu(nb, rcu);
 }
 
-/* A work that waits holds a reference. */
+/* Queued work holds a reference. */
 void neigh_queue(struct neigh *nb)
 {
 	if (kref_get_unless_zero(&nb->ref) && !queue_work(neigh_wq, &nb->work))
@@ -134,7 +134,7 @@ static void link_unmap(struct neigh_link *link)
 	neigh_window_unmap(link);
 }
 
-/* Takes an offer up. When that fails it stays as it is until it is gone: to give it up would only bring the next one. */
+/* Accepts an offer. If that fails, the offer stays until the connection is gone: ending it would only cause the next offer. */
 static int prepare(struct neigh *nb, u32 epoch)
 {
 	struct neigh_dev *dev = nb->dev;
@@ -176,7 +176,7 @@ static int prepare(struct neigh *nb, u32 epoch)
 	ret = neigh_rings_make(link, dev->own, nb->slot);
 	if (ret)
 		goto failed;
-	/* The block may have changed meanwhile: then this was a mixture. */
+	/* The block may have changed meanwhile, and this may be a mixture. */
 	what = "it changed meanwhile";
 	ret = -EAGAIN;
 	if (readl(block(nb) + CW_NB_PEER_EPOCH) != epoch)
@@ -187,7 +187,7 @@ static int prepare(struct neigh *nb, u32 epoch)
 	nb->state = NEIGH_OFFERED;
 	WRITE_ONCE(nb->violation, NULL);
 	neigh_store_release(ready_word(link, link->side), epoch);
-	/* The own word before the look at the peer's: one of the two sees the other. */
+	/* Write the own ready word before reading the peer's, so that one of the two sides sees the other. */
 	virt_mb();
 	neigh_signal(nb);
 	return 0;
@@ -200,7 +200,7 @@ failed:
 	return ret;
 }
 
-/* Posts of a user are taken, and messages for it handed over, from now on. */
+/* From now on accepts posts of a user, and passes messages to it. */
 void neigh_user_live(struct neigh *nb, struct neigh_user *user)
 {
 	struct neigh_attached *at = &nb->attached[user->protocol];
@@ -215,7 +215,7 @@ void neigh_user_live(struct neigh *nb, struct neigh_user *user)
 		user->ops->live(nb, at->priv);
 }
 
-/* The poll doesn't run. */
+/* The poll must not run. */
 void neigh_user_dead(struct neigh *nb, struct neigh_user *user)
 {
 	struct neigh_attached *at = &nb->attached[user->protocol];
@@ -253,7 +253,7 @@ static void begin(struct neigh *nb)
 			neigh_user_live(nb, nb->attached[i].user);
 	napi_enable(&nb->napi);
 	WRITE_ONCE(nb->polling, true);
-	/* Messages may be there already, and nobody signals for them. */
+	/* Messages may be there already, without a signal. */
 	local_bh_disable();
 	napi_schedule(&nb->napi);
 	local_bh_enable();
@@ -283,7 +283,7 @@ void neigh_end(struct neigh *nb, const char *why)
 			if (nb->attached[i].user)
 				neigh_user_dead(nb, nb->attached[i].user);
 	}
-	/* Whoever saw it open has finished with the segment and the doorbell. */
+	/* All contexts that saw it open have finished with the segment and the doorbell. */
 	synchronize_rcu();
 	memunmap(link->segment);
 	link->segment = NULL;
@@ -291,7 +291,7 @@ void neigh_end(struct neigh *nb, const char *why)
 	neigh_link_put(link);
 }
 
-/* The device has no driver, or another one; the function is still there unless it was taken from the bus. */
+/* The device has no driver, or another one. The function still exists, unless it was removed from the bus. */
 static void release_kept(struct neigh *nb, u32 epoch)
 {
 	if (!nb->kept_block)
@@ -302,12 +302,12 @@ static void release_kept(struct neigh *nb, u32 epoch)
 	nb->kept_block = NULL;
 }
 
-/* Nobody uses the link any more: unmaps, and tells the registry. */
+/* The link has no users any more: unmaps it, and notifies the registry. */
 static void release(struct neigh *nb, struct neigh_link *link)
 {
 	bool pinned = link->pinned;
 
-	/* The last reference to a page may still be on its way back; see core_window.c. */
+	/* The last reference to a page may still be returning; see core_window.c. */
 	if (!neigh_window_idle(link)) {
 		kref_get(&nb->ref);
 		if (!queue_delayed_work(neigh_wq, &nb->retry_release, msecs_to_jiffies(10)))
@@ -330,7 +330,7 @@ static void release(struct neigh *nb, struct neigh_link *link)
 		module_put(THIS_MODULE);
 }
 
-/* Follows the registers, the segment and what was found out since. */
+/* Follows the registers, the segment, and violations found since. */
 void neigh_look(struct neigh *nb)
 {
 	struct neigh_link *link = link_of(nb);
@@ -390,9 +390,9 @@ void neigh_retry_release(struct work_struct *work)
 }
 
 /*
- * The device goes. A window whose pages are still out stays, without the device and with the module, until they have come
- * back: the monitor is asked to keep it, and told by release() then. False when that can't be, as when the module goes as
- * well: then the pages must be waited for.
+ * Removes the device. A window with outstanding pages stays mapped until they return, without the device and with the module:
+ * this asks the monitor to keep it, and release() ends that. Returns false if that isn't possible, for example if the module is
+ * unloaded as well: the caller must then wait for the pages.
  */
 bool neigh_detach(struct neigh *nb)
 {

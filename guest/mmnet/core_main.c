@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0
-/* The PCI function of neighbours: probe, interrupts, the heartbeat; and who uses the core. */
+/* The driver of the neighbours' PCI function: probe, interrupts, heartbeat, and users of the core. */
 #include <linux/io.h>
 #include <linux/io-64-nonatomic-lo-hi.h>
 #include <linux/module.h>
@@ -8,7 +8,7 @@
 #include "compat.h"
 #include "core.h"
 
-/* Users, devices, neighbours and their states. */
+/* Protects users, devices, neighbours and their states. */
 DEFINE_MUTEX(neigh_mutex);
 struct workqueue_struct *neigh_wq;
 struct neigh_user *neigh_users[NEIGH_PROTOCOLS];
@@ -19,7 +19,7 @@ unsigned int neigh_spin_us = 20;
 module_param_named(spin_us, neigh_spin_us, uint, 0644);
 MODULE_PARM_DESC(spin_us, "longest time to look for more before sleeping, microseconds; 0: never (default 20)");
 
-/* How long the removal of a device waits for pages that are still in use. */
+/* Time that a device's removal waits for pages in use before each attempt to detach their windows. */
 #define NEIGH_PATIENCE	(2 * HZ)
 
 static irqreturn_t neigh_signalled(int irq, void *data)
@@ -83,11 +83,11 @@ static void detach(struct neigh *nb, struct neigh_user *user)
 	user->ops->remove(nb, at->priv);
 	at->user = NULL;
 	at->priv = NULL;
-	/* The user's module holds this one no more, but skbs may refer to pages: page_free() must stay. */
+	/* The user's module doesn't hold this one any more, but skbs may refer to pages: page_free() must stay loaded. */
 	if (link && !link->pinned && refcount_read(&link->users) > (nb->state == NEIGH_ENDED ? 0 : 1)) {
 		__module_get(THIS_MODULE);
 		WRITE_ONCE(link->pinned, true);
-		/* The last may have come back before that was seen. */
+		/* The last page may have returned before that was set. */
 		neigh_queue(nb);
 	}
 	if (live) {
@@ -194,7 +194,7 @@ EXPORT_SYMBOL_GPL(neigh_counts);
 
 /* The device */
 
-/* A slot that somebody is in for the first time. */
+/* Creates the neighbour of a slot that is used for the first time. */
 static struct neigh *neigh_new(struct neigh_dev *dev, u32 slot)
 {
 	struct neigh *nb = kzalloc(sizeof(*nb), GFP_KERNEL);
@@ -256,7 +256,7 @@ static void neigh_scan(struct work_struct *work)
 
 	mutex_lock(&neigh_mutex);
 	changed = readq(dev->regs + CW_NB_CHANGED);
-	/* Who was there before this driver. */
+	/* Members that joined before this driver was loaded. */
 	if (!dev->looked)
 		changed = U64_MAX;
 	dev->looked = true;
@@ -364,7 +364,7 @@ static int neigh_probe(struct pci_dev *pdev, const struct pci_device_id *id)
 	return 0;
 }
 
-/* Nothing is added any more, so that no lock is needed. */
+/* No neighbours are added any more, so no lock is needed. */
 static bool all_released(struct neigh_dev *dev)
 {
 	u32 slot;
@@ -394,7 +394,7 @@ static void neigh_pci_remove(struct pci_dev *pdev)
 	u32 slot;
 	int i;
 
-	/* Nothing new. */
+	/* Accept nothing new. */
 	mutex_lock(&neigh_mutex);
 	dev->going = true;
 	list_del(&dev->list);
@@ -428,7 +428,7 @@ static void neigh_pci_remove(struct pci_dev *pdev)
 		if (dev->neighs[slot])
 			neigh_remove(dev, slot);
 	pci_free_irq_vectors(pdev);
-	/* The heartbeat goes on until here: to be slow isn't to hang. */
+	/* The heartbeat continues until here, since a slow removal is no hang. */
 	writel(0, dev->regs + CW_NB_DRIVER);
 	del_timer_sync(&dev->heartbeat);
 	pci_clear_master(pdev);
@@ -463,9 +463,9 @@ static int __init neigh_init(void)
 static void __exit neigh_exit(void)
 {
 	pci_unregister_driver(&neigh_driver);
-	/* Works that were queued, and freed links. */
+	/* Queued work, and freed links. */
 	destroy_workqueue(neigh_wq);
-	/* And page_free() of pages that came back last. */
+	/* And page_free() of the last returned pages. */
 	synchronize_rcu();
 	rcu_barrier();
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * Receiving: messages come in, and are given back. An entry is read once, into private memory, and checked there; the poll alone
- * takes messages, anybody gives them back.
+ * Receiving and completing messages. An entry is read once, into private memory, and checked there. Only the poll receives
+ * messages. Any context completes them.
  */
 #include "core.h"
 
@@ -13,7 +13,7 @@ void neigh_tell_taken(struct neigh_link *link)
 	}
 }
 
-/* Finds the window of a part; takes a reference to a third VM's. */
+/* Finds the window of a part. Acquires a reference to a third VM's. */
 static int find_window(struct neigh *nb, struct neigh_link *link, struct neigh_rx *rx, const struct neigh_part *part)
 {
 	struct neigh_dev *dev = nb->dev;
@@ -28,10 +28,10 @@ static int find_window(struct neigh *nb, struct neigh_link *link, struct neigh_r
 	slot = (part->address - dev->base) / dev->stride;
 	if (slot >= dev->slots || slot == nb->slot)
 		return -EPROTO;
-	/* What reaches into the next window is nobody's memory. */
+	/* A part that crosses into the next window is no VM's memory. */
 	if (part->length > dev->stride - ((part->address - dev->base) & (dev->stride - 1)))
 		return -EPROTO;
-	/* Passed on back to where it came from: there is no window of the own memory. */
+	/* Passed back to its origin: there is no window of this VM's own memory. */
 	if (slot == dev->own || !neigh_in_common(nb, slot))
 		return -ENXIO;
 	for (i = 0; i < NEIGH_MOST_OTHERS; i++) {
@@ -43,7 +43,7 @@ static int find_window(struct neigh *nb, struct neigh_link *link, struct neigh_r
 		if (!dev->neighs[slot])
 			return -ENXIO;
 		other = rcu_dereference(dev->neighs[slot]->link);
-		/* One that is over may still be mapped, but is not named anew. */
+		/* A window of an ended link may still be mapped, but gets no new references. */
 		if (!other || !READ_ONCE(other->open) || !neigh_window_has(other, part->address, part->length) ||
 		    !refcount_inc_not_zero(&other->users))
 			return -ENXIO;
@@ -65,8 +65,8 @@ static void drop_others(struct neigh_rx *rx)
 }
 
 /*
- * Takes the next message, checked. 1: there is one; 0: there is none; -ENXIO: there is one that names memory which isn't mapped
- * here; -EPROTO: the peer broke the rules.
+ * Receives and checks the next message. 1: received; 0: none; -ENXIO: received, and it names memory that isn't mapped here;
+ * -EPROTO: the peer violated the protocol.
  */
 static int take_message(struct neigh *nb, struct neigh_link *link, struct neigh_msg *msg)
 {
@@ -132,7 +132,7 @@ static int take_message(struct neigh *nb, struct neigh_link *link, struct neigh_
 	}
 	msg->count = count;
 	link->in.next += count;
-	/* A quarter of the ring at a time: the word moves to the sender's processor when it is read. */
+	/* Once per quarter of the ring: the sender's read transfers the word's cache line. */
 	if (link->in.next - link->told >= link->entries / 4)
 		neigh_tell_taken(link);
 	return reachable ? 1 : -ENXIO;
@@ -164,7 +164,7 @@ static void give_back(struct neigh_link *link, u32 id, u32 status, bool announce
 	memset(rx->others, 0, sizeof(rx->others));
 	WRITE_ONCE(rx->busy, false);
 	if (link->open) {
-		/* There is room: the sender has no more outstanding than the ring has entries, and no id is in it twice. */
+		/* There is room: the sender has at most as many outstanding as the ring has entries, and each id occurs once. */
 		void *at = neigh_entry(link, &link->back, link->back.next, NEIGH_COMPLETION);
 
 		neigh_store(at, (u64)status << 32 | id);
@@ -195,7 +195,7 @@ void neigh_complete_quietly(struct neigh_link *link, u32 id, u32 status)
 }
 EXPORT_SYMBOL_GPL(neigh_complete_quietly);
 
-/* Takes and hands out messages; the number, or less than 0. */
+/* Receives messages and passes them to users. Returns their number, or less than 0. */
 int neigh_take_messages(struct neigh *nb, struct neigh_link *link, int most)
 {
 	struct neigh_msg msg;
@@ -213,7 +213,7 @@ int neigh_take_messages(struct neigh *nb, struct neigh_link *link, int most)
 		if (ret == -EPROTO)
 			return ret;
 		count++;
-		/* The link has a reference of its own as long as this runs. */
+		/* The link has a reference of its own while this runs. */
 		refcount_inc(&link->users);
 		WRITE_ONCE(link->rx[msg.id].busy, true);
 		protocol = msg.kind >> 8;

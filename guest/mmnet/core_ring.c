@@ -3,11 +3,12 @@
  * Rings and the poll. The protocol is that of the crate `neighbour` (devices/neighbour/src/channel.rs and ring.rs);
  * docs/reference/neighbours.md has its tables.
  *
- * All that the peer writes is read once, into private memory, and checked there; what breaks the rules ends the link, with a
- * sentence in the kernel's log. Barriers are the virt_ ones: the other side is another VM, whatever this kernel has been built for.
+ * Everything that the peer writes is read once, into private memory, and checked there. A violation of the protocol ends the
+ * link, with a sentence in the kernel's log. Barriers are the virt_ ones: the other side is another VM, whatever this kernel was
+ * built for.
  *
- * One NAPI per neighbour takes completions and messages. When there is nothing it may look for a little longer (adaptively: only
- * where that has paid off lately), then it says what it sleeps for, looks once more, and sleeps until the peer signals.
+ * One NAPI per neighbour processes completions and messages. If there are none, it may poll a little longer, adaptively. Then it
+ * stores the stamp that it sleeps for, polls once more, and sleeps until the peer signals.
  */
 #include <linux/ktime.h>
 #include <linux/sched.h>
@@ -15,7 +16,7 @@
 
 #include "core.h"
 
-/* Makes the own ends of both directions, in private memory only. */
+/* Sets up the own ends of both directions, in private memory only. */
 int neigh_rings_make(struct neigh_link *link, u32 own, u32 peer)
 {
 	void *direction[2];
@@ -69,7 +70,7 @@ bool neigh_must_signal(struct neigh_link *link, struct neigh_ring *ring)
 
 	if (ring->unannounced == ring->next)
 		return false;
-	/* Entries before the look at who sleeps; pairs with the fence in arm(). */
+	/* Writes the entries before it reads the consumer's word; pairs with the fence in arm(). */
 	virt_mb();
 	word = neigh_load(ring->sleeps);
 	behind = (u32)word - 1 - ring->unannounced;
@@ -90,7 +91,7 @@ void neigh_signal(struct neigh *nb)
 
 void neigh_violated(struct neigh *nb, const char *what)
 {
-	/* The first counts. */
+	/* Only the first violation counts. */
 	cmpxchg(&nb->violation, NULL, what);
 	neigh_queue(nb);
 }
@@ -103,24 +104,24 @@ static bool anything(struct neigh_link *link)
 	       neigh_ready(link, &link->in, link->in.next, NEIGH_MESSAGE);
 }
 
-/* Says what this side sleeps for. True: it may sleep. */
+/* Stores the stamps that this side sleeps for. Returns true if it may sleep. */
 static bool arm(struct neigh_link *link)
 {
 	neigh_tell_taken(link);
 	neigh_store(link->in.sleeps, neigh_stamp(link->epoch, link->in.next));
 	neigh_store(link->returned.sleeps, neigh_stamp(link->epoch, link->returned.next));
-	/* That before the last look; pairs with the fence in neigh_must_signal() of the peer. */
+	/* Stores them before the last poll; pairs with the fence in the peer's neigh_must_signal(). */
 	virt_mb();
 	return !anything(link);
 }
 
-/* Whether looking a little longer has paid off lately. */
+/* Whether to poll a little longer before a sleep. */
 static bool spins(const struct neigh *nb)
 {
 	return nb->spin_ns && num_online_cpus() > 1;
 }
 
-/* Looks a little longer; true when something came. */
+/* Polls a little longer. Returns true if something arrived. */
 static bool spin(struct neigh *nb, struct neigh_link *link)
 {
 	u64 start;
@@ -142,7 +143,7 @@ static bool spin(struct neigh *nb, struct neigh_link *link)
 	return false;
 }
 
-/* It slept: had it better looked a little longer? */
+/* After a sleep, adapts the time of later spins: longer, if this sleep was shorter than a spin may be. */
 static void woken(struct neigh *nb)
 {
 	u32 most = READ_ONCE(neigh_spin_us) * NSEC_PER_USEC;
@@ -189,17 +190,17 @@ again:
 	}
 	neigh_kick(nb);
 	if (came < 0) {
-		/* The work that ends the link has been asked for. */
+		/* The work that ends the link is queued. */
 		napi_complete_done(napi, min(got, budget - 1));
 		rcu_read_unlock();
 		return min(got, budget - 1);
 	}
-	/* Once more. What was received goes up the stack first, before it is looked for more. */
+	/* Poll again. Received messages go up the stack first. */
 	if (got >= budget || came == 256 || ++rounds > 8 || (got && spins(nb))) {
 		rcu_read_unlock();
 		return budget;
 	}
-	/* A signal that comes between arm() and the end schedules the poll anew. */
+	/* A signal between arm() and the end schedules the poll again. */
 	if ((spins(nb) && spin(nb, link)) || !arm(link))
 		goto again;
 	nb->slept_at = ktime_get_ns();

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0
-/* Sending: messages go out, and come back. All is under tx_lock, but for the ring of what came back, which the poll reads. */
+/*
+ * Posting messages, and processing their completions. All is under tx_lock, except the ring of completions, which the poll reads.
+ */
 #include <linux/jiffies.h>
 
 #include "core.h"
@@ -9,14 +11,14 @@ static bool out_has_room(const struct neigh_link *link, u32 count)
 	return link->out.next - link->taken <= link->entries - count;
 }
 
-/* False when the peer says what can't be. */
+/* Returns false if the peer's count is impossible. */
 static bool read_taken(struct neigh_link *link)
 {
 	u64 word = neigh_load_acquire(link->taken_word);
 	u32 says = word;
 
 	if (word >> 32 != link->epoch)
-		return true;	/* not said in this epoch yet */
+		return true;	/* not written in this epoch yet */
 	if (says - link->taken > link->out.next - link->taken)
 		return false;
 	link->taken = says;
@@ -63,7 +65,10 @@ int neigh_post(struct neigh *nb, const struct neigh_user *of, const struct neigh
 	}
 	if (!has_room(nb, link, user, count)) {
 		user->wants_room = true;
-		/* Messages that were taken, and are kept by their readers, make room without a completion that would tell. */
+		/*
+		 * A receiver that keeps messages makes room by taking entries, without a completion to signal it: so a timer
+		 * checks.
+		 */
 		if (!timer_pending(&nb->room_timer))
 			mod_timer(&nb->room_timer, jiffies + 1);
 		ret = -ENOSPC;
@@ -75,7 +80,7 @@ int neigh_post(struct neigh *nb, const struct neigh_user *of, const struct neigh
 	link->tx[id].user = of->protocol;
 	link->tx[id].outstanding = true;
 	user->outstanding++;
-	/* From the last to the first, so that the list is seen whole or not at all. */
+	/* From the last to the first entry, so that the receiver sees all of the list or none. */
 	for (i = count - 1; i >= 0; i--) {
 		u32 number = link->out.next + i;
 		void *at = neigh_entry(link, &link->out, number, NEIGH_MESSAGE);
@@ -141,7 +146,7 @@ void neigh_room_timer(struct timer_list *timer)
 	napi_schedule(&nb->napi);
 }
 
-/* Takes what came back; the number, or less than 0 when the peer broke the rules. */
+/* Processes completions. Returns their number, or less than 0 if the peer violated the protocol. */
 int neigh_take_returned(struct neigh *nb, struct neigh_link *link, int most)
 {
 	int count = 0;
@@ -171,7 +176,7 @@ int neigh_take_returned(struct neigh *nb, struct neigh_link *link, int most)
 		if (user) {
 			struct neigh_attached *at = &nb->attached[user];
 
-			/* Only this side says that a link died. */
+			/* Only this side may report that a link died. */
 			at->user->ops->sent(nb, at->priv, cookie, status == NEIGH_DEAD ? NEIGH_MALFORMED : status);
 		}
 		count++;
@@ -179,7 +184,7 @@ int neigh_take_returned(struct neigh *nb, struct neigh_link *link, int most)
 	return count;
 }
 
-/* Everything (user 0), or what one user has outstanding, comes back; bottom halves are off, and the poll doesn't run. */
+/* Fails all outstanding messages (user 0), or those of one user. Bottom halves are off, and the poll doesn't run. */
 void neigh_fail_sent(struct neigh *nb, struct neigh_link *link, u8 only)
 {
 	u32 id;
@@ -192,7 +197,7 @@ void neigh_fail_sent(struct neigh *nb, struct neigh_link *link, u8 only)
 			continue;
 		at = &nb->attached[tx->user];
 		spin_lock_irq(&nb->tx_lock);
-		/* The id stays taken until the peer gives it back. */
+		/* The id stays in use until the peer completes it. */
 		tx->user = 0;
 		at->outstanding--;
 		spin_unlock_irq(&nb->tx_lock);

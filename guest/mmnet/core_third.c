@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * Pipelines: whose memory a message may name besides its sender's own (docs/design/neighbours.md).
+ * Pipelines: memory that a message may name besides its sender's own (docs/design/neighbours.md).
  *
- * A VM may name what it may read itself: the registry tells each of a pair whom they have in common, and a third VM's address
- * is taken only when the third is one of these and its window is mapped here. The message keeps that window, too, until it is
- * completed.
+ * A VM may name memory that it may read itself. The registry reports to each of a pair the members that both may read. A third
+ * VM's address is accepted only if that VM is one of these, and its window is mapped here. The message keeps that window, too,
+ * until it is completed.
  */
 #include <linux/io.h>
 #include <linux/io-64-nonatomic-lo-hi.h>
 
 #include "core.h"
 
-/* Whether all of it is RAM of the window's owner; can't overflow. */
+/* Whether all bytes are RAM of the window's owner. Can't overflow. */
 bool neigh_window_has(const struct neigh_link *link, u64 address, u32 length)
 {
 	unsigned int i;
@@ -26,7 +26,7 @@ bool neigh_window_has(const struct neigh_link *link, u64 address, u32 length)
 	return false;
 }
 
-/* Read anew whenever the function says that something has changed. neigh_mutex is held. */
+/* Reads the register again, whenever the function reports a change. neigh_mutex is held. */
 void neigh_read_common(struct neigh *nb)
 {
 	if (nb->dev)
@@ -48,7 +48,7 @@ u32 neigh_slot_of(const struct neigh *nb, u64 address)
 }
 EXPORT_SYMBOL_GPL(neigh_slot_of);
 
-/* A work of the core ends the link, as it does after a violation; the first reason counts. */
+/* The core's work ends the link, as after a violation. Only the first reason counts. */
 void neigh_give_up(struct neigh *nb, const char *why)
 {
 	neigh_violated(nb, why);

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * Windows: a peer's RAM with struct pages, and what refers to them.
+ * Windows: a peer's RAM with struct pages, and references to them.
  *
- * A page that nobody refers to has the one reference that the kernel gives it when the window is mapped. neigh_frags() hands that
- * reference to the first fragment, and takes one more for each further one: so that the kernel calls page_free() when the
- * last reference goes, wherever it was (a socket's queue, a pipe, a mapping). Nodes that hang on the page say which messages
- * used it. Afterwards the kernel sets the count back to 1, which happens after page_free() has returned: a page whose count is 0 is
- * therefore not taken, and a window whose counts aren't all 1 isn't unmapped.
+ * An unused page has the one reference that the kernel gives it when the window is mapped. neigh_frags() passes that reference to
+ * the first fragment, and acquires one more for each further one. So the kernel calls page_free() when the last reference goes,
+ * wherever it was (a socket's queue, a pipe, a mapping). Nodes that hang on the page name the messages that used it. After
+ * page_free() has returned, the kernel sets the count back to 1. So a page with count 0 isn't used, and a window is unmapped only
+ * if all counts are 1.
  */
 #include <linux/mm.h>
 #include <linux/sched.h>
@@ -14,7 +14,7 @@
 
 #include "core.h"
 
-/* Memory hotplug works in pieces of this size; a window's end is rounded up to it, and nobody looks at what is beyond. */
+/* Granularity of memory hotplug. A window's end is rounded up to it, and nothing accesses the memory beyond the window. */
 #define NEIGH_MAP_ALIGN		(2UL << 20)
 
 static struct neigh_link *neigh_page_link(const struct page *page)
@@ -61,7 +61,7 @@ static int neigh_page_take(struct page *page, struct neigh_node *node)
 	spin_lock_irqsave(&link->pages_lock, flags);
 	head = page->zone_device_data;
 	if (!head) {
-		/* 0: page_free() was called, and the count isn't back yet. */
+		/* 0: page_free() was called, and the count isn't set back yet. */
 		if (page_count(page) < 1)
 			goto out;
 		node->depth = 1;
@@ -79,7 +79,7 @@ out:
 	return ret;
 }
 
-/* Undoes neigh_page_take(), when nobody has seen the reference. */
+/* Undoes neigh_page_take(), before any other context has seen the reference. */
 static void neigh_page_untake(struct page *page, struct neigh_node *node)
 {
 	struct neigh_link *link = neigh_page_link(page);
@@ -104,7 +104,7 @@ static void neigh_page_untake(struct page *page, struct neigh_node *node)
 		put_page(page);
 }
 
-/* The next piece of a message that doesn't cross a page; false at the end. */
+/* The next piece of a message within one page. Returns false at the end. */
 static bool neigh_next_piece(const struct neigh_msg *msg, unsigned int *part, u64 *at, u64 *address, u32 *length)
 {
 	while (*part < msg->count && *at >= msg->parts[*part].length) {
@@ -134,7 +134,7 @@ int neigh_frags(const struct neigh_msg *msg, u64 offset, struct sk_buff *skb)
 		return -EINVAL;
 	if (pieces + skb_shinfo(skb)->nr_frags > NEIGH_MOST_PAGES)
 		return -E2BIG;
-	/* The rest of the ring must stay free for those whose readers do read. */
+	/* The rest of the ring must stay free for readers that do read. */
 	if (atomic_read(&link->held) >= link->entries / 4)
 		return -EDQUOT;
 
@@ -157,7 +157,7 @@ int neigh_frags(const struct neigh_msg *msg, u64 offset, struct sk_buff *skb)
 		skb->data_len += length;
 		skb->truesize += length;
 	}
-	/* The sender may still write it, and nobody here may. */
+	/* The sender may still write the page, and no reader here may. */
 	skb_shinfo(skb)->flags |= SKBFL_SHARED_FRAG;
 	return 0;
 undo:
@@ -208,7 +208,7 @@ u64 neigh_global_virt(struct neigh *neigh, const void *memory)
 }
 EXPORT_SYMBOL_GPL(neigh_global_virt);
 
-/* Gives the window struct pages. Pieces that come to lie in the same 2 MiB are mapped as one. */
+/* Gives the window struct pages. Extents within the same 2 MiB are mapped as one. */
 int neigh_window_map(struct neigh_link *link)
 {
 	unsigned int i = 0;
@@ -254,7 +254,7 @@ void neigh_window_unmap(struct neigh_link *link)
 	}
 }
 
-/* Whether every page has its own reference and no other. The window isn't used any more, so that no new ones come. */
+/* Whether every page has only its own reference. The window isn't used any more, so no new references are made. */
 bool neigh_window_idle(struct neigh_link *link)
 {
 	unsigned int i;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0 */
-/* mmblk: what its files share. */
+/* Shared declarations of mmblk. */
 #ifndef MMBLK_H
 #define MMBLK_H
 
@@ -19,12 +19,12 @@
 #include "neigh.h"
 #include "mmblk_wire.h"
 
-/* A message that was posted, embedded in what it belongs to; the cookie of the core. */
+/* A posted message, embedded in its owner. Its address is the core's cookie. */
 struct mmblk_post {
 	void (*done)(struct mmblk_post *post, u32 status);
 };
 
-/* Counted where it happens, shown in sysfs (devices) and configfs (exports). */
+/* Counters, shown in sysfs (devices) and configfs (exports). */
 enum mmblk_counter {
 	MMBLK_C_READS,
 	MMBLK_C_WRITES,
@@ -33,11 +33,11 @@ enum mmblk_counter {
 	MMBLK_C_ZEROES,
 	MMBLK_C_READ_BYTES,
 	MMBLK_C_WRITTEN_BYTES,
-	MMBLK_C_BY_REFERENCE,	/* bytes that went on without a copy made here */
+	MMBLK_C_BY_REFERENCE,	/* bytes passed on without a copy here */
 	MMBLK_C_COPIED,		/* bytes copied here */
-	MMBLK_C_FORWARDED,	/* of those by reference: in a third VM's memory */
+	MMBLK_C_FORWARDED,	/* bytes by reference that are in a third VM's memory */
 	MMBLK_C_ERRORS,
-	MMBLK_C_REFUSED,	/* messages of the peer that were not as they must be */
+	MMBLK_C_REFUSED,	/* malformed messages of the peer */
 	MMBLK_C_REQUEUED,	/* commands sent again after a connection ended, or that found no room */
 	MMBLK_C_TIMEOUTS,
 	MMBLK_C_ATTACHED,	/* sessions begun */
@@ -58,7 +58,9 @@ static inline void mmblk_count(struct mmblk_counters *counters, enum mmblk_count
 
 ssize_t mmblk_show_counters(const struct mmblk_counters *counters, char *page);
 
-/* How many use something; it is freed after the last has gone, who doesn't touch it any more then. */
+/*
+ * Counts the users of an object, which is freed after the last is gone. The last user doesn't access it after mmblk_users_put().
+ */
 struct mmblk_users {
 	spinlock_t lock;		/* count */
 	unsigned int count;
@@ -91,18 +93,18 @@ static inline void mmblk_users_put(struct mmblk_users *users)
 	spin_unlock_irqrestore(&users->lock, flags);
 }
 
-/* Whether there are none, within so many jiffies. */
+/* Waits up to jiffies for the last user. Returns whether there are none. */
 static inline bool mmblk_users_wait(struct mmblk_users *users, long jiffies)
 {
 	bool none = wait_event_timeout(users->idle, !READ_ONCE(users->count), jiffies);
 
-	/* The last one may still be about to leave the lock. */
+	/* The last user may still hold the lock. */
 	spin_lock_irq(&users->lock);
 	spin_unlock_irq(&users->lock);
 	return none;
 }
 
-/* The second holds nothing that waits for a server. */
+/* Work on the second queue never waits for a server. */
 extern struct workqueue_struct *mmblk_wq, *mmblk_copy_wq;
 
 /* Users of the core: the server receives requests, the client receives replies. */
@@ -114,13 +116,13 @@ void mmblk_client_exit(void);
 int mmblk_server_init(void);
 void mmblk_server_exit(void);
 
-/* configfs: what a directory in devices/ and exports/ makes. */
+/* configfs: groups of directories in devices/ and exports/. */
 extern struct config_group mmblk_devices_group;
 extern struct config_group mmblk_exports_group;
 void mmblk_devices_group_init(void);
 void mmblk_exports_group_init(void);
 
-/* Copies a name, of less than limit printable characters without a slash, out of what was written to an attribute. */
+/* Copies a name, of less than limit printable characters without a slash, from a string that was written to an attribute. */
 int mmblk_take_name(char *to, size_t limit, const char *from, size_t count);
 
 #endif

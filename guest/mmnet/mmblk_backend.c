@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * mmblk, server side: what is exported. Writes go to a block device straight from the window's pages: a bio names them, as it
- * names any page. Reads go into pages of this VM, which the client copies from; it can't be written from here.
+ * mmblk, server side: access to the exported device. A write's bio names the window's pages, which go to a block device without a
+ * copy. A read goes into pages of this VM, from which the client copies: this VM can't write the client's memory.
  *
- * A file is opened for direct I/O where its file system can do that, so that writes aren't copied there either.
+ * A file is opened for direct I/O if its file system supports it, so that writes aren't copied there either.
  */
 #include <linux/fs.h>
 #include <linux/falloc.h>
@@ -14,7 +14,7 @@
 #include "compat.h"
 #include "mmblk_server.h"
 
-/* Order of the largest pages that a read tries to get: fewer parts in a message. */
+/* Largest order of a read's pages: large pages need fewer parts in a message. */
 #define MMBLK_READ_ORDER	3
 
 static u32 mmblk_status(int error)
@@ -70,7 +70,7 @@ static void mmblk_limits_of_file(struct mmblk_export *export)
 	struct inode *inode = file_inode(export->file);
 
 	export->bytes = round_down(i_size_read(inode), PAGE_SIZE);
-	/* Direct I/O needs the blocks of what is below. */
+	/* Direct I/O needs the block size of the device below. */
 	export->logical_block = inode->i_sb->s_bdev && !export->buffered ?
 		bdev_logical_block_size(inode->i_sb->s_bdev) : SECTOR_SIZE;
 	export->physical_block = PAGE_SIZE;
@@ -96,11 +96,11 @@ int mmblk_backend_open(struct mmblk_export *export)
 	struct file *file;
 	int error;
 
-	/* O_EXCL claims a block device: nobody else mounts or serves it meanwhile. */
+	/* O_EXCL claims a block device: no other process can mount or serve it meanwhile. */
 	file = filp_open(export->path, flags | O_DIRECT | O_EXCL, 0);
 	export->buffered = false;
 	if (PTR_ERR_OR_ZERO(file) == -EINVAL) {
-		/* No direct I/O on this file system. */
+		/* The file system doesn't support direct I/O. */
 		file = filp_open(export->path, flags, 0);
 		export->buffered = true;
 	}
@@ -121,7 +121,7 @@ int mmblk_backend_open(struct mmblk_export *export)
 	if (S_ISBLK(inode->i_mode)) {
 		export->bdev = I_BDEV(inode);
 		export->buffered = false;
-		/* Nothing goes through this VM's page cache of the device from now on. */
+		/* From now on nothing uses this VM's page cache of the device. */
 		sync_blockdev(export->bdev);
 		invalidate_bdev(export->bdev);
 		mmblk_limits_of_bdev(export);
@@ -184,7 +184,7 @@ void mmblk_backend_close(struct mmblk_export *export)
 	export->bdev = NULL;
 }
 
-/* What a write did with its bytes. */
+/* Counts a write's bytes. */
 static void mmblk_count_write(struct mmblk_req *req)
 {
 	struct mmblk_counters *counters = &req->session->export->counters;
@@ -239,7 +239,7 @@ static void mmblk_write_bdev(struct mmblk_req *req)
 	submit_bio(bio);
 }
 
-/* Bytes at the front of the bvecs of a file's read or write. */
+/* Reads or writes a file, with req->bytes from the start of the bvecs. Returns 0 or an error. */
 static int mmblk_file_io(struct mmblk_req *req, struct bio_vec *vectors, unsigned int count, bool write)
 {
 	struct file *file = req->session->export->file;
@@ -275,8 +275,8 @@ static void mmblk_write_file(struct mmblk_req *req)
 }
 
 /*
- * Pages for a read. When memory is short, one read at a time takes them from the reserve, which is as large as the largest read:
- * it always gets on, as the client gives pages back without needing memory.
+ * Allocates pages for a read. If memory is short, one read at a time uses the reserve, which is as large as the largest read.
+ * That read always completes, since the client returns pages without allocating memory.
  */
 static void mmblk_read_pages(struct mmblk_export *export, struct mmblk_read *read, u32 bytes)
 {
@@ -314,7 +314,7 @@ static void mmblk_read_pages(struct mmblk_export *export, struct mmblk_read *rea
 		read->chunks++;
 	}
 	if (read->holds_reserve) {
-		/* Whoever comes next waits for pages that this one gives back. */
+		/* The next read waits for pages that this one returns. */
 		read->holds_reserve = false;
 		mutex_unlock(&export->reserve);
 	}
@@ -432,7 +432,7 @@ void mmblk_backend_run(struct mmblk_req *req)
 		mmblk_count(counters, MMBLK_C_DISCARDS, 1);
 		error = mmblk_discard(req, false);
 		break;
-	default:	/* MMBLK_ZEROES; nothing else passes the parser. */
+	default:	/* MMBLK_ZEROES; the parser accepts nothing else. */
 		mmblk_count(counters, MMBLK_C_ZEROES, 1);
 		error = mmblk_discard(req, true);
 		break;

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * mmblk, client side: the life of a device. A device seeks its server by the VM's name, asks for the export by its name, and
- * is a disk from the first time that it gets it until it is disabled, whatever becomes of the server meanwhile.
+ * mmblk, client side: the life of a device. A device seeks its server by the VM's name, and requests the export by its name. From
+ * its first session until it is disabled it is a disk, whatever happens to the server.
  *
- * When the connection ends, requests wait for wait_ms and are sent again when the server is back; after that they fail, until it is
- * back. What a server had completed and not flushed may be lost with it, if the export says so: the next flush fails then.
+ * When the connection ends, requests wait for up to wait_ms, and are sent again when the server returns. After that they fail
+ * until it returns. If the export is volatile, writes that were completed and not flushed may be lost with the server: the next
+ * flush then fails.
  */
 #include <linux/module.h>
 #include <linux/slab.h>
@@ -12,12 +13,12 @@
 
 #include "mmblk_client.h"
 
-/* Between attempts to attach, when the server refuses. */
+/* Interval of attempts to attach, if the server refuses. */
 #define MMBLK_SEEK_AGAIN	(HZ / 2)
-/* Sizes beyond that are a mistake. */
+/* Sizes beyond this are errors. */
 #define MMBLK_MOST_DEVICE	BIT_ULL(60)
 
-/* Devices, peers, and the states of both; taken after the core's own. */
+/* Protects devices, peers, and the states of both. Acquired after the core's own. */
 DEFINE_MUTEX(mmblk_client_mutex);
 static LIST_HEAD(mmblk_cpeers);
 static LIST_HEAD(mmblk_devs);
@@ -50,14 +51,14 @@ const char *mmblk_state_name(const struct mmblk_dev *dev)
 	}
 }
 
-/* Tells user space (udev) that something about the disk has changed. */
+/* Notifies user space (udev) of a change of the disk. */
 static void mmblk_announce(struct mmblk_dev *dev)
 {
 	if (dev->added)
 		kobject_uevent(&disk_to_dev(dev->disk)->kobj, KOBJ_CHANGE);
 }
 
-/* Lets requests go on: to the server, or to fail. */
+/* Lets requests continue: to the server, or to fail. */
 static void mmblk_let_run(struct mmblk_dev *dev)
 {
 	if (!dev->disk)
@@ -68,7 +69,7 @@ static void mmblk_let_run(struct mmblk_dev *dev)
 	blk_mq_kick_requeue_list(dev->disk->queue);
 }
 
-/* The session is over. Under the mutex, and when no message of its connection comes any more, or none that matters. */
+/* Ends the session. Under the mutex, when no message of its connection arrives any more, or none that matters. */
 static void mmblk_lose(struct mmblk_dev *dev, const char *why, bool dead)
 {
 	if (dev->state != MMBLK_LIVE) {
@@ -191,7 +192,7 @@ static void mmblk_seek_work(struct work_struct *work)
 	list_for_each_entry(peer, &mmblk_cpeers, node)
 		if (peer->live && !strcmp(neigh_name(peer->neigh), dev->peer_name))
 			dev->peer = peer;
-	/* live() comes back to it. */
+	/* live() will schedule it again. */
 	if (!dev->peer || !mmblk_begin_asking(dev))
 		goto out;
 	error = -ENOMEM;
@@ -217,7 +218,7 @@ out:
 		mod_delayed_work(mmblk_wq, &dev->seek_work, MMBLK_SEEK_AGAIN);
 }
 
-/* What a server says about its export, checked; NULL, or what is wrong. */
+/* Checks a server's terms for its export. Returns NULL, or the problem. */
 static const char *mmblk_take_terms(const struct mmblk_dev *dev, const struct mmblk_attached *from, struct mmblk_terms *to)
 {
 	if (le32_to_cpu(from->magic) != MMBLK_MAGIC || le16_to_cpu(from->version) != MMBLK_VERSION ||
@@ -251,7 +252,7 @@ static const char *mmblk_take_terms(const struct mmblk_dev *dev, const struct mm
 		return "size";
 	if (to->most_bytes < PAGE_SIZE || to->most_bytes > MMBLK_MOST_BYTES || !IS_ALIGNED(to->most_bytes, PAGE_SIZE))
 		return "largest request";
-	/* Hints: one that makes no sense is none. */
+	/* Hints: invalid ones are ignored. */
 	if (to->io_min < to->physical_block || !IS_ALIGNED(to->io_min, to->physical_block))
 		to->io_min = to->physical_block;
 	if (!IS_ALIGNED(to->io_opt, to->io_min))
@@ -266,7 +267,7 @@ static const char *mmblk_take_terms(const struct mmblk_dev *dev, const struct mm
 	return NULL;
 }
 
-/* Takes a session up. Under the mutex. True: a disk was made that nobody sees yet. */
+/* Accepts a session. Under the mutex. Returns true if it made a disk that isn't visible yet. */
 static bool mmblk_take_up(struct mmblk_dev *dev, const struct mmblk_attached *answer)
 {
 	struct mmblk_terms terms;
@@ -312,7 +313,7 @@ static bool mmblk_take_up(struct mmblk_dev *dev, const struct mmblk_attached *an
 	return !again;
 }
 
-/* ATTACHED or ENDED came, or a command says that the session is over. */
+/* ATTACHED or ENDED has arrived, or a command reported the end of the session. */
 static void mmblk_answer_work(struct work_struct *work)
 {
 	struct mmblk_dev *dev = container_of(work, struct mmblk_dev, answer_work);
@@ -331,7 +332,7 @@ static void mmblk_answer_work(struct work_struct *work)
 		mmblk_lose(dev, "the export is no longer served", false);
 		mod_delayed_work(mmblk_wq, &dev->seek_work, MMBLK_SEEK_AGAIN);
 	}
-	/* An answer of a connection that is over by now: the next one asks again. */
+	/* An answer on a connection that has ended is ignored: the next connection attaches again. */
 	if (answered && dev->peer && dev->peer->live &&
 	    (dev->state == MMBLK_SEEKING || dev->state == MMBLK_FAILED) && mmblk_take_up(dev, &answer))
 		queue_work(mmblk_wq, &dev->add_work);
@@ -380,7 +381,7 @@ static u32 mmblk_receive_ended(struct mmblk_dev *dev, const struct neigh_msg *ms
 	neigh_copy_from(msg, 0, &ended, sizeof(ended));
 	if (le32_to_cpu(ended.magic) != MMBLK_MAGIC)
 		return MMBLK_PROTOCOL;
-	/* Of the present session, not one before. */
+	/* For the present session, not an earlier one. */
 	if (le32_to_cpu(ended.session) == dev->terms.session)
 		mmblk_session_over(dev);
 	return MMBLK_OK;
@@ -392,7 +393,7 @@ static void mmblk_client_receive(struct neigh *neigh, void *priv, const struct n
 	struct mmblk_cpeer *peer = priv;
 	u32 status = MMBLK_SESSION;
 
-	/* Only the server of a device talks to it. */
+	/* Only a device's own server may send to it. */
 	if (dev && READ_ONCE(dev->peer) == peer) {
 		switch (NEIGH_KIND_OWN(msg->kind)) {
 		case MMBLK_DATA:
@@ -423,7 +424,7 @@ static void mmblk_client_sent(struct neigh *neigh, void *priv, void *cookie, u32
 	post->done(post, status);
 }
 
-/* Devices whose requests found no room are run by blk-mq within some milliseconds as well. */
+/* blk-mq also runs the queues of devices without room, within some milliseconds. */
 static void mmblk_client_room(struct neigh *neigh, void *priv)
 {
 	struct mmblk_dev *dev;
@@ -491,7 +492,7 @@ static void mmblk_client_remove(struct neigh *neigh, void *priv)
 		if (dev->peer == peer)
 			dev->peer = NULL;
 	mutex_unlock(&mmblk_client_mutex);
-	/* Requests whose data is being copied: the last that may use the neighbour. */
+	/* Requests whose data is being copied are the last that may use the neighbour. */
 	flush_workqueue(mmblk_copy_wq);
 	kfree(peer);
 }
@@ -515,7 +516,7 @@ struct neigh_user mmblk_client_user = {
 	.owner = THIS_MODULE,
 };
 
-/* The device's own lock is held, and it isn't enabled. */
+/* The device's own lock is held, and the device isn't enabled. */
 int mmblk_dev_start(struct mmblk_dev *dev)
 {
 	int error;
@@ -556,12 +557,12 @@ void mmblk_dev_stop(struct mmblk_dev *dev)
 
 	mutex_lock(&mmblk_client_mutex);
 	was_live = dev->state == MMBLK_LIVE;
-	/* What isn't with the server yet fails; what is comes back, or its connection ends. */
+	/* Requests that the server doesn't have yet fail. Others complete, or their connection ends. */
 	WRITE_ONCE(dev->state, MMBLK_GOING);
 	mmblk_let_run(dev);
 	mutex_unlock(&mmblk_client_mutex);
 	cancel_work_sync(&dev->answer_work);
-	/* What it reads fails by now. */
+	/* Its reads fail by now. */
 	flush_work(&dev->add_work);
 	if (dev->disk && dev->added)
 		del_gendisk(dev->disk);
@@ -571,14 +572,14 @@ void mmblk_dev_stop(struct mmblk_dev *dev)
 		if (ask) {
 			ask->detach.magic = cpu_to_le32(MMBLK_MAGIC);
 			ask->detach.session = cpu_to_le32(dev->terms.session);
-			/* When it can't be told, the next ATTACH of this number ends the old session. */
+			/* If this can't be sent, the next ATTACH of this number ends the old session. */
 			mmblk_ask(dev, ask, MMBLK_DETACH, dev->terms.session, sizeof(ask->detach));
 		}
 	}
 	list_del(&dev->node);
 	mutex_unlock(&mmblk_client_mutex);
 	xa_erase_irq(&mmblk_numbers, dev->number);
-	/* The DETACH comes back, or its connection ends. */
+	/* The DETACH completes, or its connection ends. */
 	while (!mmblk_users_wait(&dev->users, 10 * HZ))
 		pr_warn("mmblk%u: waiting for %s\n", dev->number, dev->peer_name);
 	cancel_delayed_work_sync(&dev->seek_work);

@@ -15,14 +15,14 @@
  */
 enum mmblk_state { MMBLK_SEEKING, MMBLK_LIVE, MMBLK_FAILED, MMBLK_GOING };
 
-/* A neighbour as a server of this VM. */
+/* A neighbour in its role as a server of this VM. */
 struct mmblk_cpeer {
-	struct list_head node;		/* under the client's mutex, as all here */
+	struct list_head node;		/* under the client's mutex, like the other fields */
 	struct neigh *neigh;
 	bool live;
 };
 
-/* What an export is, as it was told and checked. */
+/* The checked terms of an export. */
 struct mmblk_terms {
 	u32 session, flags;
 	u16 queues, depth;
@@ -33,11 +33,11 @@ struct mmblk_terms {
 	u8 instance[16];
 };
 
-/* An ATTACH or DETACH that was posted; there is one ATTACH at most. */
+/* A posted ATTACH or DETACH. There is one ATTACH at most. */
 struct mmblk_ask {
 	struct mmblk_post post;
 	struct mmblk_dev *dev;
-	u8 kind;			/* MMBLK_ATTACH or MMBLK_DETACH: which of the two this is */
+	u8 kind;			/* MMBLK_ATTACH or MMBLK_DETACH */
 	union {
 		struct mmblk_attach attach;
 		struct mmblk_detach detach;
@@ -46,7 +46,7 @@ struct mmblk_ask {
 
 struct mmblk_dev {
 	struct config_group group;
-	struct mutex lock;		/* the configuration, which changes only while it isn't enabled */
+	struct mutex lock;		/* the configuration, which changes only while the device isn't enabled */
 	char peer_name[CW_NB_PEER_NAME_SIZE + 1];
 	char export[MMBLK_NAME];
 	u32 queues, depth, wait_ms, timeout_ms;
@@ -54,29 +54,29 @@ struct mmblk_dev {
 
 	u32 number;
 	struct list_head node;		/* under the client's mutex */
-	struct mmblk_users users;	/* who looked it up by number, and posted asks */
+	struct mmblk_users users;	/* lookups by number, and posted asks */
 
 	/* Under the client's mutex: */
-	struct mmblk_cpeer *peer;	/* to which it is attached */
+	struct mmblk_cpeer *peer;	/* the server that it is attached to */
 	bool asking, quiesced;
 	u32 last_refusal;
-	struct mmblk_terms terms;	/* what the disk was made with, and the present session */
+	struct mmblk_terms terms;	/* the disk's terms, and the present session */
 	struct gendisk *disk;
 	struct blk_mq_tag_set set;
-	bool added;			/* the disk is visible; by the work only */
+	bool added;			/* the disk is visible; set by the work only */
 
 	/* Read by requests: */
 	enum mmblk_state state;
 	struct neigh *neigh;
 	bool copy_foreign;		/* the server can't reach third VMs' memory */
-	atomic_t written, flushed;	/* completed writes; of those, the ones that are durable */
-	bool lost_writes;		/* the next flush says so */
+	atomic_t written, flushed;	/* completed writes, and those of them that are durable */
+	bool lost_writes;		/* the next flush reports it */
 
-	spinlock_t answer_lock;		/* what follows, to ended, and asking */
-	struct mmblk_attached answer;	/* the last one, as it came */
+	spinlock_t answer_lock;		/* the fields up to ended, and asking */
+	struct mmblk_attached answer;	/* the last answer, as received */
 	bool answered, ended;
 	struct work_struct answer_work;
-	struct work_struct add_work;	/* shows the disk: reads it, and needs the others to get on meanwhile */
+	struct work_struct add_work;	/* makes the disk visible: reads it, which needs the other works */
 	struct delayed_work seek_work;
 	struct delayed_work wait_work;
 	struct work_struct timeout_work;
@@ -85,16 +85,16 @@ struct mmblk_dev {
 
 /* A request. */
 struct mmblk_rq {
-	struct mmblk_command command;	/* read by the server in place */
+	struct mmblk_command command;	/* the server reads it in place */
 	struct mmblk_post post;
 	struct work_struct copy_work;
-	void *copy;			/* pages of a copy of a write's data, with their number */
+	void *copy;			/* pages with a copy of a write's data, and their order */
 	unsigned int copy_order;
 	u32 generation;
-	u32 left;			/* bytes of a read that haven't come */
-	int written;			/* a flush: dev->written when it was sent */
-	bool out;			/* the command is with the server */
-	bool waits;			/* it came back, and data has not */
+	u32 left;			/* bytes of a read that haven't arrived */
+	int written;			/* for a flush: dev->written when it was sent */
+	bool out;			/* the server has the command */
+	bool waits;			/* the command has completed, and data is missing */
 };
 
 extern struct mutex mmblk_client_mutex;
@@ -102,9 +102,9 @@ extern struct mutex mmblk_client_mutex;
 /* mmblk_request.c */
 extern const struct blk_mq_ops mmblk_mq_ops;
 void mmblk_receive_data(struct mmblk_dev *dev, const struct neigh_msg *msg);
-/* Takes back requests whose command is back and whose data will not come: the connection is over. */
+/* Takes back requests whose command has completed and whose data won't arrive, since the connection has ended. */
 void mmblk_take_back(struct mmblk_dev *dev);
-/* The session is over, as a command says. Softirq. */
+/* A command reports that the session has ended. Softirq. */
 void mmblk_session_over(struct mmblk_dev *dev);
 
 /* mmblk_client.c */
@@ -116,7 +116,7 @@ const char *mmblk_state_name(const struct mmblk_dev *dev);
 int mmblk_disk_make(struct mmblk_dev *dev);	/* mutex held; not visible yet */
 int mmblk_disk_add(struct mmblk_dev *dev);	/* reads the partition table */
 void mmblk_disk_free(struct mmblk_dev *dev);
-/* Whether the disk that there is can go on with an export of these terms. */
+/* Whether the disk can continue with an export of these terms. Returns NULL, or the difference. */
 const char *mmblk_disk_differs(const struct mmblk_dev *dev, const struct mmblk_terms *terms);
 
 #endif

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * mmblk, server side: commands. A command is parsed in softirq context, from copies; what is right runs on a work queue, and its
- * answer may come from any context.
+ * mmblk, server side: commands. A command is parsed in softirq context, from copies. A valid one runs on a work queue, and any
+ * context may answer it.
  *
- *	COMMAND  -> checked -> work: mmblk_backend_run() -> mmblk_answer(): DATA (of a read), and the COMMAND comes back
+ *	COMMAND  -> checked -> work: mmblk_backend_run() -> mmblk_answer(): DATA (for a read), and the COMMAND completes
  */
 #include <linux/module.h>
 
@@ -22,7 +22,7 @@ static struct mmblk_session *mmblk_session_get(struct mmblk_speer *peer, u32 id)
 	return session;
 }
 
-/* Whether a command is as it must be; its data parts too. Looks at copies only. */
+/* Whether a command and its data parts are valid. Reads copies only. */
 static u32 mmblk_check(const struct mmblk_session *session, const struct neigh_msg *msg,
 		       const struct mmblk_command *command)
 {
@@ -84,7 +84,7 @@ u32 mmblk_receive_command(struct mmblk_speer *peer, const struct neigh_msg *msg)
 	u32 status;
 	u16 i;
 
-	/* The structure is a part by itself. */
+	/* The structure is a part of its own. */
 	if (msg->parts[0].length != sizeof(command))
 		return MMBLK_PROTOCOL;
 	neigh_copy_from(msg, 0, &command, sizeof(command));
@@ -100,7 +100,7 @@ u32 mmblk_receive_command(struct mmblk_speer *peer, const struct neigh_msg *msg)
 		list_del(&req->node);
 	spin_unlock_irqrestore(&session->lock, flags);
 	if (!req) {
-		/* Of an honest client: pages of reads that it has on their way back. */
+		/* An honest client has pages of earlier reads on their way back. */
 		status = MMBLK_BUSY;
 		goto put;
 	}
@@ -129,7 +129,7 @@ put:
 	return status;
 }
 
-/* The command goes back to its session. */
+/* Returns the command's slot to its session. */
 static void mmblk_req_done(struct mmblk_req *req, u32 status)
 {
 	struct mmblk_session *session = req->session;
@@ -152,7 +152,7 @@ static void mmblk_reply_done(struct mmblk_post *post, u32 status)
 	mmblk_read_put(container_of(post, struct mmblk_reply, post)->read);
 }
 
-/* Sends what isn't sent yet of a read's data. Under the peer's lock. */
+/* Sends the unsent data of a read. Under the peer's lock. */
 static int mmblk_send_data(struct mmblk_req *req)
 {
 	struct neigh *neigh = req->session->peer->neigh;

@@ -82,7 +82,7 @@ CONFIGFS_ATTR(mmblk_device_, name)
 
 MMBLK_DEVICE_NUMBER(queues, 1, MMBLK_MOST_QUEUES, false);
 MMBLK_DEVICE_NUMBER(depth, 1, MMBLK_MOST_DEPTH, false);
-/* How long requests wait for a server that has gone; 0: they fail at once. */
+/* Time that requests wait for a server that is gone, ms. 0: they fail at once. */
 MMBLK_DEVICE_NUMBER(wait_ms, 0, 24 * 3600 * 1000, true);
 MMBLK_DEVICE_NUMBER(timeout_ms, 100, 24 * 3600 * 1000, false);
 
@@ -115,7 +115,7 @@ static ssize_t mmblk_device_enable_store(struct config_item *item, const char *p
 }
 CONFIGFS_ATTR(mmblk_device_, enable);
 
-/* The disk's name, or nothing before there is one. */
+/* The disk's name; empty before there is a disk. */
 static ssize_t mmblk_device_disk_show(struct config_item *item, char *page)
 {
 	struct mmblk_dev *dev = to_dev(item);

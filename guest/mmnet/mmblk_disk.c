@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0
-/* mmblk, client side: the disk, its limits, and what sysfs shows of it. */
+/* mmblk, client side: the disk, its limits, and its attributes in sysfs. */
 #include <linux/module.h>
 
 #include "mmblk_client.h"
@@ -93,7 +93,7 @@ static const struct block_device_operations mmblk_disk_ops = {
 	.owner = THIS_MODULE,
 };
 
-/* Limits are given when the disk is made, from 6.11 on in full. */
+/* Since 6.11 all limits are set when the disk is made. */
 #if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 11, 0)
 static struct gendisk *mmblk_disk_alloc(struct mmblk_dev *dev)
 {

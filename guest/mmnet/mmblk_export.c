@@ -68,7 +68,7 @@ static ssize_t mmblk_export_clients_show(struct config_item *item, char *page)
 	return sysfs_emit(page, "%s\n", to_export(item)->clients);
 }
 
-/* Names of VMs, with spaces between them. */
+/* Names of VMs, separated by spaces. */
 static ssize_t mmblk_export_clients_store(struct config_item *item, const char *page, size_t count)
 {
 	struct mmblk_export *export = to_export(item);

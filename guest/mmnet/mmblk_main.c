@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
  * mmblk: block devices between neighbours. A VM is a client (mmblk_client.c: /dev/mmblkN), a server (mmblk_server.c: exports of
- * block devices and files), or both; what is configured lies in configfs:
+ * block devices and files), or both. configfs has the configuration:
  *
  *	/sys/kernel/config/mmblk/exports/NAME	path, readonly, clients, enable
  *	/sys/kernel/config/mmblk/devices/NAME	peer, export, queues, depth, wait_ms, timeout_ms, enable
@@ -111,7 +111,7 @@ no_copy_wq:
 	return error;
 }
 
-/* Directories in configfs hold the module: by now there are none, and so no device and no export. */
+/* Directories in configfs hold the module. There are none by now, so there is no device and no export. */
 static void __exit mmblk_exit(void)
 {
 	configfs_unregister_subsystem(&mmblk_subsystem);

@@ -2,11 +2,11 @@
 /*
  * mmblk, client side: requests.
  *
- *	write	COMMAND {structure, the request's own pages} -> ; <- it comes back when the server has written
- *	read	COMMAND {structure} -> ; <- DATA {structure, pages of the server}, copied here ; <- the COMMAND comes back
+ *	write	COMMAND {structure, the request's own pages} -> ; <- it completes when the server has written
+ *	read	COMMAND {structure} -> ; <- DATA {structure, pages of the server}, copied here ; <- the COMMAND completes
  *
- * Which of DATA and COMMAND is seen first is open, so a read is done when it has both. sent(), receive() and dead() come one at
- * a time for a neighbour: a request is never ended while its data is being copied.
+ * DATA and COMMAND may arrive in either order, so a read is complete when it has both. For one neighbour, sent(), receive() and
+ * dead() never run concurrently: a request never ends while its data is being copied.
  */
 #include <linux/highmem.h>
 #include <linux/module.h>
@@ -51,7 +51,7 @@ static void mmblk_end(struct request *rq, blk_status_t status)
 	blk_mq_end_request(rq, status);
 }
 
-/* Sends it again when there is a server, or lets it fail when the wait is over. */
+/* Sends the request again when there is a server, or lets it fail after the wait. */
 static void mmblk_again(struct request *rq)
 {
 	struct mmblk_dev *dev = rq->q->queuedata;
@@ -63,7 +63,7 @@ static void mmblk_again(struct request *rq)
 
 static unsigned int mmblk_add_part(struct neigh_part *parts, unsigned int count, u64 address, u32 length)
 {
-	/* The structure stays by itself. */
+	/* The structure stays a part of its own. */
 	if (count > 1 && parts[count - 1].address + parts[count - 1].length == address) {
 		parts[count - 1].length += length;
 		return count;
@@ -75,7 +75,7 @@ static unsigned int mmblk_add_part(struct neigh_part *parts, unsigned int count,
 	return count + 1;
 }
 
-/* Names the pages of a write. Says whether some are a third VM's. */
+/* Names the pages of a write. Sets *foreign to the bytes in third VMs' memory. */
 static unsigned int mmblk_write_parts(struct mmblk_dev *dev, struct request *rq, struct neigh_part *parts, u64 *foreign)
 {
 	struct mmblk_rq *pdu = blk_mq_rq_to_pdu(rq);
@@ -95,7 +95,7 @@ static unsigned int mmblk_write_parts(struct mmblk_dev *dev, struct request *rq,
 	return count;
 }
 
-/* 0, or what neigh_post() says; -E2BIG: too scattered or not reachable, to be copied first. */
+/* Returns 0 or the error of neigh_post(). -E2BIG: too scattered or not reachable, to be copied first. */
 static int mmblk_send(struct mmblk_dev *dev, struct request *rq)
 {
 	struct mmblk_rq *pdu = blk_mq_rq_to_pdu(rq);
@@ -122,14 +122,14 @@ static int mmblk_send(struct mmblk_dev *dev, struct request *rq)
 		pdu->out = false;
 		return error;
 	}
-	/* It may be back by now: nothing of it is touched any more. */
+	/* The request may have completed by now, so it isn't accessed any more. */
 	if (foreign)
 		mmblk_count(&dev->counters, MMBLK_C_FORWARDED, foreign);
 	return 0;
 }
 
 /*
- * Copies the data of a write that can't be named: a third VM's memory that the server has no window of, or more pieces than a
+ * Copies the data of a write that can't be named: a third VM's memory of which the server has no window, or more pieces than a
  * message has parts.
  */
 static void mmblk_copy_work(struct work_struct *work)
@@ -215,7 +215,7 @@ static blk_status_t mmblk_queue_rq(struct blk_mq_hw_ctx *hctx, const struct blk_
 		mmblk_count(&dev->counters, MMBLK_C_ERRORS, 1);
 		return BLK_STS_IOERR;
 	}
-	/* A session may have got fewer queues than the disk has. */
+	/* A session may have fewer queues than the disk. */
 	if (!mmblk_fill_command(dev, rq, hctx->queue_num % dev->terms.queues))
 		return BLK_STS_NOTSUPP;
 	blk_mq_start_request(rq);
@@ -224,7 +224,7 @@ static blk_status_t mmblk_queue_rq(struct blk_mq_hw_ctx *hctx, const struct blk_
 		queue_work(mmblk_copy_wq, &pdu->copy_work);
 		return BLK_STS_OK;
 	}
-	/* Without a connection dead() is about to stop the queues; without room they run again by themselves, or by room(). */
+	/* Without a connection, dead() is about to stop the queues. Without room, blk-mq or room() runs them again. */
 	if (error)
 		return error == -EINVAL ? BLK_STS_IOERR : BLK_STS_RESOURCE;
 	if (data->last)
@@ -258,7 +258,7 @@ static void mmblk_succeed(struct mmblk_dev *dev, struct request *rq)
 		break;
 	case REQ_OP_FLUSH:
 		mmblk_count(counters, MMBLK_C_FLUSHES, 1);
-		/* Flushes overlap; one that began earlier says less. */
+		/* Flushes overlap. One that began earlier covers fewer writes. */
 		if (pdu->written - atomic_read(&dev->flushed) > 0)
 			atomic_set(&dev->flushed, pdu->written);
 		break;
@@ -273,7 +273,7 @@ static void mmblk_succeed(struct mmblk_dev *dev, struct request *rq)
 	mmblk_end(rq, BLK_STS_OK);
 }
 
-/* A command came back. */
+/* A command has completed. */
 static void mmblk_command_done(struct mmblk_post *post, u32 status)
 {
 	struct mmblk_rq *pdu = container_of(post, struct mmblk_rq, post);
@@ -311,7 +311,7 @@ static void mmblk_command_done(struct mmblk_post *post, u32 status)
 	mmblk_end(rq, mmblk_blk_status(status));
 }
 
-/* The request that a tag names, if it is a read that waits for data. */
+/* The request with a tag, if it is a read that waits for data. */
 static struct request *mmblk_find(struct mmblk_dev *dev, __le64 wire_tag)
 {
 	u64 tag = le64_to_cpu(wire_tag);
@@ -341,13 +341,13 @@ void mmblk_receive_data(struct mmblk_dev *dev, const struct neigh_msg *msg)
 		goto out;
 	neigh_copy_from(msg, 0, &head, sizeof(head));
 	rq = mmblk_find(dev, head.tag);
-	/* Of an earlier connection, say: nobody waits for it. */
+	/* For example of an earlier connection: no request waits for it. */
 	if (!rq)
 		goto out;
 	pdu = blk_mq_rq_to_pdu(rq);
 	from = le32_to_cpu(head.offset);
 	to = from + le32_to_cpu(head.bytes);
-	/* In order, and no more than was asked for. */
+	/* In order, and no more than was requested. */
 	if (to <= from || msg->bytes - sizeof(head) != to - from || from != blk_rq_bytes(rq) - pdu->left ||
 	    to > blk_rq_bytes(rq))
 		goto out;
@@ -397,7 +397,10 @@ static enum blk_eh_timer_return mmblk_timeout(struct request *rq)
 {
 	struct mmblk_dev *dev = rq->q->queuedata;
 
-	/* Its pages are the server's to read, so it can't just be ended: the connection is, and everything comes back. */
+	/*
+	 * The server may read the request's pages, so the request can't just end. The connection ends instead, which completes
+	 * everything.
+	 */
 	mmblk_count(&dev->counters, MMBLK_C_TIMEOUTS, 1);
 	queue_work(mmblk_wq, &dev->timeout_work);
 	return BLK_EH_RESET_TIMER;

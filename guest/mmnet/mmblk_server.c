@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * mmblk, server side: clients and their sessions. A message is parsed in softirq context, from copies; what is right runs on a work
+ * mmblk, server side: clients and their sessions. A message is parsed in softirq context, from copies. A valid one runs on a work
  * queue.
  *
- *	ATTACH   -> work: finds the export, makes a session -> ATTACHED, and the ATTACH comes back
+ *	ATTACH   -> work: finds the export, makes a session -> ATTACHED, and the ATTACH completes
  *	COMMAND  -> mmblk_command.c
  *	DETACH   -> the session ends; its last commands finish
  *
- * A session is kept by each of its commands and by the pages of its reads; an export by its sessions. When a connection ends,
- * nothing is waited for: commands finish on the export, their messages are completed, and only then the core releases the window
- * and lets the client connect again. So no write of an earlier connection comes after one of a later.
+ * A session is kept by each of its commands and by the pages of its reads; an export by its sessions. The end of a connection
+ * waits for nothing: commands finish on the export, and their messages are completed. Only then the core releases the window, and
+ * the client can connect again. So no write of an earlier connection comes after one of a later.
  */
 #include <linux/module.h>
 #include <linux/slab.h>
@@ -17,12 +17,12 @@
 #include "mmblk_server.h"
 
 #define MMBLK_MOST_SESSIONS	64
-/* Reads keep their slot no longer than their answer; a client that is about to use it again may be a little faster. */
+/* Spare slots: a read's slot is free after its answer, and a client may reuse it a little earlier. */
 #define MMBLK_SPARE		4
-/* A client that doesn't give back what it read in this time doesn't work. */
+/* A client that doesn't return a read's pages within this time is broken. */
 #define MMBLK_PATIENCE		(10 * HZ)
 
-/* Exports that are enabled, sessions, and whether peers are there; taken after the core's own. */
+/* Protects enabled exports, sessions, and whether peers are live. Acquired after the core's own. */
 DEFINE_MUTEX(mmblk_server_mutex);
 LIST_HEAD(mmblk_exports);
 
@@ -34,7 +34,7 @@ struct mmblk_control {
 	u32 id;
 	u32 note;
 	u32 epoch;
-	bool attaches;			/* it is an ATTACH; else a DETACH, of the session in note */
+	bool attaches;			/* an ATTACH; else a DETACH of the session in note */
 	struct mmblk_attach attach;
 };
 
@@ -47,7 +47,7 @@ struct mmblk_notice {
 	};
 };
 
-/* The last reference may go in any context; freeing what was vmalloc'ed needs process context. */
+/* Any context may drop the last reference. Freeing vmalloc'ed memory needs process context. */
 static void mmblk_session_reap(struct work_struct *work)
 {
 	struct mmblk_session *session = container_of(work, struct mmblk_session, reap);
@@ -111,7 +111,7 @@ void mmblk_sessions_end(struct mmblk_export *export)
 		if (session->ended)
 			continue;
 		notice = kzalloc(sizeof(*notice), GFP_KERNEL);
-		/* Without it the client finds out by its next command. */
+		/* Without it, the client learns of the end by its next command. */
 		if (notice) {
 			notice->ended.magic = cpu_to_le32(MMBLK_MAGIC);
 			notice->ended.session = cpu_to_le32(session->id);
@@ -122,7 +122,7 @@ void mmblk_sessions_end(struct mmblk_export *export)
 	}
 	mutex_unlock(&mmblk_server_mutex);
 	while (!mmblk_users_wait(&export->users, MMBLK_PATIENCE)) {
-		/* Either the device is slow, or a client keeps what it has read. */
+		/* Either the device is slow, or a client keeps the pages of reads. */
 		pr_warn("mmblk: %s waits for %u sessions; their connections are given up\n",
 			config_item_name(&export->group.cg_item), READ_ONCE(export->users.count));
 		mutex_lock(&mmblk_server_mutex);
@@ -199,7 +199,7 @@ static struct mmblk_session *mmblk_session_make(struct mmblk_speer *peer, struct
 	return session;
 }
 
-/* What is asked for, as far as it can be had. Under the mutex. */
+/* Grants what the client requests, within the export's limits. Under the mutex. */
 static u32 mmblk_attach(struct mmblk_control *control)
 {
 	const struct mmblk_attach *ask = &control->attach;
@@ -221,7 +221,7 @@ static u32 mmblk_attach(struct mmblk_control *control)
 	export = mmblk_export_find(peer, ask->export);
 	if (!export)
 		return MMBLK_NOEXPORT;
-	/* The same device attached anew, without the connection having ended in between. */
+	/* The same device attaches again, without an end of the connection in between. */
 	xa_for_each(&peer->sessions, at, old)
 		if (old->device == control->note) {
 			mmblk_session_end(old);
@@ -264,7 +264,7 @@ static void mmblk_control_work(struct work_struct *work)
 	u32 status = MMBLK_SESSION;
 
 	mutex_lock(&mmblk_server_mutex);
-	/* Of the connection that there is, or is its end just being told? */
+	/* Only for the present connection: its end may be about to be reported. */
 	if (peer->live && neigh_epoch(peer->neigh) == control->epoch) {
 		if (control->attaches) {
 			status = mmblk_attach(control);
@@ -354,7 +354,7 @@ static void mmblk_server_dead(struct neigh *neigh, void *priv)
 	mmblk_send_waiting(peer);
 }
 
-/* Commands use the neighbour until they have answered. What waits for room was dealt with when the connection ended. */
+/* Commands use the neighbour until they have answered. Those that waited for room were dropped when the connection ended. */
 static void mmblk_server_remove(struct neigh *neigh, void *priv)
 {
 	struct mmblk_speer *peer = priv;
@@ -382,7 +382,7 @@ static void mmblk_server_receive(struct neigh *neigh, void *priv, const struct n
 	default:
 		status = MMBLK_UNSUPPORTED;
 	}
-	/* Otherwise it is on its way, and completed then. */
+	/* Otherwise the message is in progress, and is completed later. */
 	if (status)
 		neigh_complete_quietly(msg->link, msg->id, status);
 }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0 */
-/* mmnet: what its files share. */
+/* Shared declarations of mmnet. */
 #ifndef CW_MMNET_H
 #define CW_MMNET_H
 
@@ -7,10 +7,10 @@
 
 #include "neigh.h"
 
-/* Whether a device is a neighbour's. */
+/* Whether a net device is a neighbour's. */
 bool mmnet_is(const struct net_device *dev);
 
-/* Whether IPsec may decrypt packets of a namespace: in place, where they lie. */
+/* Whether IPsec may decrypt packets of a namespace in place. */
 bool mmnet_transforms(const struct net *net);
 
 int mmnet_leave_init(void);

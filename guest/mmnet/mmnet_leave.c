@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * Frames that leave through another device. A device that is emulated outside this VM, or does DMA, knows this VM's RAM only: it
- * can't read a neighbour's window. So a frame that is routed or bridged from a neighbour to a device that isn't one gets a copy
- * of its payload, at the last hook before the device. Frames that go on to a neighbour aren't copied.
+ * Copies of frames that leave through another device. A device that is emulated outside this VM, or uses DMA, knows only this
+ * VM's RAM, and can't read a neighbour's window. So a frame that is routed or bridged from a neighbour to such a device gets a
+ * copy of its payload, at the last hook before the device. Frames to another neighbour aren't copied.
  *
- * Not seen here: what packet sockets, XDP, or traffic control redirect by themselves. For those: ethtool --set-priv-flags mmN
+ * These hooks don't see frames that packet sockets, XDP or traffic control redirect. For those: ethtool --set-priv-flags mmN
  * rx-by-reference off.
  *
- * And packets that IPsec may decrypt. Until 2026 (Linux commit f4c50a4034e6) ESP decrypted an skb's pages in place though they were marked
- * SKBFL_SHARED_FRAG, and nothing comes of stores to a window: what went up the stack was still encrypted. Where the device's own namespace has
- * states of xfrm, frames are copied as they come (mmnet_main.c), since GRO hands them to ESP as well. In other namespaces, which a device upon
- * this one may be in, they are copied at the last hook before the protocol.
+ * Packets that IPsec may decrypt are copied, too. Kernels before Linux commit f4c50a4034e6 let ESP decrypt an skb's pages in
+ * place although they were marked SKBFL_SHARED_FRAG. Stores to a window have no effect, so the stack would get ciphertext. If the
+ * device's own namespace has xfrm states, frames are copied on arrival (mmnet_main.c), since GRO passes them to ESP as well. In
+ * other namespaces, where a device on top of this one may be, they are copied at the last hook before the protocol.
  */
 #include <linux/netdevice.h>
 #include <linux/netfilter.h>
@@ -36,10 +36,10 @@ static bool refers_to_window(const struct sk_buff *skb)
 	return false;
 }
 
-/* Gives it pages of its own. */
+/* Gives an skb pages of its own. */
 static int own_pages(struct sk_buff *skb)
 {
-	/* What GRO has joined in a list can't be copied in pieces. */
+	/* An skb with a frag list, made by GRO, can't be copied in pieces. */
 	return skb_has_frag_list(skb) ? skb_linearize(skb) : skb_copy_ubufs(skb, GFP_ATOMIC);
 }
 

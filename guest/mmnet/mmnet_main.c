@@ -1,20 +1,22 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * mmnet: an Ethernet device per neighbour, like a cable to it. Frames stay in the sender's memory; the receiver's skbs refer to it.
+ * mmnet: an Ethernet device per neighbour, like a cable to it. Frames stay in the sender's memory, and the receiver's skbs refer
+ * to it.
  *
  *	kind	NEIGH_PROTO_NET << 8 | flags
- *	flags	MMNET_NEEDS_CHECKSUM: note is where the checksum starts (high 16 bits) and where it goes from there (low)
+ *	flags	MMNET_NEEDS_CHECKSUM: note has the checksum's start (high 16 bits), and its place from there (low)
  *		MMNET_CHECKED: the sender has verified the first checksum; not with MMNET_NEEDS_CHECKSUM
- *		neither: nobody has verified it, and the receiver does
+ *		neither: no device has verified it, and the receiver does
  *	parts	the frame from its Ethernet header on
  *
- * No checksum is made for what the sender's own stack sends: it stays undone, the receiver's stack believes it, and it is made up for when
- * the frame leaves through a device that isn't a neighbour's. What the sender only passes on, from a bridge say, has a checksum that
- * may be wrong: the receiver's stack looks at it, unless the sender's device has.
+ * A checksum of the sender's own stack stays open, and the receiver's stack believes it. It is computed when the frame leaves
+ * through a device that isn't a neighbour's. A frame that the sender only forwards, for example from a bridge, may have a wrong
+ * checksum. The receiver's stack verifies it, unless the sender's device has.
  *
- * Receiving: headers (the first part when it is small, 128 bytes else) and small frames are copied, the rest isn't. A frame is
- * copied as a whole when its pages can't be referred to (see neigh_frags()): the more so when its readers are slow, so that the
- * sender gets its memory back; and when IPsec may write to it (mmnet_leave.c). The sender keeps an skb until its message has come back.
+ * Receiving: headers (the first part if it is small, else 128 bytes) and small frames are copied; the rest isn't. A whole frame
+ * is copied if its pages can't be referred to (see neigh_frags()): in particular if readers are slow, so that the sender gets its
+ * memory back. It is also copied if IPsec may write to it (mmnet_leave.c). The sender keeps an skb until its message has
+ * completed.
  */
 #include <linux/etherdevice.h>
 #include <linux/ethtool.h>
@@ -32,7 +34,7 @@
 #define MMNET_CHECKED		0x02
 #define MMNET_FLAGS		(MMNET_NEEDS_CHECKSUM | MMNET_CHECKED)
 
-/* Multiple of 16 below what an IP packet can have. */
+/* Multiple of 16 below the limit of an IP packet. */
 #define MMNET_MTU		65520
 #define MMNET_COPYBREAK		256
 #define MMNET_HEADERS		128
@@ -45,12 +47,12 @@ enum mmnet_stat {
 
 static const char mmnet_stat_names[][ETH_GSTRING_LEN] = {
 	[RX_FRAMES] = "rx_frames",
-	[RX_BY_REFERENCE] = "rx_by_reference",			/* frames whose payload was not copied */
+	[RX_BY_REFERENCE] = "rx_by_reference",			/* frames whose payload wasn't copied */
 	[RX_BYTES_BY_REFERENCE] = "rx_bytes_by_reference",
 	[RX_COPIED_SMALL] = "rx_copied_small",			/* up to the copybreak */
-	[RX_COPIED_HELD] = "rx_copied_held",			/* too many are with slow readers */
-	[RX_COPIED_PAGES] = "rx_copied_pages",			/* in too many pieces */
-	[RX_COPIED_BUSY] = "rx_copied_busy",			/* a page was just coming back */
+	[RX_COPIED_HELD] = "rx_copied_held",			/* slow readers hold too many */
+	[RX_COPIED_PAGES] = "rx_copied_pages",			/* too many pieces */
+	[RX_COPIED_BUSY] = "rx_copied_busy",			/* a page was just returning */
 	[RX_COPIED_ASKED] = "rx_copied_asked",			/* rx-by-reference is off */
 	[RX_COPIED_XFRM] = "rx_copied_xfrm",			/* IPsec might decrypt them in place */
 	[RX_BYTES_COPIED] = "rx_bytes_copied",			/* headers included */
@@ -62,7 +64,7 @@ static const char mmnet_stat_names[][ETH_GSTRING_LEN] = {
 	[TX_BYTES_COPIED] = "tx_bytes_copied",
 	[TX_RETURNED] = "tx_returned",
 	[TX_LOST] = "tx_lost",					/* the connection ended first */
-	[TX_UNREACHABLE] = "tx_unreachable",			/* a third VM's memory, which the peer can't see */
+	[TX_UNREACHABLE] = "tx_unreachable",			/* a third VM's memory, which the peer can't read */
 	[TX_FULL] = "tx_full",
 };
 
@@ -78,7 +80,7 @@ struct mmnet {
 	struct net_device *dev;
 	struct neigh *neigh;
 	bool by_reference;
-	bool copy_foreign;		/* the peer can't see what we see */
+	bool copy_foreign;		/* the peer can't read third VMs' memory */
 	u32 copybreak;
 	atomic64_t stats[MMNET_STATS];
 };
@@ -92,7 +94,7 @@ static void count(struct mmnet *mm, enum mmnet_stat stat, u64 by)
 
 /* Receiving */
 
-/* The whole frame in own memory: head in the linear part, as it is already, and the rest in pages. */
+/* Copies the whole frame. The first head bytes are in the linear part already, and the rest goes into pages. */
 static struct sk_buff *mmnet_copy(struct mmnet *mm, const struct neigh_msg *msg, u32 head)
 {
 	u32 length = msg->bytes, at = 0, i;
@@ -133,7 +135,7 @@ static enum mmnet_stat why_copied(int error)
 	}
 }
 
-/* Makes an skb of a message; *kept says that the message comes back with the skb's pages. */
+/* Makes an skb of a message. *kept: the message completes with the skb's pages. */
 static struct sk_buff *mmnet_skb(struct mmnet *mm, const struct neigh_msg *msg, bool *kept)
 {
 	bool small = msg->bytes <= READ_ONCE(mm->copybreak);
@@ -217,7 +219,7 @@ static void mmnet_receive(struct neigh *nb, void *priv, const struct neigh_msg *
 
 /* Sending */
 
-/* The parts of an skb's memory; less than 0 when it can't be sent as it is. */
+/* Fills in the parts of an skb's memory. Returns their number, or less than 0 if it can't be sent as it is. */
 static int mmnet_parts(struct mmnet *mm, struct sk_buff *skb, struct neigh_part *parts)
 {
 	int i, n = 0;
@@ -272,12 +274,12 @@ static netdev_tx_t mmnet_xmit(struct sk_buff *skb, struct net_device *dev)
 		flags |= MMNET_CHECKED;
 	}
 	skb_tx_timestamp(skb);
-	/* What it holds may be held for long. */
+	/* The peer may hold the skb for long, so its conntrack reference goes. */
 	nf_reset_ct(skb);
 	ret = neigh_post(mm->neigh, &mmnet_user, parts, n, NEIGH_KIND(NEIGH_PROTO_NET, flags), note, skb);
 	if (ret == -ENOSPC) {
 		netif_stop_queue(dev);
-		/* Room that comes after this try wakes the queue. */
+		/* Room that comes after this attempt wakes the queue. */
 		ret = neigh_post(mm->neigh, &mmnet_user, parts, n, NEIGH_KIND(NEIGH_PROTO_NET, flags), note, skb);
 		if (ret == -ENOSPC) {
 			count(mm, TX_FULL, 1);
@@ -313,7 +315,7 @@ static void mmnet_sent(struct neigh *nb, void *priv, void *cookie, u32 status)
 		dev_consume_skb_any(skb);
 		return;
 	case NEIGH_UNREACHABLE:
-		/* From now on such frames are copied; for this one TCP and others have their own remedies. */
+		/* From now on such frames are copied. Protocols such as TCP retransmit this one. */
 		WRITE_ONCE(mm->copy_foreign, true);
 		count(mm, TX_UNREACHABLE, 1);
 		break;
@@ -480,7 +482,7 @@ static void mmnet_setup(struct net_device *dev)
 	dev->vlan_features = dev->features;
 }
 
-/* Another VM may have the slot now: the address is the one to it, unless somebody has set another. */
+/* The slot may have another VM now. The address is the one for it, unless somebody has set another. */
 static void mmnet_follow_mac(struct mmnet *mm)
 {
 	struct net_device *dev = mm->dev;
@@ -523,7 +525,7 @@ static void *mmnet_add(struct neigh *nb)
 	dev_set_alias(dev, neigh_name(nb), strlen(neigh_name(nb)));
 	ret = register_netdev(dev);
 	if (ret) {
-		/* The destructor has run, or not, by how far it came. */
+		/* Depending on the step that failed, the destructor has run or not. */
 		mmnet_free(dev);
 		free_netdev(dev);
 		return ERR_PTR(ret);
@@ -555,7 +557,7 @@ static void mmnet_dead(struct neigh *nb, void *priv)
 	struct mmnet *mm = priv;
 
 	netif_carrier_off(mm->dev);
-	/* What waits in the queue is to be dropped, not to be kept. */
+	/* Queued frames are to be dropped, not kept. */
 	if (netif_running(mm->dev))
 		netif_wake_queue(mm->dev);
 }
@@ -593,7 +595,7 @@ static int __init mmnet_init(void)
 static void __exit mmnet_exit(void)
 {
 	neigh_unregister_user(&mmnet_user);
-	/* Frames may still be on their way through the stack; there is nothing to copy once the last was read. */
+	/* Frames may still be in the stack. After the last was read there is nothing to copy. */
 	mmnet_leave_exit();
 }
 

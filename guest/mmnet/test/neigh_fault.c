@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * A broken neighbour: beside the modules that work, it writes into this VM's ends of a pair's rings what no driver writes, or stores into
- * a neighbour's window. Only for tests. Everything is done by writing "SLOT NUMBER" to a parameter:
+ * A broken neighbour. Beside the working modules, it corrupts this VM's ends of a pair's rings, or stores to a neighbour's
+ * window. Only for tests. Write "SLOT NUMBER" to a parameter:
  *
- *	wild	one thing that the rules forbid, of FAULT_WILD kinds by number; the peer must end this pair's connection, and nothing else
- *	store	NUMBER stores of 8 bytes into the window of that slot; each must be discarded
+ *	wild	one violation, of FAULT_WILD kinds by number; the peer must end this pair's connection, and no other
+ *	store	NUMBER stores of 8 bytes to the window of that slot; each must be discarded
  */
 #include <linux/io.h>
 #include <linux/mm.h>
@@ -69,7 +69,7 @@ static void *direction(const struct fault_pair *pair, u32 sender)
 	return pair->segment + CW_NB_DIRECTIONS + sender * CW_NB_DIRECTION_SIZE(pair->entries);
 }
 
-/* How many entries of a ring were written in this epoch: the highest number that a stamp names. */
+/* Number of entries of a ring that were written in this epoch: the highest number in a stamp. */
 static u32 written(const struct fault_pair *pair, const void *stamps, size_t size)
 {
 	u32 i, most = 0;
@@ -83,13 +83,13 @@ static u32 written(const struct fault_pair *pair, const void *stamps, size_t siz
 	return most;
 }
 
-/* Puts words into the next places of the ring of messages, as a driver would, and signals. */
+/* Writes the next entries of the message ring, as a driver would, and signals. */
 static void post(const struct fault_pair *pair, u64 address, u32 length, u32 flags, u32 id, u32 count)
 {
 	struct cw_nb_message *ring = direction(pair, pair->side) + CW_NB_MESSAGES;
 	u32 next = written(pair, &ring->stamp, sizeof(*ring)), i;
 
-	/* From the last to the first: the peer sees all or nothing. */
+	/* From the last to the first entry: the peer sees all or none. */
 	for (i = count; i--;) {
 		struct cw_nb_message *entry = &ring[(next + i) & (pair->entries - 1)];
 
@@ -117,8 +117,8 @@ static void give_back(const struct fault_pair *pair, u32 id)
 }
 
 /*
- * Entries of both rings that this side writes: random but for stamps that the peer believes. A quarter of the ring: what the peer
- * has not read yet stays, or it would wait for it for ever, as for anybody who is alive and says nothing.
+ * Writes random entries with valid stamps to both rings that this side writes. Only to a quarter of each ring: entries that the
+ * peer hasn't read stay. Without them it would wait forever, as for a peer that is alive and silent.
  */
 static void fill(const struct fault_pair *pair)
 {
@@ -129,7 +129,7 @@ static void fill(const struct fault_pair *pair)
 		struct cw_nb_message entry;
 
 		get_random_bytes(&entry, sizeof(entry));
-		/* One in two lies in the sender's window, so that not only the first check is asked. */
+		/* Every second one is in the sender's window, so that later checks are tested, too. */
 		if (i & 1)
 			entry.address = cpu_to_le64(pair->base + pair->own * pair->stride + (get_random_u32() & 0x3fffffff));
 		entry.flags &= cpu_to_le16(3);
@@ -142,14 +142,14 @@ static void fill(const struct fault_pair *pair)
 static int wild(struct fault_pair *pair, u32 number)
 {
 	u64 own = pair->base + pair->own * pair->stride;
-	/* Among the last ids, which a driver hands out last. */
+	/* One of the last ids, which a driver uses last. */
 	u32 id = pair->entries - 1;
 
 	switch (number % FAULT_WILD) {
-	case 0: /* nobody's memory */
+	case 0: /* no VM's memory */
 		post(pair, 0x1000, 4096, 0, id, 1);
 		break;
-	case 1: /* in the own window, where no RAM is */
+	case 1: /* in the own window, outside of RAM */
 		post(pair, own + pair->stride - 4096, 4096, 0, id, 1);
 		break;
 	case 2: /* a length that leaves the window */
@@ -161,28 +161,28 @@ static int wild(struct fault_pair *pair, u32 number)
 	case 4:
 		post(pair, own + 0x100000, 0, 0, id, 1);
 		break;
-	case 5: /* flags that don't exist */
+	case 5: /* unknown flags */
 		post(pair, own + 0x100000, 4096, 0xfff0, id, 1);
 		break;
-	case 6: /* an id that doesn't exist */
+	case 6: /* an unknown id */
 		post(pair, own + 0x100000, 4096, 0, pair->entries + (get_random_u32() & 0x3ff), 1);
 		break;
 	case 7: /* a list without end */
 		post(pair, own + 0x100000, 4096, CW_NB_FLAG_MORE, id, CW_NB_MOST_PARTS + 8);
 		break;
-	case 8: /* what wasn't sent comes back */
+	case 8: /* a completion of an id that isn't outstanding */
 		give_back(pair, pair->entries + 5);
 		break;
 	case 9:
 		fill(pair);
 		break;
 	}
-	/* The doorbell: 32 bits of anything. */
+	/* The doorbell: a 32-bit store of any value. */
 	writel(1, pair->regs + CW_NB_DOORBELLS + pair->slot * CW_NB_DOORBELL_STRIDE);
 	return 0;
 }
 
-/* Through the direct map, where the core has put the window's pages. A window that isn't there is found by a load. */
+/* Stores through the direct map, where the core has put the window's pages. A load detects a missing window. */
 static int store(struct fault_pair *pair, u32 number)
 {
 	u64 value, *place;

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * A test double of the neighbours' core, in place of cw_neigh: one neighbour, which is this VM itself. What is posted comes back to
- * the same VM's users, so that client and server of mmblk run against each other in one kernel, without a window. The order of
- * calls and their contexts are those of neigh.h. Parameters break things, while it runs:
+ * A test double of the neighbours' core, in place of cw_neigh: one neighbour, which is this VM itself. Posted messages go to the
+ * same VM's users, so that client and server of mmblk run against each other in one kernel, without a window. The order of calls
+ * and their contexts are those of neigh.h. Parameters cause faults at run time:
  *
- *	kill		write milliseconds: the link ends, as when the peer dies, and a new one begins after that time
- *	unreachable	1: pages of programs are as if another's, and requests that name one come back with NEIGH_UNREACHABLE
- *	most		messages that each user may have outstanding
- *	refuse		requests of mmblk of this kind come back with the status MMBLK_BUSY; 0: none
- *	probe		write the name of a file system's write_iter: at each call of it how often a freeze of the file system is held off
- *			(sb_start_write) is kept in holds_least and holds_most; "none" ends it
- *	name		the neighbour's, for a device that seeks it from then on
+ *	kill		write milliseconds: the link ends, as by the peer's death, and a new one begins after that time
+ *	unreachable	1: programs' pages count as a third VM's, and requests that name one complete with NEIGH_UNREACHABLE
+ *	most		limit of outstanding messages per user
+ *	refuse		requests of mmblk of this kind complete with the status MMBLK_BUSY; 0: none
+ *	probe		write the name of a file system's write_iter: holds_least and holds_most then record, over its calls,
+ *			how often the file system is protected against freezing (sb_start_write); "none" ends it
+ *	name		the neighbour's name, for devices that seek it from then on
  */
 #include <linux/delay.h>
 #include <linux/fs.h>
@@ -45,7 +45,7 @@ struct neigh_link {
 };
 
 struct neigh {
-	spinlock_t lock;	/* all of it; irqs off */
+	spinlock_t lock;	/* all fields; irqs off */
 	struct neigh_link link;
 	bool open;
 	struct list_head in, back;
@@ -81,7 +81,7 @@ static struct kprobe probe;
 static void end_link(void);
 static void begin_link(void);
 
-/* write_iter(iocb, ...) is called. Only one write is under way, or the count would be of several. */
+/* write_iter(iocb, ...) is called. The count is valid only if a single write is in progress. */
 static int probe_hit(struct kprobe *of, struct pt_regs *regs)
 {
 	struct kiocb *iocb = (struct kiocb *)regs_get_kernel_argument(regs, 0);
@@ -214,7 +214,7 @@ void neigh_complete(struct neigh_link *link, u32 id, u32 status)
 }
 EXPORT_SYMBOL_GPL(neigh_complete);
 
-/* A program's memory, however its pages lie: neither what a module copied it to, nor a page of a file. */
+/* Whether a page is a program's memory: neither a module's copy nor a page of a file. */
 static bool is_anothers(const struct page *page)
 {
 	return READ_ONCE(unreachable) && PageAnon((struct page *)page);
@@ -288,7 +288,7 @@ static void loop_poll(struct tasklet_struct *tasklet)
 		}
 }
 
-/* Everything that a user (or all) has outstanding comes back. The poll doesn't run. */
+/* Fails all outstanding messages of a user, or of all users. The poll doesn't run. */
 static void fail_sent(struct neigh *nb, const struct neigh_user *only)
 {
 	unsigned int id;
