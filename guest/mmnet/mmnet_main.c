@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * mmnet: an Ethernet device per neighbour, like a cable to it. Frames stay in the sender's memory, and the receiver's skbs refer
- * to it.
+ * mmnet: an Ethernet device per neighbour, like a cable to it. Frames stay in the sender's memory; the receiver's skbs refer to it.
  *
  *	kind	NEIGH_PROTO_NET << 8 | flags
  *	flags	MMNET_NEEDS_CHECKSUM: note has the checksum's start (high 16 bits), and its place from there (low)
@@ -14,9 +13,8 @@
  * checksum. The receiver's stack verifies it, unless the sender's device has.
  *
  * Receiving: headers (the first part if it is small, else 128 bytes) and small frames are copied; the rest isn't. A whole frame
- * is copied if its pages can't be referred to (see neigh_frags()): in particular if readers are slow, so that the sender gets its
- * memory back. It is also copied if IPsec may write to it (mmnet_leave.c). The sender keeps an skb until its message has
- * completed.
+ * is copied if its pages can't be referred to (see neigh_frags()), mainly if readers are slow, so that the sender gets its memory
+ * back. It is also copied if IPsec may write to it (mmnet_leave.c). The sender keeps an skb until its message has completed.
  */
 #include <linux/etherdevice.h>
 #include <linux/ethtool.h>

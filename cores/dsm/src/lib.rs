@@ -4,7 +4,7 @@
 //! nodes run the same code.
 //!
 //! ```text
-//! Fault, Operate, Retired ─▶ ┌──────┐ ─▶ Resume, Trap, Completed, Kick      virtual CPUs
+//! Fault, Operate, Retired ─▶ ┌──────┐ ─▶ Resume, Trap, Completed, Kick      vCPUs
 //! Message ─────────────────▶ │ Node │ ─▶ Send                               links
 //! Timer ───────────────────▶ └──────┘ ─▶ Pages: protect, read, write        guest memory
 //! ```

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! 0       header: written once, by the registry, before either side sees the segment
-//! 256     ready word of side 0 (the lower slot), then its features; a line of its own
+//! 256     ready word of side 0 (the lower slot), then its features; on a separate cache line
 //! 384     the same of side 1
 //! 4096    direction 0: side 0 sends
 //!           +0    number of message entries that the receiver has taken          written by the receiver

@@ -1,6 +1,5 @@
 //! Emulation of instructions that compute, load and branch: `mov`, `movzx`, `lea`, `add`, `sub`, `cmp`, `and`, `or`, `xor`, `test`, `inc`,
-//! `dec`
-//! on general registers and constants, `jmp`, and conditional branches. One operand may be in memory if it is only read.
+//! `dec` on general registers and constants, `jmp`, and conditional branches. One operand may be in memory if it is only read.
 //!
 //! Source: Intel SDM volume 2, the instructions' pages.
 

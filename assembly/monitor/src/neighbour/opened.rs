@@ -71,7 +71,6 @@ impl OpenedNeighbour {
         Ok(())
     }
 
-    /// Whether RAM has room in a window, wherever that is.
     /// Checks that RAM fits into a window, wherever the windows are.
     ///
     /// # Errors

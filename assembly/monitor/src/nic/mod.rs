@@ -28,7 +28,7 @@
 //! keeps the guest's context, which is the same for both. A card of the host also changes between vpio and passthrough (`vpio::open`).
 //!
 //! A card's DMA and interrupts continue while vCPUs are suspended. So `quiesce` saves the context and takes the card from the guest, and
-//! `unquiesce` gives it back.
+//! `unquiesce` returns it.
 
 mod behind;
 mod bus;

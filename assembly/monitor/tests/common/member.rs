@@ -1,6 +1,6 @@
 //! A member of a neighbourhood whose guest is played by the test. Its driver counts, accepts connections, and sends numbered buffers to
 //! every peer, which reads them through the window. On request it violates the protocol.
-#![allow(unsafe_code)] // Segments are memory that another process writes: they are looked at as atomic words.
+#![allow(unsafe_code)] // Segments are memory that another process writes: they are accessed as atomic words.
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;

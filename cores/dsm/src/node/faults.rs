@@ -13,7 +13,7 @@ use crate::names::{Access, Mode, NodeSet, Page, Priority, Vcpu};
 use crate::pages::Pages;
 
 impl Node {
-    /// A virtual CPU faulted.
+    /// A vCPU faulted.
     pub(super) fn fault<P: Pages>(&mut self, vcpu: Vcpu, page: Page, fault: Fault, cx: &mut Context<'_, P>) {
         let Some(state) = self.vcpu(vcpu).filter(|state| !state.operating) else {
             self.counters.refused += 1;

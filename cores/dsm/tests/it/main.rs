@@ -1,5 +1,5 @@
 //! Integration tests of `dsm`, in one binary, since each is linked with the whole crate.
-#![allow(clippy::unwrap_used)] // A test that can't go on has failed.
+#![allow(clippy::unwrap_used)] // A test that can't continue has failed.
 
 mod contents;
 mod explore;

@@ -73,7 +73,7 @@ const SHARED: Page = 0;
 /// The page of the migratory pattern.
 const DATA: Page = 64;
 
-/// The program of one virtual CPU.
+/// The program of one vCPU.
 #[derive(Debug, Clone)]
 pub struct Program {
     pattern: Pattern,

@@ -38,7 +38,7 @@ pub struct Setup {
     pub policy: Policy,
     /// The injected bug.
     pub plant: Plant,
-    /// Virtual CPUs have store buffers.
+    /// vCPUs have store buffers.
     pub buffered: bool,
     /// The monitor reports a retired instruction only when a node kicks its vCPU, not with the vCPU's next fault.
     pub told_late: bool,
