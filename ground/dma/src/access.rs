@@ -14,11 +14,11 @@ pub struct DmaFault {
 
 /// Guest memory by guest DMA address (the guest-physical address where there is no virtual IOMMU).
 ///
-/// Accesses from several threads, and by the guest's CPUs, may overlap: bulk accesses may then see any mixture
-/// of old and new bytes, word accesses are atomic. An access that touches a single byte outside of the guest's
-/// memory does nothing and fails. Accesses may straddle regions that are adjacent in the guest.
+/// Threads and the guest's CPUs may access the same bytes concurrently. A bulk access then copies any mixture of old and new bytes; an
+/// access to an aligned word is atomic. An access with a single byte outside of the guest's memory changes nothing and fails. An access may
+/// cross from one region into an adjacent one.
 pub trait Dma {
-    /// Copies guest memory out, once. No byte is read twice.
+    /// Copies guest memory out. Each byte is loaded once.
     fn read(&self, address: u64, into: &mut [u8]) -> Result<(), DmaFault>;
 
     /// Copies into guest memory.
@@ -30,47 +30,48 @@ pub trait Dma {
     /// Loads an aligned word with acquire order: what the guest stored before it stored this is visible.
     fn load_u32(&self, address: u64) -> Result<u32, DmaFault>;
 
-    /// Stores an aligned word with release order: whoever loads it sees all that was written before.
+    /// Stores an aligned word with release order: a guest CPU that loads it also sees all earlier writes of this thread.
     fn store_u32(&self, address: u64, value: u32) -> Result<(), DmaFault>;
 
-    /// Exchanges an aligned word, sequentially consistent. Returns the value before.
+    /// Exchanges an aligned word, sequentially consistent. Returns the previous value.
     fn swap_u32(&self, address: u64, value: u32) -> Result<u32, DmaFault>;
 
-    /// Stores `new` in the aligned word if it holds `expected`, atomically against the guest's CPUs. Returns the
-    /// value before, equal to `expected` when it was stored.
+    /// Stores `new` in the aligned word if it holds `expected`, atomically against the guest's CPUs. Returns the previous value, which
+    /// equals `expected` if `new` was stored.
     fn compare_exchange_u64(&self, address: u64, expected: u64, new: u64) -> Result<u64, DmaFault>;
 
-    /// Adds to the aligned word, wrapping, atomically against the guest's CPUs. Returns the value before.
+    /// Adds to the aligned word, wrapping, atomically against the guest's CPUs. Returns the previous value.
     fn fetch_add_u64(&self, address: u64, operand: u64) -> Result<u64, DmaFault>;
 
-    /// Copies `len` bytes to another guest's memory: exactly one copy. Fails with the first range at fault, and then
-    /// has written nothing, or a prefix if memory was unmapped meanwhile.
+    /// Copies `len` bytes to another guest's memory without a buffer in between. Fails with the first invalid range. After a failure
+    /// nothing was written, or a prefix if memory was unmapped concurrently.
     fn copy_to(&self, from: u64, to: &Self, address: u64, len: u64) -> Result<(), CopyFault>;
 
-    /// Asks the CPU to have a range in its cache soon. A hint: no effect on memory, none at all where it isn't the guest's.
+    /// Prefetches a range into this CPU's cache. A hint: memory doesn't change, and a range outside of the guest's memory is ignored.
     fn prefetch(&self, address: u64, len: u64) {
         let _ = (address, len);
     }
 
-    /// As [`Dma::prefetch`], for a range that will be written: other CPUs lose their copies.
+    /// As [`Dma::prefetch`], for a range that will be written: other CPUs' copies of its cache lines are invalidated.
     fn prefetch_write(&self, address: u64, len: u64) {
         let _ = (address, len);
     }
 
-    /// Whether memory of the guest is still to come from another host.
+    /// Whether the guest has not-present pages: a post-copy migration has not delivered them yet.
     #[inline]
     fn is_late(&self) -> bool {
         false
     }
 
-    /// Whether bytes of a range are still to come, so that an access would fail now and not later. They are asked for then. Pages that are
-    /// overwritten as a whole (`write`) needn't be there.
+    /// Whether an access to the range would fail now because of not-present pages. Requests those pages from the source. With `write`, a
+    /// page that the range covers wholly needn't be present.
     fn awaits(&self, address: u64, len: u64, write: bool) -> bool {
         let _ = (address, len, write);
         false
     }
 
-    /// How many accesses have failed as their memory was still to come: whether an error is one that passes is told by comparing.
+    /// How many accesses have failed at a not-present page. A caller that compares two readings learns whether an error between them is
+    /// temporary.
     fn absences(&self) -> u64 {
         0
     }
@@ -78,8 +79,8 @@ pub trait Dma {
     /// Whether the whole range is the guest's memory.
     fn check(&self, address: u64, len: u64) -> Result<(), DmaFault>;
 
-    /// A second, writable view of pieces of guest memory (address, length), one behind the other, for a device of the host. All but the
-    /// first begin with a page of 4096 bytes, all but the last end with one.
+    /// A second, writable view of pieces of guest memory (address, length), contiguous in the given order, for a device of the host. All
+    /// but the first piece begin at a page of 4096 bytes, all but the last end at one.
     ///
     /// # Errors
     /// When a piece isn't the guest's, or this memory can't be mapped twice.

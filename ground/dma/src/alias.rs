@@ -1,5 +1,5 @@
-//! A second view of guest memory in which scattered pages lie one behind the other, for a device of the host that is given memory by
-//! address and length (an RDMA device's registration).
+//! A second view of guest memory that makes scattered pages contiguous. An RDMA device of the host registers memory by address and length,
+//! and so needs it.
 
 #![allow(unsafe_code)] // Maps memory a second time; nothing here hands out a pointer that is dereferenced elsewhere.
 
@@ -8,8 +8,8 @@ use rustix::mm::{MapFlags, MremapFlags, ProtFlags, mmap_anonymous, mremap_fixed,
 
 /// x86-64 base page, bytes.
 const PAGE: u64 = 4096;
-/// Most runs of contiguous pages in a view. Each is a mapping while the view exists, and the kernel allows a process 65,530 of them
-/// as a rule.
+/// Limit of runs of contiguous pages in a view. Each run is a mapping while the view exists, and Linux allows a process 65,530 mappings by
+/// default.
 pub const MOST_RUNS: usize = 32_768;
 
 /// Memory can't be mapped a second time.
@@ -25,10 +25,10 @@ pub enum AliasError {
     Shape {
         /// Guest address of the piece.
         address: u64,
-        /// Its length.
+        /// Length of the piece, bytes.
         len: u64,
     },
-    /// Part of the memory is still to come, and whoever pins it would find zeros there.
+    /// Part of the memory is not present yet: a device that pinned it would read zeros there.
     #[error("Part of this guest's memory is still to come from the host that it has left")]
     Late,
     /// Not the guest's memory, or not writable.
@@ -36,24 +36,24 @@ pub enum AliasError {
     Fault {
         /// Guest address of the piece.
         address: u64,
-        /// Its length.
+        /// Length of the piece, bytes.
         len: u64,
     },
-    /// Too many pieces.
+    /// More pieces than [`MOST_RUNS`].
     #[error("The region has {0} runs of contiguous pages; a host's RDMA device is given {MOST_RUNS} at most")]
     TooScattered(usize),
     /// The kernel refused.
     #[error("The kernel refused a second view of {bytes:#x} bytes of guest memory")]
     Kernel {
-        /// Size of the view.
+        /// Size of the view, bytes.
         bytes: usize,
-        /// Why.
+        /// The kernel's error.
         #[source]
         source: Errno,
     },
 }
 
-/// The view. Unmapped when dropped; memory that a device has pinned meanwhile stays its own.
+/// The view. Dropping it unmaps it; pages that a device has pinned stay allocated until the device releases them.
 #[derive(Debug)]
 pub struct Alias {
     base: *mut u8,
@@ -66,8 +66,8 @@ pub struct Alias {
 unsafe impl Send for Alias {}
 
 impl Alias {
-    /// Makes the view of pieces, in order: guest address and length. `find` gives the host's address of a guest address, and how many
-    /// writable bytes follow it there. All pieces but the first begin with a page, all but the last end with one.
+    /// Maps the pieces (guest address, length) in order. `find` returns the host address of a guest address, and the number of writable
+    /// bytes that follow it there. All pieces but the first begin at a page, all but the last end at one.
     pub(crate) fn map(
         pieces: &[(u64, u64)],
         find: impl Fn(u64) -> Option<(*mut u8, u64)>,
@@ -93,11 +93,11 @@ impl Alias {
         let size = |bytes: u64| usize::try_from(bytes).map_err(|_| shape);
         let (mapped, first, len) = (size(total)?, size(address % PAGE)?, size(len)?);
         let kernel = |source| AliasError::Kernel { bytes: mapped, source };
-        // SAFETY: new pages at an address of the kernel's choice, which nobody may touch yet.
+        // SAFETY: new pages at an address of the kernel's choice, which no code accesses yet.
         let base =
             unsafe { mmap_anonymous(std::ptr::null_mut(), mapped, ProtFlags::empty(), MapFlags::PRIVATE) }
                 .map_err(kernel)?;
-        // Unmaps what is there when a piece fails.
+        // Dropping this unmaps the reservation when a piece fails.
         let alias = Self { base: base.cast(), mapped, first, len };
         let mut at = 0;
         for (mut address, mut left) in runs {
@@ -120,19 +120,19 @@ impl Alias {
         Ok(alias)
     }
 
-    /// The host's address of the first byte.
+    /// Host address of the first byte.
     #[must_use]
     pub fn address(&self) -> usize {
         self.base.expose_provenance() + self.first
     }
 
-    /// Bytes.
+    /// Size, bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are none; there always are.
+    /// Never true: a view of no pieces can't be made.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
@@ -144,7 +144,7 @@ impl Alias {
         (end <= self.len).then(|| unsafe { self.base.add(self.first + offset) })
     }
 
-    /// Copies bytes out, from `offset` on. `false`: they aren't all there.
+    /// Copies bytes out, from `offset` on. `false`, with nothing copied, when the range doesn't lie within the view.
     #[must_use]
     pub fn read(&self, offset: usize, into: &mut [u8]) -> bool {
         let Some(from) = self.at(offset, into.len()) else { return false };
@@ -153,7 +153,7 @@ impl Alias {
         true
     }
 
-    /// Copies bytes in, from `offset` on. `false`: they wouldn't all be there.
+    /// Copies bytes in, from `offset` on. `false`, with nothing copied, when the range doesn't lie within the view.
     #[must_use]
     pub fn write(&self, offset: usize, from: &[u8]) -> bool {
         let Some(to) = self.at(offset, from.len()) else { return false };
@@ -165,7 +165,7 @@ impl Alias {
 
 impl Drop for Alias {
     fn drop(&mut self) {
-        // SAFETY: made by `map`, and nothing refers to it any more.
+        // SAFETY: made by `map`, and no reference to it is left.
         let unmapped = unsafe { munmap(self.base.cast(), self.mapped) };
         debug_assert!(unmapped.is_ok(), "munmap of an own mapping fails only on wrong arguments");
     }

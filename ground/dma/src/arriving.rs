@@ -1,14 +1,15 @@
-//! Pages of guest memory that are still to come from another host, while devices use the rest (post-copy).
+//! Not-present pages of guest memory: a post-copy migration has not delivered them yet, while devices already use the rest.
 //!
-//! Whoever has the memory mapped by itself would find a page that is missing zero, and leave it there for the guest. So what is there is told by a
-//! bitmap that the monitor, which gets the pages, shares with this process; missing pages are asked for by a Unix socket.
+//! A process that maps the memory itself would read a not-present page as zeros, and leave that zero page for the guest. So the monitor,
+//! which receives the pages, shares a bitmap of present pages with this process. This process requests not-present pages over a Unix
+//! socket.
 //!
 //! ```text
 //! monitor                                     this process
-//!   places a page, sets its bit ─ bitmap ─────▶ an access to a page whose bit isn't set fails, and is made again later
-//!   fetches it sooner           ◀─── socket ─── asks for the page
-//!   counts one up               ─ bitmap ─────▶ whoever waits looks again
-//!                               ◀─ bitmap ───── a page that was written as a whole: its bit is set here
+//!    places a page, sets its bit ─ bitmap ─────▶ an access to a page without its bit fails, and is retried later
+//!    fetches it with priority    ◀─── socket ─── requests the page
+//!    increments the generation   ─ bitmap ─────▶ retries what waits for pages
+//!                                ◀─ bitmap ───── sets the bit of a page that it overwrote as a whole
 //! ```
 //! Nothing here blocks.
 #![allow(unsafe_code)] // Maps the bitmap, which both processes change by atomic operations.
@@ -26,33 +27,34 @@ use crate::map_error::MapError;
 
 /// x86-64 base page, bytes.
 const PAGE: u64 = 4096;
-/// Bytes before the first bit: a word that grows whenever pages have come that were asked for, and one that is not 0 once all are there.
+/// Bytes before the first bit. The first word is a generation that grows when requested pages arrive; the second is not 0 once all pages
+/// are present.
 pub const HEAD: u64 = 4096;
-/// Pages that one wish can name.
+/// Limit of pages in one request.
 const MOST_PER_WISH: u64 = 4096;
-/// Missing pages of a range that are looked for and asked for at once: 16 MiB.
+/// How far beyond the first not-present page of an access more pages are requested with it: 16 MiB.
 const MOST_ASKED: u64 = 4096;
 
-/// Bytes of a bitmap for so many bytes of memory, with its head, in whole pages.
+/// Bytes of a bitmap for `memory` bytes of guest memory, with its head, in whole pages.
 #[must_use]
 pub fn bitmap_size(memory: u64) -> u64 {
     HEAD + memory.div_ceil(PAGE).div_ceil(64).saturating_mul(8).next_multiple_of(PAGE)
 }
 
-/// A wish for pages from a guest address on, as it goes through the pipe: 8 bytes in native order.
+/// Encodes a request for pages from a guest address on, as the socket carries it: 8 bytes in native order. `pages` is clamped to 1..=4096.
 #[must_use]
 pub fn wish(address: u64, pages: u64) -> [u8; 8] {
     (address & !(PAGE - 1) | (pages.clamp(1, MOST_PER_WISH) - 1)).to_ne_bytes()
 }
 
-/// What a wish names: an address and a number of pages.
+/// Decodes a request: a guest address and a number of pages.
 #[must_use]
 pub fn wished(wish: [u8; 8]) -> (u64, u64) {
     let word = u64::from_ne_bytes(wish);
     (word & !(PAGE - 1), (word & (PAGE - 1)) + 1)
 }
 
-/// A bitmap of pages that are there, as both processes have it. Bits from [`HEAD`] on; the lowest of the first word is the first page.
+/// The bitmap of present pages that both processes share. Bits begin at [`HEAD`]; the lowest bit of the first word is the first page.
 #[derive(Debug)]
 pub struct Bitmap {
     base: *mut u8,
@@ -65,10 +67,10 @@ unsafe impl Send for Bitmap {}
 unsafe impl Sync for Bitmap {}
 
 impl Bitmap {
-    /// Maps the bitmap of `memory` bytes from `offset` of a file on, which must be sealed against shrinking.
+    /// Maps the bitmap of `memory` bytes of guest memory from `offset` of a file on.
     ///
     /// # Errors
-    /// When it isn't sealed, too short, or the kernel refuses.
+    /// When the file isn't sealed against shrinking, is too short, or the kernel refuses.
     pub fn map(file: &impl AsFd, offset: u64, memory: u64) -> Result<Self, MapError> {
         let file = file.as_fd();
         let kernel = |source| MapError::Kernel { address: offset, size: memory, source };
@@ -100,42 +102,42 @@ impl Bitmap {
         self.word(usize::try_from(HEAD / 8 + page / 64).ok()?)
     }
 
-    /// Whether a page is there. Its contents are visible then.
+    /// Whether a page is present. Acquire order: its contents are visible then.
     #[inline]
     #[must_use]
     pub fn has(&self, page: u64) -> bool {
         self.bits(page).is_some_and(|word| word.load(Ordering::Acquire) >> (page % 64) & 1 == 1)
     }
 
-    /// A page is there now.
+    /// Marks a page as present, with release order.
     pub fn set(&self, page: u64) {
         if let Some(word) = self.bits(page) {
             word.fetch_or(1 << (page % 64), Ordering::Release);
         }
     }
 
-    /// Sets 64 pages at once, before anybody else has the bitmap: those of bit word `index`.
+    /// Sets the bits of 64 pages, those of bit word `index`. Only before another process or thread has the bitmap.
     pub fn set_word(&self, index: u64, bits: u64) {
         if let Some(word) = self.bits(index.saturating_mul(64)) {
             word.store(bits, Ordering::Release);
         }
     }
 
-    /// Pages have come that were asked for.
+    /// Increments the generation: requested pages have arrived.
     pub fn came(&self) {
         if let Some(word) = self.word(0) {
             word.fetch_add(1, Ordering::Release);
         }
     }
 
-    /// How often [`Bitmap::came`] was called.
+    /// How often [`Bitmap::came`] was called, wrapping.
     #[inline]
     #[must_use]
     pub fn generation(&self) -> u64 {
         self.word(0).map_or(0, |word| word.load(Ordering::Acquire))
     }
 
-    /// All pages are there.
+    /// Marks all pages as present.
     pub fn complete(&self) {
         if let Some(word) = self.word(1) {
             word.store(1, Ordering::Release);
@@ -143,7 +145,7 @@ impl Bitmap {
         self.came();
     }
 
-    /// Whether all pages are there.
+    /// Whether all pages are present.
     #[inline]
     #[must_use]
     pub fn is_complete(&self) -> bool {
@@ -159,7 +161,7 @@ impl Drop for Bitmap {
     }
 }
 
-/// What is known of a region whose pages are still to come. In effect from [`Late::begin`] until all are there.
+/// Post-copy state of a region. In effect from [`Late::begin`] until all pages are present.
 #[derive(Debug)]
 pub(crate) struct Late {
     on: AtomicBool,
@@ -172,7 +174,7 @@ struct Arriving {
     address: u64,
     bitmap: Bitmap,
     wishes: Arc<OwnedFd>,
-    /// Pages that were asked for.
+    /// A bit per page: a request for it was sent.
     asked: Box<[AtomicU64]>,
     refused: AtomicU64,
 }
@@ -182,8 +184,8 @@ impl Late {
         Self { on: AtomicBool::new(false), arriving: std::sync::OnceLock::new() }
     }
 
-    /// From here on only pages that the bitmap names are there. `host` is where the region of `size` bytes at guest address `address` is mapped. Once per
-    /// region.
+    /// Begins: from here on only pages in the bitmap are present. `host` is where the region of `size` bytes at guest address `address` is
+    /// mapped. Once per region.
     pub fn begin(
         &self,
         (address, size): (u64, u64),
@@ -192,8 +194,8 @@ impl Late {
         wishes: Arc<OwnedFd>,
     ) -> Result<(), MapError> {
         let len = usize::try_from(size).map_err(|_| MapError::Shape { address, size })?;
-        // A huge page would come with zeros where pages are missing.
-        // SAFETY: the whole mapping of a region; the advice doesn't change its contents.
+        // A huge page would be populated with zeros where pages are not present. SAFETY: the whole mapping of a region; the advice doesn't
+        // change its contents.
         unsafe { madvise(host.cast(), len, Advice::LinuxNoHugepage) }
             .or_else(|error| if error == Errno::INVAL { Ok(()) } else { Err(error) })
             .map_err(|source| MapError::Kernel { address, size, source })?;
@@ -204,7 +206,7 @@ impl Late {
         Ok(())
     }
 
-    /// The one that is in effect.
+    /// The post-copy state, while it is in effect.
     #[inline]
     fn now(&self) -> Option<&Arriving> {
         if self.on.load(Ordering::Relaxed) { self.arriving() } else { None }
@@ -220,30 +222,30 @@ impl Late {
         Some(found)
     }
 
-    /// Whether pages are still to come.
+    /// Whether pages are not present.
     #[inline]
     pub fn is_on(&self) -> bool {
         self.now().is_some()
     }
 
-    /// How often pages have come that were asked for.
+    /// Generation of the bitmap, while pages are not present.
     pub fn generation(&self) -> Option<u64> {
         self.now().map(|arriving| arriving.bitmap.generation())
     }
 
-    /// How often an access failed as its memory wasn't there.
+    /// How many accesses failed at a not-present page.
     pub fn refused(&self) -> u64 {
         self.arriving.get().map_or(0, |arriving| arriving.refused.load(Ordering::Relaxed))
     }
 
-    /// Whether an access to `len` bytes from `offset` on has to wait; what is missing is asked for then. With `write` pages that it covers wholly
-    /// needn't be there.
+    /// Whether an access to `len` bytes from `offset` on has to wait. Requests the not-present pages. With `write`, a page that the access
+    /// covers wholly needn't be present.
     #[inline]
     pub fn awaits(&self, offset: u64, len: u64, write: bool) -> bool {
         self.now().is_some_and(|arriving| len > 0 && arriving.awaits(offset, len, write))
     }
 
-    /// As [`Late::awaits`], for an access that is refused then.
+    /// As [`Late::awaits`], and counts the access as failed.
     #[inline]
     pub fn refuses(&self, offset: u64, len: u64, write: bool) -> bool {
         let refuses = self.awaits(offset, len, write);
@@ -253,7 +255,7 @@ impl Late {
         refuses
     }
 
-    /// `len` bytes from `offset` on were written.
+    /// Marks the pages that a write of `len` bytes from `offset` on covered wholly as present.
     #[inline]
     pub fn wrote(&self, offset: u64, len: u64) {
         if let Some(arriving) = self.now()
@@ -266,7 +268,7 @@ impl Late {
 }
 
 impl Arriving {
-    /// The range lies in the region.
+    /// As [`Late::awaits`]. The range must lie in the region.
     #[cold]
     fn awaits(&self, offset: u64, len: u64, write: bool) -> bool {
         let end = offset + len;
@@ -298,7 +300,7 @@ impl Arriving {
         }
     }
 
-    /// Whether a page wasn't asked for before.
+    /// Marks a page as requested. `false` if it was already.
     fn note(&self, page: u64) -> bool {
         let word = usize::try_from(page / 64).ok().and_then(|index| self.asked.get(index));
         word.is_some_and(|word| word.fetch_or(1 << (page % 64), Ordering::Relaxed) >> (page % 64) & 1 == 0)
@@ -307,7 +309,7 @@ impl Arriving {
     fn say(&self, start: u64, count: u64) {
         let said = send_without_waiting(&self.wishes, &wish(self.address + start * PAGE, count));
         if said != Ok(8) {
-            // The socket is full: whoever waits looks again after a while, and asks again.
+            // The socket is full. The caller retries the access after a while, and that requests the pages again.
             for page in start..start + count {
                 let word = usize::try_from(page / 64).ok().and_then(|index| self.asked.get(index));
                 if let Some(word) = word {
@@ -318,7 +320,7 @@ impl Arriving {
     }
 }
 
-/// Sends to a stream of Unix sockets; fails where it is full, even if whoever shares it has made it blocking.
+/// Sends to a Unix stream socket. Fails when it is full, even if the other process has made the shared socket blocking.
 fn send_without_waiting(socket: &OwnedFd, bytes: &[u8]) -> Result<usize, Errno> {
     rustix::net::send(socket, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL)
 }

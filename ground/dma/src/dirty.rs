@@ -1,7 +1,7 @@
-//! Which pages this process has written, while somebody asks: another copy of the memory is being made.
+//! Dirty log: which pages this process has written, while another copy of the memory is made (pre-copy).
 //!
-//! A page is marked after it was written, so a mark that is taken away means that whoever copies the page now copies the bytes too. Whoever
-//! switches the log on must see to it that writers are not in the middle of a write: it asks them on their own threads.
+//! A writer marks a page after it wrote it. So a copier that clears a mark and then copies the page copies the written bytes too. The
+//! component that enables the log must ensure that no write is in progress: it runs a function on each writer's thread.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 /// x86-64 base page, bytes.
 const PAGE: u64 = 4096;
 
-/// One bit per page of a range. Off until it is asked for; then a write costs a look at a flag more, and an atomic operation.
+/// One bit per page of a range. While the log is off, a write costs one more load of a flag; while it is on, an atomic operation.
 #[derive(Debug, Default)]
 pub(crate) struct DirtyLog {
     on: AtomicBool,
@@ -17,7 +17,7 @@ pub(crate) struct DirtyLog {
 }
 
 impl DirtyLog {
-    /// Begins to note writes to a range of `size` bytes, with none noted; or ends it.
+    /// Enables the log for a range of `size` bytes, with no page marked; or disables it.
     pub fn set(&self, on: bool, size: u64) {
         if on {
             let words = self.words.get_or_init(|| {
@@ -31,7 +31,7 @@ impl DirtyLog {
         self.on.store(on, Ordering::SeqCst);
     }
 
-    /// `len` bytes from `offset` on were written. They lie within the range.
+    /// Marks the pages of a write of `len` bytes from `offset` on, which lies within the range.
     #[inline]
     pub fn mark(&self, offset: u64, len: u64) {
         if self.on.load(Ordering::Relaxed) && len > 0 {
@@ -45,13 +45,13 @@ impl DirtyLog {
         for page in first..=last {
             let word = usize::try_from(page / 64).ok().and_then(|index| words.get(index));
             if let Some(word) = word {
-                // Release: who takes the mark sees the bytes.
+                // Release: a copier that clears the mark sees the bytes.
                 word.fetch_or(1 << (page % 64), Ordering::Release);
             }
         }
     }
 
-    /// Takes the marks of `pages` pages from page `first` on, which is a multiple of 64.
+    /// Returns and clears the marks of `pages` pages from page `first` on, a multiple of 64.
     pub fn take(&self, first: u64, pages: u64) -> Vec<u64> {
         let Some(words) = self.words.get() else { return Vec::new() };
         let start = usize::try_from(first / 64).unwrap_or(usize::MAX);

@@ -1,5 +1,5 @@
-//! Plain memory behind [`Dma`], for tests, simulation and model checking. Accesses outside are faults, and
-//! all accesses can be listed, so that an oracle can say what a device touched.
+//! Plain memory that implements [`Dma`], for tests, simulation and model checking. An access outside of it fails. It can record all
+//! accesses, so that an oracle knows what a device touched.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -13,7 +13,7 @@ use crate::alias::{Alias, AliasError};
 pub struct HeapMemory {
     base: u64,
     bytes: Arc<[AtomicU8]>,
-    /// Word accesses and copies are made one at a time, so words are atomic here as well.
+    /// Serialises word accesses and copies, so that words are atomic here as well.
     words: Arc<Mutex<()>>,
     log: Arc<Mutex<Option<Vec<Access>>>>,
     late: Arc<Mutex<Late>>,
@@ -22,7 +22,7 @@ pub struct HeapMemory {
 /// x86-64 base page, bytes.
 const PAGE: u64 = 4096;
 
-/// Pages that are still to come.
+/// Not-present pages.
 #[derive(Debug, Default)]
 struct Late {
     missing: BTreeSet<u64>,
@@ -31,7 +31,7 @@ struct Late {
 }
 
 impl Late {
-    /// The missing pages that an access needs.
+    /// The not-present pages that an access needs.
     fn needed(&self, address: u64, len: u64, write: bool) -> Vec<u64> {
         let end = address.saturating_add(len);
         let covered = |page: &u64| write && *page >= address && page + PAGE <= end;
@@ -45,7 +45,7 @@ impl Late {
 pub struct Access {
     /// First byte.
     pub address: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub len: u64,
     /// Whether it wrote.
     pub write: bool,
@@ -70,7 +70,7 @@ impl HeapMemory {
         }
     }
 
-    /// These pages are still to come, by their addresses; what lies there meanwhile is nothing of the guest's.
+    /// Makes these pages not present, by their addresses. Their contents mean nothing to the guest until they arrive.
     pub fn set_missing(&self, pages: impl IntoIterator<Item = u64>) {
         let pages: BTreeSet<u64> = pages.into_iter().collect();
         for page in &pages {
@@ -81,13 +81,13 @@ impl HeapMemory {
         lock(&self.late).missing = pages;
     }
 
-    /// Takes the pages that were asked for.
+    /// Returns and clears the pages that accesses requested.
     #[must_use]
     pub fn take_asked(&self) -> BTreeSet<u64> {
         std::mem::take(&mut lock(&self.late).asked)
     }
 
-    /// A page comes, unless it was written as a whole meanwhile.
+    /// Delivers a page, unless a device has overwritten it as a whole.
     pub fn come(&self, page: u64, contents: &[u8]) {
         if lock(&self.late).missing.remove(&page) {
             for (cell, byte) in self.range(page, PAGE, true).into_iter().flatten().zip(contents) {
@@ -96,12 +96,12 @@ impl HeapMemory {
         }
     }
 
-    /// From now on accesses are remembered.
+    /// Starts recording accesses.
     pub fn record(&self) {
         *lock(&self.log) = Some(Vec::new());
     }
 
-    /// Takes the accesses since [`HeapMemory::record`] or the last call.
+    /// Returns and clears the accesses since [`HeapMemory::record`] or the last call.
     #[must_use]
     pub fn take_record(&self) -> Vec<Access> {
         lock(&self.log).as_mut().map(std::mem::take).unwrap_or_default()
@@ -210,7 +210,7 @@ impl Dma for HeapMemory {
     fn copy_to(&self, from: u64, to: &Self, address: u64, len: u64) -> Result<(), CopyFault> {
         let source = self.range(from, len, false).map_err(CopyFault::Source)?;
         let target = to.range(address, len, true).map_err(CopyFault::Destination)?;
-        // As memmove: the two may be one guest's memory, and overlap.
+        // As memmove: both may be the same guest's memory, and overlap.
         let copy: Vec<u8> = source.iter().map(|cell| cell.load(Ordering::Relaxed)).collect();
         for (cell, byte) in target.iter().zip(copy) {
             cell.store(byte, Ordering::Relaxed);

@@ -4,12 +4,12 @@
 //! |---|---|
 //! | [`access`] | the trait [`Dma`]: all that a device model may do with guest memory |
 //! | [`mapped`] | [`MappedMemory`]: the RAM of a guest that runs in another process, mapped from its memfds |
-//! | [`arriving`] | pages of it that are still to come from another host |
+//! | [`arriving`] | its not-present pages during a post-copy migration |
 //! | [`alias`] | [`Alias`]: a second view of it, in another order, for a device of the host |
 //! | [`heap`] | [`HeapMemory`]: plain memory for tests, simulation and model checking |
 //!
-//! The guest's CPUs write this memory at any time. Nothing here hands out a reference into it: data is copied
-//! out once, validated, and the copy is used; single words are loaded and stored atomically.
+//! The guest's CPUs write this memory at any time. Nothing here hands out a reference into it: data is copied out once, validated, and the
+//! copy is used; single words are loaded and stored atomically.
 
 pub mod access;
 pub mod alias;

@@ -23,7 +23,7 @@ pub enum MapError {
         /// Guest address of the range in the way.
         other: u64,
     },
-    /// The file could shrink under us, which would kill this process by SIGBUS.
+    /// The file could shrink later, and an access would then kill this process by SIGBUS.
     #[error(
         "The memory file for {address:#x} is not sealed against shrinking; guest RAM must be a memfd with F_SEAL_SHRINK"
     )]
@@ -48,7 +48,7 @@ pub enum MapError {
         address: u64,
         /// Size in bytes.
         size: u64,
-        /// Why.
+        /// The kernel's error.
         #[source]
         source: rustix::io::Errno,
     },

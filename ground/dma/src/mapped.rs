@@ -1,6 +1,6 @@
-//! The RAM of a guest that runs in another process, mapped from the memfds that process handed over.
+//! The RAM of a guest that runs in another process, mapped from the memfds that process sent.
 
-#![allow(unsafe_code)] // Maps shared memory and reaches it by pointer; the only module here that may.
+#![allow(unsafe_code)] // Maps shared memory and accesses it by pointer; the only module of this crate that may.
 
 use std::arch::asm;
 use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
@@ -22,22 +22,22 @@ const LINE: usize = 64;
 /// x86-64 base page, bytes.
 const PAGE: u64 = 4096;
 
-/// One mapped range; unmapped when the last table that holds it goes.
+/// One mapped range. It is unmapped when the last table that holds it is dropped.
 #[derive(Debug)]
 pub struct MemoryRegion {
     address: u64,
     size: u64,
     host: *mut u8,
     writable: bool,
-    /// Pages that were written through this mapping.
+    /// Pages written through this mapping.
     log: DirtyLog,
-    /// Pages that are still to come.
+    /// Not-present pages of a post-copy migration.
     late: Late,
 }
 
-// SAFETY: the mapping is shared memory that lives as long as the region. No reference into it exists, so nothing is assumed to stay as it is:
-// words are reached atomically, what a caller looks at is copied out by loads that the compiler can neither repeat nor leave out
-// (`copy_out`), and bulk copies (`write`, `zero`, `copy_to`) move bytes that nothing here looks at, whatever mixture they are.
+// SAFETY: the mapping is shared memory that lives as long as the region. No reference into it exists, so no code assumes that it stays
+// unchanged. Words are accessed atomically. What a caller reads is copied out by loads that the compiler can neither repeat nor omit
+// (`copy_out`). Bulk copies (`write`, `zero`, `copy_to`) move bytes without interpreting them, whatever mixture they are.
 unsafe impl Send for MemoryRegion {}
 // SAFETY: as above.
 unsafe impl Sync for MemoryRegion {}
@@ -88,7 +88,7 @@ impl MemoryRegion {
         self.size
     }
 
-    /// Where it is mapped in this process, as long as this region lives: for an IOMMU, which needs no more than the number.
+    /// Where it is mapped in this process, as long as this region lives. For an IOMMU, which needs only the number.
     #[must_use]
     pub fn host_address(&self) -> usize {
         self.host.expose_provenance()
@@ -104,7 +104,7 @@ impl MemoryRegion {
         self.address + self.size
     }
 
-    /// Bytes were written, all of them there.
+    /// Records a write of `len` bytes, which is complete.
     #[inline]
     fn wrote(&self, offset: u64, len: u64) {
         self.log.mark(offset, len);
@@ -116,14 +116,14 @@ impl Drop for MemoryRegion {
     fn drop(&mut self) {
         // The size came from a usize in `map`.
         let bytes = usize::try_from(self.size).unwrap_or(0);
-        // SAFETY: this region made the mapping, nothing else refers to it once it is dropped.
+        // SAFETY: this region made the mapping, and no reference to it is left.
         let unmapped = unsafe { munmap(self.host.cast(), bytes) };
         debug_assert!(unmapped.is_ok(), "munmap of an own mapping fails only on wrong arguments");
     }
 }
 
-/// A guest's memory: an immutable table of regions, cheap to clone. Changing it makes a new table
-/// ([`MappedMemory::with`], [`MappedMemory::without`]); whoever still holds the old one keeps its mappings alive.
+/// A guest's memory: an immutable table of regions, cheap to clone. A change makes a new table ([`MappedMemory::with`],
+/// [`MappedMemory::without`]); the old one keeps its mappings alive until it is dropped.
 #[derive(Debug, Clone, Default)]
 pub struct MappedMemory {
     /// Sorted by address, disjoint.
@@ -131,7 +131,10 @@ pub struct MappedMemory {
 }
 
 impl MappedMemory {
-    /// This table and one more region.
+    /// This table with one more region.
+    ///
+    /// # Errors
+    /// [`MapError::Overlap`].
     pub fn with(&self, region: MemoryRegion) -> Result<Self, MapError> {
         if let Some(other) =
             self.regions.iter().find(|r| r.address < region.end() && region.address < r.end())
@@ -148,8 +151,8 @@ impl MappedMemory {
         Ok(Self { regions: regions.into() })
     }
 
-    /// This table without the regions that lie wholly within a range (as vfio-user's DMA_UNMAP has it). Also says how many
-    /// went.
+    /// This table without the regions that lie wholly within a range (the rule of vfio-user's DMA_UNMAP), and the number of regions
+    /// removed.
     #[must_use]
     pub fn without(&self, address: u64, size: u64) -> (Self, usize) {
         let end = address.saturating_add(size);
@@ -165,31 +168,33 @@ impl MappedMemory {
         &self.regions
     }
 
-    /// Begins to note which pages this process writes, with none noted; or ends it. Holds for all tables that share these regions. Writes that
-    /// other threads are carrying out at this moment may or may not be noted: ask them first.
+    /// Enables the dirty log, with no page marked, or disables it. Applies to all tables that share these regions. A concurrent write of
+    /// another thread may or may not be marked: synchronise with the writers' threads first.
     pub fn set_dirty_log(&self, on: bool) {
         for region in self.regions.iter() {
             region.log.set(on, region.size);
         }
     }
 
-    /// Takes which pages of 4096 bytes were written since the log was switched on or since the last call: a bit each, the lowest of the first word
-    /// is the page at `address`. `None`: the range isn't one of pages within a region, or doesn't begin with a 64th page of it.
+    /// Returns and clears the pages of 4096 bytes written since the log was enabled or since the last call. A bit per page; the lowest bit
+    /// of the first word is the page at `address`. `None` when the range isn't whole pages of one region, or doesn't begin at a multiple of
+    /// 64 pages in it.
     #[must_use]
     pub fn take_dirty(&self, address: u64, len: u64) -> Option<Vec<u64>> {
         let (region, _, room) = self.find(address)?;
         let offset = region.size - room;
         let fits = len <= room && len.is_multiple_of(PAGE) && offset.is_multiple_of(64 * PAGE);
-        // A word's other pages must not be taken with it.
+        // Returning a word clears it, so the range must cover all pages of its last word.
         let whole = len.is_multiple_of(64 * PAGE) || len == room;
         (fits && whole && len > 0).then(|| region.log.take(offset / PAGE, len / PAGE))
     }
 
-    /// From here on only those pages of the region at `address` are there that the bitmap names; others are asked for by a pipe when they are
-    /// needed, which doesn't block. Holds for all tables that share the region, and until the bitmap says that all are there. Once per region.
+    /// Begins post-copy for the region at `address`: from here on only pages in the bitmap are present. An access to another page requests
+    /// it over the Unix socket `wishes`, without blocking. Applies to all tables that share the region, until the bitmap says that all
+    /// pages are present. Once per region.
     ///
     /// # Errors
-    /// When there is no such region, it is late already, or the kernel refuses.
+    /// When there is no such region, post-copy has begun for it already, or the kernel refuses.
     pub fn set_late(
         &self,
         (address, size): (u64, u64),
@@ -201,7 +206,7 @@ impl MappedMemory {
         region.late.begin((address, size), region.host, bitmap, wishes)
     }
 
-    /// How often pages have come that were asked for, where some are still to come.
+    /// Sum of the bitmaps' generations, which grows when requested pages arrive. `None` when all pages are present.
     #[must_use]
     pub fn arrivals(&self) -> Option<u64> {
         let mut late = self.regions.iter().filter_map(|region| region.late.generation()).peekable();
@@ -209,7 +214,7 @@ impl MappedMemory {
         Some(late.fold(0, u64::wrapping_add))
     }
 
-    /// Pointer to `address` and how many bytes follow it in its region.
+    /// Pointer to `address`, and the number of bytes that follow it in its region.
     #[inline]
     fn find(&self, address: u64) -> Option<(&MemoryRegion, *mut u8, u64)> {
         // A guest has one to three regions: a linear search beats a binary one.
@@ -220,7 +225,7 @@ impl MappedMemory {
         Some((region, pointer, region.size - offset))
     }
 
-    /// Calls `each` with the pieces of a range, in order. All of the range is checked before the first call.
+    /// Calls `each` with the pieces of a range, in order. Checks the whole range before the first call.
     #[inline]
     fn pieces(
         &self,
@@ -282,14 +287,14 @@ impl MappedMemory {
     #[inline]
     fn word_u32(&self, address: u64, write: bool) -> Result<(&AtomicU32, &MemoryRegion), DmaFault> {
         let (pointer, region) = self.word(address, 4, write)?;
-        // SAFETY: mapped for as long as `self`, aligned to 4, and only ever reached atomically or by raw copies.
+        // SAFETY: mapped for as long as `self`, aligned to 4, and only accessed atomically or by raw copies.
         Ok((unsafe { AtomicU32::from_ptr(pointer.cast()) }, region))
     }
 
     #[inline]
     fn word_u64(&self, address: u64) -> Result<(&AtomicU64, &MemoryRegion), DmaFault> {
         let (pointer, region) = self.word(address, 8, true)?;
-        // SAFETY: mapped for as long as `self`, aligned to 8, and only ever reached atomically or by raw copies.
+        // SAFETY: mapped for as long as `self`, aligned to 8, and only accessed atomically or by raw copies.
         Ok((unsafe { AtomicU64::from_ptr(pointer.cast()) }, region))
     }
 
@@ -324,7 +329,7 @@ impl Dma for MappedMemory {
     fn write(&self, address: u64, from: &[u8]) -> Result<(), DmaFault> {
         let mut done = 0;
         self.pieces(address, from.len() as u64, true, |pointer, len| {
-            // SAFETY: as in `read`, the other way round: `from` is this process's own, and nothing reads the copy.
+            // SAFETY: as in `read`, in the other direction: `from` is this process's own, and nothing reads the copy.
             unsafe { std::ptr::copy_nonoverlapping(from.as_ptr().add(done), pointer, len) };
             done += len;
         })
@@ -380,8 +385,8 @@ impl Dma for MappedMemory {
         self.pieces(from, len, false, |source, len| {
             let mut done = 0;
             let piece = to.pieces(at, len as u64, true, |target, len| {
-                // SAFETY: both are `len` mapped bytes; they may be the same guest's memory, hence a copy that allows
-                // overlap. Nothing here looks at the bytes, so a source that changes meanwhile is copied as any mixture.
+                // SAFETY: both are `len` mapped bytes. They may be the same guest's memory, hence a copy that allows overlap. No code
+                // interprets the bytes, so a source that changes concurrently is copied as any mixture.
                 unsafe { std::ptr::copy(source.add(done), target, len) };
                 done += len;
             });
@@ -406,7 +411,7 @@ impl Dma for MappedMemory {
         }
         let (mut at, mut left, mut awaits) = (address, len, false);
         while left > 0 {
-            // What isn't memory needn't be waited for.
+            // An address outside of memory has no page to wait for.
             let Some((region, _, room)) = self.find(at) else { break };
             let now = left.min(room);
             awaits |= region.late.awaits(region.size - room, now, write);
@@ -459,16 +464,15 @@ impl Dma for MappedMemory {
     }
 }
 
-/// From so many bytes on a string copy is faster than a load per word.
+/// From this length on a string copy is faster than a load per word.
 const STRING_COPY_BYTES: usize = 512;
-/// Bytes of a word.
 const WORD: usize = size_of::<u64>();
 
-/// Copies bytes out of memory that others change meanwhile. Each byte is loaded exactly once: what is checked in the copy is what was there at one
-/// time, and isn't loaded again later. A plain copy wouldn't promise that, since the compiler may take memory for unchanged.
+/// Copies bytes out of memory that others change concurrently. Loads each byte exactly once, so what the caller validates in the copy is
+/// what it uses. A plain copy wouldn't guarantee that: the compiler may assume that memory doesn't change, and load it again.
 ///
 /// # Safety
-/// `from` must be mapped for `len` bytes, `to` be writable for as many, and nobody else's.
+/// `from` must be mapped for `len` bytes. `to` must be writable for as many bytes, which no other thread accesses.
 #[inline]
 pub(crate) unsafe fn copy_out(from: *const u8, to: *mut u8, len: usize) {
     if len >= STRING_COPY_BYTES {
@@ -498,7 +502,7 @@ pub(crate) unsafe fn copy_out(from: *const u8, to: *mut u8, len: usize) {
     (words..len).for_each(byte);
 }
 
-/// Asks the CPU to have an object of the host in its cache soon. A hint without effect on memory.
+/// Prefetches an object of the host into this CPU's cache. A hint without effect on memory.
 #[inline]
 pub fn prefetch_object<T>(object: &T) {
     for offset in (0..size_of::<T>()).step_by(LINE) {

@@ -1,5 +1,5 @@
-//! The parts of libibverbs' binary interface that are used (`<infiniband/verbs.h>`), as they have been since its version 1.1: the
-//! library keeps them by versioned symbols. A test has the C compiler confirm sizes and offsets where the header is there.
+//! The parts of libibverbs' binary interface that Causeway uses (`<infiniband/verbs.h>`). The library keeps them stable since version 1.1
+//! by versioned symbols. A test has the C compiler confirm sizes and offsets where the header is installed.
 
 #![allow(missing_docs)] // Names are those of the header, without its prefixes.
 
@@ -85,7 +85,7 @@ pub struct Device {
     pub node_type: u32,
     pub transport_type: u32,
     pub name: [c_char; NAME],
-    /// Of its character device.
+    /// Name of the character device.
     pub dev_name: [c_char; NAME],
 }
 
@@ -136,7 +136,7 @@ pub struct Cq {
     pub context: *mut Context,
 }
 
-/// The library's own; only what comes first is named.
+/// The library's type; only its first fields are declared.
 #[repr(C)]
 pub struct Qp {
     pub context: *mut Context,
@@ -173,14 +173,14 @@ pub struct SendWr {
     pub num_sge: c_int,
     pub opcode: u32,
     pub send_flags: c_uint,
-    /// As wire bytes.
+    /// In network byte order.
     pub imm_data: [u8; 4],
     pub wr: Target,
     pub qp_type: u64,
     pub bind_mw: [u64; 6],
 }
 
-/// The union of where a request goes.
+/// The union of a request's remote parts.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub union Target {
@@ -298,7 +298,7 @@ pub struct QpAttr {
 
 #[repr(C)]
 pub struct AsyncEvent {
-    /// What it is about, a pointer for most types.
+    /// The object that the event concerns, a pointer for most types.
     pub element: *mut c_void,
     pub event_type: u32,
 }
@@ -313,7 +313,7 @@ pub struct GidEntry {
     pub ndev_ifindex: u32,
 }
 
-/// With room for what newer libraries add.
+/// With room for fields that newer libraries add.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct PortAttr {
@@ -324,7 +324,7 @@ pub struct PortAttr {
     pub others: [u32; 32],
 }
 
-/// With room for what newer libraries add.
+/// With room for fields that newer libraries add.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct DeviceAttr {
@@ -362,7 +362,7 @@ mod tests {
     use std::mem::{offset_of, size_of};
     use std::process::Command;
 
-    /// The C compiler and Debian's header agree with every offset and constant above. Without them the test says so and shows nothing.
+    /// The C compiler and Debian's header agree with every offset and constant above. Without them the test reports that it is skipped.
     #[test]
     fn the_header_has_the_same_layout() {
         if !std::path::Path::new("/usr/include/infiniband/verbs.h").exists() {
@@ -474,7 +474,7 @@ mod tests {
         ] {
             checks.push((theirs.to_owned(), ours));
         }
-        // At least as long as theirs: the library writes all of its own.
+        // At least as large as the header's type: the library writes all of its fields.
         let at_least = [
             ("sizeof(struct ibv_port_attr)", size_of::<PortAttr>()),
             ("sizeof(struct ibv_device_attr)", size_of::<DeviceAttr>()),

@@ -1,12 +1,12 @@
-//! The host's RDMA devices through libibverbs, which is loaded at run time: a host without it, or without a device, is told so in one sentence, and whoever
-//! needs neither runs as before.
+//! The host's RDMA devices, through libibverbs, which is loaded at run time. On a host without the library or a device, [`Absent`] says
+//! what is missing in one sentence; programs that don't use RDMA devices run as before.
 //!
 //! | module | holds |
 //! |---|---|
 //! | `abi` | the library's structures and numbers |
 //! | `library` | its functions; which device has an address |
 //!
-//! Queue pairs are their users' own: the host daemon's carry guests' requests, a monitor's the links between nodes.
+//! Queue pairs belong to this crate's users: the host daemon's carry guests' requests, a monitor's are the links between nodes.
 
 pub mod abi;
 mod library;
@@ -16,14 +16,14 @@ use std::io;
 
 pub use library::{Absent, Found, Functions, PortInfo, Verbs, devices};
 
-/// What a call of the library that returns 0 or an error number came to. To be asked before anything else sets `errno`.
+/// Converts the return value of a library call that returns 0 or an error number. Call it before anything else sets `errno`.
 ///
 /// # Errors
 /// The call's.
 pub fn outcome(result: c_int) -> io::Result<()> {
     match result {
         0 => Ok(()),
-        // Some providers return it negated, or -1 with errno.
+        // Some providers return the error number negated, or -1 with errno.
         -1 => Err(io::Error::last_os_error()),
         code => Err(io::Error::from_raw_os_error(code.saturating_abs())),
     }
@@ -34,7 +34,7 @@ pub fn outcome(result: c_int) -> io::Result<()> {
 mod tests {
     use super::*;
 
-    /// Providers return error numbers as they are or negated; either way the error is the same one.
+    /// Providers return error numbers either as they are or negated; both convert to the same error.
     #[test]
     fn error_numbers_are_understood_with_either_sign() {
         outcome(0).unwrap();

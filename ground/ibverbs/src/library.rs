@@ -1,6 +1,6 @@
-//! libibverbs, loaded at run time: a host without it runs all the same.
+//! libibverbs, loaded at run time, so that a host without it runs Causeway all the same.
 //!
-//! Which of the library's functions exist is known here, and how they are called, and which device has an address.
+//! This module declares the library's functions and finds the device that has an address.
 
 #![allow(unsafe_code)] // Calls a C library.
 
@@ -14,48 +14,48 @@ use crate::abi::{
     PortAttr, Qp, QpAttr, QpInitAttr,
 };
 
-/// Its name, with the only version there has been.
+/// The shared object's name, with the only ABI version so far.
 const LIBRARY: &str = "libibverbs.so.1";
 
-/// A host's RDMA devices can't be used.
+/// Why a host's RDMA devices can't be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Absent {
-    /// The library.
+    /// The library can't be loaded.
     #[error(
         "libibverbs.so.1 can't be loaded ({0}); install rdma-core's libraries, with Debian libibverbs1 and ibverbs-providers"
     )]
     Library(String),
-    /// A function of it.
+    /// The library lacks this function.
     #[error("libibverbs.so.1 has no function {0}; rdma-core 29 or newer is needed")]
     Function(&'static str),
-    /// No device at all.
+    /// The host has no device.
     #[error(
         "This host has no RDMA device that user space may use; load its driver and ib_uverbs, or make one of an interface: rdma link add rxe0 type rxe netdev eth0"
     )]
     NoDevice,
-    /// None with the address.
+    /// No device has the address.
     #[error(
         "No active RDMA device of this host has the address {address} (RoCE version 2); there are: {devices}. Name one of theirs, or give the device's interface that address"
     )]
     NoAddress {
-        /// What was looked for.
+        /// The address that was searched for.
         address: IpAddr,
-        /// What there is.
+        /// The devices found, and their addresses.
         devices: String,
     },
-    /// It can't be opened.
+    /// The device can't be opened.
     #[error("The RDMA device {device} can't be opened ({why}); may this process use /dev/infiniband?")]
     Open {
-        /// Which.
+        /// The device's name.
         device: String,
-        /// Why.
+        /// The reason.
         why: String,
     },
 }
 
 macro_rules! library {
     ($($name:ident $symbol:literal: fn($($argument:ty),*) $(-> $result:ty)?;)*) => {
-        /// The functions, by their names without `ibv_`.
+        /// The library's functions, by their names without `ibv_`.
         pub struct Functions {
             $(#[doc = concat!("`", $symbol, "`.")] pub $name: unsafe extern "C" fn($($argument),*) $(-> $result)?,)*
         }
@@ -98,12 +98,11 @@ library! {
     ack_async_event "ibv_ack_async_event": fn(*mut AsyncEvent);
 }
 
-/// The library. Its drivers are loaded, and stay.
+/// The loaded library, with its providers. It is never unloaded.
 pub struct Verbs {
-    /// Its functions.
     pub functions: Functions,
     devices: Vec<*mut Device>,
-    // After the functions, which are in it.
+    // Dropped after `functions`, which point into it.
     _library: libloading::Library,
 }
 
@@ -119,7 +118,7 @@ impl std::fmt::Debug for Verbs {
 }
 
 impl Verbs {
-    /// Loads it, with the drivers of the host's devices: before a sandbox.
+    /// Loads the library, with the providers of the host's devices. Call it before the sandbox is entered.
     ///
     /// # Errors
     /// [`Absent::Library`], [`Absent::Function`].
@@ -129,7 +128,8 @@ impl Verbs {
         let library = library.map_err(|error| Absent::Library(error.to_string()))?;
         let functions = Functions::load(&library)?;
         let mut count = 0;
-        // SAFETY: it takes a place for the number and gives a list that is freed by another call, which never comes.
+        // SAFETY: it writes the number of devices and returns a list, which only another call would free; this program never makes that
+        // call.
         let list = unsafe { (functions.get_device_list)(&raw mut count) };
         let mut devices = Vec::new();
         for index in 0..usize::try_from(count).unwrap_or(0) {
@@ -142,7 +142,7 @@ impl Verbs {
         Ok(Arc::new(Self { functions, devices, _library: library }))
     }
 
-    /// Finds the port that has an address of RoCE version 2.
+    /// Finds the port that has `address` as a RoCE version 2 GID.
     ///
     /// # Errors
     /// [`Absent::NoDevice`], [`Absent::NoAddress`].
@@ -165,7 +165,7 @@ impl Verbs {
                 }
             };
             let looked = self.look(context, &name, &wanted, &mut seen);
-            // SAFETY: opened above, and nothing was made of it.
+            // SAFETY: opened above, and no object was created in it.
             unsafe { (self.functions.close_device)(context) };
             if let Some(info) = looked {
                 let node = PathBuf::from("/dev/infiniband").join(node);
@@ -185,7 +185,7 @@ impl Verbs {
         Ok(context)
     }
 
-    /// Looks for an address at all ports of a device.
+    /// Searches all ports of a device for an address.
     fn look(
         &self,
         context: *mut Context,
@@ -214,7 +214,7 @@ impl Verbs {
             for index in 0..u8::try_from(port.gid_tbl_len).unwrap_or(u8::MAX) {
                 let mut entry = GidEntry::default();
                 let size = std::mem::size_of::<GidEntry>();
-                // SAFETY: as above; the size says how much may be written.
+                // SAFETY: as above; the size limits how much is written.
                 let got = unsafe {
                     (self.functions.query_gid_ex)(
                         context,
@@ -251,7 +251,7 @@ impl Verbs {
     }
 }
 
-/// Its names: as a device, and as a file.
+/// Name of the device, and path of its character device.
 fn names(device: *mut Device) -> (String, String) {
     // SAFETY: a device of the library's list, which is never freed; its name ends with a NUL within its array.
     let name = unsafe { CStr::from_ptr((*device).name.as_ptr()) };
@@ -260,30 +260,30 @@ fn names(device: *mut Device) -> (String, String) {
     (name.to_string_lossy().into_owned(), node.to_string_lossy().into_owned())
 }
 
-/// A port of a device, and how others reach it.
+/// A port of a device, and its address.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PortInfo {
-    /// The device's name, as `ibv_devices` has it.
+    /// The device's name, as `ibv_devices` prints it.
     pub device: String,
-    /// Its port, from 1 on.
+    /// Port number, from 1 on.
     pub port: u8,
-    /// The address others reach it at.
+    /// Address by which peers reach the port.
     pub address: Ipv6Addr,
-    /// Where the port keeps the address.
+    /// Index of the address in the port's GID table.
     pub gid_index: u8,
-    /// Code of its path MTU, 1 to 5 for 256 to 4096 bytes.
+    /// Active path MTU as its verbs code, 1 to 5 for 256 to 4096 bytes.
     pub mtu: u8,
-    /// Requests that a queue of a queue pair may have.
+    /// Limit of work requests in a queue of a queue pair.
     pub requests: u32,
-    /// Scatter-gather elements of a request.
+    /// Limit of scatter-gather elements in a work request.
     pub elements: u32,
-    /// Reads and atomics outstanding as initiator.
+    /// Limit of READs and atomics outstanding as initiator.
     pub reads: u8,
-    /// Reads and atomics outstanding as responder.
+    /// Limit of READs and atomics outstanding as responder.
     pub served_reads: u8,
 }
 
-/// A device that has the address. It isn't open yet: the kernel wants it opened with the credentials that it is used with.
+/// A device that has the address. It isn't open yet: the kernel requires that a device is opened with the credentials that later use it.
 #[derive(Debug, Clone)]
 pub struct Found {
     library: Arc<Verbs>,
@@ -298,33 +298,33 @@ unsafe impl Send for Found {}
 unsafe impl Sync for Found {}
 
 impl Found {
-    /// Looks for a device of this host with an address. The library and its drivers are loaded by that: before a sandbox.
+    /// Finds a device of this host with an address. Loads the library and its providers, so call it before the sandbox is entered.
     ///
     /// # Errors
-    /// Why the host has none.
+    /// [`Absent`].
     pub fn look(address: IpAddr) -> Result<Self, Absent> {
         Verbs::load()?.find(address)
     }
 
-    /// What was found.
+    /// The port that has the address.
     #[must_use]
     pub fn info(&self) -> &PortInfo {
         &self.info
     }
 
-    /// The device's file.
+    /// Path of the device's character device.
     #[must_use]
     pub fn node(&self) -> &Path {
         &self.node
     }
 
-    /// The library that it is used by.
+    /// The library by which it is used.
     #[must_use]
     pub fn library(&self) -> &Arc<Verbs> {
         &self.library
     }
 
-    /// Opens it. Whoever calls this closes it ([`Functions::close_device`]) when nothing of it is left.
+    /// Opens the device. The caller closes it ([`Functions::close_device`]) after it has destroyed all objects of it.
     ///
     /// # Errors
     /// [`Absent::Open`].
@@ -333,10 +333,10 @@ impl Found {
     }
 }
 
-/// The devices that this host has, whatever their addresses.
+/// Names of all devices of this host.
 ///
 /// # Errors
-/// Why there are none.
+/// [`Absent::Library`], [`Absent::Function`], [`Absent::NoDevice`].
 pub fn devices() -> Result<Vec<String>, Absent> {
     let library = Verbs::load()?;
     if library.devices.is_empty() {
@@ -350,8 +350,8 @@ pub fn devices() -> Result<Vec<String>, Absent> {
 mod tests {
     use super::*;
 
-    /// With the library here all functions are found in it, and a host without a device says so; without it the sentence says what to
-    /// install.
+    /// With the library installed, all its functions are found, and a host without a device gets an error that says so. Without the
+    /// library, the error names the package to install.
     #[test]
     fn a_host_says_what_it_lacks() {
         let address = std::net::IpAddr::from([203, 0, 113, 77]);

@@ -1,4 +1,4 @@
-//! A guest's memory mapped from memfds: what is checked, and that accesses land where they should.
+//! A guest's memory mapped from memfds: which accesses are refused, and that others reach the right bytes.
 
 use std::os::fd::OwnedFd;
 
@@ -125,7 +125,7 @@ proptest! {
     }
 }
 
-/// Every way to write notes its pages, in each region that it touches, once; reads and what was before note nothing.
+/// Each kind of write marks its pages, in each region that it touches, once. Reads, and writes before the log was enabled, mark nothing.
 #[test]
 fn the_dirty_log_names_the_pages_that_were_written() {
     let memory = memory();
@@ -141,7 +141,7 @@ fn the_dirty_log_names_the_pages_that_were_written() {
     memory.check(0x1000, 3 * PAGE).unwrap();
     assert!(memory.write(0x3FFE, &[9; 4]).is_err());
     assert_eq!(memory.take_dirty(0x2000, 2 * PAGE), Some(vec![0]), "nothing was written");
-    // A table that was made before shares the log.
+    // A table cloned before the log was enabled shares the log.
     let other = memory.clone();
     let writes: [(&str, &dyn Fn(u64)); 7] = [
         ("write", &|at| other.write(at, &[7; 5]).unwrap()),
@@ -170,7 +170,7 @@ fn the_dirty_log_names_the_pages_that_were_written() {
         (memory.take_dirty(0x1000, PAGE), memory.take_dirty(0x2000, 2 * PAGE)),
         (Some(vec![1]), Some(vec![0b11]))
     );
-    // Parts of a word, other lengths, and ranges of two regions can't be taken.
+    // Part of a bitmap word, other lengths, and ranges of two regions are refused.
     for (address, len) in
         [(0x2000, PAGE), (0x3000, PAGE), (0x2000, 1), (0x1000, 3 * PAGE), (0x2000, 0), (0x9000, PAGE)]
     {
@@ -182,7 +182,7 @@ fn the_dirty_log_names_the_pages_that_were_written() {
 }
 
 proptest! {
-    /// Taken again and again during random writes: a copy that is made of the marked pages only is the memory.
+    /// Repeated passes that copy only the marked pages during random writes end in an exact copy.
     #[test]
     fn copying_marked_pages_makes_a_whole_copy(
         rounds in prop::collection::vec(prop::collection::vec((0..200 * PAGE, 1..3 * PAGE, any::<u8>()), 0..8), 1..6),
@@ -209,7 +209,7 @@ proptest! {
     }
 }
 
-/// Pages that are still to come.
+/// Not-present pages of a post-copy migration.
 mod late {
     use std::fs::File;
     use std::io::Read as _;
@@ -232,7 +232,7 @@ mod late {
         fd
     }
 
-    /// 200 pages from 0x10000 on, of which all but these are there.
+    /// 200 pages from 0x10000 on, present but for `missing`.
     fn arrival(missing: &[u64]) -> Arrival {
         let (address, size) = (0x1_0000, 200 * PAGE);
         let region = MemoryRegion::map(address, size, &sealed(size), 0, true).unwrap();
@@ -259,8 +259,8 @@ mod late {
         }
     }
 
-    /// What is missing is neither read nor written, but where it is overwritten as a whole; it is asked for once; once it is there it is as all other
-    /// memory, and so is everything once all is there.
+    /// A not-present page is neither read nor partly written; a write that covers it wholly succeeds. It is requested once. Once it is
+    /// present, it is as all other memory.
     #[test]
     fn missing_pages_are_waited_for() {
         let mut arrival = arrival(&[3, 4, 5, 70]);
@@ -280,7 +280,7 @@ mod late {
         assert!(memory.awaits(page(3), PAGE - 1, true) && !memory.awaits(page(3), PAGE, true));
         assert_eq!(arrival.wishes(), [(page(3), 1), (page(70), 1), (page(4), 2)]);
         let Arrival { memory, .. } = &arrival;
-        // Page 4 comes by being overwritten, with the end of 3 still missing.
+        // Page 4 becomes present by being overwritten, while the end of 3 is not present.
         let copy = memory.copy_to(page(0), memory, page(4), PAGE);
         assert_eq!((copy, arrival.bitmap.has(4), arrival.bitmap.has(3)), (Ok(()), true, false));
         memory.read(page(4) + 5, &mut [0; 10]).unwrap();
@@ -297,21 +297,21 @@ mod late {
         memory.store_u32(page(3), 1).unwrap();
     }
 
-    /// A wish that finds no room in the socket is said again when somebody asks again.
+    /// A request that doesn't fit into the socket is sent again at the next access.
     #[test]
     fn a_full_socket_loses_no_wish() {
         let mut arrival = arrival(&(0..200).collect::<Vec<_>>());
         let page = |number: u64| 0x1_0000 + number * PAGE;
         let ask = |arrival: &Arrival| {
-            // Every other page, each a wish of its own.
+            // Every other page, so that each needs a request of its own.
             (0..200).step_by(2).for_each(|number| assert!(arrival.memory.awaits(page(number), 1, false)));
         };
         let full: Vec<(u64, u64)> = (0..200).step_by(2).map(|number| (page(number), 1)).collect();
         while rustix::io::write(&*arrival.to, &[0; 8]) == Ok(8) {}
-        // Whoever shares it makes it blocking; where that counts, the test doesn't end.
+        // The other process can make the shared socket blocking. If that mattered, this test would hang.
         let flags = rustix::fs::fcntl_getfl(&*arrival.to).unwrap();
         rustix::fs::fcntl_setfl(&*arrival.to, flags - rustix::fs::OFlags::NONBLOCK).unwrap();
-        // Room for three.
+        // Makes room for three requests.
         arrival.wishes.read_exact(&mut [0; 24]).unwrap();
         ask(&arrival);
         let mut said = arrival.wishes();
@@ -338,7 +338,7 @@ mod late {
     }
 }
 
-/// All lengths around those where the way of copying changes, from and to all places within a word.
+/// All lengths around those at which the copy method changes, at all alignments of both sides within a word.
 #[test]
 fn what_is_copied_out_is_what_is_there() {
     let lengths = (0..40).chain(STRING_COPY_BYTES - 9..STRING_COPY_BYTES + 9).chain([4096]);
@@ -357,7 +357,7 @@ fn what_is_copied_out_is_what_is_there() {
     }
 }
 
-/// An aligned word that changes meanwhile is read whole: it is loaded once, not in parts and not again.
+/// An aligned word that changes concurrently is loaded once and whole.
 #[test]
 fn a_word_that_changes_meanwhile_is_read_whole() {
     let memory = memory();
