@@ -1,11 +1,11 @@
-//! Fetch-and-adds on one counter from several connections over a network as `tc netem` makes it, in virtual time: the sum must be
-//! exact, and every value must be returned once.
+//! Fetch-and-adds on one counter from several connections, over a network that loses, reorders and delays packets as `tc netem` does, in
+//! virtual time. The sum must be exact, and each value must be returned once.
 //!
 //! `cargo run --release -p roce --example counter -- [--operations N] [--connections N] [--seed S] [--loss 1] [--reorder 5]
 //! [--duplicate 1] [--delay 10] [--jitter 10] [--plant forget-replay]`
 //!
-//! Progress goes to stderr, one line of JSON to stdout. Exit status 1 when an addition was lost or repeated, or a connection failed.
-//! The lab's `rdma-netem` does the same with guests and the real thing, for as many operations as an emulated host can do.
+//! Progress goes to stderr, one line of JSON to stdout. Exit status 1 when an addition was lost or repeated, or a connection failed. The
+//! lab's `rdma-netem` does the same with guests and a real network, for as many operations as an emulated host manages.
 
 use std::cell::RefCell;
 use std::cmp::Reverse;
@@ -54,7 +54,7 @@ struct Arguments {
     plant: bool,
 }
 
-/// The counter, and which of its values were handed out.
+/// The counter, and which of its values were returned.
 struct Counter {
     value: u64,
     /// A bit per value that a completed addition returned.
@@ -122,11 +122,11 @@ impl Memory for End {
     fn event(&mut self, _: Event) {}
 }
 
-/// What happens at a time: a packet arrives at an end, or an end is to be looked at.
+/// An event: a packet arrives at an end, or an end is polled.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 struct Happens {
     at: u64,
-    /// Keeps what happens at the same time in order.
+    /// Keeps events of the same time in order.
     number: u64,
     end: usize,
     packet: Option<Vec<u8>>,
@@ -139,7 +139,7 @@ struct World {
     left: Vec<u64>,
     posted: Vec<u64>,
     queue: BinaryHeap<Reverse<Happens>>,
-    /// When an end is looked at next, as far as the queue knows.
+    /// When each end is polled next, as far as the queue knows.
     looks: Vec<u64>,
     dice: Dice,
     now: u64,
@@ -156,7 +156,7 @@ impl World {
         self.queue.push(Reverse(Happens { at, number: self.number, end, packet }));
     }
 
-    /// As netem does it: a packet is lost, or arrives once or twice, after a delay or at once.
+    /// Sends a packet as netem does: it is lost, or arrives once or twice, after a delay or at once.
     fn carry(&mut self, to: usize, bytes: &[u8]) {
         let percent = |dice: &mut Dice, parts: u32| dice.chance(parts * 10);
         self.sent += 1;
@@ -175,7 +175,7 @@ impl World {
         }
     }
 
-    /// Lets an end post, send, and say when it wants to be looked at again.
+    /// Lets an end post and send, and schedules its next poll.
     fn drive(&mut self, end: usize) {
         let connection = end / 2;
         let now = self.now;
@@ -217,7 +217,7 @@ impl World {
         }
     }
 
-    /// One thing happens; false when nothing will any more.
+    /// Processes one event; `false` when none is left.
     fn step(&mut self) -> bool {
         let Some(Reverse(next)) = self.queue.pop() else { return false };
         self.now = next.at;
@@ -324,7 +324,7 @@ fn main() -> ExitCode {
     if exact != arguments.plant { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// Whether to go on: looked at now and then, for it asks every end.
+/// Whether to continue. Checks only every so many steps, since a check visits every end.
 fn completed_or_failed(world: &World, operations: u64, steps: &mut u64) -> bool {
     *steps += 1;
     if !steps.is_multiple_of(1024) {

@@ -1,12 +1,12 @@
-//! What the protocol itself costs: two connections back to back in memory, without a network, beside a plain copy of the same bytes.
+//! The protocol's own cost: two connections back to back in memory, without a network, beside a plain copy of the same bytes.
 //!
 //! `cargo run --release -p roce --example rate`
 //!
-//! Per second of processor time of one core, which does the work of both ends.
-//! Each byte is copied twice here: from the sender's memory into a packet, and from the packet into the receiver's memory. "copies"
-//! is these two copies alone, in pieces of the same size, through a buffer of the same size.
+//! Figures are per second of processor time of one core, which does the work of both ends. Each byte is copied twice: from the sender's
+//! memory into a packet, and from the packet into the receiver's memory. "copies" is these two copies alone, in pieces of the same size,
+//! through a buffer of the same size.
 
-#![allow(clippy::unwrap_used)] // What it sets up wrongly shall panic.
+#![allow(clippy::unwrap_used)] // A failure to set up should panic.
 #![allow(clippy::cast_precision_loss)] // Figures for people.
 
 use std::hint::black_box;
@@ -18,16 +18,16 @@ use roce::{
     Remote, Request, Status, Unmoved,
 };
 
-/// Bytes that messages come from and go to; more than the caches of one core hold.
+/// Bytes of each end's message buffer: more than the caches of one core hold.
 const REGION: usize = 16 << 20;
 /// Seconds of processor time per figure.
 const RUN: f64 = 0.7;
 
-/// One end: a region, and receives that never run out.
+/// One end: a memory region, and a receive queue that never runs empty.
 struct End {
     bytes: Vec<u8>,
     message: usize,
-    /// Where the message with token 0 begins; messages lie one behind the other.
+    /// Where the message with token 0 begins; messages are contiguous.
     receive_at: usize,
     completed: u64,
     received: u64,
@@ -147,7 +147,7 @@ fn run(mtu: Mtu, message: usize, kind: impl Fn(u64) -> Kind) -> Figures {
     }
 }
 
-/// What one end has to say goes to the other.
+/// Delivers the packets of one end to the other.
 fn step(
     now: u64,
     from: &mut (Connection, End),
@@ -165,7 +165,7 @@ fn step(
     }
 }
 
-/// The two copies alone; bytes per second.
+/// The two copies alone, in bytes per second.
 fn copies(piece: usize) -> f64 {
     let from = vec![0x5Au8; REGION];
     let mut to = vec![0u8; REGION];

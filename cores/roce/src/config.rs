@@ -1,4 +1,4 @@
-//! What a connection is made from.
+//! Attributes of a connection.
 
 use std::ops::RangeInclusive;
 
@@ -7,8 +7,8 @@ use serde::{Deserialize, Serialize};
 use crate::congestion;
 use crate::packet::DEFAULT_PKEY;
 
-/// Path MTU: bytes of payload in a full packet. On the wire of RoCEv2 one of five sizes, which have names here; between two engines that have
-/// agreed on it any size that pads no packet but the last ([`Mtu::from_bytes`]).
+/// Path MTU: bytes of payload in a full packet. RoCEv2 defines five sizes, which have names here. Two engines may agree on any other size
+/// that pads no packet but the last ([`Mtu::from_bytes`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "u32", into = "u32")]
 pub struct Mtu(u32);
@@ -26,7 +26,7 @@ impl Mtu {
     /// The smallest and the largest size, bytes.
     pub const RANGE: RangeInclusive<u32> = 256..=4096;
 
-    /// From its code in verbs, 1 to 5.
+    /// The MTU of a verbs code, 1 to 5.
     #[must_use]
     pub fn from_code(code: u8) -> Option<Self> {
         [Self::B256, Self::B512, Self::B1024, Self::B2048, Self::B4096]
@@ -34,13 +34,13 @@ impl Mtu {
             .copied()
     }
 
-    /// Any multiple of 4 in [`Mtu::RANGE`].
+    /// An MTU of any multiple of 4 in [`Mtu::RANGE`].
     #[must_use]
     pub fn from_bytes(bytes: u32) -> Option<Self> {
         (Self::RANGE.contains(&bytes) && bytes.is_multiple_of(4)).then_some(Self(bytes))
     }
 
-    /// Bytes.
+    /// Size in bytes.
     #[inline]
     #[must_use]
     pub fn bytes(self) -> u32 {
@@ -76,15 +76,15 @@ pub enum Reliability {
     Unreliable,
 }
 
-/// A fault that is put in on purpose, to see that tests find it. Never set outside of tests.
+/// An injected bug, to prove that tests find it. Never set outside of tests.
 #[doc(hidden)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 pub enum Plant {
     #[default]
     None,
-    /// The responder takes the packet behind a missing one for the missing one.
+    /// The responder accepts the packet behind a missing one as if it were the missing one.
     SkipPsn,
-    /// The responder executes repeated atomics anew.
+    /// The responder executes repeated atomics again.
     ForgetReplay,
     /// The responder acknowledges packets whose predecessors are missing.
     EarlyAck,
@@ -107,43 +107,43 @@ pub struct Config {
     pub mtu: Mtu,
     /// Partition key, sent and required.
     pub pkey: u16,
-    /// Local ACK timeout code, 5 bits; 0 is for ever.
+    /// Local ACK timeout code, 5 bits; 0 is no timeout.
     pub timeout: u8,
     /// Retransmissions without progress before a request fails, 3 bits.
     pub retry_count: u8,
-    /// Waits for a receive before a request fails, 3 bits; 7 is for ever.
+    /// RNR waits without progress before a request fails, 3 bits; 7 is no limit.
     pub rnr_retry: u8,
-    /// RNR timer code that is sent, 5 bits.
+    /// RNR timer code for the NAKs of this end, 5 bits.
     pub min_rnr_timer: u8,
-    /// READs and atomics outstanding, as requester. With 0 such requests fail with `LocalQpOperation`.
+    /// Limit of outstanding READs and atomics as requester. With 0 such requests fail with `LocalQpOperation`.
     pub max_rd_atomic: u8,
-    /// READs and atomics outstanding, as responder: how many are remembered for repetition. With 0 such requests are refused.
+    /// Limit of outstanding READs and atomics as responder: as many are kept for repetition. With 0 such requests are refused.
     pub max_dest_rd_atomic: u8,
-    /// Requests that [`crate::Connection::post`] takes before the oldest is complete.
+    /// Capacity of the send queue: requests that [`crate::Connection::post`] accepts before the oldest is complete.
     pub max_requests: u32,
-    /// Packets that may be unacknowledged, the expected responses of READs included; at most 2^22. A READ that is longer than half
-    /// of that goes out as several, which the peer sees as separate requests.
+    /// Limit of unacknowledged packets, expected READ responses included; at most 2^22. A READ that is longer than half of it is sent as
+    /// several READ requests, which the peer executes separately.
     pub window: u32,
-    /// Bytes that may be unacknowledged, counted as full packets; the smaller of both limits holds.
+    /// Limit of unacknowledged bytes, counted as full packets; the smaller of both limits applies.
     pub window_bytes: u32,
-    /// Whether the window is halved (to 2 packets at least) when packets are lost, and grows again as packets are acknowledged. It
-    /// keeps a network that drops what is too much for it, without marking, from being flooded with repetitions.
+    /// Whether a loss halves the window (to no fewer than 2 packets), and acknowledgements grow it again. This keeps retransmissions from
+    /// flooding a network that drops excess packets without marking them.
     #[serde(default)]
     pub yields_to_loss: bool,
-    /// Congestion control; `None` switches it off, on both sides of this end.
+    /// Congestion control; `None` switches it off, for sending and for receiving.
     pub congestion: Option<congestion::Parameters>,
     #[doc(hidden)]
     #[serde(skip)]
     pub plant: Plant,
 }
 
-/// Requests in the queue at most.
+/// Limit of [`Config::max_requests`].
 pub const MOST_REQUESTS: u32 = 1 << 16;
-/// Packets in the window at most: half of what the protocol allows.
+/// Limit of [`Config::window`]: half of what the protocol allows.
 pub const MOST_WINDOW: u32 = 1 << 22;
 
 impl Config {
-    /// A reliable connection with values that suit a local network: MTU 1024, timeout code 14, 7 retries, 16 READs and atomics.
+    /// A reliable connection with values for a local network: MTU 1024, timeout code 14, 7 retries, 16 READs and atomics.
     #[must_use]
     pub fn new(qpn: u32, peer_qpn: u32, sq_psn: u32, rq_psn: u32) -> Self {
         Self {
@@ -174,7 +174,7 @@ impl Config {
         self.window.min(self.window_bytes / self.mtu.bytes()).clamp(1, MOST_WINDOW)
     }
 
-    /// Why it can't be used.
+    /// Validates the attributes.
     pub(crate) fn check(&self) -> Result<(), InvalidConfig> {
         if self.max_requests == 0 || self.max_requests > MOST_REQUESTS {
             return Err(InvalidConfig::Requests(self.max_requests));
@@ -186,13 +186,13 @@ impl Config {
     }
 }
 
-/// Attributes that no connection can have.
+/// Attributes that are out of range.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum InvalidConfig {
-    /// Room for requests.
+    /// [`Config::max_requests`].
     #[error("A connection can't have room for {0} requests; 1 to 65536 are possible")]
     Requests(u32),
-    /// Congestion control.
+    /// [`Config::congestion`].
     #[error(
         "The parameters of congestion control are no positive numbers, or the minimum rate is above the line rate"
     )]

@@ -1,34 +1,34 @@
-//! Congestion control after DCQCN (Zhu et al., SIGCOMM 2015): a receiver of marked packets notifies the sender, at most once per
-//! interval; the sender cuts its rate at a notification and recovers by time and by bytes sent, in three stages.
+//! Congestion control after DCQCN (Zhu et al., SIGCOMM 2015). A receiver of marked packets notifies the sender, at most once per interval.
+//! The sender cuts its rate at a notification. It recovers by time and by bytes sent, in three stages.
 //!
-//! The sender's clocks are evaluated when it next sends, so an idle connection needs no timer.
+//! The sender evaluates its clocks when it next sends, so an idle connection needs no timer.
 
 use serde::{Deserialize, Serialize};
 
 /// Parameters; the defaults are those of the paper (section 5) and of common hardware. Rates are bytes per second.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Parameters {
-    /// The rate that an uncongested connection sends with at most.
+    /// Limit of the rate: that of an uncongested connection.
     pub line_rate: f64,
-    /// The rate never falls below this.
+    /// Lower bound of the rate.
     pub minimum_rate: f64,
-    /// Nanoseconds between two notifications of a receiver.
+    /// Interval of a receiver's notifications, nanoseconds.
     pub notification_interval: u64,
-    /// Weight of a notification in the estimate of congestion.
+    /// Weight of a notification in the estimate of congestion (the paper's g).
     pub gain: f64,
-    /// Nanoseconds without a notification after which the estimate shrinks.
+    /// Nanoseconds without a notification after which the estimate decays.
     pub estimate_interval: u64,
-    /// Nanoseconds of a step of recovery by time.
+    /// Nanoseconds per recovery step by time.
     pub increase_interval: u64,
-    /// Bytes of a step of recovery by bytes.
+    /// Bytes per recovery step by bytes.
     pub increase_bytes: u64,
     /// Steps of fast recovery, before the target rate is raised as well.
     pub fast_recovery: u32,
-    /// Raise of the target per step after that.
+    /// Raise of the target rate per step of additive increase, bytes per second.
     pub additive: f64,
-    /// Raise of the target per step when time and bytes are both past fast recovery.
+    /// Raise of the target rate per step of hyper increase, when time and bytes are both past fast recovery; bytes per second.
     pub hyper: f64,
-    /// Nanoseconds of sending that may be caught up on at once: how coarse the caller's calls are.
+    /// Nanoseconds of sending that may be caught up at once, since the caller's calls are that coarse.
     pub burst: u64,
 }
 
@@ -51,7 +51,7 @@ impl Default for Parameters {
 }
 
 impl Parameters {
-    /// Whether the numbers make sense: positive, finite, and no interval of 0.
+    /// Whether the numbers are valid: positive, finite, and no interval of 0.
     #[must_use]
     pub fn are_valid(&self) -> bool {
         let positive = |rate: f64| rate.is_finite() && rate > 0.0;
@@ -60,7 +60,7 @@ impl Parameters {
             && positive(self.additive)
             && positive(self.hyper)
             && self.minimum_rate <= self.line_rate
-            // Recovery, and what a restored state has to catch up on, take a bounded number of steps.
+            // Bounds the steps of recovery, and those that a restored state catches up on.
             && self.line_rate / self.additive <= 1e6
             && self.gain > 0.0
             && self.gain < 1.0
@@ -70,18 +70,18 @@ impl Parameters {
     }
 }
 
-/// The sender's side: rate, and when the next packet may leave. `Serialize` is for [`crate::saved`]; times are then relative.
+/// The sender's side: rate, and when the next packet may be sent. `Serialize` is for [`crate::saved`]; times are then relative.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Sender {
-    /// Present rate.
+    /// Current rate, bytes per second.
     pub rate: f64,
-    /// Rate that recovery aims at.
+    /// Target rate of recovery, bytes per second.
     pub target: f64,
-    /// Estimate of congestion, 0 to 1.
+    /// Estimate of congestion, 0 to 1 (the paper's alpha).
     pub alpha: f64,
-    /// When the estimate was last brought up to date.
+    /// When the estimate was last updated.
     pub estimated: u64,
-    /// When the last step by time was.
+    /// Time of the last step by time.
     pub increased: u64,
     /// Bytes since the last step by bytes.
     pub bytes: u64,
@@ -89,7 +89,7 @@ pub(crate) struct Sender {
     pub time_steps: u32,
     /// Steps by bytes since the last cut.
     pub byte_steps: u32,
-    /// When the next packet may leave.
+    /// When the next packet may be sent.
     pub next: u64,
 }
 
@@ -108,7 +108,7 @@ impl Sender {
         }
     }
 
-    /// A notification came.
+    /// Cuts the rate after a notification.
     pub(crate) fn notified(&mut self, parameters: &Parameters, now: u64) {
         self.advance(parameters, now);
         self.target = self.rate;
@@ -121,10 +121,10 @@ impl Sender {
         self.byte_steps = 0;
     }
 
-    /// Brings estimate and rate up to date.
+    /// Updates estimate and rate to `now`.
     pub(crate) fn advance(&mut self, parameters: &Parameters, now: u64) {
         if self.rate >= parameters.line_rate {
-            // Not limited: the next notification is the first again, and halves the rate.
+            // The rate isn't limited: the next notification counts as the first, and halves it.
             self.alpha = 1.0;
             self.estimated = now;
             self.increased = now;
@@ -154,23 +154,23 @@ impl Sender {
         }
         self.target = self.target.min(parameters.line_rate);
         self.rate = f64::midpoint(self.target, self.rate);
-        // The mean alone would only approach the target.
+        // The mean alone would approach the target without reaching it.
         if self.target - self.rate < parameters.additive / 16.0 {
             self.rate = self.target;
         }
     }
 
-    /// Whether a packet may leave now.
+    /// Whether a packet may be sent now.
     #[inline]
     pub(crate) fn may_send(&self, now: u64) -> bool {
         self.next <= now
     }
 
-    /// A packet of so many bytes left.
+    /// Charges a packet of `bytes` to the rate.
     #[inline]
     pub(crate) fn sent(&mut self, parameters: &Parameters, now: u64, bytes: usize) {
         let bytes = bytes as u64;
-        // At most 4 KiB at 1 byte per second: far below the limits of either type.
+        // 4 KiB at 1 byte per second at most: far below the limits of either type.
         #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::cast_precision_loss)]
         let took = (bytes as f64 * 1e9 / self.rate) as u64;
         self.next = self.next.max(now.saturating_sub(parameters.burst)).saturating_add(took);
@@ -247,7 +247,7 @@ mod tests {
     fn the_estimate_follows_the_notifications() {
         let parameters = Parameters::default();
         let mut sender = Sender::new(&parameters);
-        // One in four intervals: after a long time the estimate is near what it adds and what it forgets.
+        // One in four intervals: after a long time the estimate nears the balance of growth and decay.
         for round in 0..20_000u64 {
             sender.notified(&parameters, round * 4 * parameters.estimate_interval);
         }

@@ -1,4 +1,4 @@
-//! Datagrams (spec rocev2 section 11): no state but the PSN, which nobody checks.
+//! Datagrams, UD (IBTA volume 1, 9.8.3). The only state is the PSN, which no receiver checks.
 
 use crate::output::Output;
 use crate::packet::{Deth, Header, Operation, Packet, Service};
@@ -23,8 +23,8 @@ pub struct Datagram {
 }
 
 impl Datagram {
-    /// Writes a datagram; `fill` gets the room for `length` bytes of payload, at most the port's MTU (the caller sees to it: longer
-    /// ones are not sent at all).
+    /// Sends a datagram. `fill` writes the `length` bytes of payload. The caller ensures that they don't exceed the port's MTU, since a
+    /// longer datagram isn't sent at all.
     ///
     /// Returns `Ok(false)` when `out` is full.
     ///
@@ -51,8 +51,8 @@ impl Datagram {
         Ok(true)
     }
 
-    /// The datagram in a packet; `None` for packets of another service. Whether Q_Key and P_Key fit is for the receiver to check:
-    /// it drops what doesn't without an answer.
+    /// The datagram in a packet; `None` for packets of another service. The receiver checks Q_Key and P_Key, and drops a datagram that
+    /// doesn't match without a response.
     #[must_use]
     pub fn receive<'a>(packet: &Packet<'a>) -> Option<(Self, &'a [u8])> {
         let header = &packet.header;

@@ -1,4 +1,4 @@
-//! Whole frames: Ethernet, optionally one VLAN tag, IPv4 or IPv6, UDP, the packet, ICRC (spec rocev2 sections 1, 4 and 5).
+//! Whole frames: Ethernet, optionally one VLAN tag, IPv4 or IPv6, UDP, the packet, ICRC (IBTA annex A17, RoCEv2).
 
 use std::net::IpAddr;
 
@@ -13,15 +13,15 @@ const IPV4: usize = 20;
 const IPV6: usize = 40;
 const UDP: usize = 8;
 
-/// Bytes before the BTH at most.
+/// Limit of bytes before the BTH.
 pub const MOST_HEADERS: usize = ETHERNET + VLAN + IPV6 + UDP;
 
 /// The explicit congestion notification bits of the traffic class.
 pub const ECN_MASK: u8 = 0b11;
-/// "ECN-capable": what a sender sets that wants to be told of congestion instead of losing packets.
+/// ECN-capable transport: set by a sender that wants congestion marked instead of its packets dropped.
 pub const ECN_CAPABLE: u8 = 0b10;
 
-/// Between whom frames go.
+/// Addresses of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Addresses {
     /// Sender's MAC.
@@ -44,7 +44,7 @@ pub struct Addresses {
     pub source_port: u16,
 }
 
-/// UDP source port of a connection, as Linux drivers choose it: from the flow label, or from both queue pair numbers where that is 0.
+/// UDP source port of a connection, by the rule of Linux drivers: from the flow label, or from both queue pair numbers where that is 0.
 #[must_use]
 pub fn source_port(flow_label: u32, qpn: u32, peer_qpn: u32) -> u16 {
     let label = match flow_label & 0xF_FFFF {
@@ -59,7 +59,7 @@ pub fn source_port(flow_label: u32, qpn: u32, peer_qpn: u32) -> u16 {
     0xC000 | (((label & 0x3FFF) ^ ((label >> 14) & 0x3F)) & 0x3FFF) as u16
 }
 
-/// The headers of all frames between two addresses, but for lengths, identification and checksums.
+/// The headers of all frames between two addresses, without lengths, identification and checksums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Template {
     bytes: [u8; MOST_HEADERS],
@@ -68,7 +68,7 @@ pub struct Template {
     len: usize,
 }
 
-/// The addresses are of two families.
+/// The addresses are of different families.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("The path from {from} to {to} is between two address families")]
 pub struct MixedFamilies {
@@ -82,7 +82,7 @@ impl Template {
     /// Headers between these addresses.
     ///
     /// # Errors
-    /// When they are of two families.
+    /// When the addresses are of different families.
     pub fn new(addresses: &Addresses) -> Result<Self, MixedFamilies> {
         let mut bytes = [0; MOST_HEADERS];
         bytes[..6].copy_from_slice(&addresses.destination_mac);
@@ -135,8 +135,8 @@ impl Template {
         self.len
     }
 
-    /// Completes a frame: `before()` bytes of room, the packet from BTH to pad, and four bytes of room for the ICRC.
-    /// `identification` goes into IPv4's header. `false`, and nothing is written, when the frame's length can't be one.
+    /// Completes a frame: `before()` bytes of room, the packet from BTH to pad, and four bytes of room for the ICRC. `identification` goes
+    /// into IPv4's header. Returns `false`, and writes nothing, when the length is invalid for a frame.
     #[must_use]
     pub fn finish(&self, frame: &mut [u8], identification: u16) -> bool {
         let Some(ip_len) = frame.len().checked_sub(self.network) else { return false };
@@ -168,13 +168,13 @@ impl Template {
     }
 }
 
-/// Why a frame is not taken. None of them is answered.
+/// Why a frame is refused. No refusal causes a response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum NotTaken {
     /// Other traffic: not IP, not UDP, another port, a fragment.
     #[error("The frame isn't RoCEv2")]
     Other,
-    /// Lengths don't fit, or there are IPv4 options.
+    /// Inconsistent lengths, or IPv4 options.
     #[error("The frame's headers are malformed")]
     Malformed,
     /// IPv4's header checksum is wrong.
@@ -185,10 +185,10 @@ pub enum NotTaken {
     Icrc,
 }
 
-/// A frame taken apart.
+/// A parsed frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Frame<'a> {
-    /// Between whom. `hop_limit` is as received.
+    /// Addresses; `hop_limit` is as received.
     pub addresses: Addresses,
     /// Whether the network marked it: congestion experienced.
     pub congested: bool,
@@ -199,7 +199,7 @@ pub struct Frame<'a> {
 }
 
 impl<'a> Frame<'a> {
-    /// Takes a frame apart and checks lengths, checksum and ICRC. The bytes may come from anyone.
+    /// Parses a frame, and checks lengths, checksum and ICRC. The bytes may be hostile.
     ///
     /// # Errors
     /// When it isn't a valid frame of RoCEv2.
@@ -307,7 +307,7 @@ fn parse_ipv6<'a>(ip: &'a [u8], addresses: &mut Addresses) -> Result<Parts<'a>, 
     Ok((&ip[..IPV6], udp))
 }
 
-/// The checksum of an IPv4 header (RFC 1071): 0 for one that has the right checksum, that checksum for one that has 0.
+/// The checksum of an IPv4 header (RFC 1071). 0 if the header's checksum field is right; the right checksum if the field is 0.
 fn internet_checksum(header: &[u8]) -> u16 {
     let mut sum: u32 = 0;
     for pair in header.chunks_exact(2) {

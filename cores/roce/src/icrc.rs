@@ -1,8 +1,8 @@
-//! The invariant CRC (spec rocev2 section 4).
+//! The invariant CRC (IBTA annex A17, RoCEv2).
 
 use crc32fast::Hasher;
 
-/// Bytes of the ICRC.
+/// Length in bytes.
 pub const LEN: usize = 4;
 
 /// `crc32` of the eight bytes of ones that stand in for the absent local route header.
@@ -10,8 +10,8 @@ const AFTER_ROUTE_HEADER: u32 = 0x2144_DF1C;
 
 /// The ICRC of a packet, as the four bytes on the wire.
 ///
-/// `network` is the IP header (20 or 40 bytes), `udp` the UDP header, `packet` everything from the BTH to the pad. `None` where
-/// a header is too short to be one.
+/// `network` is the IP header (20 or 40 bytes), `udp` the UDP header, `packet` everything from the BTH to the pad. `None` when a header is
+/// too short.
 #[must_use]
 pub fn compute(network: &[u8], udp: &[u8], packet: &[u8]) -> Option<[u8; LEN]> {
     let mut headers = [0u8; 40 + 8 + 12];

@@ -1,8 +1,8 @@
 //! RoCEv2 without I/O: the protocol of reliable and unreliable connections and of datagrams, for a software HCA.
 //!
-//! Packets and the time come in, packets and completions go out. A [`Connection`] keeps no payload and never allocates per packet:
-//! it asks a [`Memory`] for bytes whenever it sends them, and hands over what arrives at once. Time is a number of nanoseconds
-//! from any clock that never goes back.
+//! Packets and the time come in, packets and completions go out. A [`Connection`] keeps no payload and never allocates per packet. It
+//! gathers bytes from a [`Memory`] whenever it sends them, and places received bytes there at once. Time is a number of nanoseconds from
+//! any clock that never goes back.
 //!
 //! ```text
 //! post(request) ──▶ ┌────────────┐ ──▶ transmit(now, memory, output)     packets from BTH to pad
@@ -17,15 +17,15 @@
 //! | [`icrc`] | the invariant CRC |
 //! | [`connection`] | RC and UC: requester, responder, save and restore |
 //! | [`datagram`] | UD |
-//! | [`memory`] | what a connection asks of its owner |
-//! | [`request`], [`status`] | what is asked of it, and how that ends |
+//! | [`memory`] | what a connection's owner implements |
+//! | [`request`], [`status`] | requests and their completion status |
 //! | [`config`], [`timing`], [`congestion`] | attributes, timer codes, rate control |
 //! | [`output`] | where packets are written |
 //! | [`saved`] | saved state |
 //! | [`counters`] | counters under Linux's names |
 //! | [`testing`] | the simulator |
 //!
-//! Facts: spec rocev2 (IBTA volume 1, chapters 9 and 12; annex A17 for RoCEv2).
+//! Sources: InfiniBand Architecture Specification (IBTA), volume 1, chapters 9 and 12; annex A17 for RoCEv2.
 
 pub mod config;
 pub mod congestion;

@@ -1,11 +1,11 @@
-//! What a connection asks of whoever owns the memory and the queues: a HCA, or a test.
+//! What the owner of memory and queues implements for a connection: a HCA, or a test.
 //!
-//! A connection keeps no payload. It asks for the bytes of a request by token and offset whenever it (re)transmits them, and hands
-//! over what arrives at once. All calls come from within [`crate::Connection`]'s own functions; nothing here may call back into it.
+//! A connection keeps no payload. It gathers the bytes of a request by token and offset whenever it sends or retransmits them, and places
+//! received bytes at once. All calls come from [`crate::Connection`]'s own functions, and must not call back into it.
 
 pub use crate::status::{Event, NoReceive, Refusal, Status, Unmoved};
 
-/// Where a one-sided operation goes.
+/// The remote side of a one-sided operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, serde::Serialize, serde::Deserialize)]
 pub struct Remote {
     /// Address of the operation's first byte in the remote region.
@@ -26,12 +26,12 @@ pub enum Atomic {
     },
     /// Fetch and add.
     FetchAdd {
-        /// What is added.
+        /// The addend.
         add: u64,
     },
 }
 
-/// What consumed a receive.
+/// The operation that consumed a receive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReceivedOperation {
     /// A SEND.
@@ -40,10 +40,10 @@ pub enum ReceivedOperation {
     WriteImmediate,
 }
 
-/// How a receive ended well.
+/// A successful receive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Received {
-    /// What consumed it.
+    /// The operation that consumed it.
     pub operation: ReceivedOperation,
     /// Bytes received, or written.
     pub length: u32,
@@ -58,66 +58,65 @@ pub struct Received {
 /// Memory, receive queue and completions of a connection.
 ///
 /// At most one receive is in use at a time: [`Memory::take_receive`] begins, and [`Memory::complete_receive`],
-/// [`Memory::fail_receive`] or [`Memory::keep_receive`] ends it. Its state is the implementer's (it saves it too); where the
-/// connection fails for another reason, the receive in use is flushed by the implementer with all others.
+/// [`Memory::fail_receive`] or [`Memory::keep_receive`] ends it. The implementer owns and saves its state. When the connection fails for
+/// another reason, the implementer flushes the receive in use with all others.
 pub trait Memory {
     /// Copies bytes `offset..` of a request's message into `into`. Called again for retransmissions.
     ///
     /// # Errors
-    /// The status that the request completes with, once all requests before it are complete.
+    /// The status with which the request completes, after all earlier requests.
     fn gather(&mut self, token: u64, offset: u64, into: &mut [u8]) -> Result<(), Unmoved>;
 
-    /// Places bytes `offset..` of a READ's answer, or the 8 bytes of an atomic's in native byte order. Each byte comes once, in
+    /// Places bytes `offset..` of a READ response, or the 8 bytes of an atomic's result in native byte order. Each byte comes once, in
     /// order, except after a restore of an older state, and after [`Unmoved::NotHere`].
     ///
     /// # Errors
-    /// The status that the request completes with.
+    /// The status with which the request completes.
     fn place(&mut self, token: u64, offset: u64, data: &[u8]) -> Result<(), Unmoved>;
 
-    /// Does a [`crate::Kind::Local`] request. Called exactly once for each that is reached.
+    /// Executes a [`crate::Kind::Local`] request. Called exactly once for each that is reached.
     fn execute_local(&mut self, token: u64) -> Status;
 
-    /// A request is complete. In the order in which they were posted; `length` is that of the message (8 for atomics), 0 unless the
-    /// status is [`Status::Success`].
+    /// Completes a request, in posting order. `length` is that of the message (8 for atomics), 0 unless the status is [`Status::Success`].
     fn complete(&mut self, token: u64, status: Status, length: u32);
 
-    /// Takes a receive: for a SEND's first packet, or a WRITE with immediate's last. Returns how many bytes fit.
+    /// Consumes a receive: for a SEND's first packet, or the last one of a WRITE with immediate. Returns its capacity in bytes.
     ///
     /// # Errors
-    /// When there is none (answered with RNR), or it can't be used (it was completed with its error, by the implementer).
+    /// When none is posted (the responder sends an RNR NAK), or it is unusable (the implementer has completed it with its error).
     fn take_receive(&mut self) -> Result<u64, NoReceive>;
 
-    /// Places bytes of a SEND into the receive in use. In order; each byte once.
+    /// Places bytes of a SEND into the receive in use, in order and each once.
     ///
     /// # Errors
-    /// The status that [`Memory::fail_receive`] is called with. [`Status::Flushed`]: the queue pair is gone ([`Refusal::Gone`]); the packet
-    /// is dropped, and nothing is called.
+    /// The status for [`Memory::fail_receive`]. With [`Status::Flushed`] the queue pair is gone ([`Refusal::Gone`]): the packet is dropped,
+    /// and nothing is called.
     fn place_receive(&mut self, offset: u64, data: &[u8]) -> Result<(), Unmoved>;
 
-    /// The message is complete.
+    /// Completes the receive in use.
     fn complete_receive(&mut self, received: &Received);
 
-    /// The receive in use ends with an error; the connection fails afterwards.
+    /// Completes the receive in use with an error; the connection fails afterwards.
     fn fail_receive(&mut self, status: Status);
 
-    /// An unreliable message was lost: the receive in use is to be taken again by the next one.
+    /// Returns the receive in use to the queue, for the next message: the unreliable message was lost.
     fn keep_receive(&mut self);
 
-    /// Writes bytes `offset..` of a WRITE of `length` bytes to `remote`. Permission and range of the *whole* message are checked
-    /// each time. With no data and length 0 only whether the queue pair permits writes; there is no key check.
+    /// Writes bytes `offset..` of a WRITE of `length` bytes to `remote`. Checks permission and range of the *whole* message each time. With
+    /// no data and length 0 it only checks whether the queue pair permits writes; the key isn't checked.
     ///
     /// # Errors
     /// How the request is refused.
     fn write(&mut self, remote: Remote, length: u64, offset: u64, data: &[u8]) -> Result<(), Refusal>;
 
-    /// Reads bytes `offset..` of a READ of `length` bytes from `remote`. Also called with an empty `into`, when the request
-    /// arrives: a check only. As for permission, like [`Memory::write`].
+    /// Reads bytes `offset..` of a READ of `length` bytes from `remote`. Also called with an empty `into` when the request arrives, as a
+    /// check only. Permissions are as for [`Memory::write`].
     ///
     /// # Errors
     /// How the request is refused.
     fn read(&mut self, remote: Remote, length: u64, offset: u64, into: &mut [u8]) -> Result<(), Refusal>;
 
-    /// Executes an atomic and returns the value before. The address is a multiple of 8.
+    /// Executes an atomic and returns the previous value. The address is a multiple of 8.
     ///
     /// # Errors
     /// How the request is refused.
@@ -129,6 +128,6 @@ pub trait Memory {
     /// How the request is refused.
     fn invalidate(&mut self, rkey: u32) -> Result<(), Refusal>;
 
-    /// Something happened that is no completion.
+    /// Reports an asynchronous event.
     fn event(&mut self, event: Event);
 }

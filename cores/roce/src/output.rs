@@ -1,16 +1,16 @@
 //! Where a connection writes its packets.
 
-/// Takes packets, from the BTH to the pad. A packet is reserved, written and then committed; one that is reserved again without a
-/// commit between was given up.
+/// Receives packets, from the BTH to the pad. The connection reserves a packet, writes it and commits it. A second reservation without a
+/// commit discards the first.
 pub trait Output {
-    /// Room for a packet of exactly `len` bytes; `None` when no more packets fit: the connection goes on at the next call.
+    /// Reserves exactly `len` bytes. `None` when no more packets fit: the connection continues at the next call.
     fn reserve(&mut self, len: usize) -> Option<&mut [u8]>;
-    /// The packet reserved last is complete.
+    /// Completes the packet reserved last.
     fn commit(&mut self);
 }
 
-/// Packets one behind the other in a buffer of the caller, each with room before it (frame headers) and behind it (ICRC, or an
-/// authentication tag). Neighbours of one length can leave in one call with segmentation offload.
+/// Packets contiguous in a buffer of the caller, each with room before it (frame headers) and after it (ICRC, or an authentication tag).
+/// Consecutive packets of one length can be sent by one call with segmentation offload.
 #[derive(Debug)]
 pub struct Batch<'a> {
     buffer: &'a mut [u8],
@@ -23,8 +23,8 @@ pub struct Batch<'a> {
 }
 
 impl<'a> Batch<'a> {
-    /// An empty batch. `lengths` is cleared and gets the length of each packet, without the room around it; it grows to `most` at
-    /// most, so one that is reused is not allocated again.
+    /// An empty batch. `lengths` is cleared, and then receives the length of each packet without the room around it. It grows to `most`
+    /// entries, so a reused one isn't allocated again.
     #[must_use]
     pub fn new(
         buffer: &'a mut [u8],

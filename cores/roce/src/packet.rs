@@ -1,20 +1,20 @@
-//! Packets from the BTH up to the pad: everything that lies between UDP and the ICRC (spec rocev2 sections 2 and 3).
+//! Packets from the BTH up to the pad: everything between UDP and the ICRC (IBTA volume 1, 9.2 to 9.4).
 //!
-//! [`Packet::parse`] takes arbitrary bytes and never panics; [`Header::write`] is its inverse. Whole frames, with their ICRC, are
-//! in [`crate::frame`].
+//! [`Packet::parse`] accepts arbitrary bytes and never panics; [`Header::write`] is its inverse. Whole frames, with their ICRC, are in
+//! [`crate::frame`].
 
 use crate::psn;
 
 /// Bytes of a base transport header.
 pub const BTH: usize = 12;
 
-/// Bytes of headers at most: BTH, RETH and immediate data, or BTH and AtomicETH.
+/// Limit of header bytes: BTH, RETH and immediate data, or BTH and AtomicETH.
 pub const MOST_HEADERS: usize = BTH + 28;
 
 /// The default partition.
 pub const DEFAULT_PKEY: u16 = 0xFFFF;
 
-/// What a packet belongs to: the upper three bits of the opcode.
+/// The transport service of a packet: the upper three bits of the opcode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 pub enum Service {
     /// Reliable connection.
@@ -27,7 +27,7 @@ pub enum Service {
     Congestion,
 }
 
-/// What a packet of a connection is: the lower five bits of the opcode.
+/// The operation of a packet: the lower five bits of the opcode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 #[allow(missing_docs)] // The names are the specification's.
@@ -96,7 +96,7 @@ impl Operation {
         table
     };
 
-    /// Service and operation of an opcode; `None` for one that doesn't exist or that nobody uses over Ethernet.
+    /// Service and operation of an opcode; `None` for a reserved one, or one of a service that RoCE doesn't use.
     #[inline]
     #[must_use]
     pub fn decode(opcode: u8) -> Option<(Service, Self)> {
@@ -133,7 +133,7 @@ impl Operation {
         matches!(self as u8, 0x0D..=0x12)
     }
 
-    /// Whether it begins a message.
+    /// Whether it is the first packet of a message.
     #[inline]
     #[must_use]
     pub fn begins(self) -> bool {
@@ -226,7 +226,7 @@ pub struct AtomicEth {
     pub address: u64,
     /// Remote key.
     pub rkey: u32,
-    /// New value, or what is added.
+    /// New value, or addend.
     pub swap_add: u64,
     /// Expected value.
     pub compare: u64,
@@ -235,7 +235,7 @@ pub struct AtomicEth {
 /// ACK extended transport header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Aeth {
-    /// What it says; see [`Syndrome`].
+    /// Acknowledgement or NAK code; see [`Syndrome`].
     pub syndrome: u8,
     /// Completed requests, 24 bits.
     pub msn: u32,
@@ -250,10 +250,10 @@ pub struct Deth {
     pub source: u32,
 }
 
-/// A syndrome decoded (spec rocev2 section 9).
+/// A decoded AETH syndrome (IBTA volume 1, 9.7.5.2).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Syndrome {
-    /// Acknowledged; flow-control credits are not used.
+    /// Acknowledged; flow-control credits are ignored.
     Ack,
     /// Receiver not ready: wait as long as the timer code says.
     Rnr(u8),
@@ -265,7 +265,7 @@ pub enum Syndrome {
     AccessError,
     /// Remote operational error.
     OperationalError,
-    /// Reserved, or for services that don't exist here.
+    /// Reserved, or of services that Causeway doesn't offer.
     Unknown(u8),
 }
 
@@ -284,7 +284,7 @@ impl Syndrome {
         }
     }
 
-    /// Encodes it; an acknowledgement carries no credits.
+    /// Encodes it; an acknowledgement has no credits.
     #[must_use]
     pub fn encode(self) -> u8 {
         match self {
@@ -299,12 +299,12 @@ impl Syndrome {
     }
 }
 
-/// The headers of a packet. Fields that the operation doesn't have are ignored by [`Header::write`] and default after parsing.
+/// The headers of a packet. [`Header::write`] ignores fields that the operation doesn't have; parsing leaves them at their defaults.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Header {
-    /// Whom it belongs to.
+    /// Transport service.
     pub service: Service,
-    /// What it is.
+    /// Operation.
     pub operation: Operation,
     /// Solicited event.
     pub solicited: bool,
@@ -316,9 +316,9 @@ pub struct Header {
     pub becn: bool,
     /// Destination queue pair, 24 bits.
     pub destination: u32,
-    /// The sender asks for an acknowledgement.
+    /// Requests an acknowledgement.
     pub ack_request: bool,
-    /// 24 bits.
+    /// Packet sequence number, 24 bits.
     pub psn: u32,
     /// Of WRITE FIRST and ONLY, and READ requests.
     pub reth: Reth,
@@ -328,14 +328,14 @@ pub struct Header {
     pub aeth: Aeth,
     /// Of datagrams.
     pub deth: Deth,
-    /// Of an atomic's acknowledgement: the value before.
+    /// Previous value, in an atomic's acknowledgement.
     pub original: u64,
     /// Immediate data, as wire bytes; or the key to invalidate, big-endian.
     pub immediate: [u8; 4],
 }
 
 impl Header {
-    /// A header with nothing but these.
+    /// A header with these fields; the others are at their defaults.
     #[inline]
     #[must_use]
     pub fn new(service: Service, operation: Operation, destination: u32, psn: u32) -> Self {
@@ -366,11 +366,11 @@ impl Header {
         self.operation.headers(self.service) + body
     }
 
-    /// Writes headers and pad around a payload of `payload` bytes into `out`, which has [`Header::packet_len`] bytes. Returns
-    /// where the payload goes.
+    /// Writes headers and pad around a payload of `payload` bytes into `out`, which has [`Header::packet_len`] bytes. Returns the payload's
+    /// place in it.
     ///
     /// # Panics
-    /// Where `out` is shorter than that.
+    /// When `out` is shorter.
     #[inline]
     pub fn write<'a>(&self, out: &'a mut [u8], payload: usize) -> &'a mut [u8] {
         let pad = payload.wrapping_neg() & 3;
@@ -449,19 +449,19 @@ impl Reader<'_> {
     }
 }
 
-/// Why bytes are not a packet. Such packets are dropped without an answer.
+/// Why bytes are not a packet. Such packets are dropped without a response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Invalid {
     /// Too short for its headers and pad.
     #[error("The packet is too short for its headers")]
     Short,
-    /// An opcode that doesn't exist.
+    /// A reserved opcode.
     #[error("The packet has opcode {0:#04x}, which doesn't exist")]
     Opcode(u8),
     /// A transport header version other than 0.
     #[error("The packet has transport header version {0} instead of 0")]
     Version(u8),
-    /// Payload and pad are no multiple of 4 bytes, or a payload where there must be none.
+    /// The payload and pad are no multiple of 4 bytes, or a payload isn't permitted.
     #[error("The packet's length doesn't fit its opcode")]
     Length,
 }
@@ -476,10 +476,10 @@ pub struct Packet<'a> {
 }
 
 impl<'a> Packet<'a> {
-    /// Parses a packet from the BTH to the pad, without ICRC. The bytes may come from anyone.
+    /// Parses a packet from the BTH to the pad, without ICRC. The bytes may be hostile.
     ///
     /// # Errors
-    /// When it is no packet.
+    /// When it isn't a packet.
     #[inline]
     pub fn parse(bytes: &'a [u8]) -> Result<Self, Invalid> {
         let mut reader = Reader { bytes };
@@ -545,7 +545,7 @@ impl<'a> Packet<'a> {
         Ok(Self { header, payload })
     }
 
-    /// The destination queue pair alone, to find whom a packet is for; `None` when it is too short.
+    /// The destination queue pair alone, to find a packet's receiver; `None` when it is too short.
     #[inline]
     #[must_use]
     pub fn destination(bytes: &[u8]) -> Option<u32> {

@@ -1,13 +1,13 @@
-//! Packet sequence numbers. The wire has 24 bits; inside, they are extended to 64 bits that never wrap, so that they can be
-//! compared and subtracted like any number (spec rocev2 section 6).
+//! Packet sequence numbers. The wire carries 24 bits. Internally they are extended to 64 bits that never wrap, so that they compare and
+//! subtract like any number (IBTA volume 1, 9.7.2).
 
 /// Bits of a PSN on the wire.
 pub const MASK: u32 = 0xFF_FFFF;
 
-/// Half of the space: what lies this far behind is a duplicate, and no more than this may be outstanding.
+/// Half of the sequence space: a PSN this far back is a duplicate, and no more than this may be outstanding.
 pub const HALF: u64 = 1 << 23;
 
-/// A starting point far above zero, so that numbers before the first one exist as well.
+/// A base far above zero, so that numbers before the first one exist as well.
 const BASE: u64 = 1 << 32;
 
 /// The extended form of a connection's first PSN.
@@ -17,7 +17,7 @@ pub fn first(wire: u32) -> u64 {
     BASE + u64::from(wire & MASK)
 }
 
-/// What goes on the wire.
+/// The low 24 bits of an extended PSN, for the wire.
 #[inline]
 #[must_use]
 pub fn wire(extended: u64) -> u32 {

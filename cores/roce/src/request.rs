@@ -1,38 +1,38 @@
-//! What a connection is asked to send.
+//! Requests of a connection, and why it refuses one.
 
 use serde::{Deserialize, Serialize};
 
 use crate::memory::Remote;
 use crate::status::Status;
 
-/// Bytes of a message at most.
+/// Limit of a message's length, bytes.
 pub const MOST_MESSAGE: u32 = 1 << 31;
 
-/// What a request asks for.
+/// The operation of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Kind {
-    /// SEND. Not both of the options.
+    /// SEND, with at most one of the options.
     Send {
         /// Immediate data, as wire bytes.
         immediate: Option<[u8; 4]>,
-        /// The key that the receiver's side invalidates.
+        /// The key that the responder invalidates.
         invalidate: Option<u32>,
     },
     /// RDMA WRITE.
     Write {
-        /// Where to.
+        /// Remote address and key.
         remote: Remote,
         /// Immediate data, as wire bytes.
         immediate: Option<[u8; 4]>,
     },
     /// RDMA READ.
     Read {
-        /// Where from.
+        /// Remote address and key.
         remote: Remote,
     },
     /// Compare and swap of 8 bytes.
     CompareSwap {
-        /// Which word.
+        /// Remote address and key of the word.
         remote: Remote,
         /// Expected value.
         compare: u64,
@@ -41,33 +41,33 @@ pub enum Kind {
     },
     /// Fetch and add of 8 bytes.
     FetchAdd {
-        /// Which word.
+        /// Remote address and key of the word.
         remote: Remote,
-        /// What is added.
+        /// The addend.
         add: u64,
     },
-    /// Nothing that the peer sees, in its place among the others: registering or invalidating memory. Done by
-    /// [`crate::Memory::execute_local`] when all requests before it have been sent once.
+    /// A request that the peer doesn't see, in order with the others: it registers or invalidates memory.
+    /// [`crate::Memory::execute_local`] executes it when all earlier requests have been sent once.
     Local {
-        /// Only when all requests before it are complete.
+        /// Executes only when all earlier requests are complete.
         wait: bool,
     },
-    /// A request that is known to fail, in its place among the others: malformed, or without memory.
+    /// A request that is known to fail, in order with the others: malformed, or without memory.
     Failed(Status),
 }
 
-/// A request. Its payload stays with the caller, who is asked for it by `token`.
+/// A request. Its payload stays with the caller, and [`crate::Memory::gather`] finds it by `token`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Request {
-    /// The caller's name for it.
+    /// The caller's identifier of the request.
     pub token: u64,
-    /// What to do.
+    /// The operation.
     pub kind: Kind,
-    /// Bytes of the message; taken as 8 for atomics, and as 0 for local ones.
+    /// Bytes of the message; treated as 8 for atomics, and as 0 for local requests.
     pub length: u32,
     /// Raises a solicited event at the receiver.
     pub solicited: bool,
-    /// Waits for earlier READs and atomics.
+    /// Waits until earlier READs and atomics are complete.
     pub fence: bool,
 }
 
@@ -79,19 +79,19 @@ impl Request {
     }
 }
 
-/// Why a request isn't taken.
+/// Why [`crate::Connection::post`] refuses a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum PostError {
-    /// As many requests as there is room for wait already.
+    /// The send queue is full.
     #[error("The connection's queue is full")]
     Full,
-    /// The connection has failed; the caller flushes.
+    /// The connection has failed; the caller flushes the request.
     #[error("The connection has failed and takes no requests")]
     Failed,
-    /// Longer than a message can be.
+    /// Longer than [`MOST_MESSAGE`].
     #[error("A message of {0} bytes is longer than 2^31")]
     TooLong(u32),
-    /// The kind of connection doesn't offer it.
+    /// Not supported by this kind of connection.
     #[error("The kind of connection doesn't offer this operation")]
     Unsupported,
 }

@@ -1,7 +1,7 @@
-//! The saved state of a connection: types of their own, apart from those at run time. Times are relative to the moment of saving,
-//! since clocks differ between hosts. Restoring is [`crate::Connection::restore`].
+//! The saved state of a connection: types of their own, separate from those at run time. Times are relative to the moment of saving, since
+//! clocks differ between hosts. [`crate::Connection::restore`] restores it.
 //!
-//! Version rule: a field that is added has a default; anything else is a new [`VERSION`], and the old types stay.
+//! Version rule: an added field has a default; any other change is a new [`VERSION`], and the old types stay.
 
 use serde::{Deserialize, Serialize};
 
@@ -22,13 +22,13 @@ pub struct Connection {
     pub version: u32,
     /// Attributes.
     pub config: Config,
-    /// Whether it works.
+    /// Whether it is usable.
     pub state: State,
-    /// Whether it was held.
+    /// Whether it was suspended.
     pub suspended: bool,
-    /// What it sends.
+    /// State of the requester.
     pub requester: Requester,
-    /// What it receives.
+    /// State of the responder.
     pub responder: Responder,
     /// Congestion control's sender side, if it is on.
     pub sender: Option<Sender>,
@@ -41,12 +41,12 @@ pub struct Connection {
     pub counters: Counters,
 }
 
-/// What a connection sends. PSNs are extended: their low 24 bits are those on the wire.
+/// State of the requester. PSNs are extended: their low 24 bits are those on the wire.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Requester {
     /// Requests that are not complete, oldest first.
     pub queue: Vec<Pending>,
-    /// PSN of the oldest request in the queue, or that the next one gets.
+    /// PSN of the oldest request in the queue, or of the next one if it is empty.
     pub first: u64,
     /// Oldest PSN without acknowledgement.
     pub una: u64,
@@ -54,25 +54,25 @@ pub struct Requester {
     pub next: u64,
     /// First PSN that was never sent.
     pub sent: u64,
-    /// Local requests that are executed, or passed again, before `next`.
+    /// Local requests that are executed, or that retransmission passes again, before `next`.
     pub cursor: u32,
-    /// Packets that may be unacknowledged now.
+    /// Current limit of unacknowledged packets.
     pub limit: u32,
-    /// Packets acknowledged since that was last changed.
+    /// Packets acknowledged since the limit last changed.
     pub grown: u32,
-    /// PSN that ends the losses which it was lowered for.
+    /// PSN at which the losses end for which the limit was lowered.
     pub cut_at: u64,
     /// Where `una` stood when the requester last went back.
     pub went_back: Option<u64>,
     /// Retransmissions without progress.
     pub retries: u32,
-    /// Of these, by timeout.
+    /// Those caused by a timeout.
     pub timeouts: u32,
-    /// Waits for a receive without progress.
+    /// RNR waits without progress.
     pub rnr_waits: u32,
-    /// Nanoseconds left to wait for a receive.
+    /// Nanoseconds left of the RNR wait.
     pub rnr_wait: Option<u64>,
-    /// Nanoseconds until the acknowledgement is overdue.
+    /// Nanoseconds until the ACK timeout expires.
     pub deadline: Option<u64>,
 }
 
@@ -81,24 +81,24 @@ pub struct Requester {
 pub struct Pending {
     /// The request.
     pub request: Request,
-    /// How it will end.
+    /// Its status, if it is known to fail.
     pub error: Option<Status>,
-    /// A local one that is done.
+    /// A local request was executed.
     pub executed: bool,
 }
 
-/// What a connection receives.
+/// State of the responder.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Responder {
-    /// PSN expected next.
+    /// Next expected PSN.
     pub expected: u64,
     /// Completed requests, 24 bits.
     pub msn: u32,
-    /// The message that is coming in.
+    /// The message in progress.
     pub incoming: Incoming,
-    /// READs and atomics that can be asked for again, oldest first.
+    /// READs and atomics that the peer may repeat, oldest first.
     pub resources: Vec<Resource>,
-    /// What is to be said behind their answers.
+    /// The acknowledgement or NAK to send after their responses.
     pub tail: Tail,
     /// A NAK was sent for the expected packet.
     pub nak_sent: bool,
@@ -106,11 +106,11 @@ pub struct Responder {
     pub awaits_receive: bool,
     /// Whether a packet was accepted yet.
     pub established: bool,
-    /// Syndrome and PSN of the NAK that ended it.
+    /// Syndrome and PSN of the NAK that ended the connection.
     pub refused: Option<(u8, u64)>,
 }
 
-/// A message that is coming in.
+/// A message in progress.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Incoming {
     /// None.
@@ -124,61 +124,61 @@ pub enum Incoming {
     },
     /// A WRITE.
     Write {
-        /// Where it begins.
+        /// Remote address and key of its start.
         remote: Remote,
-        /// Its length.
+        /// Length in bytes.
         length: u32,
         /// Bytes received.
         offset: u64,
     },
-    /// One that is dropped up to its end.
+    /// A message that is dropped up to its end.
     Drop,
 }
 
 /// A READ or atomic.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Resource {
-    /// Its PSN.
+    /// PSN of its first packet.
     pub first: u64,
-    /// How many PSNs it has.
+    /// Number of its PSNs.
     pub packets: u32,
-    /// What it is answered with.
+    /// The response.
     pub answer: Answer,
-    /// Whether the whole answer has left once.
+    /// Whether the whole response was sent once.
     pub answered: bool,
-    /// Whether the answer is to be sent.
+    /// Whether the response is to be sent.
     pub due: bool,
 }
 
-/// What a READ or atomic is answered with.
+/// The response of a READ or atomic.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Answer {
-    /// Memory.
+    /// READ: memory.
     Read {
-        /// From where.
+        /// Remote address and key.
         remote: Remote,
-        /// How much.
+        /// Length in bytes.
         length: u32,
-        /// Packet that is next.
+        /// Index of the next packet.
         next: u32,
-        /// Packet that the present run began with.
+        /// Index of the first packet of the current run.
         start: u32,
     },
-    /// The value before.
+    /// Atomic: the previous value.
     Atomic {
-        /// It.
+        /// The previous value.
         original: u64,
     },
 }
 
-/// What is said behind the answers.
+/// The acknowledgement or NAK after the responses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Tail {
     /// Nothing.
     Nothing,
-    /// Everything accepted is acknowledged.
+    /// Acknowledges everything accepted.
     Ack,
-    /// Everything up to this PSN is.
+    /// Acknowledges everything up to this PSN.
     AckUpTo(u64),
     /// A NAK.
     Nak {
@@ -192,13 +192,13 @@ pub enum Tail {
 /// The sender side of congestion control.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Sender {
-    /// Bytes per second.
+    /// Current rate, bytes per second.
     pub rate: f64,
-    /// Bytes per second.
+    /// Target rate, bytes per second.
     pub target: f64,
     /// Estimate of congestion.
     pub alpha: f64,
-    /// Nanoseconds since the estimate was brought up to date.
+    /// Nanoseconds since the estimate was updated.
     pub estimated: u64,
     /// Nanoseconds since the last step by time.
     pub increased: u64,
@@ -215,13 +215,13 @@ pub struct Sender {
 /// Why a saved state can't be restored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum InvalidState {
-    /// Another version.
+    /// A version other than [`VERSION`].
     #[error("The saved connection has version {0}, this program knows {VERSION}")]
     Version(u32),
-    /// The attributes.
+    /// Invalid attributes.
     #[error("The saved connection's attributes can't be used")]
     Config(#[from] crate::config::InvalidConfig),
-    /// Something that no connection's state can be.
+    /// The named field is out of range or contradicts another.
     #[error("The saved connection has an impossible {0}")]
     Field(&'static str),
 }

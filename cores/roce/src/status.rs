@@ -1,4 +1,4 @@
-//! How requests end, and what can go wrong at a responder (spec rocev2 sections 9 and 14).
+//! Completion status, and errors of a responder (IBTA volume 1, 9.9).
 
 use crate::packet::Syndrome;
 
@@ -6,7 +6,7 @@ use crate::packet::Syndrome;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[repr(u32)]
 pub enum Status {
-    /// Done.
+    /// Success.
     Success = 0,
     /// Local length error.
     LocalLength = 1,
@@ -36,25 +36,25 @@ pub enum Status {
     General = 21,
 }
 
-/// Why a responder refuses a request. A reliable one answers with the NAK and fails; an unreliable one drops the message.
+/// Why a responder refuses a request. A reliable one sends the NAK and fails; an unreliable one drops the message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 pub enum Refusal {
-    /// The operation isn't permitted on this queue pair, or makes no sense. NAK invalid request.
+    /// The operation is invalid, or not permitted on this queue pair. NAK invalid request.
     InvalidRequest,
-    /// Key, range, or permission of the region. NAK remote access error.
+    /// Wrong key, range, or permission of the region. NAK remote access error.
     Access,
-    /// The responder itself is at fault. NAK remote operational error.
+    /// An error of the responder itself. NAK remote operational error.
     Operation,
-    /// The guest's memory that it is about is still to come: the packet counts as lost, and is asked for again after
-    /// [`crate::Connection::memory_came`]. No NAK until then, and nobody fails.
+    /// The guest memory of the request is not present (post-copy). The packet counts as lost; the responder requests it again after
+    /// [`crate::Connection::memory_came`]. No NAK until then, and neither side fails.
     NotHere,
-    /// The queue pair is gone, in a state that takes no requests, or held: the packet counts as lost. No NAK, and nobody fails (InfiniBand
-    /// 1.7, 10.3.1: inbound packets are silently dropped in the states Reset, Init and Error).
+    /// The queue pair is gone, suspended, or in a state that accepts no requests. The packet counts as lost: no NAK, and neither side fails
+    /// (IBTA volume 1, 10.3.1: inbound packets are silently dropped in the states Reset, Init and Error).
     Gone,
 }
 
 impl Refusal {
-    /// How the requester is told; `None`: it isn't.
+    /// The NAK's syndrome; `None` when no NAK is sent.
     #[must_use]
     pub fn syndrome(self) -> Option<Syndrome> {
         match self {
@@ -65,7 +65,7 @@ impl Refusal {
         }
     }
 
-    /// What the responder's owner is told.
+    /// The event for the responder's owner, if any.
     #[must_use]
     pub fn event(self) -> Option<Event> {
         match self {
@@ -80,9 +80,9 @@ impl Refusal {
 /// Why bytes can't be gathered or placed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Unmoved {
-    /// With this status; what that means is said where it is returned.
+    /// Fails with this status; the function that returns it defines what follows.
     Failed(Status),
-    /// The guest's memory is still to come: nothing happens until [`crate::Connection::memory_came`], and nothing fails.
+    /// The guest's memory is not present. The connection waits for [`crate::Connection::memory_came`], and nothing fails.
     NotHere,
 }
 
@@ -92,30 +92,30 @@ impl From<Status> for Unmoved {
     }
 }
 
-/// Why no receive can be taken.
+/// Why no receive can be consumed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NoReceive {
-    /// None is posted. RNR NAK; unreliable messages are dropped.
+    /// None is posted. The responder sends an RNR NAK; an unreliable one drops the message.
     NotPosted,
-    /// It, or the queue, is unusable. NAK remote operational error, and the connection fails, an unreliable one as well.
+    /// The receive or its queue is unusable. NAK remote operational error; the connection fails, an unreliable one as well.
     Unusable,
     /// As [`Refusal::Gone`].
     Gone,
 }
 
-/// What happened besides completions.
+/// An asynchronous event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Event {
-    /// The first packet of the peer that was accepted.
+    /// The first packet of the peer was accepted.
     Established,
     /// A request was refused as invalid (QP_REQ_ERR).
     RequestError,
     /// A request was refused for lack of permission (QP_ACCESS_ERR).
     AccessError,
-    /// A request failed since the own side is at fault (QP_FATAL).
+    /// A request failed by an error of this end (QP_FATAL).
     Fatal,
-    /// The connection has failed: it takes no requests, and all that it had are complete. Comes last, and once.
+    /// The connection has failed. It accepts no requests, and all posted ones are complete. The last event, and sent once.
     Failed,
-    /// The send side of an unreliable connection has failed; the receive side goes on.
+    /// The send side of an unreliable connection has failed; the receive side still works.
     SendFailed,
 }

@@ -1,4 +1,4 @@
-//! Timer codes (spec rocev2 sections 9 and 10). All times are nanoseconds.
+//! Timer codes (IBTA volume 1, 9.7.5 and 9.7.6). All times are nanoseconds.
 
 /// RNR timer codes in units of 10 microseconds; code 0 is the longest.
 const RNR: [u32; 32] = [
@@ -6,14 +6,14 @@ const RNR: [u32; 32] = [
     3072, 4096, 6144, 8192, 12_288, 16_384, 24_576, 32_768, 49_152,
 ];
 
-/// How long a requester waits after an RNR NAK with this timer code (5 bits).
+/// How long a requester waits after an RNR NAK with this timer code (5 bits), nanoseconds.
 #[inline]
 #[must_use]
 pub fn rnr_wait(code: u8) -> u64 {
     u64::from(RNR[usize::from(code % 32)]) * 10_000
 }
 
-/// The local ACK timeout T of a code (5 bits): 4.096 us * 2^code; `None` (code 0) is for ever.
+/// The local ACK timeout T of a code (5 bits): 4.096 us * 2^code, in nanoseconds; `None` (code 0) is no timeout.
 #[inline]
 #[must_use]
 pub fn ack_timeout(code: u8) -> Option<u64> {
@@ -23,19 +23,19 @@ pub fn ack_timeout(code: u8) -> Option<u64> {
     }
 }
 
-/// Doublings of the timeout at most: detection may take T to 4T (spec section 10).
+/// Limit of doublings of the timeout: IBTA permits detection after T to 4T.
 const MOST_DOUBLINGS: u32 = 2;
 
-/// How long the requester waits for an answer after `timeouts` timeouts in a row: T, 2T, then 4T each time.
+/// Timeout after `timeouts` timeouts in a row (exponential back-off): T, 2T, then 4T each time.
 #[inline]
 #[must_use]
 pub fn backed_off(code: u8, timeouts: u32) -> Option<u64> {
     Some(ack_timeout(code)? << timeouts.min(MOST_DOUBLINGS))
 }
 
-/// How long it takes at most until a request to a peer that never answers ends with `RetryExceeded`, from its last
-/// transmission or the last progress on: the sum of the waits of `retry_count + 1` tries. Between `(n + 1) * T` and
-/// `(n + 1) * 4T`. `None` where the timeout is off.
+/// Upper bound of the time until a request to an unresponsive peer ends with `RetryExceeded`, from its last transmission or the last
+/// progress on. It is the sum of the waits of `retry_count + 1` tries, between `(n + 1) * T` and `(n + 1) * 4T`. `None` when there is no
+/// timeout.
 #[must_use]
 pub fn time_to_failure(code: u8, retry_count: u8) -> Option<u64> {
     (0..=u32::from(retry_count % 8)).map(|round| backed_off(code, round)).sum()

@@ -1,12 +1,12 @@
-//! What answers do to the requester (spec rocev2 sections 7, 9 and 10).
+//! The requester's side of responses: acknowledgements, NAKs, READ responses and atomics' results (IBTA volume 1, 9.7).
 
 use super::*;
 
-/// How far an answer acknowledges.
+/// How far a response acknowledges.
 enum Reach {
     /// Everything before it is acknowledged.
     All,
-    /// The answer of a READ or atomic before it is missing.
+    /// The response of an earlier READ or atomic is missing.
     Missing,
 }
 
@@ -19,7 +19,7 @@ impl Connection {
                 self.woken(packet);
                 return;
             }
-            // A ghost: acknowledged already, or of another life of the queue pair.
+            // A ghost: acknowledged already, or from before the queue pair was reset.
             self.counters.dropped_packets += 1;
             return;
         }
@@ -33,7 +33,7 @@ impl Connection {
         }
         let requester = &mut self.requester;
         if requester.next < requester.una {
-            // What was being sent again has been acknowledged meanwhile.
+            // An acknowledgement overtook the retransmission.
             requester.next = requester.una;
             requester.cursor = 0;
             requester.reads = 0;
@@ -44,8 +44,9 @@ impl Connection {
         }
     }
 
-    /// While we wait for a receive at the peer, what was acknowledged last is acknowledged again: there is a receive now
-    /// ([`Connection::receive_posted`]). If it was a mere copy, the peer says so, and the wait goes on uncounted.
+    /// During an RNR wait the peer repeats its last acknowledgement when a receive is posted ([`Connection::receive_posted`]): the request
+    /// is sent at once. If the packet was a duplicate of the network, the peer answers with another RNR NAK. That wait isn't counted as a
+    /// retry.
     fn woken(&mut self, packet: &Packet<'_>) {
         let acknowledges = packet.header.operation == Operation::Acknowledge
             && Syndrome::decode(packet.header.aeth.syndrome) == Syndrome::Ack;
@@ -97,7 +98,7 @@ impl Connection {
         let retries = self.config.rnr_retry & 7;
         let requester = &mut self.requester;
         if requester.rnr_until.is_some() {
-            // A copy of the one that we wait for.
+            // A duplicate of the RNR NAK whose wait is in progress.
             return;
         }
         if retries != 7 {
@@ -108,7 +109,7 @@ impl Connection {
             self.fail_requests(Status::RnrRetryExceeded, memory);
             return;
         }
-        // The peer answers, so it isn't gone.
+        // The peer responds, so the transport retries begin anew.
         requester.retries = 0;
         requester.timeouts = 0;
         requester.deadline = None;
@@ -116,7 +117,7 @@ impl Connection {
         requester.go_back();
     }
 
-    /// An answer jumped over that of a READ or atomic (implied NAK).
+    /// A response arrived while that of an earlier READ or atomic is missing (implied NAK).
     fn answer_missing<M: Memory>(&mut self, memory: &mut M) {
         if self.state != State::Ready {
             return;
@@ -127,7 +128,7 @@ impl Connection {
         }
     }
 
-    /// Everything before `upto` has arrived, as far as no READ or atomic stands in between.
+    /// Acknowledges everything before `upto`, up to the first READ or atomic without its response.
     #[inline]
     fn acknowledge<M: Memory>(&mut self, upto: u64, memory: &mut M) -> Reach {
         while self.requester.una < upto {
@@ -144,13 +145,13 @@ impl Connection {
             self.requester.progress(end);
             self.requester.pop();
             memory.complete(token, Status::Success, length);
-            // Local requests behind it, which must not be taken for those that the answer is about.
+            // Removes local requests first, so that the response isn't taken for theirs.
             self.settle(memory);
         }
         Reach::All
     }
 
-    /// A packet of a READ's answer.
+    /// Places a packet of a READ's response.
     fn read_answered<M: Memory>(&mut self, psn: u64, packet: &Packet<'_>, memory: &mut M) {
         if let Reach::Missing = self.acknowledge(psn, memory) {
             self.answer_missing(memory);
@@ -196,7 +197,7 @@ impl Connection {
         }
     }
 
-    /// An atomic's answer.
+    /// Places an atomic's result.
     fn atomic_answered<M: Memory>(&mut self, psn: u64, original: u64, memory: &mut M) {
         if let Reach::Missing = self.acknowledge(psn, memory) {
             self.answer_missing(memory);

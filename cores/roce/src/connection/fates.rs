@@ -1,32 +1,32 @@
-//! How far requests came, when both ends of a connection are at rest and go on without it: their VMs are on one host now.
+//! The progress of requests of a suspended connection. Both VMs are on one host now, so the queue pairs continue without the wire protocol.
 
 use super::requester::Pending;
 use super::responder::Answer;
 use super::*;
 
-/// How far the peer came with a request.
+/// How far the peer has executed a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fate {
-    /// It has carried it out, so many bytes.
+    /// Executed, with this length in bytes.
     Done(u32),
-    /// It has carried this atomic out, and this was the value before.
+    /// The atomic was executed; the previous value.
     Atomic(u64),
-    /// It fails for a reason of its own end.
+    /// Fails with a status of the requester's own side.
     Failed(Status),
-    /// It hasn't seen its end, or it is a READ, whose answer may be asked for again.
+    /// Not received completely, or a READ, which may be executed again.
     Again,
 }
 
 impl Connection {
-    /// How far `peer` came with each request that isn't complete here, in order. Without a connection of its own the peer expects
-    /// `psn`. Both must be held, and nothing be under way between them.
+    /// The progress at `peer` of each request that isn't complete here, in order. If the peer has no connection of its own, it expects
+    /// `psn`. Both ends must be suspended, with no packet in flight between them.
     #[must_use]
     pub fn fates(&self, peer: Option<&Self>, psn: u32) -> Vec<Fate> {
         let expected = peer.map_or(psn & psn::MASK, |peer| psn::wire(peer.responder.expected));
         self.requester.queue.iter().map(|pending| fate(pending, peer, expected)).collect()
     }
 
-    /// The PSN that is expected next.
+    /// The next expected PSN, 24 bits.
     #[must_use]
     pub fn expected(&self) -> u32 {
         psn::wire(self.responder.expected)
@@ -44,7 +44,7 @@ fn fate(pending: &Pending, peer: Option<&Connection>, expected: u32) -> Fate {
     match pending.request.kind {
         Kind::Read { .. } => Fate::Again,
         Kind::CompareSwap { .. } | Kind::FetchAdd { .. } => {
-            // The results of as many atomics as may be outstanding are kept, so it is there.
+            // The responder keeps the results of as many atomics as may be outstanding, so this one is there.
             let resources = peer.into_iter().flat_map(|peer| &peer.responder.resources);
             let first = psn::wire(pending.first);
             let original = resources.rev().find_map(|resource| match resource.answer {

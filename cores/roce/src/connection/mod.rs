@@ -1,16 +1,16 @@
 //! A connection: requester and responder of one queue pair.
 //!
 //! ```text
-//!   post ───▶ queue ──▶ transmit ──▶ request packets ──────▶ receive ──▶ Memory::write, read, atomic, ..._receive
-//!               ▲          ▲                                    │
-//!               │          └── una ≤ next ≤ sent                ▼
-//!   complete ◀──┴─────────── receive ◀──── answers ◀────── transmit: READ responses and atomics' results by PSN,
-//!                                                          then one acknowledgement or NAK for all before it
+//!    post ───▶ queue ──▶ transmit ──▶ request packets ──────▶ receive ──▶ Memory::write, read, atomic, ..._receive
+//!                ▲          ▲                                    │
+//!                │          └── una ≤ next ≤ sent                ▼
+//!    complete ◀──┴─────────── receive ◀─── responses ◀───── transmit: READ responses and atomics' results by PSN,
+//!                                                           then one acknowledgement or NAK for all before it
 //! ```
 //!
-//! The requester's state is three PSNs: `una`, the oldest without acknowledgement; `next`, the next to be sent; `sent`, the first
-//! that was never sent. Going back is `next = una`. Everything else follows from the PSNs: which request, which offset, which
-//! opcode; so a retransmission is the same packet again, except that a READ is asked for from its first missing byte on.
+//! Three PSNs are the requester's state. `una` is the oldest unacknowledged PSN, `next` the next to send, and `sent` the first that was
+//! never sent. To retransmit, the requester sets `next = una` (go-back-N). Request, offset and opcode of a packet follow from its PSN. So a
+//! retransmitted packet is identical to the first, except that a READ request begins at its first missing byte.
 
 mod answers;
 mod fates;
@@ -39,58 +39,58 @@ pub use fates::Fate;
 use requester::Requester;
 use responder::{Responder, Tail};
 
-/// Whether a connection still works.
+/// Whether a connection is usable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 pub enum State {
-    /// Yes.
+    /// Usable.
     Ready,
-    /// Unreliable only: the send side has failed, the receive side goes on.
+    /// Unreliable only: the send side has failed, the receive side still works.
     SendFailed,
-    /// No. The peer of a reliable connection is still told why, if it asks again.
+    /// Failed. A reliable connection still repeats the NAK when the peer retransmits.
     Failed,
 }
 
-/// Attributes that become known when the queue pair may send (RTR to RTS), or change later.
+/// Attributes that are set when the queue pair may send (RTR to RTS), or change later.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SendAttributes {
     /// First PSN to send.
     pub sq_psn: u32,
-    /// Local ACK timeout code.
+    /// Local ACK timeout code, 5 bits.
     pub timeout: u8,
     /// Retransmissions without progress.
     pub retry_count: u8,
-    /// Waits for a receive; 7 is for ever.
+    /// RNR waits; 7 is no limit.
     pub rnr_retry: u8,
-    /// READs and atomics outstanding.
+    /// Limit of outstanding READs and atomics.
     pub max_rd_atomic: u8,
 }
 
-/// What a packet came with.
+/// What the network or the receiver reports with a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Arrival {
     /// The network marked it: congestion experienced.
     pub congested: bool,
-    /// The sender is to send more slowly, for a reason of the receiver's own: its memory changes faster than it can be copied elsewhere.
+    /// The receiver asks the sender for a lower rate: its pre-copy can't keep up with the writes to its memory.
     pub too_fast: bool,
 }
 
-/// One queue pair's reliable or unreliable connection. About 600 bytes, and what its queues need: bounded by
-/// `max_requests` and `max_dest_rd_atomic`, whatever the peer does.
+/// One queue pair's reliable or unreliable connection. About 600 bytes and its queues, which `max_requests` and `max_dest_rd_atomic` bound
+/// whatever the peer sends.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Connection {
     config: Config,
     state: State,
     suspended: bool,
-    /// `suspended`: what was left of each timer.
+    /// When it was suspended; timers resume with the rest that they had then.
     frozen_at: u64,
     requester: Requester,
     responder: Responder,
     sender: Option<Sender>,
     /// A congestion notification is due.
     notify: bool,
-    /// When the next one may be sent.
+    /// When the next congestion notification may be sent.
     next_notification: u64,
-    /// Replies go first next time: those that went first last time stand back, so that neither side starves.
+    /// Alternates which of responses and requests are sent first, so that neither side starves.
     replies_first: bool,
     counters: Counters,
 }
@@ -99,7 +99,7 @@ impl Connection {
     /// A connection that has sent and received nothing.
     ///
     /// # Errors
-    /// When the attributes make no sense.
+    /// [`InvalidConfig`] when an attribute is out of range.
     pub fn new(config: Config) -> Result<Self, InvalidConfig> {
         config.check()?;
         Ok(Self {
@@ -117,10 +117,10 @@ impl Connection {
         })
     }
 
-    /// Appends a request.
+    /// Appends a request to the send queue.
     ///
     /// # Errors
-    /// When there is no room, or the request can't be one of this connection.
+    /// When the queue is full, the connection has failed, or it can't execute this request.
     #[inline]
     pub fn post(&mut self, request: Request) -> Result<(), PostError> {
         if self.state != State::Ready {
@@ -142,15 +142,15 @@ impl Connection {
         self.requester.post(&self.config, request)
     }
 
-    /// How many more requests [`Connection::post`] takes.
+    /// How many more requests [`Connection::post`] accepts.
     #[inline]
     #[must_use]
     pub fn room(&self) -> usize {
         (self.config.max_requests as usize).saturating_sub(self.requester.queue.len())
     }
 
-    /// A packet came in, from the BTH to the pad, without ICRC; who sent it was checked by the caller, its destination queue pair
-    /// is this one. Arbitrary bytes do no harm.
+    /// Processes a received packet, from the BTH to the pad, without ICRC. The caller has verified the sender, and that the destination
+    /// queue pair is this one. Otherwise the bytes may be hostile.
     #[inline]
     pub fn receive<M: Memory>(&mut self, now: u64, bytes: &[u8], arrival: Arrival, memory: &mut M) {
         let Ok(packet) = Packet::parse(bytes) else {
@@ -162,7 +162,7 @@ impl Connection {
         self.receive_parsed(now, &packet, arrival, memory);
     }
 
-    /// As [`Connection::receive`], for a packet that was parsed already.
+    /// As [`Connection::receive`], for a packet that is parsed already.
     pub fn receive_parsed<M: Memory>(
         &mut self,
         now: u64,
@@ -179,7 +179,7 @@ impl Connection {
             self.notified(now);
             return;
         }
-        // Membership (bit 15) aside: at least one of both is a full member, which Ethernet always has.
+        // Compares all but the membership bit (15): at least one side must be a full member, and on Ethernet all are.
         if header.service != service || (header.pkey ^ self.config.pkey) & 0x7FFF != 0 {
             self.counters.dropped_packets += 1;
             return;
@@ -207,7 +207,7 @@ impl Connection {
         }
     }
 
-    /// The sender is notified, if it wasn't within the interval.
+    /// Schedules a congestion notification, unless one was sent within the interval.
     fn notify_by(&mut self, now: u64, interval: u64) {
         if now >= self.next_notification {
             self.next_notification = now.saturating_add(interval);
@@ -215,8 +215,8 @@ impl Connection {
         }
     }
 
-    /// The receiver asks for less. Without congestion control nobody marks packets; the receiver itself may ask nevertheless, and is heard from
-    /// then on.
+    /// Handles a congestion notification. Without congestion control no packet is marked, but the receiver may still notify
+    /// ([`Arrival::too_fast`]). The first such notification enables the sender's rate control with default parameters.
     fn notified(&mut self, now: u64) {
         if self.sender.is_none() {
             let parameters = *self.config.congestion.get_or_insert_default();
@@ -228,8 +228,8 @@ impl Connection {
         }
     }
 
-    /// Writes packets until `out` is full or there is nothing to send now. Completions may come as well: of unreliable and local
-    /// requests, and of those whose memory is gone.
+    /// Writes packets until `out` is full or nothing is left to send now. May also complete requests: unreliable and local ones, and those
+    /// whose memory is gone.
     pub fn transmit<M: Memory, O: Output>(&mut self, now: u64, memory: &mut M, out: &mut O) {
         if self.suspended {
             return;
@@ -256,7 +256,7 @@ impl Connection {
         }
     }
 
-    /// Whether [`Connection::transmit`] would do something now, as far as can be told without doing it.
+    /// Whether [`Connection::transmit`] would send something now. May be true in vain.
     #[inline]
     #[must_use]
     pub fn wants_transmit(&self, now: u64) -> bool {
@@ -267,7 +267,7 @@ impl Connection {
         self.notify || self.has_replies(paced) || (!paced && self.has_requests(now))
     }
 
-    /// When [`Connection::expired`] is to be called and [`Connection::transmit`] after it, at the latest; `None`: never.
+    /// Latest time of the next call of [`Connection::expired`], with [`Connection::transmit`] after it; `None` when no timer runs.
     #[inline]
     #[must_use]
     pub fn timeout(&self) -> Option<u64> {
@@ -284,7 +284,7 @@ impl Connection {
         first
     }
 
-    /// Time has come to `now`: timers that ran out are acted on.
+    /// Acts on timers that expired up to `now`.
     pub fn expired<M: Memory>(&mut self, now: u64, memory: &mut M) {
         if self.suspended || self.state != State::Ready || self.requester.stalled {
             return;
@@ -298,8 +298,8 @@ impl Connection {
         }
     }
 
-    /// A receive was posted. If the peer was told to wait for one, it is told that it need not: by an acknowledgement of what it has
-    /// acknowledged already. Our requester takes that for a wake-up, any other ignores it and waits on. Call `transmit` after it.
+    /// Notifies the connection that a receive was posted. If this end sent an RNR NAK, it repeats its last acknowledgement. Causeway's
+    /// requester ends its RNR wait then; another requester ignores the repetition and waits its full time. Call `transmit` after it.
     #[inline]
     pub fn receive_posted(&mut self) {
         let responder = &mut self.responder;
@@ -309,8 +309,8 @@ impl Connection {
         }
     }
 
-    /// The queue pair is gone or in the error state: all requests complete as flushed, and nothing is executed any more. What was
-    /// executed before is still acknowledged.
+    /// Closes the connection: the queue pair is gone or in the error state. All requests complete as flushed, and no request is executed
+    /// any more. Executed requests are still acknowledged.
     pub fn fail<M: Memory>(&mut self, memory: &mut M) {
         self.responder.close();
         if self.state != State::Failed {
@@ -320,8 +320,9 @@ impl Connection {
         }
     }
 
-    /// Memory that something waited for has come ([`Unmoved::NotHere`], [`Refusal::NotHere`]): the peer is asked for what was dropped, answers go
-    /// on, and so do own requests, from the oldest that isn't complete. Counts as no retry here. Call `transmit` after it.
+    /// Continues after not-present memory arrived ([`Unmoved::NotHere`], [`Refusal::NotHere`]). The responder requests the dropped packet
+    /// with a NAK, and its READ responses continue. The requester retransmits from its oldest incomplete request; this end counts that as
+    /// no retry. Call `transmit` after it.
     pub fn memory_came(&mut self) {
         let responder = &mut self.responder;
         responder.stalled = false;
@@ -338,13 +339,13 @@ impl Connection {
         }
     }
 
-    /// Memory of a request is still to come: nothing more is sent until it is there, since answers come in order.
+    /// Stops sending until the not-present memory of a request arrives, since responses come in order.
     fn stall(&mut self) {
         self.requester.stalled = true;
         self.requester.deadline = None;
     }
 
-    /// Holds the connection: it sends nothing, and its timers stand still. What comes in is still processed.
+    /// Suspends the connection: it sends nothing, and its timers stop. It still processes received packets.
     pub fn suspend(&mut self, now: u64) {
         if !self.suspended {
             self.suspended = true;
@@ -352,7 +353,7 @@ impl Connection {
         }
     }
 
-    /// Goes on after [`Connection::suspend`]. What was outstanding is sent again at once and counts as no retry: either side may
+    /// Resumes after [`Connection::suspend`]. Retransmits all unacknowledged packets at once, which counts as no retry: either side may
     /// have lost packets meanwhile.
     pub fn resume(&mut self, now: u64) {
         if !self.suspended {
@@ -367,45 +368,45 @@ impl Connection {
         self.requester.go_back();
     }
 
-    /// Whether it is held.
+    /// Whether it is suspended.
     #[must_use]
     pub fn is_suspended(&self) -> bool {
         self.suspended
     }
 
-    /// Whether it works.
+    /// Whether it is usable.
     #[inline]
     #[must_use]
     pub fn state(&self) -> State {
         self.state
     }
 
-    /// Whether no request waits or is outstanding.
+    /// Whether the send queue is empty.
     #[inline]
     #[must_use]
     pub fn is_drained(&self) -> bool {
         self.requester.queue.is_empty()
     }
 
-    /// Requests that are not complete.
+    /// Number of requests that are not complete.
     #[must_use]
     pub fn outstanding(&self) -> usize {
         self.requester.queue.len()
     }
 
-    /// Attributes as they stand; the PSNs are the first ones.
+    /// Attributes; the PSNs are the initial ones.
     #[must_use]
     pub fn config(&self) -> &Config {
         &self.config
     }
 
-    /// What was seen so far.
+    /// The connection's counters.
     #[must_use]
     pub fn counters(&self) -> &Counters {
         &self.counters
     }
 
-    /// The next PSN that will be sent for the first time, and the next expected.
+    /// The next PSN that will be sent for the first time, and the next expected one; 24 bits each.
     #[must_use]
     pub fn psns(&self) -> (u32, u32) {
         (psn::wire(self.requester.sent), psn::wire(self.responder.expected))
@@ -417,8 +418,8 @@ impl Connection {
         self.sender.map(|sender| sender.rate)
     }
 
-    /// Sets what becomes known when the queue pair may send. `sq_psn` and `max_rd_atomic` are taken over only while nothing was
-    /// posted yet; returns whether they were.
+    /// Sets the attributes of the transition to RTS. `sq_psn` and `max_rd_atomic` change only while nothing was posted yet; returns whether
+    /// they did.
     pub fn set_send(&mut self, attributes: &SendAttributes) -> bool {
         self.config.timeout = attributes.timeout;
         self.config.retry_count = attributes.retry_count;
@@ -436,12 +437,12 @@ impl Connection {
         fresh
     }
 
-    /// Sets the RNR timer code that is sent.
+    /// Sets the RNR timer code for this end's NAKs.
     pub fn set_min_rnr_timer(&mut self, code: u8) {
         self.config.min_rnr_timer = code;
     }
 
-    /// Puts a fault in, for tests of tests.
+    /// Injects a bug, for tests of tests.
     #[doc(hidden)]
     pub fn plant(&mut self, plant: Plant) {
         self.config.plant = plant;
@@ -470,7 +471,7 @@ impl Connection {
     }
 }
 
-/// Packets of a message.
+/// Number of packets of a message.
 #[inline]
 fn packets_of(length: u32, mtu: u32) -> u32 {
     length.div_ceil(mtu).max(1)

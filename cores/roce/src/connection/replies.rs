@@ -1,4 +1,4 @@
-//! What the responder sends: answers of READs and atomics in the order of their PSNs, then one acknowledgement or NAK.
+//! The responder's packets: READ responses and atomics' results in PSN order, then one acknowledgement or NAK.
 
 use super::responder::{Answer, Resource, Tail};
 use super::*;
@@ -6,7 +6,7 @@ use crate::memory::Remote;
 use crate::packet::{Aeth, Header};
 use crate::status::Refusal;
 
-/// What became of a READ response.
+/// Outcome of an attempt to send a READ response.
 enum Response {
     Sent,
     Full,
@@ -15,7 +15,7 @@ enum Response {
 }
 
 impl Connection {
-    /// Whether there is anything to say; data only if `paced` is not set.
+    /// Whether a response, acknowledgement or NAK is due. With `paced`, data don't count, since congestion control delays them.
     #[inline]
     pub(super) fn has_replies(&self, paced: bool) -> bool {
         let responder = &self.responder;
@@ -25,7 +25,7 @@ impl Connection {
         if responder.due > 0 { !paced } else { responder.tail != Tail::Nothing }
     }
 
-    /// Congestion notification. `false` when `out` is full.
+    /// Sends a congestion notification. `false` when `out` is full.
     pub(super) fn send_notification<O: Output>(&mut self, out: &mut O) -> bool {
         let mut header = Header::new(Service::Congestion, Operation::Notification, self.config.peer_qpn, 0);
         header.becn = true;
@@ -41,7 +41,7 @@ impl Connection {
         true
     }
 
-    /// Sends answers. `false` when `out` is full.
+    /// Sends responses. `false` when `out` is full.
     pub(super) fn send_replies<M: Memory, O: Output>(
         &mut self,
         now: u64,
@@ -50,7 +50,7 @@ impl Connection {
     ) -> bool {
         while self.responder.due > 0 {
             if self.responder.stalled {
-                // What comes later is not to be answered before.
+                // Later responses must not be sent before this one.
                 return true;
             }
             let found = self.responder.resources.iter().position(|resource| resource.due);
@@ -161,7 +161,7 @@ impl Connection {
         Response::Sent
     }
 
-    /// The answers from `psn` on will never be given.
+    /// Cancels the responses from `psn` on.
     fn drop_from(&mut self, psn: u64) {
         let responder = &mut self.responder;
         for resource in &mut responder.resources {
@@ -172,7 +172,7 @@ impl Connection {
         }
     }
 
-    /// `false` when `out` is full.
+    /// Sends the acknowledgement or NAK. `false` when `out` is full.
     fn send_tail<O: Output>(&mut self, now: u64, out: &mut O) -> bool {
         let (syndrome, psn) = match self.responder.tail {
             Tail::Nothing => return true,

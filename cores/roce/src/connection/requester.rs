@@ -1,19 +1,19 @@
-//! The requester: what is sent, and again (spec rocev2 sections 7 and 10).
+//! The requester: sending and retransmitting requests (IBTA volume 1, 9.7).
 
 use super::*;
 use crate::packet::{AtomicEth, Header, Reth};
 
-/// A request in the queue.
+/// A request in the send queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Pending {
     pub request: Request,
     /// PSN of its first packet.
     pub first: u64,
-    /// How many PSNs it has; 0 for local ones.
+    /// Number of its PSNs; 0 for local requests.
     pub packets: u32,
-    /// How it will end once all before it are complete.
+    /// Its status once all earlier requests are complete, if it is known to fail.
     pub error: Option<Status>,
-    /// Local ones: done.
+    /// A local request was executed.
     pub executed: bool,
 }
 
@@ -23,7 +23,7 @@ impl Pending {
         self.first + u64::from(self.packets)
     }
 
-    /// Whether the peer answers it with data.
+    /// Whether its response carries data.
     #[inline]
     pub(super) fn is_answered(&self) -> bool {
         matches!(self.request.kind, Kind::Read { .. } | Kind::CompareSwap { .. } | Kind::FetchAdd { .. })
@@ -35,7 +35,7 @@ pub(super) struct Requester {
     pub queue: VecDeque<Pending>,
     /// Index of the request that `next` lies in.
     pub cursor: usize,
-    /// PSN behind the last request in the queue.
+    /// PSN after the last request in the queue.
     pub end: u64,
     /// Oldest PSN without acknowledgement.
     pub una: u64,
@@ -45,31 +45,31 @@ pub(super) struct Requester {
     pub sent: u64,
     /// READ requests and atomics in `una..next`.
     pub reads: u32,
-    /// Packets in the window at most.
+    /// Capacity of the window, packets.
     pub window: u32,
-    /// Packets in the window now.
+    /// Current limit of unacknowledged packets; losses lower it, acknowledgements raise it.
     pub limit: u32,
     /// Packets acknowledged since the limit was last changed.
     pub grown: u32,
-    /// Losses before this PSN are part of one that was answered with a smaller limit.
+    /// A loss before this PSN belongs to a group of losses for which the limit was lowered already.
     pub cut_at: u64,
-    /// Packets of one READ request at most; boundaries count from the message's start.
+    /// Limit of packets of one READ request; boundaries count from the message's start.
     pub chunk: u32,
-    /// An acknowledgement is asked for where the PSN has all these bits.
+    /// A packet requests an acknowledgement where its PSN has all these bits.
     pub ack_mask: u64,
-    /// Where `una` stood when we last went back: a second reason to do so, before anything was acknowledged, is an echo.
+    /// `una` when the requester last went back. A second NAK for the same `una` is an echo, and doesn't make it go back again.
     pub went_back: Option<u64>,
     /// Retransmissions without progress.
     pub retries: u32,
-    /// Of these, by timeout.
+    /// Those caused by a timeout.
     pub timeouts: u32,
-    /// Waits for a receive without progress.
+    /// RNR waits without progress.
     pub rnr_waits: u32,
-    /// Until when we wait for a receive.
+    /// End of the RNR wait.
     pub rnr_until: Option<u64>,
-    /// When the acknowledgement is overdue.
+    /// When the ACK timeout expires.
     pub deadline: Option<u64>,
-    /// Memory of a request is still to come: nothing is sent, and no timer runs.
+    /// The memory of a request is not present: nothing is sent, and no timer runs.
     pub stalled: bool,
 }
 
@@ -91,7 +91,7 @@ impl Requester {
             grown: 0,
             cut_at: first,
             chunk: (window / 2).max(1),
-            // A quarter of the window, so that it never stands still for want of an acknowledgement; of large ones an eighth.
+            // An acknowledgement per quarter of the window, so that the window never fills for want of one; for large windows per eighth.
             ack_mask: (1 << (window / 4).clamp(1, 64.max(window / 8)).ilog2()) - 1,
             went_back: None,
             retries: 0,
@@ -134,7 +134,7 @@ impl Requester {
         Ok(())
     }
 
-    /// Sends everything again that isn't acknowledged.
+    /// Retransmits all unacknowledged packets.
     pub(super) fn go_back(&mut self) {
         self.next = self.una;
         self.cursor = 0;
@@ -142,7 +142,7 @@ impl Requester {
         self.went_back = Some(self.una);
     }
 
-    /// Everything before `una` is acknowledged: retries begin anew, and the timer as well.
+    /// Records that everything before `una` is acknowledged: resets the retry counters and the timer.
     #[inline]
     pub(super) fn progress(&mut self, una: u64) {
         if self.limit < self.window {
@@ -155,7 +155,7 @@ impl Requester {
         self.deadline = None;
     }
 
-    /// Grows the limit by a 64th of the window whenever a limit's worth is acknowledged.
+    /// Raises the limit by 1/64 of the window whenever `limit` packets were acknowledged.
     #[cold]
     fn grow(&mut self, una: u64) {
         let acknowledged = u32::try_from(una - self.una).unwrap_or(u32::MAX);
@@ -166,7 +166,7 @@ impl Requester {
         }
     }
 
-    /// Packets were lost: halves the limit, once for all losses among the packets that are under way.
+    /// Halves the limit after a loss, once for all losses among the packets in flight.
     fn shrink(&mut self) {
         if self.una >= self.cut_at {
             self.cut_at = self.sent;
@@ -175,7 +175,7 @@ impl Requester {
         }
     }
 
-    /// The oldest request leaves the queue.
+    /// Removes the oldest request from the queue.
     #[inline]
     pub(super) fn pop(&mut self) {
         self.queue.pop_front();
@@ -196,10 +196,10 @@ impl Requester {
     }
 }
 
-/// What became of an attempt to send a packet.
+/// Outcome of an attempt to send a packet.
 enum Sent {
     Yes,
-    /// The window, a limit or a fence stands in the way, or the connection has failed.
+    /// The window, a limit or a fence doesn't permit it, or the connection has failed.
     Blocked,
     /// No room in the output.
     Full,
@@ -217,7 +217,7 @@ impl Connection {
         pending.error.is_none() && self.may_start(pending)
     }
 
-    /// Whether window, fence and the limit of READs let the packet at `next` go.
+    /// Whether window, fence and the limit of READs permit the packet at `next`.
     #[inline]
     fn may_start(&self, pending: &Pending) -> bool {
         let requester = &self.requester;
@@ -249,7 +249,7 @@ impl Connection {
         u32::try_from(self.requester.next.saturating_sub(pending.first)).unwrap_or(u32::MAX)
     }
 
-    /// Sends what may be sent. `false` when `out` is full.
+    /// Sends what window and pacing permit. `false` when `out` is full.
     pub(super) fn send_requests<M: Memory, O: Output>(
         &mut self,
         now: u64,
@@ -279,7 +279,7 @@ impl Connection {
                     self.execute_local(&pending, memory);
                     if self.state == State::Ready { continue } else { break }
                 }
-                // It has an error from the start.
+                // Handled above: its error is set from the start.
                 Kind::Failed(_) => Sent::Blocked,
                 _ if !self.may_send_data(now) => Sent::Blocked,
                 Kind::Send { .. } | Kind::Write { .. } => self.send_data(now, &pending, memory, out),
@@ -315,7 +315,7 @@ impl Connection {
         self.settle(memory);
     }
 
-    /// A packet of a SEND or WRITE.
+    /// Sends a packet of a SEND or WRITE.
     #[inline]
     fn send_data<M: Memory, O: Output>(
         &mut self,
@@ -376,7 +376,7 @@ impl Connection {
         Sent::Yes
     }
 
-    /// A READ request, from its first missing packet to the end of its part.
+    /// Sends a READ request, from its first missing packet to the end of its chunk.
     fn send_read<O: Output>(
         &mut self,
         now: u64,
@@ -440,7 +440,7 @@ impl Connection {
         Sent::Yes
     }
 
-    /// `next` moves on.
+    /// Moves `next` forward.
     #[inline]
     fn advance(&mut self, packets: u32) {
         let requester = &mut self.requester;
@@ -451,7 +451,7 @@ impl Connection {
         requester.sent = requester.sent.max(requester.next);
     }
 
-    /// Sets the timer, if an answer is due and none runs.
+    /// Starts the ACK timer, if a response is due and the timer doesn't run.
     #[inline]
     pub(super) fn arm(&mut self, now: u64) {
         let requester = &mut self.requester;
@@ -461,7 +461,7 @@ impl Connection {
         }
     }
 
-    /// Nothing was acknowledged in time.
+    /// Handles an expired ACK timeout.
     pub(super) fn timed_out<M: Memory>(&mut self, memory: &mut M) {
         self.requester.deadline = None;
         self.counters.local_ack_timeout_err += 1;
@@ -469,7 +469,7 @@ impl Connection {
         self.retry(memory);
     }
 
-    /// Goes back, unless that was done too often.
+    /// Retransmits, or fails the oldest request when its retries are used up.
     pub(super) fn retry<M: Memory>(&mut self, memory: &mut M) {
         self.requester.retries += 1;
         if self.requester.retries > u32::from(self.config.retry_count & 7) {
@@ -484,7 +484,7 @@ impl Connection {
         self.requester.go_back();
     }
 
-    /// Completes what is complete at the front of the queue without an answer: local requests, and errors whose turn has come.
+    /// Completes requests at the front of the queue that need no response: executed local ones, and those with an error.
     #[inline]
     pub(super) fn settle<M: Memory>(&mut self, memory: &mut M) {
         while let Some(front) = self.requester.queue.front() {
@@ -501,7 +501,7 @@ impl Connection {
         }
     }
 
-    /// The oldest request fails with `status`, all others are flushed, and the connection has failed.
+    /// Fails the connection: the oldest request completes with `status`, all others as flushed.
     pub(super) fn fail_requests<M: Memory>(&mut self, status: Status, memory: &mut M) {
         let event = match self.config.reliability {
             Reliability::Reliable => {
@@ -535,7 +535,7 @@ impl Connection {
     }
 }
 
-/// Opcode of a packet of a SEND or WRITE, and what its last header has.
+/// Opcode of a packet of a SEND or WRITE, and its immediate data or key to invalidate.
 #[inline]
 fn opcode(kind: &Kind, first: bool, last: bool) -> (Operation, [u8; 4]) {
     use Operation::*;
@@ -561,7 +561,7 @@ fn opcode(kind: &Kind, first: bool, last: bool) -> (Operation, [u8; 4]) {
                 (true, true, None, None) => (SendOnly, [0; 4]),
             }
         }
-        // Others have no data packets.
+        // Other requests have no data packets.
         _ => (SendOnly, [0; 4]),
     }
 }

@@ -1,4 +1,4 @@
-//! The responder: what requests do (spec rocev2 sections 8 and 12).
+//! The responder: executing requests (IBTA volume 1, 9.7).
 
 use super::*;
 use crate::config::Plant;
@@ -6,7 +6,7 @@ use crate::memory::{Atomic, Received, ReceivedOperation, Remote};
 use crate::packet::Header;
 use crate::status::{NoReceive, Refusal, Unmoved};
 
-/// The message that is coming in.
+/// The message in progress.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Incoming {
     None,
@@ -21,39 +21,39 @@ pub(super) enum Incoming {
         length: u32,
         offset: u64,
     },
-    /// Unreliable: the rest of this message is dropped.
+    /// Unreliable: drops the rest of this message.
     Drop,
 }
 
-/// What a READ or atomic left behind, for repetition.
+/// A READ or atomic, kept so that its repetition can be answered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Resource {
-    /// Its PSN.
+    /// PSN of its first packet.
     pub first: u64,
-    /// How many PSNs it has.
+    /// Number of its PSNs.
     pub packets: u32,
     pub answer: Answer,
-    /// Whether the whole answer has left once.
+    /// Whether the whole response was sent once.
     pub answered: bool,
-    /// Whether the answer, or a rest of it, is to be sent.
+    /// Whether the response, or a rest of it, is to be sent.
     pub due: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Answer {
-    /// READ: the packet that is next, and where the present run of packets began.
+    /// READ: the next packet, and the first packet of the current run.
     Read { remote: Remote, length: u32, next: u32, start: u32 },
-    /// The value before.
+    /// The previous value.
     Atomic { original: u64 },
 }
 
-/// What is said behind all READ responses and atomics' results.
+/// The acknowledgement or NAK to send after all READ responses and atomics' results.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Tail {
     Nothing,
-    /// Everything accepted so far.
+    /// Acknowledges everything accepted so far.
     Ack,
-    /// A repeated request, up to this PSN: nothing of an unanswered READ.
+    /// Acknowledges a repeated request, up to this PSN, which lies before an unanswered READ.
     AckUpTo(u64),
     /// A NAK or RNR NAK, by syndrome, for this PSN.
     Nak {
@@ -64,27 +64,27 @@ pub(super) enum Tail {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Responder {
-    /// PSN that is expected next.
+    /// Next expected PSN.
     pub expected: u64,
-    /// Completed requests.
+    /// Number of completed requests.
     pub msn: u32,
     pub incoming: Incoming,
     /// READs and atomics by PSN, oldest first.
     pub resources: VecDeque<Resource>,
-    /// How many of them are due.
+    /// How many of them are to be sent.
     pub due: usize,
     pub tail: Tail,
-    /// A NAK was sent for the expected packet: what comes behind it is dropped in silence.
+    /// A NAK was sent for the expected packet: later packets are dropped without another.
     pub nak_sent: bool,
     /// An RNR NAK was sent for the expected packet.
     pub awaits_receive: bool,
     /// Whether a packet was accepted yet.
     pub established: bool,
-    /// The NAK that ended it.
+    /// Syndrome and PSN of the NAK that ended the connection.
     pub refused: Option<(u8, u64)>,
-    /// The expected packet was dropped since its memory is still to come.
+    /// The expected packet was dropped because its memory is not present.
     pub missed: bool,
-    /// A READ's answer waits for memory that is still to come, and all that is said after it.
+    /// A READ response waits for not-present memory, and so do all later responses.
     pub stalled: bool,
 }
 
@@ -106,8 +106,8 @@ impl Responder {
         }
     }
 
-    /// Executes nothing any more, and answers no READ. What was executed is still acknowledged, and again when the peer repeats it: its
-    /// last request has completed here, and the peer must learn so even if this end is closed in that moment or an acknowledgement is lost.
+    /// Stops executing requests and answering READs. Executed requests are still acknowledged, also when the peer repeats them. The peer
+    /// must learn that its last request was executed, even if this end is closed at that moment or an acknowledgement is lost.
     pub(super) fn close(&mut self) {
         self.incoming = Incoming::None;
         if matches!(self.tail, Tail::Nak { .. }) {
@@ -120,7 +120,7 @@ impl Responder {
         self.stalled = false;
     }
 
-    /// READs and atomics that wait for their answers go without, unless the peer asks again; nothing is acknowledged beyond them.
+    /// Cancels the pending responses of READs and atomics, until the peer repeats the requests. Nothing beyond them is acknowledged.
     pub(super) fn withhold_answers(&mut self) {
         let unanswered = self.resources.iter().find(|found| found.due).map(|found| found.first);
         self.tail = match (self.tail, unanswered) {
@@ -128,7 +128,7 @@ impl Responder {
             (Tail::AckUpTo(psn), Some(first)) if first > 0 => Tail::AckUpTo(psn.min(first - 1)),
             (tail, _) => tail,
         };
-        // They stay, since what comes later must not be acknowledged beyond them either.
+        // The resources stay, since later acknowledgements must not go beyond them either.
         for resource in &mut self.resources {
             resource.due = false;
         }
@@ -140,19 +140,19 @@ impl Responder {
     }
 }
 
-/// How far a packet got.
+/// Outcome of executing a packet.
 pub(super) enum Done {
     /// Executed.
     Yes,
     /// Refused.
     Refused(Refusal),
-    /// Refused, and whoever it concerns at this end was told already.
+    /// Refused, and the owner has reported the error at this end already.
     RefusedSilently(Refusal),
     /// No receive is posted.
     NotReady,
-    /// Nobody takes it: as if it had not come.
+    /// The queue pair is gone: as if the packet had been lost.
     Gone,
-    /// Its memory is still to come: as if it had not come, and it is asked for later.
+    /// Its memory is not present: as if the packet had been lost. The responder requests it when the memory arrives.
     NotHere,
 }
 
@@ -177,7 +177,7 @@ impl From<NoReceive> for Done {
 }
 
 impl Connection {
-    /// A request packet of a reliable connection.
+    /// Processes a request packet of a reliable connection.
     pub(super) fn receive_request<M: Memory>(&mut self, packet: &Packet<'_>, memory: &mut M) {
         let expected = self.responder.expected;
         let mut psn = psn::extend(packet.header.psn, expected);
@@ -234,7 +234,7 @@ impl Connection {
             Done::RefusedSilently(refusal) => self.refuse(refusal, expected, None, memory),
             Done::Gone => {
                 self.counters.dropped_packets += 1;
-                // Nor is what comes behind it asked for again.
+                // Nor does a later packet cause a NAK.
                 self.responder.nak_sent = true;
             }
             Done::NotHere => {
@@ -252,8 +252,8 @@ impl Connection {
         }
     }
 
-    /// The responder refuses the request at `psn`, and the connection fails. The NAK is said again whenever the peer asks again,
-    /// since otherwise a lost one would look like a peer that is gone. Nothing happens for [`Refusal::Gone`].
+    /// Refuses the request at `psn`, and fails the connection. The responder repeats the NAK whenever the peer repeats the request: if a
+    /// single NAK got lost, the peer would take this end for gone. Does nothing for [`Refusal::Gone`] and [`Refusal::NotHere`].
     pub(super) fn refuse<M: Memory>(
         &mut self,
         refusal: Refusal,
@@ -284,13 +284,13 @@ impl Connection {
         memory.event(Event::Failed);
     }
 
-    /// A request came after one was refused, or after this end was closed.
+    /// Processes a request packet after a refusal, or after this end was closed.
     fn receive_refused<M: Memory>(&mut self, psn: u64, packet: &Packet<'_>, memory: &mut M) {
         match self.responder.refused {
             Some((syndrome, refused)) if psn >= refused => {
                 self.responder.tail = Tail::Nak { syndrome, psn: refused };
             }
-            // It asks for an answer from before.
+            // It repeats a READ or atomic from before the refusal.
             Some(_) if is_answered(packet.header.operation) => self.repeated(psn, packet, memory),
             None if psn < self.responder.expected && !is_answered(packet.header.operation) => {
                 self.repeated(psn, packet, memory);
@@ -299,7 +299,7 @@ impl Connection {
         }
     }
 
-    /// A request packet that was executed already: nothing is executed again, except that a READ reads again.
+    /// Processes a repeated request packet. Nothing is executed twice, except that a READ reads again.
     fn repeated<M: Memory>(&mut self, psn: u64, packet: &Packet<'_>, memory: &mut M) {
         self.counters.duplicate_request += 1;
         let header = &packet.header;
@@ -327,7 +327,7 @@ impl Connection {
             _ => {
                 let responder = &mut self.responder;
                 if responder.tail != Tail::Ack && !matches!(responder.tail, Tail::Nak { .. }) {
-                    // Up to the next READ or atomic only: to acknowledge more would tell the peer that its answer was lost.
+                    // Only up to the next READ or atomic: to acknowledge more would make the peer take its response for lost.
                     let next = responder.resources.iter().find(|resource| resource.first > psn);
                     let upto = next.map_or(responder.expected, |resource| resource.first) - 1;
                     let upto = match responder.tail {
@@ -340,7 +340,7 @@ impl Connection {
         }
     }
 
-    /// A READ that was answered already, or a rest of it, is asked for again.
+    /// Processes a repeated READ request, or one for the rest of a READ.
     fn repeat_read(&mut self, psn: u64, header: &Header) {
         let mtu = u64::from(self.config.mtu.bytes());
         let responder = &mut self.responder;
@@ -381,7 +381,7 @@ impl Connection {
             }
             ReadRequest => self.execute_read(&packet.header, memory),
             CompareSwap | FetchAdd => self.execute_atomic(&packet.header, memory),
-            // Answers don't come here.
+            // `receive_parsed` passes responses to the requester.
             _ => Done::Refused(Refusal::InvalidRequest),
         }
     }
@@ -413,7 +413,7 @@ impl Connection {
             if self.config.reliability == Reliability::Reliable {
                 memory.fail_receive(Status::LocalLength);
             } else {
-                // The message is dropped, and the receive waits for the next.
+                // The message is dropped, and its receive stays for the next one.
                 memory.keep_receive();
             }
             return Done::Refused(Refusal::InvalidRequest);
@@ -490,7 +490,7 @@ impl Connection {
         }
         let immediate = matches!(operation, WriteLastImmediate | WriteOnlyImmediate);
         if immediate {
-            // Only now a receive is needed. Without one, the packet comes again and is written again.
+            // Only the last packet consumes a receive. Without one, the peer sends the packet again, and it is written again.
             if let Err(why) = memory.take_receive() {
                 return why.into();
             }
@@ -547,8 +547,8 @@ impl Connection {
         }
     }
 
-    /// Whether there is room for one more READ or atomic. The oldest makes room once its answer has left: a peer that has more
-    /// outstanding than was agreed on is at fault.
+    /// Whether one more READ or atomic fits. The oldest is dropped once its response was sent. If it wasn't, the peer exceeds the agreed
+    /// limit of outstanding requests.
     fn make_room(&mut self) -> bool {
         let responder = &mut self.responder;
         let room = usize::from(self.config.max_dest_rd_atomic);
@@ -572,11 +572,11 @@ impl Connection {
         responder.due += 1;
         responder.expected += u64::from(packets);
         responder.completed();
-        // The answer acknowledges everything before it.
+        // The response acknowledges everything before it.
         responder.tail = Tail::Nothing;
     }
 
-    /// Whether a payload has a length that its place in the message allows.
+    /// Whether the payload's length is valid for the packet's position in its message.
     #[inline]
     fn payload_fits(&self, packet: &Packet<'_>, last: bool) -> bool {
         let mtu = self.config.mtu.bytes() as usize;
@@ -585,13 +585,13 @@ impl Connection {
     }
 }
 
-/// Whether the answer is more than an acknowledgement.
+/// Whether the response carries data, beyond an acknowledgement.
 #[inline]
 fn is_answered(operation: Operation) -> bool {
     matches!(operation, Operation::ReadRequest | Operation::CompareSwap | Operation::FetchAdd)
 }
 
-/// Where a one-sided request goes.
+/// The remote address and key of a one-sided request.
 #[inline]
 fn remote_of(header: &Header) -> Remote {
     if matches!(header.operation, Operation::CompareSwap | Operation::FetchAdd) {

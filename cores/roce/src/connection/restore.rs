@@ -7,10 +7,10 @@ use crate::config::MOST_REQUESTS;
 use crate::saved::{self, InvalidState};
 
 impl Connection {
-    /// The whole state. Best while suspended, and with nothing fed in afterwards.
+    /// Saves the whole state. Suspend the connection first, and feed nothing in afterwards.
     #[must_use]
     pub fn save(&self, now: u64) -> saved::Connection {
-        // Timers stand still while suspended.
+        // Timers don't advance while suspended.
         let now = if self.suspended { self.frozen_at } else { now };
         let requester = &self.requester;
         saved::Connection {
@@ -61,10 +61,10 @@ impl Connection {
         }
     }
 
-    /// A connection in a saved state.
+    /// Restores a connection.
     ///
     /// # Errors
-    /// When no connection can have that state: it may come from a damaged file, or from a peer.
+    /// When the state is invalid: it may come from a damaged file, or from a peer.
     pub fn restore(saved: &saved::Connection, now: u64) -> Result<Self, InvalidState> {
         if saved.version != saved::VERSION {
             return Err(InvalidState::Version(saved.version));

@@ -18,7 +18,7 @@ struct Flat {
     events: Vec<Event>,
     locals: Vec<u64>,
     refuse: Option<Refusal>,
-    /// What is sent and read into lies at `token << 20`.
+    /// Buffers of sends and reads lie at `token << 20`.
     lost_from: u64,
 }
 
@@ -123,7 +123,7 @@ impl Memory for Flat {
     }
 }
 
-/// Both ends, and a network that the test is.
+/// Both ends; the test itself is the network.
 struct Pair {
     ends: [(Connection, Flat); 2],
     now: u64,
@@ -162,7 +162,7 @@ impl Pair {
         }
     }
 
-    /// Until nothing is said any more.
+    /// Delivers packets until neither end sends any more.
     fn settle(&mut self) {
         loop {
             let from_a = self.packets(0);
@@ -175,7 +175,7 @@ impl Pair {
         }
     }
 
-    /// Lets time pass up to the next timer of an end.
+    /// Advances time to the next timer of an end.
     fn wait(&mut self, end: usize) {
         let (connection, memory) = &mut self.ends[end];
         self.now = connection.timeout().expect("a timer runs").max(self.now);
@@ -253,7 +253,7 @@ fn failure_time(change: impl Fn(&mut Config)) -> (u64, Config, Counters) {
     pair.post(2, SEND, 10);
     let start = pair.now;
     while pair.ends[0].1.completions.is_empty() {
-        // Nobody answers.
+        // The packets are lost.
         pair.packets(0);
         pair.wait(0);
     }
@@ -335,7 +335,7 @@ fn a_missing_packet_is_asked_for_once_and_sent_again_at_once() {
     assert_eq!(Syndrome::decode(nak.header.aeth.syndrome), Syndrome::SequenceError);
     assert_eq!(nak.header.psn, 0xFF_FFF2);
     assert_eq!(pair.ends[1].0.counters().out_of_sequence, 5);
-    // Its copy changes nothing.
+    // A duplicate changes nothing.
     pair.deliver(0, &answers);
     pair.deliver(0, &answers);
     let again = pair.packets(0);
@@ -395,7 +395,7 @@ fn refusals_end_as_the_specification_says() {
         pair.post(2, SEND, 10);
         let packets = pair.packets(0);
         pair.deliver(1, &packets);
-        // The NAK is lost; it is said again when the peer asks again.
+        // The NAK is lost. The responder repeats it when the peer repeats the request.
         assert_eq!(pair.packets(1).len(), 1);
         pair.wait(0);
         pair.settle();
@@ -469,7 +469,7 @@ fn a_slow_peer_gets_no_more_than_the_window() {
         pair.post(token, SEND, 8);
     }
     assert_eq!(pair.ends[0].0.post(Request::new(0, SEND, 8)), Err(PostError::Full));
-    // A READ's answers count as well: it is asked for in parts.
+    // READ responses count as well, so the READ is sent as several requests.
     let mut pair = Pair::new(|config| config.window = 16);
     pair.post(1, Kind::Read { remote: AT }, 100_000);
     let requests = pair.packets(0);
@@ -520,7 +520,7 @@ fn a_marked_packet_is_answered_with_one_notification_per_interval() {
     pair.deliver(0, &answers);
     assert!(pair.ends[0].0.rate().unwrap() < 0.6e9);
     assert_eq!(pair.ends[0].0.counters().rp_cnp_handled, 1);
-    // Off: nothing is said, and nothing heeded.
+    // Congestion control is off: no notification is sent.
     let mut pair = Pair::new(|_| {});
     pair.ends[1].1.receives.push_back(4096);
     pair.post(1, SEND, 10);
@@ -531,8 +531,8 @@ fn a_marked_packet_is_answered_with_one_notification_per_interval() {
     assert_eq!(pair.ends[0].0.rate(), None);
 }
 
-/// A receiver that can't keep up with 20 MB/s says so itself, without congestion control: the sender comes near to that and not beyond, and nothing is sent
-/// twice.
+/// A receiver that can't keep up with 20 MB/s notifies the sender, without congestion control. The sender approaches that rate and doesn't
+/// exceed it, and nothing is retransmitted.
 #[test]
 fn a_receiver_that_asks_for_less_gets_less() {
     let mut pair = Pair::new(|_| {});
@@ -610,7 +610,7 @@ fn failing_flushes_everything() {
     assert_eq!(memory.events, [Event::Failed]);
     assert_eq!(connection.post(Request::new(3, SEND, 1)), Err(PostError::Failed));
     assert!(pair.packets(0).is_empty());
-    // What the peer asks for now is not answered.
+    // Later requests of the peer get no response.
     let (other, _) = &mut pair.ends[1];
     other.post(Request::new(4, SEND, 10)).unwrap();
     let packets = pair.packets(1);
@@ -627,7 +627,7 @@ fn the_window_yields_to_loss_and_recovers() {
         });
         pair.post(1, Kind::Write { remote: AT, immediate: None }, 400_000);
         for _ in 0..3 {
-            // Lost altogether.
+            // All packets are lost.
             pair.packets(0);
             pair.wait(0);
         }

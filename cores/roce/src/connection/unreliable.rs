@@ -1,17 +1,17 @@
-//! The responder of an unreliable connection: what doesn't follow is dropped, and nothing is answered.
+//! The responder of an unreliable connection: it drops out-of-order packets and sends no response (IBTA volume 1, 9.8).
 
 use super::responder::{Done, Incoming};
 use super::*;
 
 impl Connection {
-    /// A packet of an unreliable connection: what doesn't follow is dropped up to the next message.
+    /// Processes a packet of an unreliable connection. After an out-of-order packet, drops everything up to the next message.
     pub(super) fn receive_unreliable<M: Memory>(&mut self, packet: &Packet<'_>, memory: &mut M) {
         if self.state == State::Failed {
             self.counters.dropped_packets += 1;
             return;
         }
         let operation = packet.header.operation;
-        // The peer may go anywhere at any time, so nothing is gained from numbers that never wrap.
+        // The peer's PSN may jump arbitrarily, so extending it to 64 bits has no use.
         let psn = psn::first(packet.header.psn);
         self.responder.expected = psn::first(psn::wire(self.responder.expected));
         let follows = psn == self.responder.expected && self.responder.incoming != Incoming::Drop;
@@ -25,7 +25,7 @@ impl Connection {
                 return;
             }
         } else if operation.begins() && self.responder.incoming != Incoming::None {
-            // The last packets of the message before are missing, or the peer gave it up.
+            // The last packets of the previous message are missing, or the peer aborted it.
             self.drop_message(memory);
         }
         self.responder.expected = psn;
@@ -39,7 +39,7 @@ impl Connection {
                 self.responder.expected = psn + 1;
                 self.responder.incoming = Incoming::Drop;
                 if matches!(done, Done::RefusedSilently(_)) {
-                    // A receive that can't be used is this end's own fault.
+                    // A receive that can't be used is an error of this end.
                     self.fail(memory);
                 }
             }

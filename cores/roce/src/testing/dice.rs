@@ -1,6 +1,6 @@
 //! Random numbers from a seed.
 
-/// An endless sequence (splitmix64): every seed gives a good one, neighbouring seeds too.
+/// An endless pseudo-random sequence (splitmix64). Every seed gives a good one, adjacent seeds too.
 #[derive(Debug, Clone)]
 pub struct Dice(u64);
 

@@ -1,7 +1,7 @@
-//! Every order of events of two small connections: losses, repetitions, overtaking, early timeouts, late receives.
+//! Model checking: every order of events of two small connections, with losses, repetitions, reordering, early timeouts, and late receives.
 //!
-//! A state holds both connections as [`crate::saved`] states, so that each step also saves and restores. Time stands still; a timer
-//! that runs may end at any moment.
+//! A state holds both connections as [`crate::saved`] states, so each step also saves and restores. Time doesn't advance; a running timer
+//! may expire at any moment.
 
 use std::hash::{Hash, Hasher};
 
@@ -18,7 +18,7 @@ use crate::request::{Kind, Request};
 use crate::saved;
 use crate::status::Status;
 
-/// What may go wrong in one run, each at any moment.
+/// Faults that may happen in one run, each at any moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Budget {
     losses: u8,
@@ -30,12 +30,12 @@ struct Pair {
     programs: [Vec<Op>; 2],
     config: Config,
     budget: Budget,
-    /// Receives that are there from the start; the others come at any moment.
+    /// Receives posted at the start; the others are posted at any moment.
     receives: [u32; 2],
     late: [u8; 2],
 }
 
-/// A connection's state without what differs between runs that are the same otherwise.
+/// A connection's state without parts that differ between equivalent runs.
 #[derive(Debug, Clone, PartialEq)]
 struct Saved(saved::Connection);
 
@@ -56,7 +56,7 @@ struct World {
     flows: [Flow; 2],
     words: [[u64; WORDS]; 2],
     failed: [bool; 2],
-    /// Packets under way, and to whom: sorted, since their order says nothing.
+    /// Packets in flight, with their receivers; sorted, since their order has no meaning.
     network: Vec<(u8, Vec<u8>)>,
     budget: Budget,
     late: [u8; 2],
@@ -78,7 +78,7 @@ impl World {
         Connection::restore(&self.ends[usize::from(side)].0, 0).unwrap()
     }
 
-    /// Calls a connection, and stores what became of it.
+    /// Calls a connection, and stores its new state.
     fn with<R>(&mut self, side: u8, call: impl FnOnce(&mut Connection, &mut End<'_>) -> R) -> R {
         let mut connection = self.connection(side);
         let own = usize::from(side);
@@ -112,7 +112,7 @@ impl World {
         (0..2).all(|side| self.flows[side].is_done() || self.failed[side])
     }
 
-    /// Whether nothing happens unless a timer ends.
+    /// Whether only a timer can cause progress.
     fn is_quiet(&self) -> bool {
         self.network.is_empty() && (0..2).all(|side| !self.connection(side).wants_transmit(0))
     }
@@ -135,7 +135,7 @@ impl Model for Pair {
             flow.posted = flow.program.len();
             flow
         });
-        // The receives of a flow are those at its other end.
+        // A flow's receives are those of its other end.
         flows[0].receives = self.receives[1];
         flows[1].receives = self.receives[0];
         let ends = connections.map(|connection| Saved(connection.save(0)));
@@ -276,12 +276,12 @@ fn config(window: u32, depth: u8) -> Config {
         max_rd_atomic: depth,
         max_dest_rd_atomic: depth,
         timeout: 5,
-        // The wrap is in the middle.
+        // The PSN wraps in the middle.
         ..Config::new(1, 2, 0xFF_FFFF, 7)
     }
 }
 
-/// Explores everything; returns how many states there are.
+/// Explores all states; returns their number.
 fn explore(pair: Pair) -> usize {
     let checker = pair.checker().spawn_dfs().join();
     checker.assert_properties();
@@ -328,7 +328,7 @@ fn both_directions_at_once() {
     assert!(states > 1000, "{states} states");
 }
 
-/// The same with more of everything. `cargo test --release -p roce --lib -- --ignored --nocapture explore`
+/// The same with larger limits. `cargo test --release -p roce --lib -- --ignored --nocapture explore`
 #[test]
 #[ignore = "takes minutes"]
 fn at_length() {
@@ -347,7 +347,7 @@ fn at_length() {
     }
 }
 
-/// What was put in on purpose must be found.
+/// Each injected bug must be found.
 #[test]
 fn planted_faults_are_found() {
     for plant in [Plant::SkipPsn, Plant::ForgetReplay, Plant::EarlyAck] {

@@ -1,4 +1,4 @@
-//! A deterministic simulator of many endpoints and a bad network, and an oracle that knows what must come of each program.
+//! A deterministic simulator of many endpoints and a bad network, with an oracle that knows the right outcome of each program.
 //!
 //! A run is a function of its seed. `examples/simulate.rs` runs many of them.
 

@@ -4,7 +4,7 @@ use super::world::{Event, World};
 use crate::connection::Connection;
 
 impl World {
-    /// Both ends of a connection become others in the same state.
+    /// Saves both ends of a connection, and replaces them by restored ones.
     pub(super) fn save(&mut self, link: u32) {
         let now = self.now;
         for side in &mut self.links[link as usize].sides {
@@ -31,7 +31,7 @@ impl World {
         }
     }
 
-    /// One end begins to move to another host; the other one is told to hold.
+    /// Begins to move one end to another host, and suspends the other end.
     pub(super) fn hold(&mut self, link: u32, at: u8, until: u64) {
         let now = self.now;
         let [left, right] = &mut self.links[link as usize].sides;
@@ -45,7 +45,7 @@ impl World {
         self.schedule(until.saturating_sub(now), link, at, Event::Arrive);
     }
 
-    /// It is there.
+    /// Completes the move of an end.
     pub(super) fn arrive(&mut self, link: u32, at: u8) {
         let now = self.now;
         let [left, right] = &mut self.links[link as usize].sides;

@@ -5,7 +5,7 @@
 use super::world::{Event, MOST_DELAY, World};
 
 impl World {
-    /// The network takes a packet.
+    /// Sends a packet, which the network may lose, repeat or delay.
     pub(super) fn send(&mut self, link: u32, from: u8, bytes: &[u8]) {
         let faults = self.faults;
         let [a, b] = [0, 1].map(|side: usize| self.links[link as usize].sides[side].endpoint);

@@ -1,4 +1,4 @@
-//! Memory and queues of a connection's end, which know what must happen.
+//! Memory and queues of a connection's end, which verify each call.
 
 use super::dice::Dice;
 use super::program::{KEY, Op, RECEIVE, WORDS, byte, index_of};
@@ -8,7 +8,7 @@ use crate::memory::{Atomic, Memory, Received, ReceivedOperation, Remote};
 use crate::request::Kind;
 use crate::status::{Event, NoReceive, Refusal, Status, Unmoved};
 
-/// One direction of a connection: the requests of one end, what became of them there, and at the other end.
+/// One direction of a connection: the requests of one end, their completions there, and their execution at the other end.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
 pub(super) struct Flow {
     pub number: u32,
@@ -16,28 +16,28 @@ pub(super) struct Flow {
     pub unreliable: bool,
     pub posted: usize,
     pub completed: usize,
-    /// The first request that failed.
+    /// A request has failed.
     pub failed: bool,
     /// Bytes of the oldest incomplete READ that were placed.
     pub placed: u64,
-    /// Request that is executed next, at the other end.
+    /// Index of the next request that the other end executes.
     pub executing: usize,
-    /// Bytes of it that have arrived.
+    /// Bytes of that request that have arrived.
     pub arrived: u64,
-    /// Values before, by request.
+    /// Previous values, by request.
     pub originals: Vec<Option<u64>>,
-    /// The other end refused one.
+    /// The other end refused a request.
     pub refused: bool,
     /// Receives posted at the other end.
     pub receives: u32,
     pub in_use: bool,
-    /// The receive in use is asked for again: what was to be placed there found memory that is still to come.
+    /// The receive in use is placed again: its memory was not present.
     pub again: bool,
-    /// Unreliable: what has arrived.
+    /// Unreliable: the bytes that have arrived.
     pub bytes: Vec<u8>,
-    /// Packets lost, repeated or delayed, in either direction, since a request completed last.
+    /// Packets lost, repeated or delayed, in either direction, since the last completion.
     pub faults: u32,
-    /// When a request completed last.
+    /// Time of the last completion.
     pub completed_at: u64,
     pub locals: usize,
 }
@@ -57,7 +57,7 @@ impl Flow {
         self.completed == self.program.len()
     }
 
-    /// The next request that the responder sees.
+    /// The next request for the responder.
     fn current(&mut self) -> Option<(usize, Op)> {
         while self.program.get(self.executing).is_some_and(|op| !op.is_remote()) {
             self.executing += 1;
@@ -71,14 +71,14 @@ impl Flow {
     }
 }
 
-/// What is wrong.
+/// The first error found.
 pub(super) type Verdict = Option<String>;
 
 /// An end of a connection, while one of the connection's functions runs.
 pub(super) struct End<'a> {
-    /// What this end asks for.
+    /// Requests of this end.
     pub out: &'a mut Flow,
-    /// What this end is asked for.
+    /// Requests of the other end.
     pub back: &'a mut Flow,
     /// This endpoint's shared words.
     pub words: &'a mut [u64; WORDS],
@@ -89,20 +89,20 @@ pub(super) struct End<'a> {
     pub finite_rnr: bool,
     pub own_failed: &'a mut bool,
     pub verdict: &'a mut Verdict,
-    /// Memory of this end that is still to come.
+    /// Not-present memory of this end.
     pub late: Option<Late<'a>>,
 }
 
-/// Memory that is still to come: until when.
+/// Not-present memory, and until when.
 pub(super) struct Late<'a> {
     pub until: &'a mut u64,
     pub dice: &'a mut Dice,
-    /// How often it is found so, in parts of 1000.
+    /// Probability that an access finds it not present, in parts of 1000.
     pub chance: u32,
 }
 
 impl End<'_> {
-    /// Whether what is accessed now is still to come.
+    /// Whether this access finds its memory not present.
     fn is_late(&mut self) -> bool {
         let Some(late) = &mut self.late else { return false };
         if *late.until <= self.now && late.dice.chance(late.chance) {
@@ -110,7 +110,7 @@ impl End<'_> {
         }
         let is_late = *late.until > self.now;
         if is_late {
-            // As a packet that is lost: tries of the peer are used up.
+            // As a lost packet: it uses up one of the peer's tries.
             self.out.faults += 1;
             self.back.faults += 1;
         }
@@ -213,7 +213,7 @@ impl Memory for End<'_> {
             self.out.failed = true;
             let allowed = match status {
                 Status::Flushed => self.back.refused,
-                // Each try takes a fault. What the first one lost may have been lost before the request before was complete.
+                // Each try needs a fault. The fault of the first try may date from before the previous request completed.
                 Status::RetryExceeded => self.peer_gone || self.out.faults >= self.retry_count,
                 Status::RnrRetryExceeded => self.finite_rnr,
                 _ => status == op.expected,
@@ -343,7 +343,7 @@ impl Memory for End<'_> {
             wrong!(self, "a WRITE to {:#x} of {length} bytes instead of request {index}", remote.address);
         }
         if immediate.is_some() && self.back.arrived == length && length > 0 {
-            // The last packet again, after it found no receive.
+            // The last packet again, after it found no receive posted.
             self.back.arrived = offset;
         }
         self.arrive(offset, data);
@@ -364,7 +364,7 @@ impl Memory for End<'_> {
         }
         let expected = self.back.current();
         if into.is_empty() {
-            // Long READs come as several requests.
+            // A long READ is sent as several requests.
             match expected {
                 Some((next, op)) if next == index => {
                     self.back.arrived += length;
@@ -376,7 +376,7 @@ impl Memory for End<'_> {
             }
             return Ok(());
         }
-        // Long READs come as several requests, each with an address of its own.
+        // A long READ is sent as several requests, each with its own address.
         let base = (remote.address & 0xFFFF_FFFF) + offset;
         for (position, place) in (base..).zip(into) {
             *place = byte(self.back.number, index, position);
@@ -443,7 +443,7 @@ impl Memory for End<'_> {
 }
 
 impl End<'_> {
-    /// Bytes of the request that is executed.
+    /// Checks bytes of the request that is executed.
     fn arrive(&mut self, offset: u64, data: &[u8]) {
         let Some((index, op)) = self.back.current() else { return };
         if offset != self.back.arrived {
@@ -481,7 +481,7 @@ impl End<'_> {
         }
     }
 
-    /// An unreliable message is any of those sent, whole.
+    /// An unreliable message must equal one of those sent, whole.
     fn check_unreliable(&mut self, received: &Received) {
         let mark = received.immediate.map(u32::from_be_bytes);
         let index = mark.and_then(|mark| usize::try_from(mark).ok()).unwrap_or(usize::MAX);

@@ -1,4 +1,4 @@
-//! What the endpoints are to do, from the dice.
+//! Random programs for the endpoints.
 
 #![allow(clippy::cast_possible_truncation)] // Numbers of at most a few requests.
 
@@ -14,14 +14,14 @@ use crate::status::Status;
 pub(super) const RECEIVE: u32 = 4096;
 /// Shared words per endpoint, for atomics.
 pub(super) const WORDS: usize = 4;
-/// Key of everything that may be accessed.
+/// The key of all accessible memory.
 pub(super) const KEY: u32 = 0x1234_5678;
 
-/// A request, and how it must end.
+/// A request, and its expected outcome.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Op {
     pub request: Request,
-    /// How it ends if nothing else goes wrong.
+    /// Status if no fault interferes.
     pub expected: Status,
     /// Its memory is gone from this offset on.
     pub lost_from: Option<u32>,
@@ -30,13 +30,13 @@ pub(super) struct Op {
 }
 
 impl Op {
-    /// Whether the peer sees it at all.
+    /// Whether the peer sees it.
     pub(super) fn is_remote(&self) -> bool {
         !matches!(self.request.kind, Kind::Local { .. } | Kind::Failed(_))
     }
 }
 
-/// What the network does, in parts of 1000, and nanoseconds.
+/// Faults of the network, in parts of 1000, and nanoseconds.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Faults {
     pub loss: u32,
@@ -47,15 +47,15 @@ pub(super) struct Faults {
     pub partitions: u32,
     pub migrations: u32,
     pub saves: u32,
-    /// Some endpoint disappears.
+    /// An endpoint disappears.
     pub kill: bool,
     /// Requests that must fail.
     pub errors: bool,
-    /// Receives come late.
+    /// Receives that are posted late.
     pub late_receives: u32,
-    /// Receives that never come.
+    /// Receives that are never posted.
     pub no_receives: bool,
-    /// Accesses that find memory which is still to come.
+    /// Accesses that find not-present memory.
     pub late_memory: u32,
 }
 
@@ -80,7 +80,7 @@ impl Faults {
     }
 }
 
-/// Attributes of both ends of a connection. Whatever either side needs to know of the other, fits.
+/// Attributes of both ends of a connection, consistent with each other.
 pub(super) fn roll_configs(dice: &mut Dice, faults: &Faults, plant: Plant, index: u32) -> [Config; 2] {
     let first_psn = |dice: &mut Dice| match dice.below(4) {
         // Just before the wrap.
@@ -133,12 +133,12 @@ fn u8_below(dice: &mut Dice, limit: u32) -> u8 {
     u8::try_from(dice.below(limit)).unwrap_or(0)
 }
 
-/// The address that names request `index` of a flow; a word's is behind it.
+/// The address that encodes request `index` of a flow; a word's number follows it.
 pub(super) fn address(index: usize, word: u32) -> u64 {
     ((index as u64 + 1) << 32) | (u64::from(word) * 8)
 }
 
-/// The request that an address names.
+/// The request that an address encodes.
 pub(super) fn index_of(address: u64) -> Option<usize> {
     usize::try_from((address >> 32).checked_sub(1)?).ok()
 }
@@ -182,7 +182,7 @@ pub(super) fn roll_program(dice: &mut Dice, faults: &Faults, config: &Config) ->
     ops
 }
 
-/// Makes a request fail.
+/// Makes a request invalid.
 fn make_wrong(dice: &mut Dice, op: &mut Op) {
     match (&mut op.request.kind, dice.below(3)) {
         (Kind::Send { .. }, 0) => {
@@ -217,7 +217,7 @@ fn make_wrong(dice: &mut Dice, op: &mut Op) {
     }
 }
 
-/// What byte `offset` of a request's message is.
+/// Byte `offset` of a request's message.
 #[inline]
 pub(super) fn byte(flow: u32, index: usize, offset: u64) -> u8 {
     // Differs between flows, requests, and packets of a message.

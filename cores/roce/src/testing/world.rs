@@ -1,4 +1,4 @@
-//! The world of a run: endpoints, connections between them, a bad network, time.
+//! A run: endpoints, connections between them, a bad network, time.
 
 #![allow(clippy::cast_possible_truncation)] // Numbers of at most a few thousand things.
 
@@ -16,17 +16,17 @@ use crate::request::{Kind, PostError};
 use crate::saved;
 use crate::timing;
 
-/// What holds for all runs.
+/// Options of all runs.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Options {
-    /// A fault to be found.
+    /// The injected bug.
     #[doc(hidden)]
     pub plant: Plant,
     /// Called with a line per packet that is sent, lost or delivered.
     pub trace: Option<fn(&str)>,
 }
 
-/// What a clean run did.
+/// Counts of a clean run.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Report {
     /// Endpoints.
@@ -41,18 +41,18 @@ pub struct Report {
     pub delivered: u64,
     /// Packets lost.
     pub lost: u64,
-    /// Packets repeated or overtaken.
+    /// Packets repeated or reordered.
     pub disturbed: u64,
     /// Connections saved and restored.
     pub restored: u64,
-    /// Times that memory came which an access had found missing.
+    /// Times that not-present memory of an access arrived.
     pub came: u64,
     /// Sum over all connections.
     pub counters: Counters,
 }
 
 impl Report {
-    /// Adds another run's.
+    /// Adds the counts of another run.
     pub fn add(&mut self, other: &Self) {
         self.endpoints += other.endpoints;
         self.connections += other.connections;
@@ -67,21 +67,21 @@ impl Report {
     }
 }
 
-/// What went wrong.
+/// An error that a run found.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("Seed {seed}: {text}")]
 pub struct Violation {
-    /// Which run.
+    /// Seed of the run.
     pub seed: u64,
-    /// What.
+    /// Description.
     pub text: String,
 }
 
-/// Events of one run at most; more is a program that goes round in circles.
+/// Limit of events in a run; more means that the program makes no progress.
 const MOST_EVENTS: u64 = 3_000_000;
-/// Nanoseconds within which a packet arrives if it does.
+/// Limit of a packet's delay, nanoseconds.
 pub(super) const MOST_DELAY: u64 = 25_000;
-/// Nanoseconds within which memory comes that an access finds missing.
+/// Limit of the time until not-present memory arrives, nanoseconds.
 pub(super) const MOST_LATE: u32 = 60_000;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -97,7 +97,7 @@ pub(super) enum Event {
     Came,
 }
 
-/// When, in which order among those of the same time, to which side of which link.
+/// Time, order among events of that time, link, side, event.
 type Scheduled = (u64, u64, u32, u8, Event);
 
 pub(super) struct Side {
@@ -107,12 +107,12 @@ pub(super) struct Side {
     pub dead: bool,
     pub wake: u64,
     pub transmit: bool,
-    /// On its way to another host: what arrives is lost.
+    /// On the way to another host: packets for it are lost.
     pub moving: Option<Box<saved::Connection>>,
     pub receives_due: u32,
     pub last_arrival: u64,
     pub posted_at: u64,
-    /// Its memory is late until then, and whether that end is scheduled.
+    /// Until when its memory is not present, and whether the end of that is scheduled.
     pub late_until: u64,
     pub comes: bool,
 }
@@ -136,7 +136,7 @@ pub(super) struct World {
     pub links: Vec<Link>,
     pub words: Vec<[u64; WORDS]>,
     pub partitions: Vec<Partition>,
-    /// An endpoint that disappears, and when.
+    /// The endpoint that disappears, and when.
     pub kill: Option<(usize, u64)>,
     pub queue: BinaryHeap<Reverse<Scheduled>>,
     pub sequence: u64,
@@ -152,7 +152,7 @@ pub(super) struct World {
 /// Runs the programs of a seed.
 ///
 /// # Errors
-/// The first thing that was not as it had to be.
+/// The first deviation from the expected outcome.
 pub fn run(seed: u64, options: &Options) -> Result<Report, Violation> {
     let mut world = World::new(seed, options);
     world.run();
@@ -194,7 +194,7 @@ impl World {
         world.report.endpoints = endpoints as u64;
         world.report.connections = connections as u64;
         for index in 0..connections {
-            // Each is connected to some other; with two, both to each other.
+            // Each endpoint is connected to some other; two are connected to each other.
             let from = index % endpoints;
             let step = 1 + world.dice.below(endpoints as u32 - 1) as usize;
             world.connect(index, [from, (from + step) % endpoints], options.plant);
@@ -363,7 +363,7 @@ impl World {
                 }
                 self.links[link as usize].flows[usize::from(1 - at)].receives += 1;
                 if tell {
-                    // What it says is known only now; the count had to be raised first.
+                    // Only now may a packet announce the receive, since the count had to be raised first.
                     self.transmit_soon(link, at);
                 }
                 self.schedule_receive(link, at);
@@ -380,7 +380,7 @@ impl World {
         }
     }
 
-    /// Calls a connection with what belongs to its end.
+    /// Calls a connection with the oracle of its end.
     pub(super) fn with<R>(
         &mut self,
         link: u32,
@@ -436,7 +436,7 @@ impl World {
                     break;
                 }
                 Err(PostError::Failed) => {
-                    // The caller flushes what it didn't get rid of.
+                    // The caller flushes requests that it couldn't post.
                     if flow.completed != flow.posted {
                         self.verdict = Some(format!("flow {}: failed with open requests", flow.number));
                     }
@@ -471,7 +471,7 @@ impl World {
         }
     }
 
-    /// Lets a connection send all that it has.
+    /// Lets a connection send everything that it has.
     pub(super) fn drive(&mut self, link: u32, at: u8) {
         if self.links[link as usize].sides[usize::from(at)].moving.is_some() {
             return;
@@ -509,7 +509,7 @@ impl World {
         }
     }
 
-    /// Nothing happens any more: is everything as it must be?
+    /// Checks the final state of a run.
     fn finish(&mut self) {
         let mut words = vec![[0u64; WORDS]; self.words.len()];
         let mut checked = true;
@@ -526,7 +526,7 @@ impl World {
                             let word = ((remote.address & 0xFFFF_FFFF) / 8) as usize;
                             target[word] = target[word].wrapping_add(add);
                         }
-                        // Sums say nothing where words are swapped as well.
+                        // A sum proves nothing where words are swapped as well.
                         _ => checked = false,
                     }
                 }
@@ -550,10 +550,10 @@ impl World {
         }
     }
 
-    /// Whether a request to an endpoint that is gone ended too late.
+    /// Whether a request to an endpoint that is gone failed too late.
     fn overdue(&self, own: &Side, other: &Side, flow: &Flow) -> Option<String> {
         let (_, killed) = self.kill?;
-        // Timers begin anew whenever memory has come that a request waited for.
+        // Timers restart whenever the not-present memory of a request arrives.
         let late = self.faults.late_receives > 0 || self.faults.late_memory > 0;
         let waits = !other.dead || self.faults.migrations > 0 || late;
         if waits || own.connection.state() == State::Ready {
@@ -561,7 +561,7 @@ impl World {
         }
         let config: &Config = own.connection.config();
         let failure = timing::time_to_failure(config.timeout, config.retry_count)?;
-        // What was under way when the peer vanished, and what congestion control made wait.
+        // Allows for packets in flight when the peer vanished, and for delays by congestion control.
         let slack = 2 * MOST_DELAY + 400_000;
         let bound = killed.max(own.posted_at) + failure + slack;
         (flow.completed_at > bound).then(|| {

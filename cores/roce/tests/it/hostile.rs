@@ -1,4 +1,4 @@
-//! A peer that sends anything: no panic, no growth, and the own requests complete in order, each once.
+//! A hostile peer: no panic, no growth, and the own requests complete in order, each once.
 //!
 //! Run with overflow checks (the default of `cargo test`).
 
@@ -10,7 +10,7 @@ use roce::{
     Request, State, Status, Unmoved,
 };
 
-/// Takes anything, and refuses some.
+/// Memory that accepts any access, and refuses some.
 #[derive(Debug, Default)]
 struct Sponge {
     posted: u64,
@@ -75,7 +75,7 @@ impl Memory for Sponge {
     }
     fn read(&mut self, remote: Remote, length: u64, offset: u64, into: &mut [u8]) -> Result<(), Refusal> {
         assert!(offset + into.len() as u64 <= length && length <= 1 << 31);
-        // Some vanish while they are read.
+        // Some regions disappear while they are read.
         if remote.rkey == 3 || (remote.rkey == 2 && offset > 512) { Err(Refusal::Access) } else { Ok(()) }
     }
     fn atomic(&mut self, remote: Remote, _: Atomic) -> Result<u64, Refusal> {
@@ -158,7 +158,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..120)
 }
 
-/// A connection's state through its serialised form, as a migration carries it.
+/// Serialises and restores a connection, as a migration does.
 fn through_bytes(connection: &Connection, now: u64) -> Connection {
     let saved = connection.save(now);
     let mut bytes = Vec::new();
@@ -257,7 +257,7 @@ proptest! {
         check(steps, unreliable, window, paced);
     }
 
-    /// A saved state may come from a damaged file: restoring refuses it or gives something that works.
+    /// A saved state may come from a damaged file: restoring refuses it, or yields a usable connection.
     #[test]
     fn a_damaged_state_does_no_harm(
         position in any::<prop::sample::Index>(),
@@ -314,7 +314,7 @@ proptest! {
     }
 }
 
-/// Checks nothing: what a damaged state asks for may be nonsense.
+/// Checks nothing: a damaged state may make invalid accesses.
 struct Anything;
 
 impl Memory for Anything {

@@ -1,4 +1,4 @@
-//! Packets and frames: what is written is read again, and arbitrary bytes do no harm.
+//! Packets and frames: parsing is the inverse of writing, and arbitrary bytes do no harm.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -162,7 +162,7 @@ fn framed(addresses: &Addresses, packet: &[u8]) -> Vec<u8> {
     frame
 }
 
-/// The frames of the specification's vectors, from their IP header on.
+/// Frames equal the vectors below, from their IP header on.
 #[test]
 fn frames_are_those_of_the_specification() {
     let hex = |text: &str| -> Vec<u8> {
@@ -206,7 +206,7 @@ fn frames_are_those_of_the_specification() {
     assert_eq!(parsed.receive_header(), v3[..40]);
     assert!(!parsed.congested);
 
-    // A mark on the way changes no ICRC. IPv4's checksum must follow, though.
+    // A congestion mark on the way changes no ICRC. IPv4's checksum must change, though.
     let mut marked = vec![0; 14];
     marked[12..14].copy_from_slice(&[0x86, 0xDD]);
     marked.extend(&v3);
@@ -229,7 +229,7 @@ proptest! {
         let bytes = written(&header, payload);
         let packet = Packet::parse(&bytes).unwrap();
         prop_assert_eq!(packet.payload, payload);
-        // What the operation doesn't have is not carried: writing again is the fixed point.
+        // Fields that the operation doesn't have are not written: writing again gives the same bytes.
         prop_assert_eq!(&written(&packet.header, payload), &bytes);
         prop_assert_eq!(packet.header.psn, header.psn);
         prop_assert_eq!(packet.header.operation, header.operation);
@@ -276,7 +276,7 @@ proptest! {
         let at = position.index(frame.len());
         frame[at] ^= 1 << bit;
         match Frame::parse(&frame) {
-            // MACs and what the ICRC leaves out may change: then the packet is as it was, but for byte 4 of the BTH.
+            // MACs and fields outside of the ICRC may change: the packet is unchanged then, but for byte 4 of the BTH.
             Ok(parsed) => {
                 let mut same = parsed.packet.to_vec();
                 same[4] = packet[4];

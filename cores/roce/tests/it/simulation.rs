@@ -1,4 +1,4 @@
-//! The simulator: clean over some seeds, and able to find what is wrong.
+//! The simulator: clean over some seeds, and able to find injected bugs.
 
 use roce::config::Plant;
 use roce::testing::{Options, Report, run};
@@ -12,7 +12,7 @@ fn a_few_hundred_seeds_are_clean() {
             Err(violation) => panic!("{violation}"),
         }
     }
-    // They were not clean for want of anything happening.
+    // The runs were clean although faults did happen.
     let counters = total.counters;
     for (name, count) in counters.list() {
         assert!(count > 0, "{name} never moved");

@@ -1,4 +1,4 @@
-//! What an end that was closed still says.
+//! Which packets an end still sends after it was closed.
 
 use super::*;
 
@@ -10,7 +10,7 @@ fn a_closed_end_still_acknowledges_what_it_executed_and_executes_nothing_more() 
     let packets = pair.packets(0);
     pair.deliver(1, &packets);
     assert_eq!(pair.ends[1].1.received.len(), 1);
-    // Its program has what it wanted, and ends before the acknowledgement is on its way; then that is lost.
+    // Its program ends before the acknowledgement is sent; then that is lost.
     let (connection, memory) = &mut pair.ends[1];
     connection.fail(memory);
     assert_eq!(pair.packets(1).len(), 1);
@@ -22,7 +22,7 @@ fn a_closed_end_still_acknowledges_what_it_executed_and_executes_nothing_more() 
     assert_eq!(answers.len(), 1);
     pair.deliver(0, &answers);
     assert_eq!(pair.ends[0].1.completions, [(1, Status::Success, 700)]);
-    // What is new finds nobody.
+    // A new request gets no response.
     pair.post(2, SEND, 700);
     let packets = pair.packets(0);
     pair.deliver(1, &packets);
@@ -51,7 +51,7 @@ fn a_closed_end_acknowledges_nothing_behind_a_read_that_it_did_not_answer() {
         let again = pair.packets(0);
         pair.deliver(1, &again);
     }
-    // The READ's data may be gone, so it fails, and the SEND behind it can't be told to have worked.
+    // The READ's data may be gone, so it fails, and the SEND after it can't be reported as complete.
     let statuses: Vec<_> = pair.ends[0].1.completions.iter().map(|done| (done.0, done.1)).collect();
     assert_eq!(statuses, [(1, Status::Success), (2, Status::RetryExceeded), (3, Status::Flushed)]);
 }

@@ -1,8 +1,8 @@
-//! Packets for a queue pair that is gone, or held, while its connection still stands: they are lost, and nobody is told.
+//! Packets for a queue pair that is gone or suspended while its connection still exists: they are dropped without a NAK.
 
 use super::*;
 
-/// Every kind of request that needs more than one look at the queue pair.
+/// Every kind of request that accesses the queue pair more than once.
 const KINDS: [(Kind, u32); 7] = [
     (SEND, 700),
     (Kind::Send { immediate: None, invalidate: Some(9) }, 700),
@@ -13,7 +13,7 @@ const KINDS: [(Kind, u32); 7] = [
     (Kind::CompareSwap { remote: AT, compare: 1, swap: 2 }, 8),
 ];
 
-/// A SEND, then one of [`KINDS`], of which so many packets arrive before the queue pair is gone.
+/// Sends a SEND, then one of [`KINDS`]; `arrived` of its packets arrive before the queue pair is gone.
 fn gone_after(kind: Kind, length: u32, arrived: usize) -> Pair {
     let mut pair = Pair::new(|_| {});
     pair.ends[1].1.receives.extend([4096; 2]);
@@ -52,7 +52,7 @@ fn a_queue_pair_that_was_only_held_goes_on_where_it_was() {
     for (kind, length) in KINDS {
         for arrived in 0..=3 {
             let mut pair = gone_after(kind, length, arrived);
-            // What it says meanwhile acknowledges at most what it has.
+            // Its acknowledgements meanwhile cover at most what it has received.
             let answers = pair.packets(1);
             pair.deliver(0, &answers);
             pair.ends[1].1.refuse = None;
@@ -86,7 +86,7 @@ fn nothing_is_acknowledged_beyond_a_read_that_nobody_answers() {
     pair.post(2, SEND, 100);
     let packets = pair.packets(0);
     pair.deliver(1, &packets);
-    // Both were executed; the READ's data are still to be read.
+    // Both were executed; the READ's data are not read yet.
     pair.ends[1].1.refuse = Some(Refusal::Gone);
     for packet in pair.packets(1) {
         assert!(
