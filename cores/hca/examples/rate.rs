@@ -1,9 +1,9 @@
-//! What the engine itself costs per message: rings that never run dry and cost next to nothing, real mapped memory.
+//! The engine's own cost per message: rings that never run empty and cost next to nothing, real mapped memory.
 //!
-//! `cargo run --release -p hca --example rate [MESSAGES [CASE]]`: messages per sample, of which the best of five counts, and which of
-//! the cases alone. A small count and one case suit `valgrind --tool=callgrind`, which counts instructions whatever else the machine does.
+//! `cargo run --release -p hca --example rate [MESSAGES [CASE]]`: messages per sample, of which the best of five counts, and the only case
+//! to run. A small count and one case suit `valgrind --tool=callgrind`, which counts instructions whatever else the machine does.
 
-#![allow(clippy::unwrap_used)] // What it sets up wrongly shall panic.
+#![allow(clippy::unwrap_used)] // A failure to set up should panic.
 #![allow(clippy::cast_possible_truncation)] // Figures for people.
 
 use std::os::fd::OwnedFd;
@@ -18,7 +18,7 @@ use hca::testing::{Events, World, gid, mac, requests};
 use hca::work::{Completion, ReceiveRequest, SendRequest, Sge};
 use hca::{Capabilities, DeviceConfig, Engine, EngineConfig, Limits, MrInfo, MrInit, QpInfo, QpInit};
 
-/// A guest that posts the same request for ever.
+/// A guest that posts the same request without end.
 struct Endless;
 
 struct Sends(Option<SendRequest>);
@@ -179,7 +179,7 @@ impl Bench {
         }
     }
 
-    /// Nanoseconds per message of `bytes` with so many active and idle queue pairs.
+    /// Nanoseconds per message of `bytes`, with `active` and `idle` queue pairs.
     fn run(messages: u64, active: u64, idle: u64, bytes: u32, write: bool) -> f64 {
         let engine = Engine::new(EngineConfig::default());
         let mut bench = Self { engine, events: Events::default(), now: 0 };
@@ -213,7 +213,7 @@ impl Bench {
     }
 }
 
-/// CPU time of this thread, nanoseconds: other processes don't count. Not by the vDSO's clock, which valgrind hides.
+/// CPU time of this thread, nanoseconds: other processes don't count. A system call, since valgrind hides the vDSO's clock.
 fn cpu_time() -> f64 {
     let times = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap();
     times.split(' ').next().unwrap().parse().unwrap()

@@ -2,7 +2,7 @@
 
 use crate::names::{Gid, Qpn};
 
-/// What a queue pair transports.
+/// Transport type of a queue pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 pub enum QpKind {
     /// Reliable connection.
@@ -43,7 +43,7 @@ bitflags::bitflags! {
         const STATE = 1 << 0;
         /// `current_state`.
         const CURRENT_STATE = 1 << 1;
-        /// Wants the event when the send queue has drained.
+        /// Requests the event SQ_DRAINED.
         const SQD_NOTIFY = 1 << 2;
         /// `access`.
         const ACCESS_FLAGS = 1 << 3;
@@ -67,7 +67,7 @@ bitflags::bitflags! {
         const RQ_PSN = 1 << 12;
         /// `max_rd_atomic`.
         const MAX_RD_ATOMIC = 1 << 13;
-        /// Alternate path: accepted where the state table has it, and never used.
+        /// Alternate path: accepted where the state table permits it, and never used.
         const ALTERNATE_PATH = 1 << 14;
         /// `min_rnr_timer`.
         const MIN_RNR_TIMER = 1 << 15;
@@ -85,11 +85,11 @@ bitflags::bitflags! {
 }
 
 bitflags::bitflags! {
-    /// Access rights of memory regions and, its remote ones, of queue pairs (`enum ib_access_flags`).
+    /// Access rights of memory regions. The remote ones also apply to queue pairs (`enum ib_access_flags`).
     #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
     #[serde(transparent)]
     pub struct Access: u32 {
-        /// Received data and read responses may be placed there.
+        /// The HCA may place received data and READ responses there.
         const LOCAL_WRITE = 1;
         /// Peers may write.
         const REMOTE_WRITE = 2;
@@ -121,43 +121,43 @@ pub struct AddressVector {
     pub dmac: [u8; 6],
 }
 
-/// Attributes of a queue pair; on modify only those that the mask names count.
+/// Attributes of a queue pair. On modify only those in the mask apply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct QpAttributes {
-    /// State to go to, or on query the present one.
+    /// New state; on query the current one.
     pub state: QpState,
-    /// State that the caller believes in.
+    /// The state that the caller assumes.
     pub current_state: QpState,
     /// Path MTU code: 1 to 5 for 256 to 4096 bytes.
     pub path_mtu: u8,
     /// Q_Key.
     pub qkey: u32,
-    /// Expected first PSN, 24 bits.
+    /// First expected PSN, 24 bits.
     pub rq_psn: u32,
     /// First PSN to send, 24 bits.
     pub sq_psn: u32,
     /// The peer's queue pair.
     pub destination_qpn: Qpn,
-    /// What the peer may do.
+    /// Access rights of the peer.
     pub access: Access,
     /// P_Key index; only 0 exists.
     pub pkey_index: u16,
-    /// Whether the event SQ_DRAINED is wanted.
+    /// Whether to send the event SQ_DRAINED.
     pub sqd_notify: bool,
-    /// Reads and atomics outstanding as initiator.
+    /// Limit of READs and atomics outstanding as initiator.
     pub max_rd_atomic: u8,
-    /// Reads and atomics outstanding as responder.
+    /// Limit of READs and atomics outstanding as responder.
     pub max_dest_rd_atomic: u8,
     /// RNR timer code, 0 to 31.
     pub min_rnr_timer: u8,
-    /// Port; 1.
+    /// Port number, always 1.
     pub port: u8,
-    /// Local ACK timeout code.
+    /// Local ACK timeout code, 5 bits; 0 is no timeout.
     pub timeout: u8,
     /// Transport retries, 0 to 7.
     pub retry_count: u8,
-    /// RNR retries, 0 to 7; 7 is for ever.
+    /// RNR retries, 0 to 7; 7 is no limit.
     pub rnr_retry: u8,
-    /// The path.
+    /// Path to the peer.
     pub address: AddressVector,
 }

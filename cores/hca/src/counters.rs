@@ -1,6 +1,6 @@
-//! Counters, under the names that Linux uses below `/sys/class/infiniband/*/ports/1/{counters,hw_counters}`.
+//! Counters, under Linux's names from `/sys/class/infiniband/*/ports/1/{counters,hw_counters}`.
 
-/// Declares a structure of `u64` counters, and a way to list them by name.
+/// Declares a structure of `u64` counters, with a list by name.
 macro_rules! counters {
     ($(#[$doc:meta])* $name:ident { $($(#[$field_doc:meta])* $field:ident,)* }) => {
         $(#[$doc])*
@@ -10,7 +10,7 @@ macro_rules! counters {
         }
 
         impl $name {
-            /// All counters with their names.
+            /// All counters, by name.
             #[must_use]
             pub fn list(&self) -> Vec<(&'static str, u64)> {
                 vec![$((stringify!($field), self.$field)),*]
@@ -26,25 +26,25 @@ counters! {
         port_xmit_data,
         /// Words of four bytes received.
         port_rcv_data,
-        /// Packets sent: what the messages would be on a wire with their path MTU.
+        /// Packets sent: what the messages would be on a wire with their path MTU. A local message has no packets.
         port_xmit_packets,
         /// Packets received.
         port_rcv_packets,
-        /// WRITE requests that peers made here.
+        /// WRITE requests received from peers.
         rx_write_requests,
-        /// READ requests that peers made here.
+        /// READ requests received from peers.
         rx_read_requests,
-        /// Atomics that peers made here.
+        /// Atomics received from peers.
         rx_atomic_requests,
-        /// SENDs that arrived here, datagrams included.
+        /// SENDs received, datagrams included.
         rx_send_requests,
-        /// Datagrams and requests that found no receive posted.
+        /// Datagrams and requests for which no receive was posted.
         out_of_buffer,
         /// Datagrams dropped: no such queue pair, wrong Q_Key, too long.
         rx_dropped,
         /// RNR NAKs sent (as responder).
         rnr_nak_sent,
-        /// Requests that failed since the RNR retries were used up.
+        /// Requests that failed with the RNR retries used up.
         rnr_nak_retry_err,
         /// Requests that peers refused for lack of permission.
         req_remote_access_errors,
@@ -54,10 +54,10 @@ counters! {
         req_cqe_error,
         /// Send completions flushed.
         req_cqe_flush_error,
-        /// Datagrams that weren't sent since they are longer than the port's MTU. Not carried along when a VM moves.
+        /// Datagrams longer than the port's MTU, which were not sent. A migration doesn't transfer this counter.
         #[serde(skip)]
         req_local_length_error,
-        /// Requests that asked for inline data, which their queue pair has no room for. Not carried along when a VM moves.
+        /// Requests for inline data, which their queue pair has no room for. A migration doesn't transfer this counter.
         #[serde(skip)]
         req_inline_refused,
         /// Receive completions with an error.
@@ -68,11 +68,11 @@ counters! {
         resp_local_length_error,
         /// Peers' requests that lacked permission.
         resp_remote_access_errors,
-        /// Times that a peer did not answer within the timeout.
+        /// ACK timeouts: a peer did not respond in time.
         local_ack_timeout_err,
-        /// Requests that failed since the retries were used up.
+        /// Requests that failed with the transport retries used up.
         req_transport_retries_exceeded,
-        /// Requests of a peer that were done already.
+        /// Repeated requests of a peer.
         duplicate_request,
         /// Requests executed (as initiator).
         requests,
@@ -82,7 +82,7 @@ counters! {
         completion_events,
         /// Completions lost with their queue: it was full or broken.
         cq_overruns,
-        /// Times a queue pair waited for the VM's rate limit.
+        /// Times that a queue pair waited for its VM's rate limit, or for the limit on writes to its peer's memory.
         throttled,
     }
 }
@@ -96,16 +96,16 @@ counters! {
         bytes,
         /// Receives completed.
         receives,
-        /// Bytes that peers moved here, received or read.
+        /// Bytes that peers moved here: received or read.
         served_bytes,
-        /// Waits for a receive at the peer.
+        /// RNR waits at the peer.
         rnr_waits,
         /// Completions with an error other than flushed.
         errors,
     }
 }
 
-/// Counters of one queue pair, and which one it is.
+/// Counters of one queue pair, with its identity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 pub struct QpReport {
     /// Handle.
@@ -114,7 +114,7 @@ pub struct QpReport {
     pub qpn: crate::names::Qpn,
     /// Kind.
     pub kind: crate::attributes::QpKind,
-    /// Present state.
+    /// Current state.
     pub state: crate::attributes::QpState,
     /// Counters.
     pub counters: QpCounters,

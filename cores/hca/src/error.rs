@@ -3,7 +3,7 @@
 use crate::attributes::QpState;
 use crate::names::{DeviceId, Gid};
 
-/// Why a verb fails. Nothing has changed then.
+/// Why a verb fails. A failed verb changes nothing.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum VerbsError {
     /// No such device.
@@ -12,41 +12,41 @@ pub enum VerbsError {
     /// No such object.
     #[error("There is no {kind} with handle {handle}")]
     NoSuchObject {
-        /// What.
+        /// Kind of object.
         kind: &'static str,
-        /// As given.
+        /// Handle as given.
         handle: u32,
     },
-    /// The object is needed by others.
+    /// Other objects still refer to the object.
     #[error("The {kind} with handle {handle} is in use; destroy what uses it first")]
     InUse {
-        /// What.
+        /// Kind of object.
         kind: &'static str,
-        /// As given.
+        /// Handle as given.
         handle: u32,
     },
     /// A quota or a capability is exhausted.
     #[error("The device has no room for more {what}: its limit is {limit}")]
     OutOfResources {
-        /// Of what.
+        /// Name of the resource.
         what: &'static str,
         /// The limit.
         limit: u64,
     },
-    /// A value that can't be.
+    /// A value out of range.
     #[error("{what} can't be {value:#x}")]
     Invalid {
-        /// What.
+        /// Name of the value.
         what: &'static str,
-        /// As given.
+        /// Value as given.
         value: u64,
     },
-    /// The queue pair's state table has no such transition.
+    /// The state table has no such transition, or the mask doesn't fit it.
     #[error("A queue pair in state {from:?} can't go to {to:?} with attributes {mask:#x}")]
     Transition {
-        /// Present state.
+        /// Current state.
         from: QpState,
-        /// Asked for.
+        /// Requested state.
         to: QpState,
         /// Attribute mask as given.
         mask: u32,

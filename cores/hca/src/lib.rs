@@ -1,24 +1,24 @@
 //! A host channel adapter without I/O.
 //!
-//! The guest's ABI is behind the traits of [`provider`]: how work requests are fetched and completions delivered.
-//! Guest memory is behind [`dma::Dma`]. Time is a number of nanoseconds that the caller passes in.
+//! The traits of [`provider`] hide the guest's ABI: how work requests are fetched and completions delivered. [`dma::Dma`] hides guest
+//! memory. The caller passes the time in, as a number of nanoseconds.
 //!
 //! | module | holds |
 //! |---|---|
 //! | [`names`] | handles, queue pair numbers, keys, GIDs: names inside one VM |
-//! | [`work`] | work requests and completions, as copies that no guest can change any more |
-//! | [`provider`] | what a guest ABI implements, and what it is told |
+//! | [`work`] | work requests and completions, as copies that a guest can't change |
+//! | [`provider`] | what a guest ABI implements, and the events that it receives |
 //! | [`attributes`] | queue pair attributes and states |
 //! | [`engine`] | verbs, and the execution of work requests |
-//! | [`limits`] | what a device offers, and what its VM may use |
-//! | [`counters`] | counters, named as Linux names them |
+//! | [`limits`] | capabilities of a device, quotas and rates of its VM |
+//! | [`counters`] | counters, under Linux's names |
 //! | [`error`] | why a verb fails |
 //! | [`saved`] | the saved state of a device's objects |
 //! | [`testing`] | a guest without an ABI, for tests and benchmarks |
 //! | `memory` | regions, keys, protection, translation |
 //! | `objects` | the state of queue pairs, completion queues, devices |
 //! | `local` | the transport between queue pairs of this engine |
-//! | [`remote`] | what transports to other engines need of this one |
+//! | [`remote`] | the interface to transports, which reach other engines |
 
 pub mod attributes;
 pub mod counters;

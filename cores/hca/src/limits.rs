@@ -1,41 +1,41 @@
-//! What a device offers, and what its VM may use of it.
+//! Capabilities of a device, and quotas and rates of its VM.
 
-/// What the guest ABI promises. Fixed for the life of a device.
+/// Capabilities that the guest ABI announces. Fixed for the life of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Capabilities {
-    /// Queue pair handles are below it; at most 65535, since handles fill 16 bits of a queue pair number.
+    /// Exclusive upper bound of queue pair handles; at most 65535, since handles are 16 bits of a queue pair number.
     pub max_qp: u32,
-    /// Work requests per queue.
+    /// Limit of work requests per queue.
     pub max_qp_wr: u32,
-    /// Scatter-gather elements per request; at most [`crate::work::MAX_SGE`].
+    /// Limit of scatter-gather elements per request; at most [`crate::work::MAX_SGE`].
     pub max_sge: u32,
-    /// Completion queue handles are below it.
+    /// Exclusive upper bound of completion queue handles.
     pub max_cq: u32,
-    /// Entries of a completion queue.
+    /// Limit of a completion queue's entries.
     pub max_cqe: u32,
-    /// Memory region handles are below it; at most 2^24.
+    /// Exclusive upper bound of memory region handles; at most 2^24.
     pub max_mr: u32,
-    /// Bytes of a memory region.
+    /// Limit of a memory region's length, bytes.
     pub max_mr_size: u64,
-    /// Pages of a fast-register region.
+    /// Limit of pages of a fast-register region.
     pub max_fast_register_pages: u32,
-    /// Protection domain handles are below it.
+    /// Exclusive upper bound of protection domain handles.
     pub max_pd: u32,
-    /// Contexts that user processes may open.
+    /// Limit of contexts of user processes.
     pub max_contexts: u32,
-    /// Reads and atomics outstanding per queue pair, either direction.
+    /// Limit of READs and atomics outstanding per queue pair, in either direction.
     pub max_qp_rd_atom: u8,
-    /// Shared receive queue handles are below it.
+    /// Exclusive upper bound of shared receive queue handles.
     pub max_srq: u32,
-    /// Requests of a shared receive queue.
+    /// Limit of requests of a shared receive queue.
     pub max_srq_wr: u32,
-    /// Scatter-gather elements of a shared receive queue's requests.
+    /// Limit of scatter-gather elements of a shared receive queue's requests.
     pub max_srq_sge: u32,
     /// Entries of the GID table.
     pub gid_table_len: u32,
-    /// Bytes of a message.
+    /// Limit of a message, bytes.
     pub max_message_bytes: u32,
-    /// Bytes that a datagram carries at most.
+    /// Limit of a datagram's payload, bytes.
     pub port_mtu: u32,
 }
 
@@ -63,31 +63,31 @@ impl Default for Capabilities {
     }
 }
 
-/// What a VM may use; changeable at run time. What it has already stays when a limit falls below.
+/// Quotas and rates of a VM, changeable at run time. Objects beyond a lowered quota stay.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Limits {
-    /// Queue pairs.
+    /// Quota of queue pairs.
     pub queue_pairs: u32,
-    /// Completion queues.
+    /// Quota of completion queues.
     pub completion_queues: u32,
-    /// Shared receive queues.
+    /// Quota of shared receive queues.
     pub shared_receive_queues: u32,
-    /// Memory regions.
+    /// Quota of memory regions.
     pub memory_regions: u32,
-    /// Protection domains.
+    /// Quota of protection domains.
     pub protection_domains: u32,
-    /// User contexts.
+    /// Quota of user contexts.
     pub contexts: u32,
-    /// Bytes in user memory regions.
+    /// Quota of bytes in user memory regions.
     pub registered_bytes: u64,
-    /// Messages per second that its queue pairs start; `None` is no limit.
+    /// Messages per second that its queue pairs may start; `None` is no limit.
     pub messages_per_second: Option<u64>,
-    /// Bytes per second that its queue pairs move as initiators; `None` is no limit.
+    /// Bytes per second that its queue pairs may move as initiators; `None` is no limit.
     pub bytes_per_second: Option<u64>,
 }
 
 impl Default for Limits {
-    /// Nothing beyond what the capabilities say.
+    /// No restriction beyond the capabilities.
     fn default() -> Self {
         Self {
             queue_pairs: u32::MAX,
@@ -103,15 +103,14 @@ impl Default for Limits {
     }
 }
 
-/// A token bucket, kept as the time at which all that was spent is paid (generic cell rate algorithm): one word, and
-/// nothing to refill.
+/// A token bucket, stored as the time at which all debt is paid (generic cell rate algorithm): one word, and no refill.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Bucket {
     per_second: Option<u64>,
     paid_at: u64,
 }
 
-/// What a bucket may run ahead, nanoseconds: bursts of a millisecond's worth.
+/// Burst allowance, nanoseconds: a millisecond's worth.
 const AHEAD: u64 = 1_000_000;
 
 impl Bucket {
@@ -120,7 +119,7 @@ impl Bucket {
         self.paid_at = 0;
     }
 
-    /// `None` when something may be spent now, else from when on.
+    /// `None` when units may be spent now, else the time from which on they may be.
     #[inline]
     pub fn blocked_until(&self, now: u64) -> Option<u64> {
         self.per_second?;
@@ -128,7 +127,7 @@ impl Bucket {
         (free > now).then_some(free)
     }
 
-    /// Spends; may go into debt, which [`Bucket::blocked_until`] then makes the caller sit out.
+    /// Spends `units`. May go into debt, which [`Bucket::blocked_until`] makes the caller wait out.
     #[inline]
     pub fn spend(&mut self, now: u64, units: u64) {
         if let Some(rate) = self.per_second {

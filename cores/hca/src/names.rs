@@ -1,5 +1,5 @@
-//! Names inside one VM's namespace. They are chosen once, are never translated on the data path, and stay valid
-//! wherever the VM runs.
+//! Identifiers in the namespace of one VM. They are assigned once, are never translated on the data path, and stay valid on whatever host
+//! the VM runs.
 
 /// Declares a `u32` newtype.
 macro_rules! name {
@@ -22,11 +22,11 @@ name! {
     DeviceId
 }
 name! {
-    /// An isolated network: GIDs are looked up within one.
+    /// An isolated network: GIDs are unique within one.
     SegmentId
 }
 name! {
-    /// A user context (one opened device file in the guest). 0 is the guest kernel's, it always exists.
+    /// A user context (one open device file in the guest). 0 is the guest kernel's, which always exists.
     ContextHandle
 }
 name! {
@@ -46,15 +46,15 @@ name! {
     SrqHandle
 }
 name! {
-    /// A queue pair as the guest's ABI names it; never 0, below the device's limit.
+    /// A queue pair in the guest's ABI; never 0, below the device's limit.
     QpHandle
 }
 name! {
-    /// A queue pair number as packets carry it, 24 bits. 1 is the general services queue pair.
+    /// A queue pair number in packets, 24 bits. 1 is the general services queue pair.
     Qpn
 }
 name! {
-    /// An lkey or rkey: bits 31:8 are the index of the memory region, bits 7:0 a variant that its owner may choose at each fast
+    /// An lkey or rkey. Bits 31:8 are the index of the memory region; bits 7:0 are a variant that its owner may choose at each fast
     /// registration. Never 0.
     Key
 }

@@ -1,4 +1,4 @@
-//! What a guest ABI implements so that the engine can serve it, and what it is told.
+//! What a guest ABI implements so that the engine can serve it, and the events that it receives.
 //!
 //! ```text
 //! guest writes WQE, tail ──▶ SendQueue::fetch ──▶ engine executes ──▶ CompletionQueue::push
@@ -16,8 +16,8 @@ use serde::de::DeserializeOwned;
 use crate::names::{CqHandle, DeviceId};
 use crate::work::{AsyncEvent, Completion, Malformed, ReceiveRequest, SendRequest};
 
-/// A guest ABI: its rings, and how guest memory is reached. One type per engine; a device that speaks another ABI is another
-/// variant of the same provider.
+/// A guest ABI: its rings, and access to guest memory. An engine has one provider; devices with another ABI are a variant of the same
+/// provider.
 pub trait Provider: Sized + 'static {
     /// Guest memory of one VM; cheap to clone.
     type Memory: Dma + Clone;
@@ -29,96 +29,96 @@ pub trait Provider: Sized + 'static {
     type CompletionQueue: CompletionQueue<Self::Memory>;
 }
 
-/// One look at a ring.
+/// Result of fetching from a ring.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Fetched<T> {
-    /// Nothing new.
+    /// The ring is empty.
     Empty,
     /// A request, copied out of guest memory.
     Request(T),
-    /// A request that can't be executed; it takes part in order and completes with an error.
+    /// A malformed request; it is processed in order, and completes with an error.
     Malformed {
-        /// As it stands in the ring.
+        /// Work request identifier from the ring.
         wr_id: u64,
-        /// What is wrong.
+        /// The error.
         reason: Malformed,
     },
     /// The ring itself is unusable: its indices are invalid or its memory is gone. The queue pair fails.
     Broken,
 }
 
-/// The send queue of one queue pair. The engine may hold several fetched requests; they retire in order.
+/// The send queue of one queue pair. The engine may have fetched several requests; they retire in order.
 pub trait SendQueue<M: Dma>: Sized {
-    /// Its saved state: where its ring is, and how far the engine has come in it.
+    /// Its saved state: the location of its ring, and the engine's position in it.
     type Saved: Serialize + DeserializeOwned + Clone + Debug + PartialEq;
-    /// The state as it is now; for a queue that nothing is hidden in ([`crate::engine::Engine::poll`] has returned).
+    /// Saves the state. All work must be published ([`crate::engine::Engine::poll`] has returned).
     fn save(&self) -> Self::Saved;
-    /// A queue in a saved state, which may come from anywhere. What is wrong, in a word or two, where no queue can have it.
+    /// Restores a queue from a saved state, which may be hostile. The error names the invalid part in a word or two.
     fn restore(saved: Self::Saved) -> Result<Self, &'static str>;
-    /// Its ring in guest memory: addresses and lengths.
+    /// Calls `each` with the parts of its ring in guest memory: addresses and lengths.
     fn memory(&self, each: &mut dyn FnMut(u64, u64));
-    /// Starts at the ring's present consumer index; called when the queue pair leaves RESET.
+    /// Starts at the ring's current consumer index; called when the queue pair leaves RESET.
     fn start(&mut self, memory: &M);
-    /// Whether a request waits behind those fetched: one load, no side effect. A broken ring counts as work.
+    /// Whether a request follows those fetched: one load, no side effect. A broken ring counts as work.
     fn pending(&self, memory: &M) -> bool;
-    /// Where the guest's producer index is in its memory, and its value when no request waits: while a load finds that, a look at this
-    /// queue would find nothing. `None` when that can't be told by a load.
+    /// Guest address of the guest's producer index, and its value when no request waits: while a load returns that value, the queue is
+    /// empty. `None` when a load doesn't suffice.
     fn watch(&self) -> Option<(u64, u32)> {
         None
     }
-    /// A turn comes soon: asks the CPU for the lines that [`SendQueue::fetch`] will read. No effect but on time.
+    /// Prefetches the cache lines that [`SendQueue::fetch`] will read, since a turn follows soon. Affects only time.
     fn prefetch_next(&self, memory: &M) {
         let _ = memory;
     }
-    /// Copies the next request and moves the fetch position past it; the guest's head stays.
+    /// Copies the next request and advances the fetch position; the guest's head index doesn't change.
     fn fetch(&mut self, memory: &M) -> Fetched<SendRequest>;
-    /// Gives the `count` oldest fetched requests' slots back to the guest. Before their completions are published.
+    /// Releases the slots of the `count` oldest fetched requests to the guest, before their completions are published.
     fn retire(&mut self, memory: &M, count: u32);
 }
 
-/// A receive queue. Slots go back to the guest as soon as they are copied.
+/// A receive queue. A slot is released to the guest as soon as it is copied.
 pub trait ReceiveQueue<M: Dma>: Sized {
-    /// Its saved state: where its ring is, and how far the engine has come in it.
+    /// Its saved state: the location of its ring, and the engine's position in it.
     type Saved: Serialize + DeserializeOwned + Clone + Debug + PartialEq;
-    /// The state as it is now; for a queue that nothing is hidden in ([`crate::engine::Engine::poll`] has returned).
+    /// Saves the state. All work must be published ([`crate::engine::Engine::poll`] has returned).
     fn save(&self) -> Self::Saved;
-    /// A queue in a saved state, which may come from anywhere. What is wrong, in a word or two, where no queue can have it.
+    /// Restores a queue from a saved state, which may be hostile. The error names the invalid part in a word or two.
     fn restore(saved: Self::Saved) -> Result<Self, &'static str>;
-    /// Its ring in guest memory: addresses and lengths.
+    /// Calls `each` with the parts of its ring in guest memory: addresses and lengths.
     fn memory(&self, each: &mut dyn FnMut(u64, u64));
     /// As [`SendQueue::start`].
     fn start(&mut self, memory: &M);
-    /// How many requests wait. A broken ring has 0.
+    /// Number of posted requests. 0 for a broken ring.
     fn available(&self, memory: &M) -> u32;
-    /// Copies the next request and gives its slot back.
+    /// Copies the next request and releases its slot.
     fn take(&mut self, memory: &M) -> Fetched<ReceiveRequest>;
 }
 
-/// A completion queue. The guest polls the index that [`CompletionQueue::publish`] stores, so each store costs both sides a cache
-/// line's way: the engine publishes several completions at once where they come in one go.
+/// A completion queue. The guest polls the index that [`CompletionQueue::publish`] stores, so each store transfers a cache line both ways.
+/// The engine therefore publishes several completions with one store where it can.
 pub trait CompletionQueue<M: Dma>: Sized {
-    /// Its saved state: where its ring is, and how far the engine has come in it.
+    /// Its saved state: the location of its ring, and the engine's position in it.
     type Saved: Serialize + DeserializeOwned + Clone + Debug + PartialEq;
-    /// The state as it is now; for a queue that nothing is hidden in ([`crate::engine::Engine::poll`] has returned).
+    /// Saves the state. All work must be published ([`crate::engine::Engine::poll`] has returned).
     fn save(&self) -> Self::Saved;
-    /// A queue in a saved state, which may come from anywhere. What is wrong, in a word or two, where no queue can have it.
+    /// Restores a queue from a saved state, which may be hostile. The error names the invalid part in a word or two.
     fn restore(saved: Self::Saved) -> Result<Self, &'static str>;
-    /// Its ring in guest memory: addresses and lengths.
+    /// Calls `each` with the parts of its ring in guest memory: addresses and lengths.
     fn memory(&self, each: &mut dyn FnMut(u64, u64));
-    /// Appends a completion, which the guest can't see yet. Never touches entries that are published already.
+    /// Appends a completion, which stays invisible to the guest. Never changes published entries.
     fn push(&mut self, memory: &M, completion: &Completion) -> Result<(), CompletionQueueFailed>;
-    /// Makes all that was pushed visible.
+    /// Makes all pushed completions visible to the guest.
     fn publish(&mut self, memory: &M) -> Result<(), CompletionQueueFailed>;
-    /// Where the guest's consumer stands, and whether anything is unconsumed. `None` when the ring is broken.
+    /// The guest's consumer index, and the number of unconsumed completions. `None` when the ring is broken.
     fn consumer(&self, memory: &M) -> Option<Consumer>;
 }
 
-/// The consumer's side of a completion queue.
+/// The consumer side of a completion queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Consumer {
-    /// Its index; changes whenever the guest consumed something.
+    /// The consumer index; changes whenever the guest consumes a completion.
     pub position: u32,
-    /// Completions that it has not consumed, those not published yet among them.
+    /// Number of unconsumed completions, unpublished ones included.
     pub unconsumed: u32,
 }
 
@@ -133,9 +133,9 @@ pub enum CompletionQueueFailed {
     Broken,
 }
 
-/// Takes what the engine has to tell a guest. Called from within the engine: collect, don't call back.
+/// Receives the engine's events for a guest. The engine calls it: collect the events, and don't call back.
 pub trait Sink {
-    /// A completion event is due. `false` when the event ring is full: the engine tries again later.
+    /// A completion event. `false` when the event ring is full: the engine retries later.
     fn completion_event(&mut self, device: DeviceId, cq: CqHandle) -> bool;
     /// An asynchronous event. The sink bounds how many it keeps.
     fn async_event(&mut self, device: DeviceId, event: AsyncEvent);

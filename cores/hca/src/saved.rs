@@ -1,15 +1,15 @@
-//! The saved state of an HCA: an object at a time, types of their own, apart from those at run time.
+//! The saved state of an HCA: one object at a time, in types of their own, separate from those at run time.
 //!
 //! ```text
-//! source:       Engine::track ─ touched ─▶ save ─▶ bytes … stop … what was touched since ─▶ bytes
+//! source:       Engine::track ─ touched ─▶ save ─▶ bytes … stop … objects touched since ─▶ bytes
 //! destination:  Engine::add_device, dormant ─▶ restore, object by object ─▶ start
 //! ```
-//! Names (handles, queue pair numbers, keys) stay what they are. Stamps do as well: references between objects are handle and stamp, so
-//! a reference to what is gone leads nowhere here as it did there. What a guest's rings are is the provider's ([`crate::provider`]).
+//! Names (handles, queue pair numbers, keys) don't change, and neither do stamps. References between objects are handle and stamp, so a
+//! reference to a destroyed object finds nothing on the destination either. The provider defines the guest's rings ([`crate::provider`]).
 //!
-//! Version rule: [`VERSION`] stands before each object; a field more or less is another version, and what an older one lacks is
-//! filled in by a type of its own here. Other versions are refused with one sentence. Bytes may come from anywhere: decoding checks
-//! every length against what is there, and restoring every value that the engine counts on.
+//! Version rule: [`VERSION`] precedes each object. A field more or less is another version, for which a type of its own here fills in the
+//! missing fields. Other versions are refused with one sentence. The bytes may be hostile: decoding checks every length against the bytes
+//! available, and restoring checks every value that the engine relies on.
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -22,10 +22,10 @@ use crate::work::{Arm, ReceiveRequest, SendRequest, Status};
 
 /// Version of these types.
 pub const VERSION: u8 = 1;
-/// Most bytes of one object.
+/// Limit of the size of one object, bytes.
 pub const MAX_OBJECT: usize = 1 << 20;
 
-/// What kind of object, in the order in which they are made: those behind refer to those before.
+/// Kind of object, in order of creation: later kinds refer to earlier ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u8)]
 pub enum Kind {
@@ -61,13 +61,13 @@ impl Kind {
 /// An object of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Name {
-    /// What.
+    /// Kind of object.
     pub kind: Kind,
     /// Its handle.
     pub handle: u32,
 }
 
-/// A device. Saved last, when it is stopped: what it lists is what it was about to do.
+/// A device. Saved last, when it is stopped: its lists are its pending work.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Device {
     /// Addresses: index, address, MAC.
@@ -78,9 +78,9 @@ pub struct Device {
     pub exact: bool,
     /// Queue pairs that were active, or waited.
     pub active: Vec<u32>,
-    /// Completion queues whose consumers were to be looked at.
+    /// Completion queues whose consumers were to be checked.
     pub watched: Vec<u32>,
-    /// Completion queues with an event that found no room.
+    /// Completion queues with an event that the sink had no room for.
     pub notifying: Vec<u32>,
 }
 
@@ -89,7 +89,7 @@ pub struct Device {
 pub struct Context {
     /// Stamp.
     pub stamp: u64,
-    /// Arms of its completion queues are exact.
+    /// Whether arms of its completion queues are exact.
     pub exact: bool,
 }
 
@@ -123,17 +123,17 @@ pub struct Cq<R> {
     pub stamp: u64,
     /// Owner.
     pub context: u32,
-    /// Takes nothing any more.
+    /// Accepts no completions any more.
     pub failed: bool,
     /// Arms are exact.
     pub exact: bool,
-    /// What its consumer waits for.
+    /// The armed event.
     pub arm: Option<Arm>,
-    /// Completions pushed.
+    /// Number of completions pushed.
     pub pushed: u64,
-    /// Of these, up to the last solicited one.
+    /// Value of `pushed` after the last solicited completion.
     pub solicited: u64,
-    /// Consumed when the last event went out; `None` before the first.
+    /// Number consumed when the last event was sent; `None` before the first.
     pub notified_at: Option<u64>,
     /// The ring.
     pub ring: R,
@@ -148,11 +148,11 @@ pub struct Srq<R> {
     pub pd: u32,
     /// Context.
     pub context: u32,
-    /// Requests.
+    /// Capacity, requests.
     pub max_wr: u32,
-    /// Elements.
+    /// Limit of elements per request.
     pub max_sge: u32,
-    /// Limit.
+    /// Limit of the limit event.
     pub limit: u32,
     /// The ring.
     pub ring: R,
@@ -163,11 +163,11 @@ pub struct Srq<R> {
 pub struct Outstanding {
     /// The request.
     pub request: SendRequest,
-    /// How it ended, while earlier ones have not.
+    /// Outcome, while earlier requests are not complete.
     pub outcome: Option<Result<u32, Status>>,
 }
 
-/// What a queue pair has whose peer is elsewhere.
+/// State of a queue pair with a remote peer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Elsewhere {
     /// Token of the first outstanding request.
@@ -178,17 +178,17 @@ pub struct Elsewhere {
     pub awaits_receive: bool,
 }
 
-/// The request that a send queue is at. How many of its bytes went to a peer of the same host isn't saved: where the path changes it
-/// begins anew, with the receive that it had.
+/// The current request of a send queue. Its progress to a local peer isn't saved: when the path changes, it restarts with the receive that
+/// it had.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Current {
     /// The request.
     pub request: SendRequest,
-    /// Waits for a receive without success.
+    /// RNR waits without success.
     pub rnr_waits: u8,
-    /// Timeouts without an answer.
+    /// Timeouts without a response.
     pub timeouts: u8,
-    /// Requests fetched behind it, and how they end, where that is known.
+    /// Requests fetched behind it, with their outcomes if known.
     pub behind: Vec<Outstanding>,
 }
 
@@ -201,7 +201,7 @@ pub struct Qp<S, R> {
     pub state: QpState,
     /// Kind.
     pub kind: QpKind,
-    /// Every request completes with a completion.
+    /// Whether every send request produces a completion.
     pub signal_all: bool,
     /// Protection domain.
     pub pd: u32,
@@ -215,24 +215,24 @@ pub struct Qp<S, R> {
     pub srq: Option<Reference>,
     /// Number.
     pub qpn: Qpn,
-    /// Times that it left RESET.
+    /// Number of times that it left RESET.
     pub incarnation: u32,
-    /// Attributes; the PSNs are the present ones where no transport counts them.
+    /// Attributes; the PSNs are the current ones if no transport counts them.
     pub attributes: QpAttributes,
     /// Own address.
     pub source_gid: Gid,
     /// The first message was reported.
     pub established: bool,
-    /// A transport carries it.
+    /// Whether a transport serves it.
     pub carried: bool,
     /// Counters.
     pub counters: QpCounters,
-    /// What a transport has.
+    /// State of requests and receives that a transport has.
     pub elsewhere: Option<Elsewhere>,
-    /// The request that it is at.
+    /// The current request.
     pub current: Option<Current>,
-    /// Receives that were taken and are not complete, the oldest first; more than one only where a host's RDMA device had them. (Up to one they are
-    /// the bytes of the `Option` that releases before had here; these take more than one for damage.)
+    /// Receives that were taken and are not complete, oldest first. More than one only if a host's RDMA device had them. (Up to one is
+    /// encoded as the `Option` of earlier releases, which refuse more than one as damaged.)
     pub taken: Vec<ReceiveRequest>,
     /// The send ring.
     pub send: S,
@@ -240,31 +240,31 @@ pub struct Qp<S, R> {
     pub receive: Option<R>,
 }
 
-/// Why saved state can't be used.
+/// Why a saved state is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum InvalidState {
-    /// Another version.
+    /// A version other than [`VERSION`].
     #[error(
         "The saved object has version {0}, this program knows {VERSION}; use the same release on both hosts"
     )]
     Version(u8),
-    /// Not bytes of such an object.
+    /// Bytes that don't decode as such an object.
     #[error("The saved object is damaged ({0} bytes)")]
     Damaged(usize),
-    /// Larger than any object.
+    /// Larger than [`MAX_OBJECT`].
     #[error("The saved object has {0} bytes, {MAX_OBJECT} is the most: the source is faulty")]
     Big(usize),
-    /// No such device, or one that runs.
+    /// The device doesn't exist, or isn't stopped.
     #[error("There is no dormant device that the saved object could belong to")]
     NoDevice,
-    /// A value that no object has.
+    /// An invalid value.
     #[error("The saved {kind} {handle} has an impossible {what}")]
     Field {
-        /// Of what.
+        /// Kind of object.
         kind: &'static str,
         /// Its handle.
         handle: u32,
-        /// Which value.
+        /// Name of the value.
         what: &'static str,
     },
     /// Another device of the segment has that address.
@@ -272,17 +272,17 @@ pub enum InvalidState {
     AddressTaken(Gid),
 }
 
-/// A saved object as bytes, its version first.
+/// Encodes an object, its version first.
 #[must_use]
 pub fn encode<T: Serialize>(object: &T) -> Vec<u8> {
-    // Fails only for types that can't be encoded at all, which none of these are.
+    // Fails only for types that postcard can't encode, which these aren't.
     postcard::to_extend(object, vec![VERSION]).unwrap_or_default()
 }
 
-/// A saved object from bytes that may come from anywhere.
+/// Decodes a saved object from bytes that may be hostile.
 ///
 /// # Errors
-/// When they aren't all of such an object, and no more.
+/// When the bytes aren't exactly one such object.
 pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, InvalidState> {
     if bytes.len() > MAX_OBJECT {
         return Err(InvalidState::Big(bytes.len()));

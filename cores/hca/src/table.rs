@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-/// Freed handles wait until this many others were freed after them, so that a stale name rarely hits a new object.
+/// A freed handle is reused only after this many others were freed, so that a stale handle rarely finds a new object.
 const QUARANTINE: usize = 64;
 
 /// A table of objects. Handles start at 1 and stay below the limit; freed ones are reused as late as possible.
@@ -10,7 +10,7 @@ const QUARANTINE: usize = 64;
 pub(crate) struct Table<T> {
     slots: Vec<Option<T>>,
     free: VecDeque<u32>,
-    /// Objects were placed: `free` is made anew when it is needed.
+    /// Objects were placed: `free` is rebuilt when it is needed.
     placed: bool,
     limit: u32,
     live: u32,
@@ -22,12 +22,12 @@ impl<T> Table<T> {
         Self { slots: vec![None], free: VecDeque::new(), placed: false, limit, live: 0 }
     }
 
-    /// Objects in the table.
+    /// Number of objects.
     pub fn len(&self) -> u32 {
         self.live
     }
 
-    /// Adds what `make` makes of the new handle. `None` when all handles are taken.
+    /// Adds the object that `make` returns for the new handle. `None` when all handles are in use.
     pub fn insert(&mut self, make: impl FnOnce(u32) -> T) -> Option<u32> {
         if self.placed {
             self.find_free();
@@ -45,7 +45,7 @@ impl<T> Table<T> {
         Some(handle)
     }
 
-    /// Puts an object at a handle, in place of what is there: a restored one. `None` when no object of this table can have it.
+    /// Puts a restored object at a handle, in place of an existing one. `None` when the handle is out of range.
     pub fn place(&mut self, handle: u32, object: T) -> Option<()> {
         if handle >= self.limit.max(1) {
             return None;
@@ -66,7 +66,7 @@ impl<T> Table<T> {
         self.free = empty.map(|(handle, _)| handle).collect();
     }
 
-    /// Puts an object at handle 0, which [`Table::insert`] never gives out.
+    /// Puts an object at handle 0, which [`Table::insert`] never returns.
     pub fn set_zero(&mut self, object: T) {
         self.live += u32::from(self.slots[0].is_none());
         self.slots[0] = Some(object);
@@ -91,7 +91,7 @@ impl<T> Table<T> {
         Some(object)
     }
 
-    /// Handles are below it.
+    /// Exclusive upper bound of the handles in use.
     pub fn end(&self) -> u32 {
         u32::try_from(self.slots.len()).unwrap_or(u32::MAX)
     }
@@ -104,7 +104,7 @@ impl<T> Table<T> {
         (0u32..).zip(&mut self.slots).filter_map(|(handle, slot)| Some((handle, slot.as_mut()?)))
     }
 
-    /// Handles of the objects that `which` names.
+    /// Handles of the objects that match `which`.
     pub fn handles(&self, which: impl Fn(&T) -> bool) -> Vec<u32> {
         self.iter().filter(|(_, object)| which(object)).map(|(handle, _)| handle).collect()
     }

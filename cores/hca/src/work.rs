@@ -1,17 +1,17 @@
-//! Work requests and completions. A provider makes a request from ONE read of guest memory, so whatever the guest does to its
-//! ring afterwards changes nothing here.
+//! Work requests and completions. A provider makes a request from ONE read of guest memory, so later stores of the guest to its ring change
+//! nothing here.
 
 use smallvec::SmallVec;
 
 use crate::names::{CqHandle, Gid, Key, QpHandle, Qpn};
 
-/// Most scatter-gather elements of one request, whatever the ABI (`max_sge`).
+/// Limit of scatter-gather elements of a request, for any ABI (`max_sge`).
 pub const MAX_SGE: usize = 16;
 
 /// One scatter-gather element, not yet checked against any memory region.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 pub struct Sge {
-    /// Address as the region has it (user virtual address; guest-physical for a DMA region).
+    /// Address in the region's terms (user virtual address; guest-physical for a DMA region).
     pub address: u64,
     /// Bytes.
     pub length: u32,
@@ -19,11 +19,11 @@ pub struct Sge {
     pub lkey: u32,
 }
 
-/// Scatter-gather elements of a request, at most [`MAX_SGE`], which the provider sees to. Up to three are kept in place: requests
-/// are moved on the data path, so they are small.
+/// Scatter-gather elements of a request. The provider ensures that there are at most [`MAX_SGE`]. Up to three are stored inline: requests
+/// move on the data path, so they are small.
 pub type SgeList = SmallVec<[Sge; 3]>;
 
-/// Lists in saved state: as any sequence.
+/// Serialises lists in a saved state like any sequence.
 mod sge_list {
     use serde::{Deserialize, Deserializer, Serializer};
 
@@ -38,7 +38,7 @@ mod sge_list {
     }
 }
 
-/// Where a one-sided operation goes.
+/// The remote side of a one-sided operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Remote {
     /// Address in the remote region.
@@ -52,9 +52,9 @@ pub struct Remote {
 pub struct Datagram {
     /// Remote queue pair.
     pub qpn: Qpn,
-    /// Q_Key to send; where bit 31 is set the queue pair's own is sent instead (IBTA 10.2.5), which the engine does.
+    /// Q_Key to send. If bit 31 is set, the engine sends the queue pair's own instead (IBTA 10.2.5).
     pub qkey: u32,
-    /// Protection domain that the address vector names; must be the queue pair's.
+    /// Protection domain of the address vector; must be the queue pair's.
     pub pd: u32,
     /// Destination.
     pub dgid: Gid,
@@ -70,33 +70,33 @@ pub struct Datagram {
     pub dmac: [u8; 6],
 }
 
-/// What a send request asks for.
+/// The operation of a send request.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum Operation {
     /// SEND; to a connected peer, or as a datagram.
     Send {
         /// Immediate data, as wire bytes.
         immediate: Option<[u8; 4]>,
-        /// SEND with invalidate: the remote key that the receiver's side invalidates.
+        /// SEND with invalidate: the remote key that the responder invalidates.
         invalidate: Option<u32>,
-        /// Where to, for UD and GSI.
+        /// Destination, for UD and GSI.
         datagram: Option<Datagram>,
     },
-    /// RDMA WRITE, with immediate data or without.
+    /// RDMA WRITE, with or without immediate data.
     Write {
-        /// Where to.
+        /// Remote address and key.
         remote: Remote,
         /// Immediate data, as wire bytes.
         immediate: Option<[u8; 4]>,
     },
     /// RDMA READ.
     Read {
-        /// Where from.
+        /// Remote address and key.
         remote: Remote,
     },
     /// Compare and swap of 8 bytes.
     CompareSwap {
-        /// Which word.
+        /// Remote address and key of the word.
         remote: Remote,
         /// Expected value.
         compare: u64,
@@ -105,9 +105,9 @@ pub enum Operation {
     },
     /// Fetch and add of 8 bytes.
     FetchAdd {
-        /// Which word.
+        /// Remote address and key of the word.
         remote: Remote,
-        /// What is added.
+        /// The addend.
         add: u64,
     },
     /// Invalidates a fast-register region of this guest.
@@ -119,16 +119,16 @@ pub enum Operation {
     FastRegister(Box<FastRegister>),
 }
 
-/// A fast registration: the page list is copied already.
+/// A fast registration; the page list is copied already.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct FastRegister {
-    /// First address of the region; its offset within the first page as well.
+    /// First address of the region; also gives its offset within the first page.
     pub iova: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub length: u64,
-    /// Access flags as the guest gave them; unknown bits are ignored.
+    /// Access flags from the guest; unknown bits are ignored.
     pub access: u32,
-    /// The key from now on; bits 31:8 must be the region's.
+    /// The new key; bits 31:8 must be the region's.
     pub rkey: u32,
     /// Guest addresses of the 4 KiB pages.
     pub pages: Box<[u64]>,
@@ -139,15 +139,15 @@ pub struct FastRegister {
 pub struct SendRequest {
     /// Echoed in the completion.
     pub wr_id: u64,
-    /// What to do.
+    /// The operation.
     pub operation: Operation,
-    /// Wait for earlier reads and atomics.
+    /// Waits for earlier READs and atomics.
     pub fence: bool,
-    /// Completion wanted (besides `sq_sig_all`).
+    /// Requests a completion (besides `sq_sig_all`).
     pub signaled: bool,
     /// Raises a solicited event at the receiver.
     pub solicited: bool,
-    /// Data.
+    /// Buffers.
     #[serde(with = "sge_list")]
     pub sges: SgeList,
 }
@@ -162,22 +162,22 @@ pub struct ReceiveRequest {
     pub sges: SgeList,
 }
 
-/// Why a request can't be executed as it stands in the ring. Completes the request with
-/// [`Status::LocalQpOperation`] where it has a `wr_id`.
+/// Why a request in the ring is malformed. The request completes with
+/// [`Status::LocalQpOperation`] if it has a `wr_id`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Malformed {
-    /// An opcode that the queue pair's type or owner doesn't have.
+    /// An opcode that the queue pair's type or owner doesn't permit.
     #[error("The request has opcode {0}, which this queue pair doesn't offer")]
     Opcode(u32),
     /// More elements than the queue was created with.
     #[error("The request has {0} scatter-gather elements, more than the queue takes")]
     SgeCount(u32),
-    /// More inline data than the queue has room for: its elements were to be copied when it was posted, which nobody did.
+    /// More inline data than the queue has room for: the guest's driver should have copied the elements when it posted the request.
     #[error(
         "The request has {0} bytes of inline data, more than the queue takes; post it without the inline flag"
     )]
     Inline(u64),
-    /// Another field has a value that it can't have.
+    /// Another field has an invalid value.
     #[error("The request has an invalid {0}")]
     Field(&'static str),
 }
@@ -186,7 +186,7 @@ pub enum Malformed {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[repr(u32)]
 pub enum Status {
-    /// Done.
+    /// Success.
     Success = 0,
     /// Local length error.
     LocalLength = 1,
@@ -216,7 +216,7 @@ pub enum Status {
     General = 21,
 }
 
-/// What completed; numbers are those of PVRDMA and verbs work completions.
+/// The completed operation; numbers are those of PVRDMA and verbs work completions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[repr(u32)]
 pub enum CompletedOperation {
@@ -243,11 +243,11 @@ pub enum CompletedOperation {
 /// A completion, before the ABI encodes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Completion {
-    /// From the request.
+    /// The request's `wr_id`.
     pub wr_id: u64,
-    /// Whose.
+    /// Queue pair.
     pub qp: QpHandle,
-    /// What.
+    /// The completed operation.
     pub operation: CompletedOperation,
     /// How it ended.
     pub status: Status,
@@ -259,7 +259,7 @@ pub struct Completion {
     pub invalidated: Option<Key>,
     /// Sender's queue pair, for datagrams.
     pub source: Option<Qpn>,
-    /// Whether the first 40 bytes of the buffer are a GRH area (datagrams), and of which family.
+    /// Whether the first 40 bytes of the buffer are a GRH area (datagrams), and its address family.
     pub grh: Option<NetworkHeader>,
 }
 
@@ -272,37 +272,37 @@ pub enum NetworkHeader {
     Ipv6,
 }
 
-/// How a consumer wants to be told of the next completion.
+/// Which next completion causes an event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum Arm {
-    /// Any.
+    /// Any completion.
     Next,
     /// Solicited receives and errors only.
     Solicited,
 }
 
-/// What happened outside of the completion queues (IBTA 11.6.3).
+/// An asynchronous event (IBTA 11.6.3).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AsyncEvent {
     /// The completion queue overran or its memory is gone.
     CqError(CqHandle),
     /// The queue pair failed for a local reason.
     QpFatal(QpHandle),
-    /// The queue pair got an invalid request.
+    /// The queue pair received an invalid request.
     QpRequestError(QpHandle),
-    /// The queue pair got a request without permission.
+    /// The queue pair received a request without permission.
     QpAccessError(QpHandle),
-    /// First packet arrived in RTR.
+    /// The first packet arrived in RTR.
     CommunicationEstablished(QpHandle),
     /// The send queue has drained after RTS to SQD.
     SqDrained(QpHandle),
-    /// An SRQ's queue pair in the error state has taken its last receive.
+    /// A queue pair with a shared receive queue is in the error state and has consumed its last receive.
     LastWqeReached(QpHandle),
     /// The shared receive queue failed.
     SrqError(crate::names::SrqHandle),
     /// The shared receive queue fell below its limit.
     SrqLimitReached(crate::names::SrqHandle),
-    /// The device failed and must be set up anew.
+    /// The device failed and must be set up again.
     DeviceFatal,
     /// The port came up.
     PortActive,

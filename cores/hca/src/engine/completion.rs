@@ -9,8 +9,8 @@ use crate::work::{Arm, AsyncEvent, Completion, Status};
 use super::Engine;
 
 impl<P: Provider> Engine<P> {
-    /// Delivers a completion: within a turn it becomes visible with the next [`Engine::settle`], else at once. When that fails the
-    /// completion queue fails, and its queue pairs after this turn.
+    /// Appends a completion to a completion queue. During a turn it becomes visible with the next [`Engine::settle`], otherwise at once. A
+    /// failure fails the completion queue, and its queue pairs after this turn.
     #[inline]
     pub(crate) fn push(&mut self, device: u32, cq: ObjectRef, completion: &Completion, solicited: bool) {
         let Some(found) = self.devices.get_mut(device as usize).and_then(|d| d.as_deref_mut()) else {
@@ -48,7 +48,7 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// A completion queue that overran or whose ring is broken.
+    /// Fails a completion queue that overran or whose ring is broken.
     fn fail_cq(&mut self, cq: CqRef) {
         let Some(found) = self.device_mut(cq.device) else { return };
         let Some(queue) = found.cqs.get_mut(cq.handle).filter(|queue| queue.stamp == cq.stamp) else {
@@ -61,7 +61,7 @@ impl<P: Provider> Engine<P> {
         self.event(cq.device, AsyncEvent::CqError(CqHandle(cq.handle)));
     }
 
-    /// Counts a request of the queue pair whose turn it is, whose slot [`Engine::settle`] gives back. `false` when it is another's.
+    /// Counts an executed request of the queue pair whose turn it is; [`Engine::settle`] releases its slot. `false` for another queue pair.
     #[inline]
     pub(crate) fn retire_later(&mut self, at: QpRef) -> bool {
         if self.turn_of != Some(at) {
@@ -74,9 +74,9 @@ impl<P: Provider> Engine<P> {
         true
     }
 
-    /// Shows the guests what the last turns have done: gives slots of send queues back, then publishes completions, in this
-    /// order, since a guest that sees a completion counts on its slot. One store each instead of one per request: guests poll both
-    /// lines, and each store takes them away.
+    /// Makes the work of the last turns visible to the guests. Releases slots of send queues, then publishes completions: a guest that sees
+    /// a completion relies on its slot. One store per queue instead of one per request: guests poll both cache lines, and each store
+    /// invalidates their copies.
     #[inline]
     pub(super) fn settle(&mut self) {
         self.unsettled_turns = 0;
@@ -103,10 +103,12 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// The consumer wants an event with the next completion. What lies there already raises none where arms are exact: the call returns
-    /// before the consumer goes on, so it finds that by polling, as programs do after arming (IBTA 11.4.2.2), and some post again
-    /// after every event. Where arms are sampled the consumer may have polled before the completion came and sleep since: it is
-    /// watched.
+    /// Arms a completion queue for an event with the next completion.
+    ///
+    /// Exact arms: a completion that is there already raises no event. The call returns before the consumer continues, and the consumer
+    /// polls after arming, as IBTA 11.4.2.2 requires. Some consumers post again after every event.
+    ///
+    /// Sampled arms: the consumer may have polled before the completion came, and sleep since. So the engine watches the consumer.
     pub fn arm_cq(&mut self, device: DeviceId, cq: CqHandle, arm: Arm, sink: &mut impl Sink) {
         let Some(found) = self.device_mut(device.0) else { return };
         found.marks.touch(Kind::CompletionQueue, cq.0);
@@ -122,7 +124,7 @@ impl<P: Provider> Engine<P> {
         self.deliver(sink);
     }
 
-    /// Sends the event that is armed, if what it waits for lies unconsumed.
+    /// Sends the armed event if a matching completion is unconsumed.
     pub(super) fn notify_if_awaited(&mut self, device: u32, cq: u32) {
         let Some(found) = self.device(device) else { return };
         let Some(queue) = found.cqs.get(cq) else { return };
@@ -141,7 +143,7 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// Looks at the consumer after a while, since it may sleep with an arm that never reached us.
+    /// Schedules a check of the consumer's index, since the consumer may sleep with an arm that never reached the engine.
     pub(super) fn watch(&mut self, device: u32, cq: u32) {
         let due = self.now.saturating_add(self.config.notify_after_ns);
         let Some(found) = self.device_mut(device) else { return };
@@ -156,7 +158,7 @@ impl<P: Provider> Engine<P> {
         self.watched.push_back((due, CqRef { device, handle: cq, stamp }));
     }
 
-    /// Looks at the consumers whose time has come.
+    /// Checks the consumers whose check is due.
     pub(super) fn run_watches(&mut self) {
         for _ in 0..self.config.timers_per_poll {
             let Some(&(due, cq)) = self.watched.front() else { break };
@@ -188,7 +190,7 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// An event is due. It is delivered with the next [`Engine::deliver`].
+    /// Queues a completion event for the next [`Engine::deliver`].
     fn notify(&mut self, device: u32, cq: u32) {
         let Some(found) = self.device_mut(device) else { return };
         found.marks.touch(Kind::CompletionQueue, cq);
@@ -206,7 +208,7 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// Hands events to the sink. Completion events that it has no room for are kept for [`Engine::retry_events`].
+    /// Passes events to the sink. Keeps completion events that the sink has no room for, until [`Engine::retry_events`].
     #[inline]
     pub(super) fn deliver(&mut self, sink: &mut impl Sink) {
         if !self.events.is_empty() || !self.notifications.is_empty() {
@@ -240,7 +242,7 @@ impl<P: Provider> Engine<P> {
         self.notifications.clear();
     }
 
-    /// Tries events again that found no room, from time to time.
+    /// Retries events that the sink had no room for, at intervals.
     pub(super) fn retry_events(&mut self) {
         if !self.undelivered.is_empty() && self.retry_at <= self.now {
             self.notifications.append(&mut self.undelivered);

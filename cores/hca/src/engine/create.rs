@@ -1,4 +1,4 @@
-//! Verbs that create and change objects, queue pairs' states excepted.
+//! Verbs that create and modify objects, without queue pairs' states.
 
 use std::collections::BTreeSet;
 
@@ -35,11 +35,11 @@ impl<P: Provider> Engine<P> {
         self.device_mut(device.0).ok_or(VerbsError::NoSuchDevice(device))
     }
 
-    /// Opens a context for a user process. The kernel's, 0, is always there.
+    /// Opens a context for a user process. The kernel's context, 0, always exists.
     pub fn create_context(&mut self, device: DeviceId) -> Result<ContextHandle, VerbsError> {
         let stamp = self.stamp();
         let found = self.of(device)?;
-        // The kernel's doesn't count.
+        // The kernel's context isn't counted.
         room("contexts", found.contexts.len() - 1, found.limits.contexts)?;
         let exact = found.exact;
         let handle = found
@@ -79,7 +79,7 @@ impl<P: Provider> Engine<P> {
         self.register_mr_pages(device, pd, (init.start, init.length), init.access, pages)
     }
 
-    /// As [`Engine::register_mr`], of `length` bytes from `start` on, with pages that were collected before.
+    /// As [`Engine::register_mr`], for `length` bytes from `start` on, with pages that were collected before.
     pub fn register_mr_pages(
         &mut self,
         device: DeviceId,
@@ -128,7 +128,7 @@ impl<P: Provider> Engine<P> {
         Ok(info)
     }
 
-    /// Makes a region of all guest memory, addressed by guest addresses. Only its owner can use it: remote rights are left out.
+    /// Creates a region of all guest memory, addressed by guest addresses. Only its owner can use it: remote rights are dropped.
     pub fn register_dma_mr(
         &mut self,
         device: DeviceId,
@@ -150,7 +150,7 @@ impl<P: Provider> Engine<P> {
         self.add_region(device, pd, region)
     }
 
-    /// Makes an empty region that fast registrations of up to `max_pages` pages fill.
+    /// Creates an empty region for fast registrations of up to `max_pages` pages.
     pub fn allocate_fast_mr(
         &mut self,
         device: DeviceId,
@@ -185,7 +185,7 @@ impl<P: Provider> Engine<P> {
         Ok(MrInfo { handle: MrHandle(handle), lkey: key, rkey: key })
     }
 
-    /// Creates a completion queue of `entries`.
+    /// Creates a completion queue of `entries` entries.
     pub fn create_cq(
         &mut self,
         device: DeviceId,
@@ -221,7 +221,7 @@ impl<P: Provider> Engine<P> {
         Ok(CqHandle(handle))
     }
 
-    /// Creates a shared receive queue. Its ring is started at once.
+    /// Creates a shared receive queue, whose ring starts at once.
     pub fn create_srq(
         &mut self,
         device: DeviceId,
@@ -261,7 +261,7 @@ impl<P: Provider> Engine<P> {
         Ok(SrqHandle(handle))
     }
 
-    /// Arms the limit event of a shared receive queue; 0 disarms it.
+    /// Arms the limit event of a shared receive queue; a limit of 0 disarms it.
     pub fn modify_srq(&mut self, device: DeviceId, srq: SrqHandle, limit: u32) -> Result<(), VerbsError> {
         let found = self.of(device)?;
         found.marks.touch(Kind::SharedReceiveQueue, srq.0);
@@ -284,7 +284,7 @@ impl<P: Provider> Engine<P> {
         Ok(SrqAttributes { max_wr: found.max_wr, max_sge: found.max_sge, limit: found.limit })
     }
 
-    /// Creates a queue pair in RESET. One with a shared receive queue has no receive ring of its own, all others have.
+    /// Creates a queue pair in RESET, with a receive ring unless it has a shared receive queue.
     pub fn create_qp(
         &mut self,
         device: DeviceId,
@@ -328,7 +328,7 @@ impl<P: Provider> Engine<P> {
                 _ => return Err(VerbsError::missing("shared receive queue of that context", handle.0)),
             },
         };
-        // Numbers below 2^16 are not used, so that none is 0 or 1 by accident.
+        // Numbers below 2^16 are not used, so that none is accidentally 0 or 1.
         let generation = u32::from(u8::try_from(stamp % 255).unwrap_or(0)) + 1;
         let qp = |handle| {
             let qpn = if init.kind == QpKind::Gsi { GSI } else { Qpn((generation << 16) | handle) };

@@ -1,5 +1,5 @@
-//! Verbs that destroy one object. Each is complete when it returns: no memory of the object is touched any more. What owns others goes in
-//! slices ([`super::Teardown`]).
+//! Verbs that destroy one object. Each is complete when it returns: the engine no longer accesses memory of the object. Owners of many
+//! objects are destroyed in slices ([`super::Teardown`]).
 
 use std::collections::BTreeSet;
 
@@ -16,7 +16,7 @@ use crate::saved::Kind;
 use super::{Engine, Timer};
 
 impl<P: Provider> Engine<P> {
-    /// Ends a memory region. Messages under way through it fail at their next quantum.
+    /// Deregisters a memory region. Messages in flight that use it fail at their next quantum.
     pub fn deregister_mr(&mut self, device: DeviceId, mr: MrHandle) -> Result<(), VerbsError> {
         let found = self.of(device)?;
         let region = found.regions.remove(mr.0).ok_or(VerbsError::missing("memory region", mr.0))?;
@@ -33,8 +33,8 @@ impl<P: Provider> Engine<P> {
         Ok(())
     }
 
-    /// Destroys a completion queue. Queue pairs that still complete there, which a correct guest doesn't have, go to the error
-    /// state and complete nowhere.
+    /// Destroys a completion queue. Queue pairs that still use it, which a correct guest doesn't have, enter the error state without
+    /// completions.
     pub fn destroy_cq(&mut self, device: DeviceId, cq: CqHandle) -> Result<(), VerbsError> {
         let found = self.of(device)?;
         let gone = found.cqs.remove(cq.0).ok_or(VerbsError::missing("completion queue", cq.0))?;
@@ -69,7 +69,7 @@ impl<P: Provider> Engine<P> {
         Ok(())
     }
 
-    /// Queue pairs whose completion or receive queue is gone.
+    /// Fails queue pairs whose completion or receive queue is gone.
     fn orphan(&mut self, device: u32, users: BTreeSet<u32>) {
         for handle in users {
             let qp = self.qp_ref(DeviceId(device), QpHandle(handle));
@@ -81,7 +81,7 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// Destroys a queue pair. Nothing of it completes any more.
+    /// Destroys a queue pair. None of its requests completes any more.
     pub fn destroy_qp(&mut self, device: DeviceId, qp: QpHandle) -> Result<(), VerbsError> {
         if let Some(at) = self.qp_ref(device, qp) {
             self.close_elsewhere(at);

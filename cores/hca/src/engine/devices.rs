@@ -12,7 +12,7 @@ use crate::work::{Arm, MAX_SGE};
 use super::{DeviceConfig, Engine, Timer};
 
 impl<P: Provider> Engine<P> {
-    /// Adds a device, without objects. Its identity is never used again.
+    /// Adds a device without objects. Its identifier is never reused.
     pub fn add_device(&mut self, config: DeviceConfig, memory: P::Memory) -> Result<DeviceId, VerbsError> {
         let capabilities = config.capabilities;
         let most_sge = u32::try_from(MAX_SGE).unwrap_or(u32::MAX);
@@ -34,7 +34,7 @@ impl<P: Provider> Engine<P> {
         Ok(DeviceId(id))
     }
 
-    /// Removes a device and all it owns. Peers find nobody there any more: their requests run into their timeouts.
+    /// Removes a device and all that it owns. Requests of its peers end in timeouts.
     pub fn remove_device(&mut self, device: DeviceId) {
         if self.device(device.0).is_none() {
             return;
@@ -46,10 +46,10 @@ impl<P: Provider> Engine<P> {
         self.devices[device.0 as usize] = None;
     }
 
-    /// Puts a device into its state at power-on: no objects, no addresses. Counters and limits stay.
+    /// Resets a device to its power-on state: no objects, no addresses. Counters and limits stay.
     pub fn reset_device(&mut self, device: DeviceId) {
         if self.is_tracked(device) {
-            // All of them, which are gone in a moment.
+            // Marks all of its objects, which are about to be destroyed.
             self.track(device, true);
         }
         let handles = self.device(device.0).map(|found| found.qps.handles(|qp| qp.path == Path::Elsewhere));
@@ -84,7 +84,7 @@ impl<P: Provider> Engine<P> {
         let old = std::mem::replace(old, new);
         self.active_qps -= u32::try_from(old.active.len()).unwrap_or(0);
         for gid in old.gids.iter().flatten() {
-            // A stopped device has given them up.
+            // A stopped device doesn't own its addresses any more.
             if self.gids.get(&(old.segment, gid.gid)) == Some(&device.0) {
                 self.gids.remove(&(old.segment, gid.gid));
             }
@@ -104,7 +104,7 @@ impl<P: Provider> Engine<P> {
         self.topology += 1;
     }
 
-    /// Gives a device another view of its guest's memory.
+    /// Replaces a device's view of its guest's memory.
     pub fn set_memory(&mut self, device: DeviceId, memory: P::Memory) {
         if let Some(device) = self.device_mut(device.0) {
             device.memory = memory;
@@ -119,7 +119,7 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// The active MTU of a device's port, bytes: a longer datagram isn't sent.
+    /// Sets the active MTU of a device's port, bytes. A longer datagram isn't sent.
     pub fn set_port_mtu(&mut self, device: DeviceId, bytes: u32) {
         if let Some(found) = self.device_mut(device.0) {
             found.port_mtu = bytes;
@@ -132,7 +132,7 @@ impl<P: Provider> Engine<P> {
         self.device(device.0).map(|found| found.port_mtu)
     }
 
-    /// Allows or forbids access to guest memory. What is due waits until it is allowed again; peers see no answer.
+    /// Permits or forbids access to guest memory (bus master). While it is forbidden, work waits, and peers get no response.
     pub fn set_enabled(&mut self, device: DeviceId, bus_master: bool) {
         let Some(found) = self.device_mut(device.0) else { return };
         if found.enabled == bus_master {
@@ -145,7 +145,7 @@ impl<P: Provider> Engine<P> {
             for context in contexts.unwrap_or_default() {
                 self.scan_context(device, ContextHandle(context));
             }
-            // Their consumers were not looked at meanwhile.
+            // The engine did not watch their consumers meanwhile.
             let awaited = self.device(device.0).map(|found| found.cqs.handles(|cq| !cq.exact && !cq.failed));
             for cq in awaited.unwrap_or_default() {
                 self.watch(device.0, cq);
@@ -153,8 +153,8 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// Says how arms of a device's completion queues reach the engine: exactly (trapped), or perhaps not at all (doorbells are
-    /// plain memory). On the way to exact each completion queue counts as armed once, since its arm may have been missed.
+    /// Declares how arms of a device's completion queues reach the engine. Exact arms are trapped; sampled ones, where doorbells are plain
+    /// memory, may be lost. A change to exact arms counts each completion queue as armed once, since the engine may have missed an arm.
     pub fn set_arm_exact(&mut self, device: DeviceId, exact: bool) {
         let Some(found) = self.device_mut(device.0) else { return };
         found.exact = exact;
@@ -165,7 +165,7 @@ impl<P: Provider> Engine<P> {
         self.set_cqs_exact(device.0, exact, |_| true);
     }
 
-    /// As [`Engine::set_arm_exact`], for one context: the kernel's may be trapped where users' are not.
+    /// As [`Engine::set_arm_exact`], for one context: the kernel's may be trapped where user contexts' are not.
     pub fn set_context_arm_exact(&mut self, device: DeviceId, context: ContextHandle, exact: bool) {
         let Some(found) = self.device_mut(device.0) else { return };
         let Some(owner) = found.contexts.get_mut(context.0) else { return };
@@ -203,7 +203,7 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// Binds an address to an index of the GID table, in place of what is there.
+    /// Binds an address to an index of the GID table, and replaces the previous one.
     pub fn bind_gid(
         &mut self,
         device: DeviceId,
@@ -232,7 +232,7 @@ impl<P: Provider> Engine<P> {
         Ok(())
     }
 
-    /// Takes an address off the GID table. Queue pairs that use it lose their peers.
+    /// Removes an address from the GID table. Queue pairs that use it become unreachable.
     pub fn unbind_gid(&mut self, device: DeviceId, index: u32, gid: Gid) -> Result<(), VerbsError> {
         let found = self.device(device.0).ok_or(VerbsError::NoSuchDevice(device))?;
         match found.gids.get(index as usize) {

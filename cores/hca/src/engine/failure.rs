@@ -1,4 +1,4 @@
-//! Queue pairs that fail: the error states, and flushing.
+//! Failed queue pairs: the error states, and flushing.
 
 use crate::attributes::{QpKind, QpState};
 use crate::names::{DeviceId, QpHandle};
@@ -9,11 +9,11 @@ use crate::work::{AsyncEvent, CompletedOperation, Operation, Status};
 
 use super::Engine;
 
-/// Requests of each queue that a turn in the error state flushes.
+/// Limit of requests per queue that a turn in the error state flushes.
 const FLUSHED_PER_TURN: u32 = 64;
 
 impl<P: Provider> Engine<P> {
-    /// Moves a queue pair to ERR. What is posted, and what will be, is flushed over its next turns.
+    /// Moves a queue pair to ERR. Its next turns flush posted requests, and those posted later.
     pub(crate) fn enter_error(&mut self, at: QpRef) {
         if self.qp(at).is_none_or(|qp| qp.state == QpState::Error) {
             return;
@@ -29,7 +29,7 @@ impl<P: Provider> Engine<P> {
         let waiter = qp.waiter.take();
         let stashed = qp.stashed.take();
         let (handle, shared) = (qp.handle, qp.srq.is_some());
-        // Before the event below, which says that there is nothing more to come.
+        // Before the event below, which states that no receive will complete any more.
         let mut taken = Vec::new();
         if shared && let Some(elsewhere) = &mut qp.elsewhere {
             taken.extend(std::iter::from_fn(|| elsewhere.pop_receive()));
@@ -50,7 +50,7 @@ impl<P: Provider> Engine<P> {
         self.activate(at);
     }
 
-    /// A send request failed: the queue pair goes to ERR, or a datagram's to SQE.
+    /// Handles a failed send request: the queue pair enters ERR, or SQE if it carries datagrams.
     pub(crate) fn fail_sender(&mut self, at: QpRef) {
         let Some(qp) = self.qp_mut(at) else { return };
         match (qp.kind, qp.state) {
@@ -64,7 +64,7 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// Tells the queue pairs of failed completion queues.
+    /// Fails the queue pairs of failed completion queues.
     pub(super) fn run_failed_cqs(&mut self) {
         while let Some(failed) = self.failed_cqs.pop() {
             let users = match self.device(failed.device).and_then(|found| found.cqs.get(failed.handle)) {
@@ -82,7 +82,7 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// A turn in ERR, or in SQE for the send queue alone. Returns how many requests it flushed.
+    /// A turn in ERR, or in SQE for the send queue alone. Returns the number of flushed requests.
     pub(super) fn flush_turn(&mut self, at: QpRef) -> u32 {
         let mut flushed = self.flush_sends(at);
         if self.qp(at).is_some_and(|qp| qp.state == QpState::Error) {
@@ -142,7 +142,7 @@ impl<P: Provider> Engine<P> {
     }
 }
 
-/// What a request's completion calls it.
+/// The opcode of a request's completion.
 #[inline]
 pub(crate) fn completed(operation: &Operation) -> CompletedOperation {
     match operation {

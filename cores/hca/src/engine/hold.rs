@@ -1,12 +1,12 @@
-//! Queue pairs that wait while the VM that they face moves, and what becomes of their requests when their path changes.
+//! Suspension of queue pairs while their peer's VM moves, and their requests when the path changes.
 //!
-//! Holding is a note per device and address: it costs nothing per queue pair. A queue pair that gets a turn and faces a held address is
-//! *parked* before anything is fetched: requests stay in the ring, and one that is under way stops at its quantum. Opening the address
-//! wakes those that were parked, and nothing else.
+//! A suspension is an entry per device and address: it costs nothing per queue pair. A queue pair that gets a turn and whose peer has a
+//! suspended address is *parked* before anything is fetched. Its requests stay in the ring, and one in progress stops at its quantum.
+//! Opening the address wakes the parked queue pairs, and no others.
 //!
-//! **Paths.** A queue pair of this engine whose peer has moved away ([`Engine::moved_away`]) goes on by a transport, from the sequence
-//! numbers that both ends had counted; a message that was under way begins anew with the receive that it had. When the peer comes to
-//! this engine, whoever held the connection says how far each request came ([`Engine::come_local`]), and the rest goes from RAM to RAM.
+//! **Paths.** When the peer of a local queue pair has moved away ([`Engine::moved_away`]), the queue pair continues over a transport, from
+//! the sequence numbers that both ends have counted. A message in progress restarts, with the receive that it had. When the peer comes to
+//! this engine, the transport reports the progress of each request ([`Engine::come_local`]). The rest is copied from RAM to RAM.
 
 use crate::attributes::QpKind;
 use crate::names::{DeviceId, Gid, SegmentId};
@@ -18,26 +18,26 @@ use crate::work::Status;
 
 use super::{Engine, PSN_MASK};
 
-/// How far a request came by its transport.
+/// The progress of a request that a transport had.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
-    /// The peer has carried it out: so many bytes.
+    /// The peer has executed it, with this length in bytes.
     Done(u32),
-    /// The peer has carried out this atomic, and this was the value before.
+    /// The peer has executed this atomic; the previous value.
     Atomic(u64),
-    /// It failed.
+    /// It has failed with this status.
     Failed(Status),
-    /// It is to be carried out, from its beginning: READs, and what the peer hasn't seen the end of.
+    /// It must be executed from its beginning: a READ, or a request that the peer didn't receive completely.
     Again,
 }
 
 impl<P: Provider> Engine<P> {
-    /// From now on no queue pair of a device sends to an address, until [`Engine::open`].
+    /// Suspends an address for a device: none of its queue pairs sends there until [`Engine::open`].
     pub fn hold(&mut self, device: DeviceId, peer: Gid) {
         self.held.insert((device.0, peer));
     }
 
-    /// Queue pairs of a device send to an address again.
+    /// Ends the suspension of an address, and wakes the queue pairs that it parked.
     pub fn open(&mut self, device: DeviceId, peer: Gid) {
         self.held.remove(&(device.0, peer));
         for at in self.parked.take(usize::MAX) {
@@ -53,13 +53,13 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// How many queue pairs wait since they face a held address.
+    /// Number of parked queue pairs.
     #[must_use]
     pub fn parked(&self) -> usize {
         self.parked.len()
     }
 
-    /// Whether a queue pair's peer is held.
+    /// Whether the address of a queue pair's peer is suspended.
     #[must_use]
     pub fn is_peer_held(&self, qp: QpId) -> bool {
         self.is_held(qp.at())
@@ -74,7 +74,7 @@ impl<P: Provider> Engine<P> {
             })
     }
 
-    /// Takes a held queue pair off the turns.
+    /// Parks a queue pair: it gets no turns until its peer's address is opened.
     pub(super) fn park(&mut self, at: QpRef) {
         if self.qp(at).is_some_and(|qp| qp.wait != Wait::Held) {
             self.wait(at, Wait::Held, None);
@@ -82,15 +82,14 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// The VM that had an address has moved to another engine: who faced it goes on by a transport.
+    /// Records that the VM with an address has moved to another engine. Queue pairs that it was the peer of continue over a transport.
     pub fn moved_away(&mut self, segment: SegmentId, gid: Gid) {
         self.moved.insert((segment, gid));
         self.topology_changed();
     }
 
-    /// A queue pair that a transport carried has its peer in this engine now, and nothing is under way between them. `verdicts` are how
-    /// far its requests came, by their order; what they don't reach begins anew. `sends` and `expects` are the sequence numbers
-    /// that both ends go on with.
+    /// Switches a queue pair from a transport to the local path, with nothing in flight between both ends. `verdicts` is the progress of
+    /// its requests, in order; requests beyond them restart. `sends` and `expects` are the PSNs with which both ends continue.
     pub fn come_local(&mut self, qp: QpId, verdicts: &[Verdict], sends: u32, expects: u32) {
         let at = qp.at();
         let Some(found) = self.qp_mut(at).filter(|found| found.incarnation == qp.incarnation()) else {
@@ -108,7 +107,7 @@ impl<P: Provider> Engine<P> {
             found.elsewhere = elsewhere.without_requests();
         }
         let current = found.current.take();
-        // A request that the transport didn't get yet comes behind those that it has.
+        // A request that the transport didn't accept yet follows those that it has.
         let progress = current.as_ref().map_or_else(Progress::default, |current| Progress {
             rnr_waits: current.progress.rnr_waits,
             timeouts: current.progress.timeouts,
@@ -117,7 +116,7 @@ impl<P: Provider> Engine<P> {
         let mut known = verdicts.iter();
         let mut atomics = Vec::new();
         for request in &mut requests {
-            // Local ones take no part in the transport's order.
+            // Local requests aren't part of the transport's order.
             if request.outcome.is_some() {
                 continue;
             }
@@ -138,7 +137,7 @@ impl<P: Provider> Engine<P> {
         }
         for (sges, before) in atomics {
             if self.gather_target(at, None, &sges, 8, 0..8).is_ok() {
-                // Where its memory is gone the guest has taken it away itself.
+                // If the memory is gone, the guest itself has deregistered it.
                 let _ = self.write_target(at.device, &before.to_le_bytes());
             }
         }
@@ -154,7 +153,7 @@ impl<P: Provider> Engine<P> {
         self.activate(at);
     }
 
-    /// Completes the requests at the front whose ends are known.
+    /// Completes the requests at the front whose outcome is known.
     pub(crate) fn complete_known(
         &mut self,
         at: QpRef,
@@ -168,9 +167,9 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// After the request that a queue pair was at: the next of those that were fetched behind it.
+    /// Continues with the next of the requests that were fetched behind the completed one.
     pub(super) fn follow_up(&mut self, at: QpRef, mut behind: std::collections::VecDeque<Outstanding>) {
-        // Behind one that a transport has now, their ends wait for its end.
+        // Behind a request that a transport has now, their outcomes wait for its completion.
         if !self.append_known(at, &mut behind) {
             self.complete_known(at, &mut behind);
         }

@@ -1,9 +1,9 @@
-//! How much peers write into a guest's memory, and how much they may: a VM that is being copied elsewhere has to change more slowly than it can
-//! be copied, and its vCPUs aren't the only ones that change it.
+//! Counting and limiting peers' writes to a guest's memory. Pre-copy has to copy the memory faster than it changes, and vCPUs aren't the
+//! only ones that change it.
 //!
-//! A requester of this engine waits before its next request or quantum, in the order of arrival. One elsewhere is told by its transport, which
-//! asks [`Engine::is_written_too_fast`] at each packet. Nothing is refused or lost, and no queue pair notices but by the time that it takes.
-//! Datagrams, and what a VM's own READs bring it, are neither counted nor held back.
+//! A requester of this engine waits before its next request or quantum, in order of arrival. For a remote requester, the transport asks
+//! [`Engine::is_written_too_fast`] at each packet, and notifies it. Nothing is refused or lost; requests only take longer. Datagrams, and
+//! responses to the VM's own READs, are neither counted nor limited.
 
 use crate::limits::Bucket;
 use crate::names::DeviceId;
@@ -12,18 +12,18 @@ use crate::provider::{Provider, SendQueue};
 
 use super::{Engine, Timer};
 
-/// What peers write into a guest's memory.
+/// Count and limit of peers' writes to a guest's memory.
 #[derive(Debug, Default)]
 pub(crate) struct Inbound {
-    /// Since somebody wants to know.
+    /// Bytes since counting began.
     bytes: u64,
     budget: Bucket,
-    /// Requesters of this engine that wait, in the order in which they came. The device has a timer while there are any.
+    /// Waiting requesters of this engine, in order of arrival. While there are any, the device has a timer.
     waiting: WaitList,
 }
 
 impl<P: Provider> Engine<P> {
-    /// Counts what peers write into a guest's memory from now on, from 0; or no more, without any limit then. Counting costs a look-up per
+    /// Starts counting peers' writes to a guest's memory, from 0; or stops, which also removes the limit. Counting costs a look-up per
     /// request.
     pub fn watch_inbound(&mut self, device: DeviceId, on: bool) {
         self.release_inbound(device.0, usize::MAX);
@@ -33,19 +33,19 @@ impl<P: Provider> Engine<P> {
         self.count_watched();
     }
 
-    /// Recounts, since a device came to be watched, or ceased to be.
+    /// Recounts the watched devices.
     pub(super) fn count_watched(&mut self) {
         self.inbound_watched =
             self.devices.iter().flatten().filter(|device| device.inbound.is_some()).count();
     }
 
-    /// Bytes that peers have written since it is watched; `None` when it isn't.
+    /// Bytes that peers have written since counting began; `None` when the device isn't watched.
     #[must_use]
     pub fn inbound_bytes(&self, device: DeviceId) -> Option<u64> {
         self.device(device.0)?.inbound.as_ref().map(|inbound| inbound.bytes)
     }
 
-    /// Peers may write so many bytes per second, or as many as they like, while the device is watched.
+    /// Sets or removes the limit of peers' writes, in bytes per second, while the device is watched.
     pub fn limit_inbound(&mut self, device: DeviceId, bytes_per_second: Option<u64>) {
         if let Some(inbound) = self.device_mut(device.0).and_then(|found| found.inbound.as_mut()) {
             inbound.budget.set_rate(bytes_per_second);
@@ -53,7 +53,7 @@ impl<P: Provider> Engine<P> {
         self.release_inbound(device.0, usize::MAX);
     }
 
-    /// Whether peers have written more than they may: whoever does so from elsewhere is to be told.
+    /// Whether peers have exceeded the limit: transports then notify remote requesters to send slower.
     #[inline]
     #[must_use]
     pub fn is_written_too_fast(&self, device: DeviceId) -> bool {
@@ -76,7 +76,7 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// Whether a send queue has to wait since its peer's device has been written too fast; it waits then.
+    /// Whether a send queue has to wait because writes to its peer's memory exceed the limit. If so, it waits.
     pub(super) fn awaits_budget(&mut self, at: QpRef) -> bool {
         let Some((device, qp)) = self.device(at.device).zip(self.qp(at)) else { return false };
         let Path::Local(peer) = qp.path else { return false };
@@ -97,7 +97,8 @@ impl<P: Provider> Engine<P> {
         true
     }
 
-    /// Peers may write again: at most so many of those that wait go on. One at a time, as the first may spend all that there is.
+    /// Releases at most `most` waiting requesters when the limit permits writes again. One at a time, since the first may use up the
+    /// budget.
     pub(super) fn release_inbound(&mut self, device: u32, most: usize) {
         let all = most == usize::MAX;
         let until = if all { None } else { self.inbound_blocked_until(device) };
@@ -110,7 +111,7 @@ impl<P: Provider> Engine<P> {
             self.start_device_timer(Timer::Inbound(device), until.unwrap_or(now + 1));
         }
         for at in released {
-            // It may have ended its wait for another reason.
+            // Its wait may have ended for another reason.
             if let Some(qp) = self.qp_mut(at).filter(|qp| qp.wait == Wait::Budget) {
                 qp.wait = Wait::None;
                 self.activate(at);
@@ -118,7 +119,7 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// Takes a send queue that doesn't wait any more out of the list where it did.
+    /// Removes a send queue that no longer waits from the lists.
     pub(super) fn leave_inbound(&mut self, at: QpRef) {
         if self.inbound_watched == 0 {
             return;
@@ -128,7 +129,7 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// As [`Engine::leave_inbound`], for all of a device; gives their handles.
+    /// As [`Engine::leave_inbound`], for all of a device; returns their handles.
     pub(super) fn device_leaves_inbound(&mut self, device: u32) -> Vec<u32> {
         let watched = self.devices.iter_mut().flatten().filter_map(|found| found.inbound.as_mut());
         watched.flat_map(|inbound| inbound.waiting.take_device(device)).map(|at| at.handle).collect()

@@ -1,9 +1,9 @@
-//! Guest memory that is still to come from another host, while the guest runs here (post-copy).
+//! Not-present guest memory: the guest runs here already, and its pages arrive from the source (post-copy).
 //!
-//! A request that needs a page which isn't here waits, and nobody else does: a queue pair of this engine until the page has come
-//! ([`Engine::memory_came`]), a message by a transport until that is told of it ([`Action::MemoryCame`]). What is overwritten as a whole needn't
-//! come. Datagrams whose buffer isn't here are dropped. The guest's rings are always here: whoever lets a device go on has seen to it
-//! ([`Engine::control_memory`]).
+//! A request that needs a not-present page waits; no other request does. A local queue pair waits until the page arrives
+//! ([`Engine::memory_came`]). A message of a transport waits until [`Action::MemoryCame`]. A page that is overwritten as a whole needn't be
+//! present. Datagrams whose buffer isn't present are dropped. The guest's rings are always present: the caller that starts a device has
+//! ensured it ([`Engine::control_memory`]).
 
 use std::collections::BTreeMap;
 
@@ -19,20 +19,21 @@ use crate::work::Operation;
 
 use super::{Engine, Timer};
 
-/// How often is looked again, nanoseconds, besides when pages have come: a wish may have found no room in the pipe.
+/// Interval at which waiting requests are retried, nanoseconds, besides each arrival of pages: a page request may have found the socket
+/// full.
 const LOOK_EVERY: u64 = 10_000_000;
 /// Bytes of an atomic.
 const ATOMIC: u64 = 8;
 
-/// What waits for pages of a device's guest.
+/// Requests that wait for pages of a device's guest.
 #[derive(Debug, Default)]
 pub(crate) struct Late {
-    /// Who waits, by itself or its transport, and for what: pieces that are read, and pieces that are written.
+    /// Waiting send queue, whether its transport waits instead, and the pieces that it needs: each with whether it is written.
     waiting: BTreeMap<(QpRef, bool), Vec<(Piece, bool)>>,
 }
 
 impl<P: Provider> Engine<P> {
-    /// Memory of a device's guest is still to come, or all of it is here.
+    /// Begins or ends post-copy for a device's guest. At the end all of its memory is present.
     pub fn set_late(&mut self, device: DeviceId, late: bool) {
         let Some(found) = self.device_mut(device.0) else { return };
         if found.late.is_some() == late {
@@ -46,26 +47,26 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// Whether memory of a device's guest is still to come.
+    /// Whether a device's guest has not-present memory.
     #[must_use]
     pub fn is_late(&self, device: DeviceId) -> bool {
         self.device(device.0).is_some_and(|found| found.late.is_some())
     }
 
-    /// How often something has waited for memory of a device's guest.
+    /// How often a request has waited for memory of a device's guest.
     #[must_use]
     pub fn memory_waits(&self, device: DeviceId) -> u64 {
         self.device(device.0).map_or(0, |found| found.memory_waits)
     }
 
-    /// Pages of a device's guest have come: who has waited for them goes on.
+    /// Continues requests that waited for pages of a device's guest, after pages arrived.
     pub fn memory_came(&mut self, device: DeviceId) {
         let Some(found) = self.device_mut(device.0) else { return };
         let Some(late) = &mut found.late else { return };
         let mut here = Vec::new();
         let memory = &found.memory;
         late.waiting.retain(|key, pieces| {
-            // All of them, so that all are asked for.
+            // Evaluated for all pieces, so that all their pages are requested.
             pieces.retain(|(piece, write)| memory.awaits(piece.address, piece.len, *write));
             if pieces.is_empty() {
                 here.push(*key);
@@ -96,8 +97,8 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// Whether what was gathered last isn't all here: of the copy's source in the guest of device `from`, of its target in that of `to`. A
-    /// queue pair's own wait begins with [`Wait::Memory`], its transport (`remote`) is told.
+    /// Whether the pieces gathered last include not-present pages: the source in the guest of device `from`, the target in that of `to`. A
+    /// local queue pair then enters [`Wait::Memory`]; a transport (`remote`) gets [`Action::MemoryCame`] later.
     #[inline]
     pub(crate) fn awaits_memory(
         &mut self,
@@ -120,7 +121,7 @@ impl<P: Provider> Engine<P> {
             let awaits = |piece: &&Piece| found.memory.awaits(piece.address, piece.len, write);
             let awaited: Vec<_> = pieces.iter().filter(awaits).map(|piece| (*piece, write)).collect();
             if whose.is_none() && !awaited.is_empty() {
-                // Where both ends' memory is late, the other's is looked at again later.
+                // Where pages of both guests are missing, the other's are checked after the first have arrived.
                 whose = Some(device);
                 missing = awaited;
             }
@@ -139,7 +140,7 @@ impl<P: Provider> Engine<P> {
         true
     }
 
-    /// Takes a send queue that doesn't wait any more, or its transport (`remote`), out of the lists where it did.
+    /// Removes a send queue, or its transport (`remote`), from the lists of waiting requests.
     pub(crate) fn leave_late(&mut self, at: QpRef, remote: bool) {
         if self.late_devices == 0 {
             return;
@@ -149,7 +150,7 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// As [`Engine::leave_late`], for all send queues of a device; gives their handles.
+    /// As [`Engine::leave_late`], for all send queues of a device; returns their handles.
     pub(super) fn device_leaves_late(&mut self, device: u32) -> Vec<u32> {
         let mut left = Vec::new();
         for late in self.devices.iter_mut().flatten().filter_map(|found| found.late.as_mut()) {
@@ -164,14 +165,14 @@ impl<P: Provider> Engine<P> {
         left
     }
 
-    /// How many send queues and transports' messages wait for memory of a device's guest.
+    /// Number of send queues and messages of transports that wait for memory of a device's guest.
     #[must_use]
     pub fn waiting_for_memory(&self, device: DeviceId) -> usize {
         self.device(device.0).and_then(|found| found.late.as_ref()).map_or(0, |late| late.waiting.len())
     }
 
-    /// Memory of a device's guest that has to be here before the device goes on, as addresses and lengths: its objects' rings, and where results of
-    /// atomics go that a transport has.
+    /// Passes `each` the memory that has to be present before the device continues, as addresses and lengths. That is its objects' rings,
+    /// and the targets of atomics that a transport has.
     pub fn control_memory(&mut self, device: DeviceId, each: &mut dyn FnMut(u64, u64)) {
         let Some(found) = self.device(device.0) else { return };
         found.cqs.iter().for_each(|(_, cq)| cq.ring.memory(each));
@@ -185,7 +186,7 @@ impl<P: Provider> Engine<P> {
                     matches!(request.operation, Operation::CompareSwap { .. } | Operation::FetchAdd { .. });
                 let need = Access::LOCAL_WRITE;
                 let regions = &found.regions;
-                // One that isn't permitted fails when its result comes.
+                // An atomic without permission fails when its result arrives.
                 if atomic
                     && regions.gather(qp.pd, &request.sges, ATOMIC, 0..ATOMIC, need, &mut pieces).is_ok()
                 {

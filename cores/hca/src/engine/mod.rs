@@ -1,19 +1,19 @@
-//! The engine: it owns the devices of all VMs of a host, and executes what their queue pairs ask for.
+//! The engine: it owns the devices of all VMs of a host, and executes their queue pairs' requests.
 //!
 //! ```text
 //! doorbell_*, scan_context ──▶ active list ──▶ poll: one turn per queue pair, round robin
-//!                                                │ fetch, execute (local transport), retire, push completions
-//!                       timers ◀── waits ────────┤ no receive at the peer, no answer, rate limit
-//!                                                └▶ Sink: completion and asynchronous events
+//!                                                 │ fetch, execute (local transport), retire, push completions
+//!                        timers ◀── waits ────────┤ no receive at the peer, no response, rate limit
+//!                                                 └▶ Sink: completion and asynchronous events
 //! ```
 //!
-//! Nothing here is concurrent: a verb that has returned is finished, and nothing touches a destroyed object's memory
-//! afterwards. Work is proportional to the queue pairs on the active list; idle ones are never looked at.
+//! Nothing here is concurrent. When a verb returns, it is complete, and the engine doesn't access a destroyed object's memory any more.
+//! Work is proportional to the queue pairs on the active list; the engine doesn't poll idle ones.
 //!
-//! **Completion events.** Where arms are exact, an armed completion queue gets one event with its next completion. Where
-//! doorbells are plain memory and an arm may have been overwritten, each completion queue counts as possibly armed: when
-//! completions lie there and its consumer has not moved for [`EngineConfig::notify_after_ns`], one event goes out; the next
-//! not before the consumer has moved.
+//! **Completion events.** Exact arms: an armed completion queue gets one event with its next completion. Sampled arms (doorbells are plain
+//! memory, and an arm may have been overwritten): each completion queue counts as possibly armed. If it has unconsumed completions and its
+//! consumer has not moved for [`EngineConfig::notify_after_ns`], the engine sends one event. It sends the next only after the consumer has
+//! moved.
 
 mod completion;
 mod create;
@@ -56,31 +56,31 @@ pub use query::{DeviceReport, ObjectCounts};
 pub use save::{SavedCq, SavedQp, SavedSrq};
 pub use teardown::Teardown;
 
-/// How an engine works.
+/// Parameters of an engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EngineConfig {
-    /// How long a completion may lie unconsumed before an event goes out where arms may be missed, nanoseconds.
+    /// Time that a completion lies unconsumed before an event is sent where arms are sampled, nanoseconds.
     pub notify_after_ns: u64,
-    /// Bytes that a queue pair moves per turn.
+    /// Quantum: bytes that a queue pair moves per turn.
     pub quantum_bytes: u64,
-    /// The same where no other queue pair is active, so that nobody waits for the end of the turn but doorbells and commands.
+    /// Quantum where no other queue pair is active, bytes. Only doorbells and commands wait for its end.
     pub quantum_alone_bytes: u64,
-    /// Bytes after which a poll ends: how long a command waits at most.
+    /// Bytes after which a poll ends. Bounds how long a command waits.
     pub bytes_per_poll: u64,
-    /// Requests that a queue pair executes per turn.
+    /// Limit of requests that a queue pair executes per turn.
     pub requests_per_turn: u32,
-    /// Turns per poll.
+    /// Limit of turns per poll.
     pub turns_per_poll: u32,
-    /// Queue pairs that a scan looks at per poll at most.
+    /// Limit of queue pairs that scans check per poll.
     pub scans_per_poll: u32,
-    /// Timers that run out per poll.
+    /// Limit of timers that a poll processes.
     pub timers_per_poll: u32,
-    /// Turns without work after which a queue pair leaves the active list.
+    /// Turns in a row without work after which a queue pair leaves the active list.
     pub empty_looks: u32,
-    /// With so many active queue pairs turns share the stores that show what they did, and each gets half as many empty looks, with
-    /// twice as many a third, and so on. Not 0.
+    /// Number of active queue pairs from which on turns share the stores that publish their work. From there on each queue pair gets half
+    /// as many turns without work, from twice that number a third, and so on. Not 0.
     pub many_active: u32,
-    /// When a full event ring is tried again, nanoseconds.
+    /// Retry interval for a full event ring, nanoseconds.
     pub retry_events_ns: u64,
 }
 
@@ -102,33 +102,33 @@ impl Default for EngineConfig {
     }
 }
 
-/// A device to add.
+/// Configuration of a new device.
 #[derive(Debug, Clone)]
 pub struct DeviceConfig {
-    /// For reports.
+    /// Name in reports.
     pub name: String,
-    /// The isolated network it is in.
+    /// The isolated network of the device.
     pub segment: SegmentId,
-    /// What the VM may use.
+    /// Quotas and rates of the VM.
     pub limits: Limits,
-    /// What the guest ABI promises.
+    /// Limits that the guest ABI announces.
     pub capabilities: Capabilities,
 }
 
-/// A user memory region to register.
+/// Parameters of a user memory region.
 #[derive(Debug, Clone)]
 pub struct MrInit {
     /// First address; its offset within a page is the offset into the first page.
     pub start: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub length: u64,
-    /// Access flags as the guest gave them; unknown bits are ignored.
+    /// Access flags from the guest; unknown bits are ignored.
     pub access: u32,
     /// Guest addresses of the 4 KiB pages.
     pub pages: Box<[u64]>,
 }
 
-/// A memory region's names.
+/// Handle and keys of a memory region.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MrInfo {
     /// Handle.
@@ -139,29 +139,29 @@ pub struct MrInfo {
     pub rkey: u32,
 }
 
-/// A shared receive queue to create.
+/// Parameters of a shared receive queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SrqInit {
-    /// Requests.
+    /// Capacity, requests.
     pub max_wr: u32,
-    /// Elements per request.
+    /// Limit of elements per request.
     pub max_sge: u32,
-    /// Limit that raises the event, 0 for none.
+    /// Limit of the limit event; 0 for none.
     pub limit: u32,
 }
 
 /// A shared receive queue's attributes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SrqAttributes {
-    /// Requests.
+    /// Capacity, requests.
     pub max_wr: u32,
-    /// Elements per request.
+    /// Limit of elements per request.
     pub max_sge: u32,
-    /// Limit; 0 when it is not armed.
+    /// Limit of the limit event; 0 when it is not armed.
     pub limit: u32,
 }
 
-/// A queue pair to create.
+/// Parameters of a queue pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QpInit {
     /// Protection domain.
@@ -172,125 +172,125 @@ pub struct QpInit {
     pub send_cq: CqHandle,
     /// Completion queue of the receive queue.
     pub receive_cq: CqHandle,
-    /// Shared receive queue instead of an own one.
+    /// Shared receive queue instead of a receive ring.
     pub srq: Option<SrqHandle>,
-    /// Every send request completes with a completion.
+    /// Whether every send request produces a completion.
     pub signal_all: bool,
-    /// Send requests.
+    /// Capacity of the send queue, requests.
     pub max_send_wr: u32,
-    /// Receive requests; 0 with a shared receive queue.
+    /// Capacity of the receive queue, requests; 0 with a shared receive queue.
     pub max_receive_wr: u32,
-    /// Elements per send request.
+    /// Limit of elements per send request.
     pub max_send_sge: u32,
-    /// Elements per receive request.
+    /// Limit of elements per receive request.
     pub max_receive_sge: u32,
 }
 
-/// A queue pair's names.
+/// Handle and number of a queue pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QpInfo {
     /// Handle, below the device's limit.
     pub handle: QpHandle,
-    /// Number, 24 bits: the handle in bits 15:0, a generation in bits 23:16. The general services queue pair has 1.
+    /// Queue pair number, 24 bits: the handle in bits 15:0, a generation in bits 23:16. The general services queue pair has 1.
     pub qpn: Qpn,
 }
 
-/// What a poll did.
+/// Result of a poll.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Progress {
     /// Whether anything was done.
     pub worked: bool,
-    /// When to poll again at the latest; `None`: not before a doorbell. Not later than now: at once.
+    /// Latest time of the next poll, nanoseconds. `None`: only after a doorbell. Not later than now: at once.
     pub next: Option<u64>,
     /// Requests executed.
     pub requests: u32,
 }
 
-/// What a timer is for.
+/// Purpose of a timer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 enum Timer {
-    /// A queue pair's wait is over.
+    /// Ends the wait of a queue pair.
     Qp(QpRef),
-    /// A device's rate limit allows more.
+    /// A device's rate limit permits more.
     Device(u32),
-    /// What peers may write into a device's memory.
+    /// The limit of peers' writes to a device's memory permits more.
     Inbound(u32),
-    /// Memory of a device's guest that is still to come.
+    /// Retries requests that wait for not-present memory of a device's guest.
     Late(u32),
 }
 
-/// A scan of a context's queue pairs.
+/// A scan of a context's queue pairs in progress.
 #[derive(Debug, Clone, Copy)]
 struct Scan {
     device: u32,
     context: u32,
     stamp: u64,
-    /// How many of its queue pairs were looked at.
+    /// How many of its queue pairs the scan has checked.
     position: usize,
 }
 
-/// By [`DeviceId`], which is never used again.
+/// By [`DeviceId`], which is never reused.
 type Devices<P> = Vec<Option<Box<Device<P>>>>;
 
-/// The engine. `P` is the guest ABI that its devices speak.
+/// The engine. `P` is the guest ABI of its devices.
 pub struct Engine<P: Provider> {
     config: EngineConfig,
     /// Time of the last poll, nanoseconds.
     now: u64,
     devices: Devices<P>,
-    /// Who has which address.
+    /// Device with an address.
     gids: HashMap<(SegmentId, Gid), u32>,
-    /// Source of stamps.
+    /// Source of stamps, which identify objects.
     stamps: u64,
-    /// Changes whenever addresses, devices or ways between them come or go.
+    /// Increases whenever addresses, devices or paths are added or removed.
     topology: u64,
-    /// How often a queue pair's path was looked up.
+    /// Number of path look-ups.
     path_lookups: u64,
-    /// Devices with active queue pairs. Turns go round robin over devices, and within one over its queue pairs, so that a VM with
-    /// many takes no more than one with few.
+    /// Devices with active queue pairs. Turns are round robin over devices, and within a device over its queue pairs. So a VM with many
+    /// queue pairs gets no more than one with few.
     active: VecDeque<u32>,
-    /// Queue pairs on all devices' active lists.
+    /// Number of queue pairs on all devices' active lists.
     active_qps: u32,
     timers: BTreeSet<(u64, Timer)>,
-    /// When those timers run out of which a device has at most one of each kind.
+    /// Deadlines of timers that exist at most once per device and kind.
     device_timers: HashMap<Timer, u64>,
     scans: VecDeque<Scan>,
-    /// Nanoseconds of which scans have a share that they haven't used.
+    /// Accumulated time that scans may use, nanoseconds.
     scan_time: u64,
-    /// The last poll executed nothing.
+    /// The last poll executed no request.
     idle: bool,
-    /// Completion queues whose consumer is to be looked at, in the order of time.
+    /// Completion queues with a due check of their consumer, ordered by time.
     watched: VecDeque<(u64, CqRef)>,
     /// Completion queues with an event to deliver.
     notifications: Vec<CqRef>,
-    /// Those for whose event the sink had no room, and when they are tried again.
+    /// Completion queues whose event the sink had no room for, and when it is retried.
     undelivered: Vec<CqRef>,
     retry_at: u64,
     /// Events to deliver.
     events: Vec<(u32, AsyncEvent)>,
     /// The queue pair whose turn it is.
     turn_of: Option<QpRef>,
-    /// What [`Engine::settle`] is to show: queue pairs with as many slots to give back, and completion queues with completions
-    /// that nobody published. Empty between polls.
+    /// Work to publish in [`Engine::settle`]: queue pairs with the number of slots to release, and completion queues with unpublished
+    /// completions. Empty between polls.
     unretired: Vec<(QpRef, u32)>,
     unpublished: Vec<CqRef>,
-    /// Turns since then.
+    /// Turns since the last [`Engine::settle`].
     unsettled_turns: u32,
-    /// Completion queues that failed and whose queue pairs are still to be told.
+    /// Failed completion queues whose queue pairs have not been failed yet.
     failed_cqs: Vec<CqRef>,
-    /// Segments whose addresses that nobody here has may be reached by a transport.
+    /// Segments in which a transport may reach addresses that no device here has.
     pub(crate) uplinks: HashSet<SegmentId>,
-    /// Devices and addresses that they don't send to for now.
+    /// Suspended addresses, by device.
     held: HashSet<(u32, Gid)>,
-    /// Queue pairs that found themselves held.
+    /// Queue pairs parked at a suspended address.
     parked: WaitList,
-    /// Devices of which somebody wants to know what peers write into their guests' memory.
+    /// Number of devices whose inbound writes are counted.
     inbound_watched: usize,
-    /// Devices whose guests' memory is still to come.
+    /// Number of devices whose guests have not-present memory.
     late_devices: usize,
-    /// Addresses whose VMs have moved to another engine.
+    /// Addresses of VMs that have moved to another engine.
     pub(crate) moved: HashSet<(SegmentId, Gid)>,
-    /// What transports have to do.
+    /// Actions for transports.
     pub(crate) actions: Vec<Action>,
     /// Scratch for a copy's two sides.
     source: Vec<Piece>,
@@ -353,13 +353,13 @@ impl<P: Provider> Engine<P> {
         self.devices.get_mut(device as usize)?.as_deref_mut()
     }
 
-    /// A queue pair that is still the one referred to.
+    /// The queue pair, if the reference is still valid.
     #[inline]
     pub(crate) fn qp(&self, at: QpRef) -> Option<&Qp<P>> {
         self.device(at.device)?.qps.get(at.handle).map(Box::as_ref).filter(|qp| qp.stamp == at.stamp)
     }
 
-    /// As [`Engine::qp`], with its device's other parts left out.
+    /// As [`Engine::qp`], mutable.
     #[inline]
     pub(crate) fn qp_mut(&mut self, at: QpRef) -> Option<&mut Qp<P>> {
         let device = self.devices.get_mut(at.device as usize)?.as_deref_mut()?;
@@ -390,15 +390,15 @@ impl<P: Provider> Engine<P> {
         Some(ContextHandle(self.device(device.0)?.srqs.get(srq.0)?.context))
     }
 
-    /// Changes whenever addresses or ways come or go.
+    /// A number that increases whenever addresses or paths are added or removed.
     #[inline]
     #[must_use]
     pub fn topology(&self) -> u64 {
         self.topology
     }
 
-    /// How often the path of a connected queue pair was looked up since the engine began: once per connection and change of addresses or ways,
-    /// and of either end's state or attributes.
+    /// Number of path look-ups of connected queue pairs since the engine was created. A connection is looked up once, and after each change
+    /// of addresses or paths, or of either end's state or attributes.
     #[must_use]
     pub fn path_lookups(&self) -> u64 {
         self.path_lookups
@@ -408,7 +408,7 @@ impl<P: Provider> Engine<P> {
         self.path_lookups += 1;
     }
 
-    /// Paths may have come or gone.
+    /// Invalidates all paths.
     pub(crate) fn topology_changed(&mut self) {
         self.topology += 1;
     }
@@ -429,7 +429,7 @@ impl<P: Provider> Engine<P> {
         self.gids.get(&(segment, gid)).copied()
     }
 
-    /// The copy's two sides, as gathered.
+    /// Source and target of the copy, as gathered.
     #[inline]
     pub(crate) fn pieces(&self) -> (&[Piece], &[Piece]) {
         (&self.source, &self.target)
@@ -447,7 +447,7 @@ impl<P: Provider> Engine<P> {
         (&self.devices, &mut self.target)
     }
 
-    /// An event for the guest, delivered at the latest with the next poll.
+    /// Queues an event for the guest, which the next poll delivers at the latest.
     pub(crate) fn event(&mut self, device: u32, event: AsyncEvent) {
         self.events.push((device, event));
     }

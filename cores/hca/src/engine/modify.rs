@@ -15,8 +15,8 @@ use super::transitions::transition;
 pub(crate) const PSN_MASK: u32 = 0xFF_FFFF;
 
 impl<P: Provider> Engine<P> {
-    /// Changes a queue pair as the state table has it (spec rocev2 13). On failure nothing has changed. To RESET: what was
-    /// under way is forgotten, nothing of it completes any more.
+    /// Changes a queue pair's state and attributes by the state table (IBTA volume 1, 10.3.1 and 11.2.5.2). A failure changes nothing. A
+    /// transition to RESET drops requests in progress without completions.
     ///
     /// A CURRENT_STATE other than the real one is refused: the queue pair may have failed meanwhile.
     pub fn modify_qp(
@@ -54,11 +54,11 @@ impl<P: Provider> Engine<P> {
         Ok(())
     }
 
-    /// Checks what the mask names; gives the own address when a path is set.
+    /// Checks the attributes in the mask. Returns the own address when a path is set.
     fn check_attributes(&self, at: QpRef, mask: Mask, new: &QpAttributes) -> Result<Option<Gid>, VerbsError> {
         let device = self.device(at.device).ok_or(VerbsError::NoSuchDevice(DeviceId(at.device)))?;
         let most_reads = u32::from(device.capabilities.max_qp_rd_atom);
-        // What it is, whether it is given, its value, its range.
+        // Name, whether the mask has it, value, range.
         let checks: [(&'static str, Mask, u32, std::ops::RangeInclusive<u32>); 10] = [
             ("The P_Key index", Mask::PKEY_INDEX, u32::from(new.pkey_index), 0..=0),
             ("The port", Mask::PORT, u32::from(new.port), 1..=1),
@@ -156,7 +156,7 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// The send queue has drained.
+    /// Sends the event SQ_DRAINED, if it was requested.
     pub(crate) fn drained(&mut self, at: QpRef) {
         let Some(qp) = self.qp_mut(at) else { return };
         let handle = qp.handle;
@@ -198,7 +198,7 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// A queue pair came up: its peer may have been sending to it in vain.
+    /// Wakes the peer of a queue pair that became ready, since its requests may be waiting.
     fn wake_waiting_peer(&mut self, at: QpRef) {
         let Some(qp) = self.qp(at) else { return };
         if !matches!(qp.kind, QpKind::Rc) {

@@ -13,30 +13,30 @@ use super::timers::{ack_timeout_ns, rnr_timer_ns};
 use super::{Engine, Progress};
 use crate::local::Step;
 
-/// Bytes after which a turn shows its completions before it goes on: with so many, one store more doesn't matter, and the guest
-/// would wait for longer than for a handful of small messages.
+/// Bytes after which a turn publishes its completions before it continues. With so many bytes one store more doesn't matter, and the guest
+/// would wait longer than for a few small messages.
 const SETTLED_BYTES: u64 = 4096;
 
-/// Empty looks of a queue pair among many, at least.
+/// Lower bound of turns without work for a queue pair among many.
 const LEAST_EMPTY_LOOKS: u32 = 2;
-/// Turns that share the stores that show what they did, where many queue pairs are active: a round of them takes longer than what
-/// they did is kept back for.
+/// Limit of turns that share the stores which publish their work, where many queue pairs are active. A round of all queue pairs takes
+/// longer than this delay.
 const TURNS_SHARING: u32 = 8;
 
-/// What a turn came to.
+/// Result of a turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Turn {
     /// Requests executed or flushed, and quanta.
     requests: u32,
     /// Bytes moved.
     bytes: u64,
-    /// There may be more: the queue pair stays on the active list.
+    /// There may be more work: the queue pair stays on the active list.
     stay: bool,
 }
 
 impl<P: Provider> Engine<P> {
-    /// Does a bounded amount of work. To be called after verbs and doorbells as well, since what they caused is delivered here;
-    /// then again at [`Progress::next`] at the latest. `now` never goes back.
+    /// Does a bounded amount of work. Call it after verbs and doorbells, since it delivers their events, and again at [`Progress::next`] at
+    /// the latest. `now`, in nanoseconds, must not decrease.
     pub fn poll(&mut self, now: u64, sink: &mut impl Sink) -> Progress {
         let elapsed = now.saturating_sub(self.now);
         self.now = self.now.max(now);
@@ -48,7 +48,7 @@ impl<P: Provider> Engine<P> {
         let mut bytes = 0;
         for _ in 0..self.active_qps.min(self.config.turns_per_poll) {
             let Some(at) = self.next_active() else { break };
-            // It may be put back during its own turn: by a failure, or as the peer of another.
+            // Its own turn may activate it again: by a failure, or as the peer of another.
             if let Some(device) = self.device_mut(at.device) {
                 device.quiet.forget(at.handle);
                 device.marks.touch(Kind::QueuePair, at.handle);
@@ -85,7 +85,8 @@ impl<P: Provider> Engine<P> {
         Progress { worked, next: self.next(), requests }
     }
 
-    /// Whether what a turn has done may be shown together with what the next one does. An event is delivered after what it is about.
+    /// Whether the work of a turn may be published together with that of the next one. An event is delivered only after its completion is
+    /// published.
     #[inline]
     fn may_keep_back(&self, turn: Turn) -> bool {
         self.active_qps >= self.config.many_active
@@ -95,7 +96,7 @@ impl<P: Provider> Engine<P> {
             && self.notifications.is_empty()
     }
 
-    /// When there is something to do at the latest.
+    /// Latest time of the next poll.
     fn next(&self) -> Option<u64> {
         if self.active_qps > 0 || !self.scans.is_empty() {
             return Some(self.now);
@@ -106,10 +107,10 @@ impl<P: Provider> Engine<P> {
         [timer, watch, retry].into_iter().flatten().min()
     }
 
-    /// Keeps the queue pair on the active list as long as turns find work, and a few beyond.
+    /// Keeps the queue pair on the active list while turns find work, and for a few turns beyond.
     #[inline]
     fn after_turn(&mut self, at: QpRef, turn: Turn) {
-        // Among many, a round takes long, and thousands of empty looks would be taken from those that have work.
+        // Among many queue pairs a round is long. Thousands of turns without work would delay those that have some.
         let most = (self.config.empty_looks / (1 + self.active_qps / self.config.many_active.max(1)))
             .max(LEAST_EMPTY_LOOKS);
         let Some(qp) = self.qp_mut(at) else { return };
@@ -139,7 +140,7 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// Executes requests of a send queue: a number of small ones, or a quantum of a large one.
+    /// Executes requests of a send queue: several small ones, or a quantum of a large one.
     fn send_turn(&mut self, at: QpRef) -> Turn {
         let mut turn = Turn { requests: 0, bytes: 0, stay: true };
         let mut settled = 0;
@@ -165,7 +166,7 @@ impl<P: Provider> Engine<P> {
             let sending = match qp.state {
                 QpState::ReadyToSend => true,
                 QpState::SendQueueDrained => qp.current.is_some(),
-                // It failed meanwhile; what is left is flushed next.
+                // It failed; the next turn flushes the rest.
                 _ => return turn,
             };
             if !sending || qp.wait != Wait::None {
@@ -173,7 +174,7 @@ impl<P: Provider> Engine<P> {
                 break;
             }
             if qp.path == Path::Elsewhere && !qp.has_room_elsewhere() {
-                // Goes on when a transport has completed something.
+                // Continues when a transport has completed a request.
                 turn.stay = false;
                 break;
             }
@@ -242,7 +243,7 @@ impl<P: Provider> Engine<P> {
         turn
     }
 
-    /// After a step of a request. `Some` ends the turn, and says whether the queue pair stays on the active list.
+    /// Handles the result of a step of a request. `Some` ends the turn, and is whether the queue pair stays on the active list.
     fn finish(&mut self, at: QpRef, step: Step, current: Box<Current>) -> Option<bool> {
         let operation = completed(&current.request.operation);
         let (wr_id, signaled) = (current.request.wr_id, current.request.signaled);
@@ -288,7 +289,7 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// The responder has no receive: waits for one, as often as RNR retries allow.
+    /// Starts an RNR wait, unless the RNR retries are used up.
     fn no_receive(&mut self, at: QpRef, current: Box<Current>, timer: u8, responder: QpRef) -> Option<bool> {
         let retries = self.qp(at)?.attributes.rnr_retry;
         if retries < 7 && current.progress.rnr_waits > retries {
@@ -306,7 +307,7 @@ impl<P: Provider> Engine<P> {
         Some(false)
     }
 
-    /// Nobody answers: tries again after the timeout, as often as the retry count allows.
+    /// Starts a retry after the ACK timeout, unless the retries are used up.
     fn no_peer(&mut self, at: QpRef, current: Box<Current>) -> Option<bool> {
         let attributes = self.qp(at)?.attributes;
         if current.progress.timeouts > attributes.retry_count {

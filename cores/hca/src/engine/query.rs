@@ -1,4 +1,4 @@
-//! What can be asked of an engine.
+//! Queries of an engine's state.
 
 use crate::attributes::{QpAttributes, QpState};
 use crate::counters::{DeviceCounters, QpReport};
@@ -10,7 +10,7 @@ use crate::provider::Provider;
 
 use super::Engine;
 
-/// How many objects a device has.
+/// Numbers of a device's objects.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
 pub struct ObjectCounts {
     /// User contexts.
@@ -33,18 +33,18 @@ pub struct ObjectCounts {
     pub throttled_queue_pairs: u32,
 }
 
-/// A device as it stands.
+/// State of a device.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub struct DeviceReport {
-    /// As configured.
+    /// Configured name.
     pub name: String,
-    /// As configured.
+    /// Configured segment.
     pub segment: u32,
     /// Whether it may access guest memory.
     pub enabled: bool,
-    /// As configured.
+    /// Configured capabilities.
     pub capabilities: Capabilities,
-    /// As they are now.
+    /// Current limits.
     pub limits: Limits,
     /// Addresses by index.
     pub gids: Vec<(u32, String)>,
@@ -57,7 +57,7 @@ pub struct DeviceReport {
 }
 
 impl<P: Provider> Engine<P> {
-    /// Attributes of a queue pair, and whether its send queue is draining. Sequence numbers are the present ones.
+    /// Attributes of a queue pair, and whether its send queue is draining. PSNs are the current ones.
     pub fn query_qp(&self, device: DeviceId, qp: QpHandle) -> Result<(QpAttributes, bool), VerbsError> {
         let found = self
             .device(device.0)
@@ -72,7 +72,7 @@ impl<P: Provider> Engine<P> {
         Ok((attributes, draining))
     }
 
-    /// Counters of a device; all 0 for one that doesn't exist.
+    /// Counters of a device; all 0 if it doesn't exist.
     #[must_use]
     pub fn counters(&self, device: DeviceId) -> DeviceCounters {
         self.device(device.0).map(|found| found.counters).unwrap_or_default()
@@ -100,7 +100,7 @@ impl<P: Provider> Engine<P> {
         entries.filter_map(|(index, entry)| entry.map(|entry| (index, entry.gid, entry.mac))).collect()
     }
 
-    /// A device as it stands; `None` when it doesn't exist.
+    /// State of a device; `None` when it doesn't exist.
     #[must_use]
     pub fn inspect(&self, device: DeviceId) -> Option<DeviceReport> {
         let found = self.device(device.0)?;

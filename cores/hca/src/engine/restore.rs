@@ -1,5 +1,6 @@
-//! A device made of saved objects. It is dormant meanwhile: no turns, no addresses, nobody reaches it. Objects may come again, newer; so
-//! what comes last, when the source has stopped, is little, and so is the work that is left ([`Engine::start`]).
+//! A device that is restored from saved objects. It is dormant meanwhile: it gets no turns, has no addresses, and no peer reaches it. A
+//! newer save of an object replaces an older one. So the last round, after the source has stopped, is small, and so is the work left for
+//! [`Engine::start`].
 
 use std::collections::BTreeSet;
 
@@ -19,9 +20,9 @@ use super::save::{SavedCq, SavedQp, SavedSrq};
 use super::{DeviceConfig, Engine};
 use crate::error::VerbsError;
 
-/// Requests behind the one that a queue pair is at, and that a transport has, at most.
+/// Limit of requests that were fetched behind the current one, and of those that a transport has.
 const MOST_REQUESTS: usize = 2 * 256;
-/// Receives that a queue pair can have taken from its ring at most: what a host's RDMA device is given, and some.
+/// Limit of receives that a queue pair can have taken from its ring: what a host's RDMA device gets, and a margin.
 const MOST_TAKEN: usize = 4096;
 
 fn wrong(kind: &'static str, handle: u32, what: &'static str) -> InvalidState {
@@ -33,7 +34,7 @@ fn reference((handle, stamp): saved::Reference) -> ObjectRef {
 }
 
 impl<P: Provider> Engine<P> {
-    /// Adds a device that waits for its saved objects.
+    /// Adds a dormant device, to be restored.
     ///
     /// # Errors
     /// As [`Engine::add_device`].
@@ -42,7 +43,7 @@ impl<P: Provider> Engine<P> {
         self.set_enabled(device, false);
         if let Some(found) = self.device_mut(device.0) {
             found.stopped = Some(Vec::new());
-            // The kernel's context comes like any other, with its stamp.
+            // The kernel's context is restored like any other, with its stamp.
         }
         Ok(device)
     }
@@ -53,7 +54,7 @@ impl<P: Provider> Engine<P> {
             .ok_or(InvalidState::NoDevice)
     }
 
-    /// Stamps that are given out from now on are newer than a restored one.
+    /// Makes all stamps assigned from now on newer than a restored one.
     fn seen(&mut self, stamp: u64, kind: &'static str, handle: u32) -> Result<(), InvalidState> {
         if stamp >= u64::MAX / 2 {
             return Err(wrong(kind, handle, "stamp"));
@@ -62,7 +63,7 @@ impl<P: Provider> Engine<P> {
         Ok(())
     }
 
-    /// An object that the source has destroyed.
+    /// Removes an object that the source has destroyed.
     ///
     /// # Errors
     /// When the device isn't dormant.
@@ -108,10 +109,10 @@ impl<P: Provider> Engine<P> {
         Ok(())
     }
 
-    /// A context.
+    /// Restores a context.
     ///
     /// # Errors
-    /// When the handle can't be one.
+    /// When the handle is invalid.
     pub fn restore_context(
         &mut self,
         device: DeviceId,
@@ -129,10 +130,10 @@ impl<P: Provider> Engine<P> {
         found.contexts.place(handle, context).ok_or(wrong("context", handle, "handle"))
     }
 
-    /// A protection domain.
+    /// Restores a protection domain.
     ///
     /// # Errors
-    /// When the handle can't be one, or its context isn't there.
+    /// When the handle is invalid, or its context doesn't exist.
     pub fn restore_pd(
         &mut self,
         device: DeviceId,
@@ -143,7 +144,7 @@ impl<P: Provider> Engine<P> {
         let owned = match found.pds.get(handle) {
             Some(there) if there.context == saved.context => return Ok(()),
             Some(there) => {
-                // Destroyed, and made again for another process, between two rounds.
+                // The guest destroyed it between two rounds, and another process created it again.
                 let (context, owned) = (there.context, there.owned);
                 if let Some(context) = found.contexts.get_mut(context) {
                     context.owned = context.owned.saturating_sub(1);
@@ -159,10 +160,10 @@ impl<P: Provider> Engine<P> {
         placed.ok_or(wrong("protection domain", handle, "handle"))
     }
 
-    /// A memory region.
+    /// Restores a memory region.
     ///
     /// # Errors
-    /// When it has a value that no region has.
+    /// When a value is invalid.
     pub fn restore_region(
         &mut self,
         device: DeviceId,
@@ -217,10 +218,10 @@ impl<P: Provider> Engine<P> {
         found.regions.place(handle, region).ok_or(wrong("handle"))
     }
 
-    /// A completion queue.
+    /// Restores a completion queue.
     ///
     /// # Errors
-    /// When it has a value that none has.
+    /// When a value is invalid.
     pub fn restore_cq(
         &mut self,
         device: DeviceId,
@@ -267,10 +268,10 @@ impl<P: Provider> Engine<P> {
         placed.ok_or(wrong("handle"))
     }
 
-    /// A shared receive queue.
+    /// Restores a shared receive queue.
     ///
     /// # Errors
-    /// When it has a value that none has.
+    /// When a value is invalid.
     pub fn restore_srq(
         &mut self,
         device: DeviceId,
@@ -321,10 +322,10 @@ impl<P: Provider> Engine<P> {
         placed.ok_or(wrong("handle"))
     }
 
-    /// A queue pair.
+    /// Restores a queue pair.
     ///
     /// # Errors
-    /// When it has a value that none has.
+    /// When a value is invalid.
     pub fn restore_qp(
         &mut self,
         device: DeviceId,
@@ -391,7 +392,7 @@ impl<P: Provider> Engine<P> {
         }
         let found = self.dormant(device)?;
         let mut taken = saved.taken.into_iter();
-        // Of a message that has begun, or the next one's: that makes no difference.
+        // The receive of a message in progress, or of the next one: the engine treats both alike.
         let stashed = taken.next().map(Box::new);
         let mut elsewhere = saved.elsewhere.map(|elsewhere| Box::new(Elsewhere::restore(elsewhere)));
         if taken.len() > 0 {
@@ -471,10 +472,10 @@ impl<P: Provider> Engine<P> {
         Ok(())
     }
 
-    /// The device itself: what it was about to do, and its addresses, which it gets with [`Engine::start`].
+    /// Restores the device itself: its pending work, and its addresses, which [`Engine::start`] binds.
     ///
     /// # Errors
-    /// When an index or handle can't be one.
+    /// When an index or handle is invalid.
     pub fn restore_device(&mut self, device: DeviceId, saved: &saved::Device) -> Result<(), InvalidState> {
         let found = self.dormant(device)?;
         let wrong = |what| wrong("device", 0, what);
@@ -496,10 +497,10 @@ impl<P: Provider> Engine<P> {
         Ok(())
     }
 
-    /// A stopped or restored device goes on: it has its addresses, and its queue pairs their turns. Those that are held stay so.
+    /// Starts a stopped or restored device: binds its addresses and gives its queue pairs turns. Suspended addresses stay suspended.
     ///
     /// # Errors
-    /// When an address is another device's: nothing has changed then.
+    /// When another device has one of its addresses: nothing has changed then.
     pub fn start(&mut self, device: DeviceId) -> Result<(), InvalidState> {
         let index = device.0;
         let found = self.dormant(device)?;
@@ -538,7 +539,7 @@ impl<P: Provider> Engine<P> {
                 self.notifications.push(CqRef { device: index, handle: cq, stamp });
             }
         }
-        // What was posted without a doorbell that anybody saw is found by looking at all, at full speed.
+        // Requests posted without a doorbell that reached the engine are found by a scan at full speed.
         for context in contexts {
             if let Some(found) = self.device_mut(index).and_then(|found| found.contexts.get_mut(context)) {
                 found.hot = 1;

@@ -1,7 +1,7 @@
-//! What a migration copies of a device: which objects were touched, and an object's state.
+//! What a migration copies of a device: the set of touched objects, and an object's state.
 //!
-//! A device is *tracked* from before its first object is saved. Each round takes the marks and saves those objects; when the device has
-//! been stopped ([`Engine::stop`]) what is left is what was touched since the round before, and [`crate::saved::Device`].
+//! A device is *tracked* from before its first object is saved. Each round takes the marks and saves those objects. After the device is
+//! stopped ([`Engine::stop`]), the objects touched since the last round are left, and [`crate::saved::Device`].
 
 use crate::attributes::QpKind;
 use crate::names::{DeviceId, QpHandle, Qpn};
@@ -24,7 +24,7 @@ pub type SavedSrq<P> =
     saved::Srq<<<P as Provider>::ReceiveQueue as ReceiveQueue<<P as Provider>::Memory>>::Saved>;
 
 impl<P: Provider> Engine<P> {
-    /// Begins or ends noting which objects of a device are touched. At the beginning all that exist count as touched.
+    /// Begins or ends tracking of touched objects. At the beginning all existing objects count as touched.
     pub fn track(&mut self, device: DeviceId, on: bool) {
         let Some(found) = self.device_mut(device.0) else { return };
         found.marks.set(on);
@@ -47,26 +47,27 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// Whether touched objects are noted.
+    /// Whether touched objects are tracked.
     #[must_use]
     pub fn is_tracked(&self, device: DeviceId) -> bool {
         self.device(device.0).is_some_and(|found| found.marks.on())
     }
 
-    /// How many objects were touched since [`Engine::take_touched`].
+    /// Number of objects touched since [`Engine::take_touched`].
     #[must_use]
     pub fn touched(&self, device: DeviceId) -> usize {
         self.device(device.0).map_or(0, |found| found.marks.count())
     }
 
-    /// Takes marks, at most so many: objects that were made, changed or destroyed, in the order in which they refer to each other.
+    /// Returns at most `most` touched objects and clears their marks: objects that were created, changed or destroyed, each after those
+    /// that it refers to.
     pub fn take_touched(&mut self, device: DeviceId, most: usize, each: impl FnMut(Name)) {
         if let Some(found) = self.device_mut(device.0) {
             found.marks.take(most, each);
         }
     }
 
-    /// A transport has changed what it holds for a queue pair.
+    /// Marks a queue pair as touched, after a transport changed the state that it has of it.
     #[inline]
     pub fn touch_qp(&mut self, device: DeviceId, qp: QpHandle) {
         if let Some(found) = self.device_mut(device.0) {
@@ -74,9 +75,9 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// Stops a device between two requests or quanta: it gets no turns, touches no guest memory, and answers no peer, until
-    /// [`Engine::start`]. What its guest has posted stays in the rings. Call it between polls; transports then take the actions that
-    /// are left, and hold their connections.
+    /// Stops a device between two requests or quanta, until [`Engine::start`]. It gets no turns, accesses no guest memory, and answers no
+    /// peer. Posted requests stay in the rings. Call it between polls; transports then process the remaining actions, and suspend their
+    /// connections.
     pub fn stop(&mut self, device: DeviceId, sink: &mut impl Sink) {
         self.run_failed_cqs();
         self.deliver(sink);
@@ -105,7 +106,7 @@ impl<P: Provider> Engine<P> {
         self.stop_device_timer(Timer::Device(index));
         stopped.extend(self.device_leaves_inbound(index));
         stopped.extend(self.device_leaves_late(index));
-        // They find that it is held.
+        // At their next turn they find its address suspended.
         self.release_inbound(index, usize::MAX);
         self.topology_changed();
         for at in waiting {
@@ -113,7 +114,7 @@ impl<P: Provider> Engine<P> {
                 stopped.push(at.handle);
                 continue;
             }
-            // Who waits for this device's answers or receives looks again, and finds that it is held.
+            // A peer that waits for this device's responses or receives gets a turn, and finds the address suspended.
             let waits = self.qp(at).is_some_and(|qp| matches!(qp.wait, Wait::Receive | Wait::Peer));
             if waits && self.is_held(at) {
                 self.wake(at);
@@ -146,7 +147,7 @@ impl<P: Provider> Engine<P> {
         self.device(device.0).is_some_and(|found| found.stopped.is_some())
     }
 
-    /// A stopped device.
+    /// Saves a stopped device; `None` when it isn't stopped.
     #[must_use]
     pub fn save_device(&self, device: DeviceId) -> Option<saved::Device> {
         let found = self.device(device.0)?;
@@ -164,7 +165,7 @@ impl<P: Provider> Engine<P> {
         })
     }
 
-    /// Whether an object is there.
+    /// Whether an object exists.
     #[must_use]
     pub fn has(&self, device: DeviceId, name: Name) -> bool {
         let Some(found) = self.device(device.0) else { return false };
@@ -180,20 +181,20 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// A context; `None`: there is none.
+    /// Saves a context; `None` when it doesn't exist.
     #[must_use]
     pub fn save_context(&self, device: DeviceId, handle: u32) -> Option<saved::Context> {
         let found = self.device(device.0)?.contexts.get(handle)?;
         Some(saved::Context { stamp: found.stamp, exact: found.exact })
     }
 
-    /// A protection domain; `None`: there is none.
+    /// Saves a protection domain; `None` when it doesn't exist.
     #[must_use]
     pub fn save_pd(&self, device: DeviceId, handle: u32) -> Option<saved::Pd> {
         Some(saved::Pd { context: self.device(device.0)?.pds.get(handle)?.context })
     }
 
-    /// A memory region; `None`: there is none.
+    /// Saves a memory region; `None` when it doesn't exist.
     #[must_use]
     pub fn save_region(&self, device: DeviceId, handle: u32) -> Option<saved::Region> {
         let found = self.device(device.0)?.regions.table().get(handle)?;
@@ -209,7 +210,7 @@ impl<P: Provider> Engine<P> {
         })
     }
 
-    /// A completion queue; `None`: there is none.
+    /// Saves a completion queue; `None` when it doesn't exist.
     #[must_use]
     pub fn save_cq(&self, device: DeviceId, handle: u32) -> Option<SavedCq<P>> {
         let found = self.device(device.0)?.cqs.get(handle)?;
@@ -226,7 +227,7 @@ impl<P: Provider> Engine<P> {
         })
     }
 
-    /// A shared receive queue; `None`: there is none.
+    /// Saves a shared receive queue; `None` when it doesn't exist.
     #[must_use]
     pub fn save_srq(&self, device: DeviceId, handle: u32) -> Option<SavedSrq<P>> {
         let found = self.device(device.0)?.srqs.get(handle)?;
@@ -241,7 +242,7 @@ impl<P: Provider> Engine<P> {
         })
     }
 
-    /// A queue pair; `None`: there is none.
+    /// Saves a queue pair; `None` when it doesn't exist.
     #[must_use]
     pub fn save_qp(&self, device: DeviceId, handle: u32) -> Option<SavedQp<P>> {
         let found = self.device(device.0)?.qps.get(handle)?;

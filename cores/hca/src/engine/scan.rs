@@ -1,10 +1,9 @@
-//! Scans: looking at all queue pairs of a context, since a doorbell may have been overwritten by another one of the context
-//! (spec pvrdma 14.2).
+//! Scans: polling all queue pairs of a context, since one doorbell of the context may have overwritten another.
 //!
-//! Each doorbell found in memory asks for one, so with thousands of queue pairs there is always one under way, and nearly all of
-//! it finds nothing. So a look at an idle queue pair is two loads: of what is remembered of it ([`Quiet`], in the order of handles,
-//! four to a cache line), and of the guest's index. And a scan takes a small share of the engine's time, unless it has found a queue
-//! pair that no doorbell named: where one was missed others may have been.
+//! Each doorbell found in memory requests a scan. With thousands of queue pairs a scan is therefore always in progress, and finds nothing
+//! at nearly all of them. So checking an idle queue pair is two loads: its remembered state ([`Quiet`], in the order of handles, four to a
+//! cache line), and the guest's index. A scan uses a small share of the engine's time. After it has found a queue pair that no doorbell
+//! named, it runs at full speed: where one doorbell was lost, others may be lost too.
 
 use dma::Dma;
 
@@ -15,25 +14,25 @@ use crate::provider::{Provider, SendQueue};
 
 use super::{Engine, Scan};
 
-/// Queue pairs that any poll may look at in a context that has at most [`FEW`]: their lines stay in the cache.
+/// Checks that any poll may do in a context of at most [`FEW`] queue pairs: their cache lines stay in the cache.
 const LEAST_LOOKS: u64 = 2;
 /// See [`LEAST_LOOKS`].
 const FEW: usize = 64;
-/// Nanoseconds for each further look.
+/// Interval of further checks, nanoseconds.
 const LOOK_EVERY_NS: u64 = 2000;
-/// Those are done so many at a time: each is a page of its own, whose translation takes longer than the load, and only loads that are
-/// under way together share that time. One by one they cost 200 ns.
+/// Number of such checks at once. Each loads from another page, whose address translation takes longer than the load. Only loads in flight
+/// together share that time; one by one each takes 200 ns.
 const BURST: u64 = 64;
-/// Further queue pairs that a poll looks at when the one before found nothing to execute.
+/// Further checks of a poll after one that found nothing to execute.
 const IDLE_LOOKS: u64 = 8;
-/// How many queue pairs ahead guest memory is asked for.
+/// How many queue pairs ahead guest memory is prefetched.
 const AHEAD: usize = 8;
-/// After a find, so many passes of that context go at full speed: the one under way and the next.
+/// Number of passes of a context at full speed after a find: the one in progress and the next.
 const HOT_PASSES: u8 = 2;
 
 impl<P: Provider> Engine<P> {
-    /// A doorbell of this context may have been overwritten: all its queue pairs and shared receive queues are looked
-    /// at, over the next polls.
+    /// Scans all queue pairs and shared receive queues of a context, over the next polls, since one of its doorbells may have been
+    /// overwritten.
     pub fn scan_context(&mut self, device: DeviceId, context: ContextHandle) {
         let Some(found) = self.device_mut(device.0) else { return };
         let Some(owner) = found.contexts.get_mut(context.0) else { return };
@@ -46,8 +45,8 @@ impl<P: Provider> Engine<P> {
         self.scans.push_back(Scan { device: device.0, context: context.0, stamp, position: 0 });
     }
 
-    /// Goes on with the scans, as far as a poll may. `elapsed` are the nanoseconds since the last poll, `idle` whether that found
-    /// nothing to execute.
+    /// Continues the scans, within a poll's share. `elapsed` is the time since the last poll in nanoseconds; `idle` is whether that poll
+    /// found nothing to execute.
     pub(super) fn run_scans(&mut self, elapsed: u64, idle: bool) {
         if self.scans.is_empty() {
             return;
@@ -56,7 +55,7 @@ impl<P: Provider> Engine<P> {
         self.scan_time = self.scan_time.saturating_add(elapsed).min(BURST * LOOK_EVERY_NS);
         while left > 0 {
             let Some(mut scan) = self.scans.pop_front() else { return };
-            // An empty context is not free either.
+            // An empty context costs time too.
             left -= 1;
             let Some(device) = self.device(scan.device) else { continue };
             let Some(context) = device.contexts.get(scan.context).filter(|c| c.stamp == scan.stamp) else {
@@ -91,7 +90,7 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// Passes over queue pairs of which nothing has changed since they were found idle, and over active ones.
+    /// Skips queue pairs that are active, or unchanged since they were found idle.
     #[inline]
     fn skip_quiet(&self, scan: &mut Scan, budget: &mut u64) {
         let Some(device) = self.device(scan.device).filter(|device| device.enabled) else { return };
@@ -114,7 +113,7 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// Looks at a scan's next queue pair; `false` when there is none.
+    /// Checks the next queue pair of a scan; `false` when there is none.
     fn scan_one(&mut self, scan: &Scan) -> bool {
         let Some(device) = self.device(scan.device) else { return false };
         let Some(context) = device.contexts.get(scan.context) else { return false };
@@ -128,8 +127,8 @@ impl<P: Provider> Engine<P> {
             && qp.wait == Wait::None
             && (qp.current.is_some() || qp.send_queue.pending(&device.memory));
         let found = sends && !qp.active;
-        // Nothing but a new request or a turn, a waiting peer, or a verb can change what is to be done here; each of the latter
-        // makes the device forget this.
+        // Only a new request, a turn, a waiting peer, or a verb can make work here. Each of the last three calls
+        // [`QuietTable::forget`](crate::objects::quiet::QuietTable::forget).
         let quiet = !sends
             && !qp.active
             && qp.wait == Wait::None

@@ -1,8 +1,9 @@
-//! The end of a context or a protection domain, and of all that belongs to it, since a guest may have forgotten objects whose creation it did
-//! not wait for (spec pvrdma 6.3).
+//! Destruction of a context or a protection domain with everything that it owns. A guest may not know objects whose creation it gave up
+//! waiting for, so the engine destroys them with their owner.
 //!
-//! A guest decides how much that is, and one thread serves the guests of a host. So it goes in slices of a bounded number of steps, between which
-//! the engine serves others. Each pass goes over a table once, downwards; what is left is whole after each slice.
+//! A guest decides how many objects these are, and one thread serves the guests of a host. So the destruction runs in slices of a bounded
+//! number of steps, between which the engine serves others. Each pass visits a table once, downwards. After each slice, the remaining
+//! objects are consistent.
 
 use crate::error::VerbsError;
 use crate::memory::Region;
@@ -13,19 +14,19 @@ use crate::saved::Kind;
 
 use super::Engine;
 
-/// Steps of the destruction of an object; a look at a table's slot is one step.
+/// Steps of the destruction of an object; a check of a table slot is one step.
 const STEPS_PER_OBJECT: u32 = 32;
-/// Runs of pages of a memory region that are given back in a step.
+/// Runs of pages of a memory region that a step releases.
 const RUNS_PER_STEP: usize = 64;
 
-/// What is destroyed with all that it owns.
+/// The owner that is destroyed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Owner {
     Context(u32),
     Pd(u32),
 }
 
-/// A table that a teardown passes over, in this order: what refers to others goes before them.
+/// Passes over tables, in order: objects that refer to others are destroyed before them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Pass {
     QueuePairs,
@@ -36,22 +37,22 @@ enum Pass {
     Owner,
 }
 
-/// The destruction of a context or a protection domain, as far as it has come. Objects that the guest makes there meanwhile may survive it, and make
-/// its last step fail: a guest waits for its end.
+/// A destruction in progress. Objects that the guest creates there meanwhile may survive it, and make its last step fail: a guest waits for
+/// its end.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Teardown {
     device: DeviceId,
     owner: Owner,
     pass: Pass,
-    /// Handles from here on are done; `None` before the pass.
+    /// Handles from here on are processed; `None` before the pass.
     below: Option<u32>,
 }
 
 impl<P: Provider> Engine<P> {
-    /// Begins the end of a context. The kernel's can't be closed. Nothing has changed when it fails.
+    /// Begins to destroy a context. The kernel's can't be destroyed. A failure changes nothing.
     ///
     /// # Errors
-    /// When there is no such context.
+    /// When the context doesn't exist.
     pub fn begin_destroy_context(
         &mut self,
         device: DeviceId,
@@ -64,18 +65,18 @@ impl<P: Provider> Engine<P> {
         Ok(Teardown { device, owner: Owner::Context(context.0), pass: Pass::QueuePairs, below: None })
     }
 
-    /// Begins the end of a protection domain with its queue pairs, shared receive queues and memory regions. Nothing has changed when it fails.
+    /// Begins to destroy a protection domain with its queue pairs, shared receive queues and memory regions. A failure changes nothing.
     ///
     /// # Errors
-    /// When there is no such protection domain.
+    /// When the protection domain doesn't exist.
     pub fn begin_destroy_pd(&mut self, device: DeviceId, pd: PdHandle) -> Result<Teardown, VerbsError> {
         let found = self.of(device)?;
         found.pds.get(pd.0).ok_or(VerbsError::missing("protection domain", pd.0))?;
         Ok(Teardown { device, owner: Owner::Pd(pd.0), pass: Pass::QueuePairs, below: None })
     }
 
-    /// Goes on with a destruction for about `steps` steps: a look at a slot of a table is one, an object that goes [`STEPS_PER_OBJECT`]. Tells
-    /// `gone` which queue pairs went. Whether all is done.
+    /// Continues a destruction for about `steps` steps: a check of a table slot is one, a destroyed object [`STEPS_PER_OBJECT`] or more.
+    /// Calls `gone` for each destroyed queue pair. Returns whether the destruction is complete.
     ///
     /// # Errors
     /// When the device or the owner is gone.
@@ -130,7 +131,7 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// The owner itself, which owns nothing any more.
+    /// Destroys the owner itself, which owns nothing any more.
     fn end_owner(&mut self, device: DeviceId, owner: Owner) -> Result<(), VerbsError> {
         let found = self.of(device)?;
         match owner {
@@ -149,10 +150,10 @@ impl<P: Provider> Engine<P> {
         Ok(())
     }
 
-    /// Closes a context at once, whatever it owns: see [`Engine::begin_destroy_context`].
+    /// Destroys a context at once, whatever it owns: see [`Engine::begin_destroy_context`].
     ///
     /// # Errors
-    /// When there is no such context.
+    /// When the context doesn't exist.
     pub fn destroy_context(&mut self, device: DeviceId, context: ContextHandle) -> Result<(), VerbsError> {
         let mut under_way = self.begin_destroy_context(device, context)?;
         while !self.teardown(&mut under_way, u32::MAX, &mut |_| {})? {}
@@ -162,7 +163,7 @@ impl<P: Provider> Engine<P> {
     /// Destroys a protection domain at once, whatever it owns: see [`Engine::begin_destroy_pd`].
     ///
     /// # Errors
-    /// When there is no such protection domain.
+    /// When the protection domain doesn't exist.
     pub fn destroy_pd(&mut self, device: DeviceId, pd: PdHandle) -> Result<(), VerbsError> {
         let mut under_way = self.begin_destroy_pd(device, pd)?;
         while !self.teardown(&mut under_way, u32::MAX, &mut |_| {})? {}
@@ -190,7 +191,7 @@ impl<P: Provider> Device<P> {
         }
     }
 
-    /// Handles of a pass's table are below it.
+    /// Upper bound of the handles of a pass's table.
     fn table_end(&self, pass: Pass) -> u32 {
         match pass {
             Pass::QueuePairs => self.qps.end(),
@@ -202,7 +203,7 @@ impl<P: Provider> Device<P> {
         }
     }
 
-    /// How many steps the destruction of an object takes; `None` when it isn't the owner's.
+    /// Number of steps to destroy an object; `None` when the owner doesn't own it.
     fn cost(&self, owner: Owner, pass: Pass, handle: u32) -> Option<u32> {
         let owns = |pd: u32| match owner {
             Owner::Pd(own) => pd == own,

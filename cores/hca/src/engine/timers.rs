@@ -1,7 +1,7 @@
 //! The active list, waits and their timers.
 //!
-//! A queue pair is on the active list (it gets turns), or waits with a timer or without, or is idle. A wait ends by its timer or
-//! by [`Engine::wake`]; a doorbell doesn't end it, since the queue will be looked at afterwards anyway.
+//! A queue pair is on the active list (it gets turns), waits with or without a timer, or is idle. A wait ends by its timer or by
+//! [`Engine::wake`]. A doorbell doesn't end it, since the queue is polled after the wait anyway.
 
 use crate::names::{DeviceId, QpHandle, SrqHandle};
 use crate::objects::{ObjectRef, QpRef, Wait};
@@ -17,12 +17,12 @@ const RNR_TIMERS: [u32; 32] = [
     3072, 4096, 6144, 8192, 12_288, 16_384, 24_576, 32_768, 49_152,
 ];
 
-/// How long an RNR timer code is, nanoseconds.
+/// Duration of an RNR timer code, nanoseconds.
 pub(crate) fn rnr_timer_ns(code: u8) -> u64 {
     u64::from(RNR_TIMERS[usize::from(code % 32)]) * 10_000
 }
 
-/// How long a local ACK timeout code is, nanoseconds; `None` is for ever.
+/// Duration of a local ACK timeout code, nanoseconds; `None` is no timeout.
 pub(crate) fn ack_timeout_ns(code: u8) -> Option<u64> {
     match code % 32 {
         0 => None,
@@ -30,11 +30,11 @@ pub(crate) fn ack_timeout_ns(code: u8) -> Option<u64> {
     }
 }
 
-/// How many turns ahead guest memory is asked for.
+/// How many turns ahead guest memory is prefetched.
 const TURNS_AHEAD: usize = 6;
 
 impl<P: Provider> Engine<P> {
-    /// Puts a queue pair on the active list, unless it is there.
+    /// Puts a queue pair on the active list, unless it is there already.
     #[inline]
     pub(crate) fn activate(&mut self, at: QpRef) {
         if let Some(qp) = self.qp_mut(at) {
@@ -46,7 +46,7 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// A queue pair was touched.
+    /// Marks a queue pair as touched, for a migration.
     #[inline]
     pub(crate) fn mark(&mut self, at: QpRef) {
         if let Some(device) = self.device_mut(at.device) {
@@ -72,7 +72,7 @@ impl<P: Provider> Engine<P> {
         self.active_qps += 1;
     }
 
-    /// The next queue pair to get a turn.
+    /// Removes and returns the queue pair that gets the next turn.
     #[inline]
     pub(super) fn next_active(&mut self) -> Option<QpRef> {
         loop {
@@ -82,7 +82,7 @@ impl<P: Provider> Engine<P> {
                 device.scheduled = false;
                 continue;
             };
-            // Among thousands, each has fallen out of the caches since its last turn, and its pages' translations with it.
+            // Among thousands, each has left the caches since its last turn, and so have its pages' translations.
             if let Some(later) = device.active.get(2 * TURNS_AHEAD)
                 && let Some(qp) = device.qps.get(later.handle)
             {
@@ -99,7 +99,7 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// Takes a queue pair off the list of those that wait at a shared receive queue.
+    /// Removes a queue pair from a shared receive queue's list of waiting ones.
     pub(crate) fn stop_awaiting(&mut self, at: QpRef, awaits: Option<(u32, ObjectRef)>) {
         let Some((device, shared)) = awaits else { return };
         if let Some(srq) = self.device_mut(device).and_then(|device| device.srqs.get_mut(shared.handle))
@@ -109,7 +109,7 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// Lets a send queue wait, until `deadline` at the latest if there is one.
+    /// Makes a send queue wait, until `deadline` at the latest if there is one.
     pub(crate) fn wait(&mut self, at: QpRef, wait: Wait, deadline: Option<u64>) {
         self.end_wait(at);
         if let Some(qp) = self.qp_mut(at) {
@@ -130,7 +130,7 @@ impl<P: Provider> Engine<P> {
         self.leave_lists(at, wait);
     }
 
-    /// Takes a queue pair out of the lists of what it waits for.
+    /// Removes a queue pair from the lists of its wait.
     pub(super) fn leave_lists(&mut self, at: QpRef, wait: Wait) {
         match wait {
             Wait::Budget => self.leave_inbound(at),
@@ -147,28 +147,28 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// Starts a device's timer, in place of the one of its kind that runs.
+    /// Starts a device's timer, in place of a running one of its kind.
     pub(super) fn start_device_timer(&mut self, timer: Timer, deadline: u64) {
         self.stop_device_timer(timer);
         self.device_timers.insert(timer, deadline);
         self.timers.insert((deadline, timer));
     }
 
-    /// Stops a device's timer, if it runs.
+    /// Stops a device's timer, if it is running.
     pub(super) fn stop_device_timer(&mut self, timer: Timer) {
         if let Some(deadline) = self.device_timers.remove(&timer) {
             self.timers.remove(&(deadline, timer));
         }
     }
 
-    /// Ends a wait without its timer having run out.
+    /// Ends a wait before its timer expires.
     pub(crate) fn wake(&mut self, at: QpRef) {
         self.receive_came(at);
         self.end_wait(at);
         self.activate(at);
     }
 
-    /// Timers that have run out.
+    /// Processes expired timers.
     pub(super) fn run_timers(&mut self) -> bool {
         let mut worked = false;
         for _ in 0..self.config.timers_per_poll {
@@ -209,7 +209,7 @@ impl<P: Provider> Engine<P> {
         self.activate(at);
     }
 
-    /// Lets a queue pair wait for its VM's rate limit.
+    /// Makes a queue pair wait for its VM's rate limit.
     pub(super) fn throttle(&mut self, at: QpRef, until: u64) {
         self.wait(at, Wait::Rate, None);
         let Some(device) = self.device_mut(at.device) else { return };
@@ -221,7 +221,7 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// The rate limit allows more: some of those that wait for it go on, in the order in which they came.
+    /// Releases at most `most` queue pairs that wait for the rate limit, in order of arrival.
     pub(super) fn release_throttled(&mut self, device: u32, most: usize) {
         let now = self.now;
         let Some(found) = self.device_mut(device) else { return };
@@ -240,7 +240,7 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// A send request was posted. A hint: unknown handles are ignored.
+    /// Doorbell: a send request was posted. A hint: unknown handles are ignored.
     #[inline]
     pub fn doorbell_send(&mut self, device: DeviceId, qp: QpHandle) {
         if let Some(at) = self.qp_ref(device, qp) {
@@ -248,7 +248,7 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// Whether a queue pair gets turns, so that each poll looks at its send queue anyway.
+    /// Whether a queue pair gets turns, so that each poll checks its send queue anyway.
     #[inline]
     #[must_use]
     pub fn is_active(&self, device: DeviceId, qp: QpHandle) -> bool {
@@ -262,7 +262,7 @@ impl<P: Provider> Engine<P> {
         self.device(device.0).is_some_and(|found| !found.active.is_empty())
     }
 
-    /// A receive request was posted. A hint: unknown handles are ignored.
+    /// Doorbell: a receive request was posted. A hint: unknown handles are ignored.
     #[inline]
     pub fn doorbell_receive(&mut self, device: DeviceId, qp: QpHandle) {
         if let Some(at) = self.qp_ref(device, qp) {
@@ -270,7 +270,7 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// A receive request was posted to a shared queue. A hint: unknown handles are ignored.
+    /// Doorbell: a receive request was posted to a shared queue. A hint: unknown handles are ignored.
     pub fn doorbell_srq(&mut self, device: DeviceId, srq: SrqHandle) {
         let Some(found) = self.device_mut(device.0) else { return };
         if !found.enabled {
@@ -289,7 +289,7 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// Receives may have come: whoever waits for them goes on, and in the error state they are flushed.
+    /// Handles posted receives: wakes requesters that wait for them, and flushes them in the error state.
     pub(super) fn look_at_receives(&mut self, at: QpRef) {
         let Some(device) = self.device(at.device) else { return };
         let Some(qp) = device.qps.get(at.handle) else { return };
@@ -313,8 +313,8 @@ impl<P: Provider> Engine<P> {
     }
 }
 
-/// Queue pairs that a device's rate timer lets go at once. One: if it uses up what there is, the others keep their order, and
-/// it goes behind them; else the timer follows up.
+/// Number of queue pairs that a device's rate timer releases at once. One: if it uses up the budget, the others keep their order and it
+/// queues behind them. Otherwise the timer releases the next at once.
 const RELEASED_AT_ONCE: usize = 1;
 
 #[cfg(test)]

@@ -1,8 +1,8 @@
-//! The state table of queue pairs (spec rocev2 13; IBTA table 91).
+//! The state table of queue pairs (IBTA volume 1, table 91).
 
 use crate::attributes::{QpAttributeMask as Mask, QpKind, QpState as State};
 
-/// Attributes that a transition must and may carry, besides STATE. `None` when there is no such transition.
+/// Attributes that a transition requires and permits, besides STATE. `None` when the transition doesn't exist.
 pub(super) fn transition(kind: QpKind, from: State, to: State) -> Option<(Mask, Mask)> {
     use State::{
         Error, Init, ReadyToReceive as Rtr, ReadyToSend as Rts, Reset, SendQueueDrained as Sqd,
@@ -54,7 +54,7 @@ fn connect_optional() -> Mask {
     Mask::ALTERNATE_PATH | Mask::ACCESS_FLAGS | Mask::PKEY_INDEX
 }
 
-/// To RTS, and within.
+/// To RTS, and RTS to RTS.
 fn running(kind: QpKind) -> Mask {
     match kind {
         QpKind::Rc => {
@@ -69,7 +69,7 @@ fn running(kind: QpKind) -> Mask {
     }
 }
 
-/// Within SQD.
+/// SQD to SQD.
 fn drained(kind: QpKind) -> Mask {
     let connected = Mask::PORT
         | Mask::ADDRESS_VECTOR

@@ -24,7 +24,7 @@ impl<P: Provider> Engine<P> {
         let length = total(&request.sges);
         let peer = self.peer_for(at, progress);
         let part = self.part(length, progress);
-        // The own memory comes first: a requester finds its errors before it sends anything.
+        // The requester's own memory first: it finds its errors before it sends anything.
         if self.gather_source(at, &request.sges, length, part.clone()).is_err() {
             return Step::Failed(Status::LocalProtection);
         }
@@ -87,18 +87,18 @@ impl<P: Provider> Engine<P> {
         Step::DONE
     }
 
-    /// The message doesn't fit the receive.
+    /// Handles a message that is longer than the receive.
     fn too_long(&mut self, at: QpRef, peer: QpRef, receive: ReceiveRequest) -> Step {
         if self.qp(peer).is_some_and(|qp| qp.kind == crate::attributes::QpKind::Rc) {
             self.complete_receive_error(peer, receive.wr_id, Status::LocalLength);
         } else {
-            // An unreliable message is dropped, and the receive waits for the next.
+            // An unreliable message is dropped, and the next one uses the receive.
             self.stash_receive(peer, receive);
         }
         self.refuse(at, peer, Status::RemoteInvalidRequest, Some(AsyncEvent::QpRequestError))
     }
 
-    /// The receive names memory that the responder itself may not write.
+    /// Handles a receive whose memory the responder itself may not write.
     fn receive_failed(&mut self, at: QpRef, peer: QpRef, receive: &ReceiveRequest) -> Step {
         self.complete_receive_error(peer, receive.wr_id, Status::LocalProtection);
         self.own_failure(peer);

@@ -1,4 +1,4 @@
-//! Datagrams: UD, and the general services queue pair. Whatever is wrong at the receiver, the sender never learns of it.
+//! Datagrams: UD, and the general services queue pair. The sender never learns of an error at the receiver.
 
 use dma::Dma;
 use dma::access::CopyFault;
@@ -16,7 +16,7 @@ use crate::work::{
 use super::receive::{Received, Taken};
 use super::{Step, message_len, total};
 
-/// Bytes before the payload in a datagram's receive buffer (spec pvrdma 12).
+/// Bytes before the payload in a datagram's receive buffer: the area of the global routing header (GRH).
 pub(crate) const GRH_AREA: u64 = 40;
 /// UDP, BTH, DETH and ICRC around a payload.
 const HEADERS: u64 = 8 + 12 + 8 + 4;
@@ -35,7 +35,7 @@ impl<P: Provider> Engine<P> {
         let Some(qp) = self.qp(at) else { return Step::Failed(Status::General) };
         let port_mtu = u64::from(device.port_mtu);
         let source_qpn = if qp.kind == QpKind::Gsi { GSI } else { qp.qpn };
-        // IBTA 10.2.5: a Q_Key with bit 31 stands for the queue pair's own.
+        // IBTA 10.2.5: a Q_Key with bit 31 selects the queue pair's own.
         let qkey = if to.qkey & (1 << 31) != 0 { qp.attributes.qkey } else { to.qkey };
         let source_gid = device.gid(to.sgid_index);
         let segment = device.segment;
@@ -44,7 +44,7 @@ impl<P: Provider> Engine<P> {
         }
         let Some(source_gid) = source_gid else { return Step::Failed(Status::LocalQpOperation) };
         if length > port_mtu {
-            // IBTA C10-93.1.1 forbids to send any of it. The error completion is what hardware does.
+            // IBTA C10-93.1.1 forbids to send any of it. The error completion follows hardware.
             if let Some(device) = self.device_mut(at.device) {
                 device.counters.req_local_length_error += 1;
             }
@@ -87,7 +87,7 @@ impl<P: Provider> Engine<P> {
         let header = grh_area(source_gid, to, length, immediate.is_some());
         let Some(receive) = self.datagram_receive(owner, receiver) else { return Step::DONE };
         if total(&receive.sges) < GRH_AREA + length {
-            // Anyone can send a datagram: it must not cost the receiver its buffer.
+            // Any device can send a datagram, so an invalid one must not consume the receiver's buffer.
             self.stash_receive(receiver, receive);
             if let Some(device) = self.device_mut(owner) {
                 device.counters.rx_dropped += 1;
@@ -95,7 +95,7 @@ impl<P: Provider> Engine<P> {
             return Step::DONE;
         }
         if self.buffer_is_late(receiver, &receive, GRH_AREA + length) {
-            // As where none is posted: nobody waits for a datagram.
+            // As where none is posted: no requester waits for a datagram.
             self.stash_receive(receiver, receive);
             if let Some(device) = self.device_mut(owner) {
                 device.counters.rx_dropped += 1;
@@ -135,7 +135,7 @@ impl<P: Provider> Engine<P> {
         Step::DONE
     }
 
-    /// The queue pair that takes a datagram.
+    /// The queue pair that receives a datagram.
     pub(crate) fn datagram_receiver(&self, owner: u32, qpn: Qpn, qkey: u32) -> Option<QpRef> {
         let device = self.device(owner).filter(|device| device.enabled)?;
         let qp = device.qp_by_number(qpn)?;
@@ -144,7 +144,7 @@ impl<P: Provider> Engine<P> {
         takes.then_some(QpRef { device: owner, handle: qp.handle.0, stamp: qp.stamp })
     }
 
-    /// A receive for a datagram; without one it is dropped.
+    /// Consumes a receive for a datagram; without one, the datagram is dropped.
     pub(crate) fn datagram_receive(&mut self, owner: u32, receiver: QpRef) -> Option<ReceiveRequest> {
         match self.take_receive(receiver) {
             Taken::Request(receive) => Some(receive),
@@ -168,7 +168,7 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// Whether a datagram's buffer is memory that is still to come, which is asked for then.
+    /// Whether a datagram's buffer has not-present pages, and requests them.
     pub(crate) fn buffer_is_late(&mut self, receiver: QpRef, receive: &ReceiveRequest, total: u64) -> bool {
         if self.device(receiver.device).is_none_or(|device| device.late.is_none()) {
             return false;
@@ -178,12 +178,13 @@ impl<P: Provider> Engine<P> {
             return false;
         }
         let Some(device) = self.device(receiver.device) else { return false };
-        // All of them, so that all are asked for. Header and data are written apart: no page counts as overwritten as a whole.
+        // Evaluated for all pieces, so that all their pages are requested. Header and data are written separately: no page counts as
+        // overwritten as a whole.
         let awaits = |piece: &&Piece| device.memory.awaits(piece.address, piece.len, false);
         self.pieces().1.iter().filter(awaits).count() > 0
     }
 
-    /// Writes the GRH area and copies the payload behind it.
+    /// Writes the GRH area, and copies the payload behind it.
     fn place(
         &mut self,
         at: QpRef,
@@ -214,7 +215,7 @@ impl<P: Provider> Engine<P> {
     }
 }
 
-/// Whose memory was at fault.
+/// The side whose memory caused a fault.
 enum Side {
     Source,
     Target,
@@ -224,7 +225,7 @@ enum Side {
 pub(crate) fn grh_area(source: Gid, to: &Datagram, length: u64, immediate: bool) -> [u8; 40] {
     let immediate = if immediate { 4 } else { 0 };
     let payload = HEADERS + immediate + length.next_multiple_of(4);
-    // At most the port's MTU and headers.
+    // At most the port's MTU plus headers.
     let payload = u16::try_from(payload).unwrap_or(u16::MAX);
     let hop_limit = if to.hop_limit == 0 { 64 } else { to.hop_limit };
     let mut area = [0; 40];

@@ -1,4 +1,4 @@
-//! Work requests that change memory regions: local invalidate, fast registration, and SEND with invalidate's end.
+//! Work requests that change memory regions: local invalidate, fast registration, and the invalidation of a SEND with invalidate.
 
 use crate::attributes::Access;
 use crate::engine::Engine;
@@ -11,7 +11,7 @@ use crate::work::{FastRegister, Status};
 use super::Step;
 
 impl<P: Provider> Engine<P> {
-    /// Ends a fast registration. Nothing is under way with its key then: requests are executed one at a time.
+    /// Ends a fast registration. No request uses its key at that time: requests execute one at a time.
     pub(crate) fn local_invalidate(&mut self, at: QpRef, rkey: u32) -> Step {
         let Some(pd) = self.qp(at).map(|qp| qp.pd) else { return Step::Failed(Status::General) };
         let Some(device) = self.device_mut(at.device) else { return Step::Failed(Status::General) };
@@ -24,7 +24,7 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// Makes a fast-register region valid. It must not be so already.
+    /// Makes a fast-register region valid. It must be invalid before.
     pub(crate) fn fast_register(&mut self, at: QpRef, request: &FastRegister) -> Step {
         match self.registered(at, request) {
             Some(()) => Step::DONE,
@@ -69,7 +69,7 @@ impl<P: Provider> Engine<P> {
     pub(crate) fn invalidate_remote(&mut self, peer: QpRef, key: u32) {
         let Some(pd) = self.qp(peer).map(|qp| qp.pd) else { return };
         if let Some(device) = self.device_mut(peer.device) {
-            // Checked by `may_invalidate`, in the same step.
+            // `may_invalidate` checked it in the same step.
             let _ = device.regions.invalidate(key, pd);
             device.marks.touch(saved::Kind::MemoryRegion, key >> 8);
         }

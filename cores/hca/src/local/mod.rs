@@ -1,13 +1,12 @@
-//! The local transport: both queue pairs are in this engine. Data moves with exactly one copy, from the sender's memory into the
-//! receiver's; requests are executed in order, one at a time per queue pair, so fences and the order of completions need
-//! nothing more.
+//! The local transport, between two queue pairs of this engine. Data is copied exactly once, from the sender's memory into the receiver's.
+//! Requests of a queue pair execute in order, one at a time, so fences and the order of completions need nothing more.
 //!
-//! What a wire would do is kept: who may talk to whom (addresses, numbers, states, packet sequence numbers), which errors either
-//! end sees (spec rocev2 sections 7, 8 and 14), and how long a requester tries.
+//! The rules of a wire apply: who may communicate (addresses, numbers, states, PSNs), which errors either end gets (IBTA volume 1, 9.7 and
+//! 9.9), and how often a requester retries.
 //!
-//! **Packet sequence numbers.** Nothing carries them here, but both ends count them, as the packets of the path MTU would. A pair
-//! whose numbers don't agree when it connects is treated as a peer that doesn't answer: on a wire the requester's packets would be
-//! out of sequence, or worse, be taken for duplicates. So a wrong exchange of PSNs is found here as well.
+//! **Packet sequence numbers.** There are no packets, but both ends count PSNs as packets of the path MTU would. If the PSNs of a pair
+//! don't agree when it connects, the peer counts as unresponsive. On a wire the requester's packets would be out of sequence, or would even
+//! be taken for duplicates. So the local transport detects a wrong exchange of PSNs as well.
 
 mod connected;
 pub(crate) mod datagram;
@@ -29,17 +28,17 @@ use crate::provider::{Provider, SendQueue};
 use crate::saved::Kind;
 use crate::work::{AsyncEvent, CompletedOperation, Completion, Operation, SendRequest, Sge, Status};
 
-/// What became of a request.
+/// Result of a step of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Step {
-    /// It is done.
+    /// The request is complete.
     Done {
-        /// For the completion.
+        /// `byte_len` of the completion.
         byte_len: u32,
     },
-    /// It failed.
+    /// The request failed.
     Failed(Status),
-    /// A quantum of it is done.
+    /// A quantum of the request is executed.
     More,
     /// The responder has no receive posted.
     NoReceive {
@@ -48,13 +47,13 @@ pub(crate) enum Step {
         /// The responder.
         at: QpRef,
     },
-    /// Nobody answers.
+    /// The peer doesn't respond.
     NoPeer,
-    /// A transport takes it.
+    /// A transport executes the request.
     Handed,
-    /// It has to wait until transports have ended all earlier ones.
+    /// The request waits until transports have completed all earlier ones.
     Drain,
-    /// It has to wait for guest memory that is still to come.
+    /// The request waits for not-present guest memory.
     NotHere,
 }
 
@@ -62,20 +61,20 @@ impl Step {
     const DONE: Self = Self::Done { byte_len: 0 };
 }
 
-/// Bytes of a scatter-gather list.
+/// Total length of a scatter-gather list, bytes.
 #[inline]
 pub(crate) fn total(sges: &[Sge]) -> u64 {
     // At most 16 elements of 32 bits.
     sges.iter().map(|sge| u64::from(sge.length)).sum()
 }
 
-/// What a fault says of a gathered list: where it begins, and all of its bytes.
+/// The fault of a whole gathered list: its first address, and its total length.
 fn whole(pieces: &[Piece]) -> DmaFault {
     let address = pieces.first().map_or(0, |piece| piece.address);
     DmaFault { address, len: pieces.iter().fold(0, |sum, piece| sum.saturating_add(piece.len)) }
 }
 
-/// A length that was checked to be that of a message.
+/// Converts a length that is known to be valid for a message.
 #[inline]
 pub(crate) fn message_len(total: u64) -> u32 {
     u32::try_from(total).unwrap_or(u32::MAX)
@@ -118,8 +117,7 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// Gives a send request's slot back, and its completion where one is due: at the end of the turn, or earlier
-    /// ([`Engine::settle`]).
+    /// Releases a send request's slot, and pushes its completion if it needs one: at the end of the turn, or earlier ([`Engine::settle`]).
     #[inline]
     pub(crate) fn complete_send(
         &mut self,
@@ -170,8 +168,7 @@ impl<P: Provider> Engine<P> {
         self.push(at.device, cq, &completion, false);
     }
 
-    /// The peer of a connected queue pair, if it would answer. Looked up anew only when something in the engine has changed
-    /// that could matter.
+    /// The peer of a connected queue pair, if it would respond. Looked up again only after a change in the engine that could matter.
     #[inline]
     fn peer(&mut self, at: QpRef) -> Option<QpRef> {
         match self.path(at) {
@@ -180,13 +177,13 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// Finds the queue pair that would take our packets: it has the address and number that we send to, is of our kind, in a
-    /// state to receive, and expects packets from our address, number and PSN.
+    /// Finds the queue pair that would accept this one's packets. It has the destination address and number, is of the same kind, in a
+    /// state to receive, and expects packets from this address, number and PSN.
     pub(crate) fn find_peer(&self, at: QpRef) -> Option<QpRef> {
         let device = self.device(at.device)?;
         let qp = self.qp(at)?;
         let dgid = qp.attributes.address.dgid;
-        // Replies must find their way, and both addresses be of one family.
+        // Responses must find their way, and both addresses must be of one family.
         if self.owner_of(device.segment, qp.source_gid)? != at.device
             || dgid.ipv4().is_some() != qp.source_gid.ipv4().is_some()
         {
@@ -204,12 +201,12 @@ impl<P: Provider> Engine<P> {
             && peer.source_gid == dgid
             && peer.attributes.address.dgid == qp.source_gid
             && peer.attributes.destination_qpn == qp.qpn
-            // Unreliable responders take up whatever PSN the next message begins with.
+            // Unreliable responders accept whatever PSN the next message begins with.
             && (qp.kind == QpKind::Uc || peer.attributes.rq_psn == qp.attributes.sq_psn);
         answers.then_some(QpRef { device: owner, handle: peer.handle.0, stamp: peer.stamp })
     }
 
-    /// A peer that answers, for a request that may have begun with another one.
+    /// The responsive peer, for a request that may have begun with another one.
     #[inline]
     fn peer_for(&mut self, at: QpRef, progress: &mut Progress) -> Option<QpRef> {
         let peer = self.peer(at)?;
@@ -221,13 +218,13 @@ impl<P: Provider> Engine<P> {
         Some(peer)
     }
 
-    /// What a missing peer means: a reliable requester tries again, an unreliable one never learns of it.
+    /// The result of a missing peer: a reliable requester retries, an unreliable one never learns of it.
     #[inline]
     fn unanswered(&self, at: QpRef) -> Step {
         if self.qp(at).is_some_and(|qp| qp.kind == QpKind::Rc) { Step::NoPeer } else { Step::DONE }
     }
 
-    /// Translates a part of the own scatter-gather list into the copy's source.
+    /// Translates a part of the requester's scatter-gather list into the copy's source.
     #[inline]
     pub(crate) fn gather_source(
         &mut self,
@@ -242,8 +239,8 @@ impl<P: Provider> Engine<P> {
         device.regions.gather(pd, sges, total, part, Access::empty(), scratch)
     }
 
-    /// Translates a part of a scatter-gather list that is written into the copy's target. `srq` names the protection domain of
-    /// receives from a shared queue.
+    /// Translates a part of a scatter-gather list that is written into the copy's target. For receives from a shared queue, `srq`
+    /// identifies the protection domain.
     #[inline]
     pub(crate) fn gather_target(
         &mut self,
@@ -262,11 +259,11 @@ impl<P: Provider> Engine<P> {
         device.regions.gather(pd, sges, total, part, Access::LOCAL_WRITE, scratch)
     }
 
-    /// Copies what was gathered: source to target, exactly once.
+    /// Copies the gathered source to the gathered target, exactly once.
     ///
     /// # Errors
-    /// When the memory of either side is at fault, its device is gone, or it is shorter than the other: then the request must not succeed, and
-    /// no byte has moved in the last two cases.
+    /// When memory of either side is invalid, its device is gone, or one side is shorter than the other. The request must not succeed then,
+    /// and in the last two cases no byte was copied.
     #[inline]
     fn copy(&self, from: u32, to: u32) -> Result<(), CopyFault> {
         let (sources, targets) = self.pieces();
@@ -303,7 +300,7 @@ impl<P: Provider> Engine<P> {
         Ok(())
     }
 
-    /// Accounts for a message between connected queue pairs: `forward` bytes went to the responder, `back` bytes came from it.
+    /// Counts a message between connected queue pairs: `forward` bytes to the responder, `back` bytes from it.
     #[inline]
     fn account(&mut self, at: QpRef, peer: QpRef, forward: u64, back: u64) {
         let Some(qp) = self.qp_mut(at) else { return };
@@ -337,13 +334,13 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// The bytes of a message of `total` that this step moves.
+    /// The range of bytes, of a message of `total`, that this step moves.
     #[inline]
     fn part(&self, total: u64, progress: &Progress) -> Range<u64> {
         progress.offset..total.min(progress.offset.saturating_add(self.quantum_bytes()))
     }
 
-    /// Charges bytes that were moved to the VM's rate limit.
+    /// Charges moved bytes to the VM's rate limit.
     #[inline]
     pub(crate) fn charge(&mut self, at: QpRef, bytes: u64) {
         let now = self.now();
@@ -352,8 +349,8 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// The responder refuses a request: it fails with the event, and the requester with the status. Unreliable requesters
-    /// learn nothing and responders go on.
+    /// Refuses a request: the responder fails with the event, the requester with the status. Unreliable requesters learn nothing, and
+    /// unreliable responders continue.
     fn refuse(
         &mut self,
         at: QpRef,

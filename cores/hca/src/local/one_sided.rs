@@ -1,4 +1,4 @@
-//! WRITE, READ and atomics: the responder's guest takes no part.
+//! WRITE, READ and atomics: the responder's guest isn't involved.
 
 use std::ops::Range;
 
@@ -19,7 +19,7 @@ use super::{Step, message_len, total};
 const ATOMIC: u64 = 8;
 
 impl<P: Provider> Engine<P> {
-    /// WRITE, with immediate data or without.
+    /// WRITE, with or without immediate data.
     #[inline]
     pub(crate) fn write(
         &mut self,
@@ -60,7 +60,7 @@ impl<P: Provider> Engine<P> {
             return Step::More;
         }
         if immediate.is_some() {
-            // The packet with the immediate is the last one: only now a receive is needed.
+            // The last packet carries the immediate data, so only now a receive is consumed.
             let receive = match self.receive_for(at, peer) {
                 Ok(receive) => receive,
                 Err(step) => return step,
@@ -133,7 +133,7 @@ impl<P: Provider> Engine<P> {
         Step::Done { byte_len: message_len(length) }
     }
 
-    /// Compare and swap, fetch and add: by the host CPU's atomics, so they are atomic against the guest's CPUs as well.
+    /// Compare and swap, fetch and add: by the host CPU's atomics, so atomic against the guest's CPUs as well.
     pub(crate) fn atomic(
         &mut self,
         at: QpRef,
@@ -196,12 +196,12 @@ impl<P: Provider> Engine<P> {
         Step::Done { byte_len: 8 }
     }
 
-    /// Whether a queue pair may have a read or atomic outstanding.
+    /// Whether a queue pair may have a READ or atomic outstanding.
     fn may_read(&self, at: QpRef) -> bool {
         self.qp(at).is_some_and(|qp| qp.attributes.max_rd_atomic > 0)
     }
 
-    /// Whether a responder takes reads and atomics.
+    /// Whether a responder accepts READs and atomics.
     pub(crate) fn serves_reads(&self, peer: QpRef) -> bool {
         self.qp(peer).is_some_and(|qp| qp.attributes.max_dest_rd_atomic > 0 && qp.kind == QpKind::Rc)
     }
@@ -212,7 +212,7 @@ impl<P: Provider> Engine<P> {
         self.qp(peer).is_some_and(|qp| qp.attributes.access.contains(access))
     }
 
-    /// Whether the gathered target is memory.
+    /// Whether the gathered target is guest memory.
     fn target_exists(&self, at: QpRef) -> bool {
         self.device(at.device).is_some_and(|device| {
             self.pieces().1.iter().all(|piece| device.memory.check(piece.address, piece.len).is_ok())

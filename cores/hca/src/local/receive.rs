@@ -9,20 +9,20 @@ use crate::work::{AsyncEvent, CompletedOperation, Completion, ReceiveRequest, St
 
 use super::Step;
 
-/// A receive for a message.
+/// Result of consuming a receive.
 pub(crate) enum Taken {
-    /// Here it is.
+    /// The receive.
     Request(ReceiveRequest),
     /// None is posted.
     Empty,
-    /// It can't be executed.
+    /// The receive is malformed.
     Malformed(u64),
     /// The ring is unusable.
     Broken,
 }
 
 impl<P: Provider> Engine<P> {
-    /// Takes the next receive of a queue pair: one that was taken before and not used, or from its ring, or a shared one.
+    /// Consumes the next receive of a queue pair: a stashed one, or one from its ring or shared queue.
     #[inline]
     pub(crate) fn take_receive(&mut self, at: QpRef) -> Taken {
         let Some(device) = self.device_mut(at.device) else { return Taken::Empty };
@@ -64,14 +64,14 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// Keeps a receive for the next message, or for the rest of this one.
+    /// Stashes a receive for the next message, or for the rest of this one.
     pub(crate) fn stash_receive(&mut self, at: QpRef, request: ReceiveRequest) {
         if let Some(qp) = self.qp_mut(at) {
             qp.stashed = Some(Box::new(request));
         }
     }
 
-    /// A receive for a message of a connected requester, or what the requester has to do without one.
+    /// Consumes a receive for a message of a connected requester. Without one, returns the requester's next step.
     #[inline]
     pub(crate) fn receive_for(&mut self, at: QpRef, peer: QpRef) -> Result<ReceiveRequest, Step> {
         match self.take_receive(peer) {
@@ -89,7 +89,7 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// The responder can't go on for a reason of its own; also an unreliable one then fails.
+    /// Fails a responder by an error of its own; an unreliable one fails as well.
     pub(crate) fn own_failure(&mut self, peer: QpRef) {
         if self.qp(peer).is_some_and(|qp| qp.kind != QpKind::Rc) {
             self.enter_error(peer);
@@ -106,7 +106,7 @@ impl<P: Provider> Engine<P> {
         if kind == QpKind::Rc { Step::NoReceive { timer, at: peer } } else { self.unanswered(at) }
     }
 
-    /// The requester is to be told when the responder has a receive.
+    /// Registers a requester that is woken when the responder has a receive.
     pub(crate) fn await_receive(&mut self, at: QpRef, responder: QpRef) {
         let Some(qp) = self.qp_mut(responder) else { return };
         let Some(shared) = qp.srq else {
@@ -131,7 +131,7 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// The protection domain of a queue pair's receives is the shared queue's, if it has one.
+    /// The shared receive queue of a queue pair, if any. Its protection domain applies to the receives.
     pub(crate) fn shared_queue(&self, at: QpRef) -> Option<ObjectRef> {
         self.qp(at)?.srq
     }
@@ -185,7 +185,7 @@ impl<P: Provider> Engine<P> {
     }
 }
 
-/// What a receive got.
+/// Result of a successful receive.
 pub(crate) struct Received {
     pub wr_id: u64,
     pub operation: CompletedOperation,

@@ -1,4 +1,4 @@
-//! What no guest can bring about, but what must not look like a success if it ever happens.
+//! Errors that no guest can cause, but that must not look like success if they ever happen.
 
 use dma::HeapMemory;
 

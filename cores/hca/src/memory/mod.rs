@@ -1,7 +1,7 @@
 //! Memory regions: keys, protection, and translation to guest addresses.
 //!
-//! Every access goes through [`Regions::gather`] or [`Regions::remote`]: key, protection domain, validity, range and rights are
-//! checked there and nowhere else, each time anew.
+//! Every access goes through [`Regions::gather`] or [`Regions::remote`]. They alone check key, protection domain, validity, range and
+//! rights, at each access.
 
 mod region;
 
@@ -40,7 +40,7 @@ impl Regions {
         &self.table
     }
 
-    /// Adds a region; its key's variant comes from `seed`.
+    /// Adds a region; the variant of its key derives from `seed`.
     pub fn insert(&mut self, mut region: Region, seed: u64) -> Option<(u32, u32)> {
         let mut key = 0;
         let handle = self.table.insert(|handle| {
@@ -76,9 +76,9 @@ impl Regions {
         }
     }
 
-    /// Checks the elements that the first `total` bytes of a scatter-gather list need, and translates bytes `part` of them. A
-    /// message fails before its first byte has moved, however many parts it is moved in. Elements of length 0 need no key;
-    /// all of an element has to lie in its region, not only what is used of it.
+    /// Checks the elements for the first `total` bytes of a scatter-gather list, and translates bytes `part` of them. So an invalid message
+    /// fails before its first byte is moved, however many parts it has. Elements of length 0 need no key. All of an element has to lie in
+    /// its region, not only the used part.
     #[inline]
     pub fn gather(
         &self,
@@ -110,8 +110,8 @@ impl Regions {
         if start >= total { Ok(()) } else { Err(Forbidden) }
     }
 
-    /// Checks a peer's access to `total` bytes, and translates bytes `part` of them. Without `total` nothing is checked (IBTA:
-    /// requests of length 0 carry any key).
+    /// Checks a peer's access to `total` bytes, and translates bytes `part` of them. With `total` 0 nothing is checked (IBTA: requests of
+    /// length 0 may have any key).
     #[inline]
     pub fn remote(
         &self,
@@ -132,7 +132,7 @@ impl Regions {
         Ok(())
     }
 
-    /// Makes a fast-register region invalid. Invalid ones may be invalidated again.
+    /// Makes a fast-register region invalid. An invalid one may be invalidated again.
     pub fn invalidate(&mut self, key: u32, pd: u32) -> Result<(), Forbidden> {
         self.may_invalidate(key, pd)?;
         if let Some(region) = self.of_key_mut(key) {
@@ -154,7 +154,7 @@ impl Regions {
     }
 }
 
-/// A key's low byte: differs from region to region, so that a guessed or stale key rarely hits.
+/// The low byte of a key: differs from region to region, so that a guessed or stale key rarely matches.
 fn variant(seed: u64) -> u32 {
     let mixed = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15);
     u32::from(mixed.to_be_bytes()[0])

@@ -7,21 +7,21 @@ use super::Piece;
 /// x86-64 base page, bytes.
 const PAGE: u64 = 4096;
 
-/// What a region was made by.
+/// How a region was created.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) enum Kind {
     /// Registration of user memory by a page list.
     User,
     /// All of guest memory, by guest addresses; for local use only.
     Dma,
-    /// Fast registration: pages come with work requests.
+    /// Fast registration: work requests supply the pages.
     Fast {
-        /// Most pages of a registration.
+        /// Limit of pages of a registration.
         max_pages: u32,
     },
 }
 
-/// Where a region's bytes are, by offset into the region.
+/// Location of a region's bytes, by offset into the region.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) enum Extent {
     /// Offsets are guest addresses.
@@ -37,7 +37,7 @@ pub(crate) enum Extent {
 pub(crate) struct Run {
     /// First offset into the region.
     pub offset: u64,
-    /// Its guest address.
+    /// Guest address.
     pub address: u64,
 }
 
@@ -46,7 +46,7 @@ impl Extent {
         matches!(self, Self::Identity)
     }
 
-    /// Whether a restored one can be that of a region of `length` bytes: translation counts on it.
+    /// Whether a restored extent is valid for a region of `length` bytes: translation relies on it.
     pub fn is_sound(&self, length: u64) -> bool {
         match self {
             Self::Identity => true,
@@ -62,14 +62,14 @@ impl Extent {
         }
     }
 
-    /// From a page list; `first` is the offset into the first page. `None` when a page is not aligned or wraps around.
+    /// From a page list; `first` is the offset into the first page. `None` when a page address is unaligned or wraps around.
     pub fn from_pages(first: u64, pages: &[u64]) -> Option<Self> {
         let mut list = MrPages::new(first);
         pages.iter().try_for_each(|page| list.push(*page).ok())?;
         list.into_extent()
     }
 
-    /// How many pieces it is in.
+    /// Number of pieces.
     pub fn runs(&self) -> usize {
         match self {
             Self::Identity | Self::Single(_) => 1,
@@ -78,18 +78,19 @@ impl Extent {
     }
 }
 
-/// The pages of a region to register, added one by one: a long list can be read in slices. Neighbours that are contiguous are joined.
+/// The pages of a region to register. They are added one by one, so that a long list can be read in slices. Contiguous neighbours are
+/// merged.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MrPages {
     /// Offset into the first page.
     first: u64,
     runs: Vec<Run>,
     count: u64,
-    /// Where the next page would be contiguous with the last.
+    /// Address at which the next page would be contiguous with the last.
     expected: Option<u64>,
 }
 
-/// A page that isn't one: its address isn't aligned to 4 KiB, or wraps around.
+/// An invalid page: its address isn't aligned to 4 KiB, or wraps around.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("{0:#x} is not the address of a page of 4 KiB")]
 pub struct NotAPage(pub u64);
@@ -101,7 +102,7 @@ impl MrPages {
         Self { first: start % PAGE, runs: Vec::new(), count: 0, expected: None }
     }
 
-    /// How many there are.
+    /// Number of pages.
     #[must_use]
     pub fn count(&self) -> u64 {
         self.count
@@ -110,11 +111,11 @@ impl MrPages {
     /// Adds a page by its guest address.
     ///
     /// # Errors
-    /// When it can't be one.
+    /// [`NotAPage`].
     pub fn push(&mut self, page: u64) -> Result<(), NotAPage> {
         let end = page.checked_add(PAGE).filter(|_| page.is_multiple_of(PAGE)).ok_or(NotAPage(page))?;
         if self.expected != Some(page) {
-            // The first run starts inside of its page, all others at a page's begin.
+            // The first run starts inside its page, all others at the start of a page.
             let run = if self.count == 0 {
                 Run { offset: 0, address: page + self.first }
             } else {
@@ -127,7 +128,7 @@ impl MrPages {
         Ok(())
     }
 
-    /// Where the bytes are; `None` without pages.
+    /// The extent; `None` without pages.
     pub(crate) fn into_extent(self) -> Option<Extent> {
         match self.runs.as_slice() {
             [] => None,
@@ -142,30 +143,30 @@ impl MrPages {
 pub(crate) struct Region {
     /// lkey and rkey.
     pub key: u32,
-    /// Owner.
+    /// Protection domain.
     pub pd: u32,
     pub access: Access,
     /// Fast-register regions are invalid until registered.
     pub valid: bool,
     pub kind: Kind,
-    /// First address as requests name it.
+    /// First address in requests' terms.
     pub start: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub length: u64,
-    /// A transport has a registration of its own of it.
+    /// A transport has a registration of its own for it.
     pub exported: bool,
     pub extent: Extent,
 }
 
 impl Region {
-    /// Offset of `address` when `length` bytes from there lie in the region.
+    /// Offset of `address`, if `length` bytes from there lie in the region.
     #[inline]
     pub fn offset_of(&self, address: u64, length: u64) -> Option<u64> {
         let offset = address.checked_sub(self.start)?;
         (offset.checked_add(length)? <= self.length).then_some(offset)
     }
 
-    /// Appends the pieces that `len` bytes from `offset` on consist of; the range was checked.
+    /// Appends the pieces of `len` bytes from `offset` on; the range was checked.
     #[inline]
     pub fn pieces(&self, offset: u64, len: u64, into: &mut Vec<Piece>) {
         match &self.extent {

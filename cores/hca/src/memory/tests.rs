@@ -61,7 +61,7 @@ fn pages_must_be_aligned_and_must_not_wrap() {
 }
 
 proptest! {
-    /// Translation by runs is what a look at each byte's page gives.
+    /// Translation by runs equals a look-up of each byte's page.
     #[test]
     fn runs_are_the_page_list(
         pages in prop::collection::vec(0u64..6, 1..20),

@@ -1,4 +1,4 @@
-//! A device: one HCA of one VM, with all that it owns.
+//! A device: one HCA of one VM, with everything that it owns.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -16,19 +16,19 @@ use super::{Cq, Marks, Qp, QpRef, QuietTable, WaitList};
 #[derive(Debug, Default)]
 pub(crate) struct Context {
     pub stamp: u64,
-    /// Its queue pairs.
+    /// Handles of its queue pairs.
     pub qps: Vec<u32>,
-    /// Its shared receive queues.
+    /// Handles of its shared receive queues.
     pub srqs: Vec<u32>,
-    /// Protection domains and completion queues.
+    /// Number of its protection domains and completion queues.
     pub owned: u32,
-    /// Arms of its completion queues reach us exactly.
+    /// Arms of its completion queues reach the engine exactly.
     pub exact: bool,
-    /// A scan is under way.
+    /// A scan is in progress.
     pub scanning: bool,
-    /// Another scan is due after it.
+    /// Another scan follows it.
     pub scan_again: bool,
-    /// Scans to go at full speed: one has found what no doorbell named.
+    /// Scans left at full speed: one has found a queue pair that no doorbell named.
     pub hot: u8,
 }
 
@@ -36,7 +36,7 @@ pub(crate) struct Context {
 #[derive(Debug)]
 pub(crate) struct Pd {
     pub context: u32,
-    /// Memory regions, queue pairs, shared receive queues.
+    /// Number of its memory regions, queue pairs and shared receive queues.
     pub owned: u32,
 }
 
@@ -48,11 +48,11 @@ pub(crate) struct Srq<R> {
     pub context: u32,
     pub max_wr: u32,
     pub max_sge: u32,
-    /// Below so many requests the event is due, once; 0 is unarmed.
+    /// The limit event is due once when fewer requests are posted; 0 is unarmed.
     pub limit: u32,
     /// Queue pairs attached.
     pub users: BTreeSet<u32>,
-    /// Requesters that wait for a receive here.
+    /// Requesters that wait for a receive.
     pub waiters: WaitList,
 }
 
@@ -68,12 +68,12 @@ pub(crate) struct Device<P: Provider> {
     pub name: String,
     pub segment: SegmentId,
     pub memory: P::Memory,
-    /// May access guest memory (bus master).
+    /// It may access guest memory (bus master).
     pub enabled: bool,
-    /// Other devices here are reached as if they were elsewhere, and reach this one so.
+    /// It and other devices of this engine reach each other by a transport, as if they were on different hosts.
     pub detour: bool,
     pub capabilities: Capabilities,
-    /// Bytes that a datagram carries at most: the port's active MTU.
+    /// Limit of a datagram, bytes: the port's active MTU.
     pub port_mtu: u32,
     pub limits: Limits,
     pub exact: bool,
@@ -84,11 +84,11 @@ pub(crate) struct Device<P: Provider> {
     pub srqs: Table<Srq<P::ReceiveQueue>>,
     pub qps: Table<Box<Qp<P>>>,
     pub quiet: QuietTable,
-    /// What a migration still has to copy.
+    /// Objects that a migration still has to copy.
     pub marks: Marks,
-    /// Stopped or dormant: queue pairs that get turns when it goes on.
+    /// Stopped or dormant: handles of queue pairs that get turns when it continues.
     pub stopped: Option<Vec<u32>>,
-    /// Restored: completion queues whose consumers are to be looked at, and that have an event to deliver.
+    /// Restored: completion queues whose consumers are to be checked, and that have an event to deliver.
     pub watch: Vec<u32>,
     pub notify: Vec<u32>,
     /// Handle of the general services queue pair, 0 if there is none.
@@ -97,15 +97,15 @@ pub(crate) struct Device<P: Provider> {
     pub registered_bytes: u64,
     pub messages: Bucket,
     pub bytes: Bucket,
-    /// What peers write into its guest's memory, while somebody wants to know.
+    /// Count and limit of peers' writes to its guest's memory, while it is watched.
     pub inbound: Option<Box<Inbound>>,
-    /// Who waits for its guest's memory, while some is still to come.
+    /// Requests that wait for not-present pages, during post-copy.
     pub late: Option<Box<Late>>,
-    /// How often something has waited for it.
+    /// How often a request has waited for not-present pages.
     pub memory_waits: u64,
     /// Queue pairs that get turns.
     pub active: VecDeque<QpRef>,
-    /// It is among the devices that get turns.
+    /// It is in the list of devices that get turns.
     pub scheduled: bool,
     /// Queue pairs that wait for the rate limit.
     pub throttled: WaitList,
@@ -165,7 +165,7 @@ impl<P: Provider> Device<P> {
         self.bytes.set_rate(limits.bytes_per_second);
     }
 
-    /// Lists a queue pair of the table with its context.
+    /// Adds a queue pair of the table to its context's list.
     pub fn add_to_context(&mut self, context: u32, handle: u32) {
         let (Some(context), Some(qp)) = (self.contexts.get_mut(context), self.qps.get_mut(handle)) else {
             return;
@@ -174,7 +174,7 @@ impl<P: Provider> Device<P> {
         context.qps.push(handle);
     }
 
-    /// Takes a queue pair that has left the table out of its context's list, whose last one gets its position.
+    /// Removes a queue pair that has left the table from its context's list. The last one of the list moves to its position.
     pub fn remove_from_context(&mut self, context: u32, gone: &Qp<P>) {
         let Some(context) = self.contexts.get_mut(context) else { return };
         let index = gone.context_index as usize;
@@ -185,18 +185,18 @@ impl<P: Provider> Device<P> {
         if let Some(moved) = context.qps.get(index).and_then(|moved| self.qps.get_mut(*moved)) {
             moved.context_index = gone.context_index;
         }
-        // A scan under way goes by position, which has just changed.
+        // A scan in progress counts positions, which have just changed.
         context.scan_again |= context.scanning;
     }
 
-    /// An object of a protection domain is gone.
+    /// Records that an object of a protection domain is gone.
     pub fn disown(&mut self, pd: u32) {
         if let Some(pd) = self.pds.get_mut(pd) {
             pd.owned = pd.owned.saturating_sub(1);
         }
     }
 
-    /// A region is gone.
+    /// Records that a region is gone.
     pub fn disown_region(&mut self, gone: &crate::memory::Region) {
         if gone.kind == crate::memory::Kind::User {
             self.registered_bytes = self.registered_bytes.saturating_sub(gone.length);
@@ -216,7 +216,7 @@ impl<P: Provider> Device<P> {
         self.qps.get(handle).map(Box::as_ref).filter(|qp| qp.qpn == qpn)
     }
 
-    /// Until when the rate limit forbids another message.
+    /// End of the time in which the rate limit forbids another message.
     #[inline]
     pub fn throttled_until(&self, now: u64) -> Option<u64> {
         self.messages.blocked_until(now).max(self.bytes.blocked_until(now))

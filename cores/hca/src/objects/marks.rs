@@ -1,7 +1,7 @@
-//! Which objects of a device were made, changed or destroyed since somebody asked: what a migration still has to copy.
+//! Marks: which objects of a device were created, changed or destroyed, and so must be copied by a migration.
 //!
-//! A bit per handle, apart from the objects, so that marking touches no cache line of theirs, and asking looks at one word for 64 of
-//! them.
+//! A bit per handle, apart from the objects: setting a mark touches none of their cache lines, and finding marks reads one word for 64
+//! objects.
 
 use crate::saved::{Kind, Name};
 
@@ -24,7 +24,7 @@ impl Bits {
     }
 }
 
-/// What was touched. Off, it costs a look at a flag.
+/// The touched objects. While it is off, a mark costs a load of a flag.
 #[derive(Debug, Default)]
 pub(crate) struct Marks {
     on: bool,
@@ -32,7 +32,7 @@ pub(crate) struct Marks {
 }
 
 impl Marks {
-    /// An object was made, changed or destroyed; its handle was a live one, so the bits stay below the device's limits.
+    /// Marks an object that was created, changed or destroyed. Its handle was a live one, so the bits stay below the device's limits.
     #[inline]
     pub fn touch(&mut self, kind: Kind, handle: u32) {
         if self.on {
@@ -40,7 +40,7 @@ impl Marks {
         }
     }
 
-    /// Begins or ends marking; nothing is marked afterwards.
+    /// Begins or ends marking; no object is marked afterwards.
     pub fn set(&mut self, on: bool) {
         *self = Self { on, ..Self::default() };
     }
@@ -49,12 +49,12 @@ impl Marks {
         self.on
     }
 
-    /// How many objects are marked.
+    /// Number of marked objects.
     pub fn count(&self) -> usize {
         self.kinds.iter().map(|bits| bits.count).sum()
     }
 
-    /// Takes the first marks, at most so many, in the order in which objects refer to each other.
+    /// Returns and clears at most `most` marks, each object after those that it refers to.
     pub fn take(&mut self, most: usize, mut each: impl FnMut(Name)) {
         let mut room = most;
         for kind in Kind::ALL {
@@ -78,7 +78,7 @@ impl Marks {
 mod tests {
     use super::*;
 
-    /// In parts as in one go: each mark once, kinds in their order, and what is left is counted.
+    /// Taking marks in parts equals taking them at once: each mark once, kinds in order, and the rest is counted.
     #[test]
     fn marks_are_taken_in_parts() {
         let mut marks = Marks::default();

@@ -1,4 +1,4 @@
-//! Verbs objects. Plain data: they name each other by handle, and by a stamp that is never used twice.
+//! Verbs objects. Plain data: they refer to each other by handle, and by a stamp that is never reused.
 
 mod cq;
 mod device;
@@ -14,7 +14,7 @@ pub(crate) use qp::{Current, Path, Progress, Qp, Wait};
 pub(crate) use quiet::QuietTable;
 pub(crate) use wait_list::WaitList;
 
-/// An object of a device. Handles are reused, stamps are not, so a reference to what is gone leads nowhere.
+/// An object of a device. Handles are reused, stamps are not, so a reference to a destroyed object finds nothing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct ObjectRef {
     pub handle: u32,

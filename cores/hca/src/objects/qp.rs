@@ -12,59 +12,59 @@ use crate::work::{ReceiveRequest, SendRequest};
 
 use super::{ObjectRef, QpRef};
 
-/// How a connected queue pair reaches its peer.
+/// The path from a connected queue pair to its peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Path {
-    /// Nobody answers there, or not to us.
+    /// No peer responds.
     Unreachable,
     /// A queue pair of this engine.
     Local(QpRef),
-    /// A transport carries it, until the queue pair is reset.
+    /// Over a transport, until the queue pair is reset.
     Elsewhere,
 }
 
-/// What a send queue waits for.
+/// The reason why a send queue waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Wait {
     /// Nothing.
     None,
     /// A receive at the peer.
     Receive,
-    /// A peer that answers.
+    /// A peer that responds.
     Peer,
     /// The VM's rate limit.
     Rate,
-    /// What may be written into its peer's memory.
+    /// The limit of writes to its peer's memory.
     Budget,
-    /// The end of all requests that a transport has.
+    /// The completion of all requests that a transport has.
     Outstanding,
-    /// The peer's move.
+    /// The migration of the peer: its address is suspended.
     Held,
-    /// Guest memory that is still to come.
+    /// Not-present guest memory.
     Memory,
 }
 
-/// How far a request has come.
+/// The progress of a request.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Progress {
-    /// Bytes done.
+    /// Bytes executed.
     pub offset: u64,
-    /// Who got them. Another one starts from the beginning.
+    /// The peer that executed them. For another one the request restarts.
     pub peer: Option<QpRef>,
-    /// The responder's incarnation that got them.
+    /// The responder's incarnation that executed them.
     pub incarnation: u32,
-    /// Waits for a receive without success.
+    /// RNR waits without success.
     pub rnr_waits: u8,
-    /// Timeouts without an answer.
+    /// Timeouts without a response.
     pub timeouts: u8,
 }
 
-/// The request that a send queue is at, when it could not be done in one go.
+/// The current request of a send queue, when one turn could not execute it.
 #[derive(Debug)]
 pub(crate) struct Current {
     pub request: SendRequest,
     pub progress: Progress,
-    /// Requests that were fetched behind it: a transport had them until the peer came here.
+    /// Requests fetched behind it: a transport had them until the peer came to this engine.
     pub behind: VecDeque<Outstanding>,
 }
 
@@ -76,25 +76,25 @@ pub(crate) struct Qp<P: Provider> {
     /// It is on the active list.
     pub active: bool,
     pub signal_all: bool,
-    /// Looks in a row that found nothing to do.
+    /// Turns in a row without work.
     pub empty_looks: u32,
     pub wait: Wait,
     pub pd: u32,
     pub path: Path,
-    /// Engine's topology at which `path` was found; any change asks for another look. 0 asks for one in any case.
+    /// The engine's topology number when `path` was looked up; a change causes another look-up. 0 always does.
     pub path_at: u64,
-    /// The peer's [`Qp::version`] when a local `path` was found.
+    /// The peer's [`Qp::version`] when a local `path` was looked up.
     pub path_version: u64,
-    /// Grows with each change of state or attributes that decides whom this queue pair answers.
+    /// Increases with each change of state or attributes that affects which queue pair it responds to.
     pub version: u64,
-    /// Since it left RESET it has had a peer of this engine, or was one's.
+    /// Since it left RESET, it has had a peer of this engine, or was the peer of one.
     pub was_local: bool,
     pub send_cq: ObjectRef,
     pub receive_cq: ObjectRef,
     pub current: Option<Box<Current>>,
-    /// What it has when its peer is elsewhere.
+    /// State of requests and receives that a transport has.
     pub elsewhere: Option<Box<Elsewhere>>,
-    /// A receive that was taken from the ring and is not completed: partly filled, or left over from a dropped datagram.
+    /// A receive that was taken from the ring and is not complete: partly filled, or left over from a dropped datagram.
     pub stashed: Option<Box<ReceiveRequest>>,
     /// The requester that waits for a receive here.
     pub waiter: Option<QpRef>,
@@ -104,26 +104,26 @@ pub(crate) struct Qp<P: Provider> {
 
     pub handle: QpHandle,
     pub qpn: Qpn,
-    /// The context of its protection domain.
+    /// Handle of the context of its protection domain.
     pub context: u32,
     /// Its index in [`super::Context::qps`].
     pub context_index: u32,
-    /// Times that it left RESET.
+    /// Number of times that it left RESET.
     pub incarnation: u32,
     pub attributes: QpAttributes,
     /// Own address, copied from the GID table when the path was set.
     pub source_gid: Gid,
     /// The first message in RTR was reported.
     pub established: bool,
-    /// When the timer runs out, if one runs.
+    /// Deadline of the timer, if one is running.
     pub deadline: Option<u64>,
-    /// The shared receive queue (and its device) at which it is listed as waiting.
+    /// The shared receive queue (and its device) whose waiting list contains it.
     pub awaits: Option<(u32, ObjectRef)>,
     pub counters: QpCounters,
 }
 
 impl<P: Provider> Qp<P> {
-    /// Whether peers' messages are taken.
+    /// Whether it accepts peers' messages.
     #[inline]
     pub fn receives(&self) -> bool {
         matches!(
@@ -135,13 +135,13 @@ impl<P: Provider> Qp<P> {
         )
     }
 
-    /// What decides whom it faces or answers has changed: its own path is looked up anew, and those of its peers.
+    /// Records a change that affects its peers: its own path is looked up again, and so are those of its peers.
     pub fn changed(&mut self) {
         self.version += 1;
         self.path_at = 0;
     }
 
-    /// Bytes per packet on its path.
+    /// Log2 of the bytes per packet on its path.
     #[inline]
     pub fn path_mtu_shift(&self) -> u32 {
         u32::from(self.attributes.path_mtu.clamp(1, 5)) + 7

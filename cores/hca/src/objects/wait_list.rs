@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use super::QpRef;
 
-/// Waiting queue pairs in the order in which they came, each at most once. A guest decides how many wait and in which order they go, so taking
-/// any of them out costs logarithmic time.
+/// Waiting queue pairs in order of arrival, each at most once. A guest decides how many wait and in which order they leave, so removing any
+/// of them takes logarithmic time.
 #[derive(Debug, Default)]
 pub(crate) struct WaitList {
     order: BTreeMap<u64, QpRef>,
@@ -22,7 +22,7 @@ impl WaitList {
         self.order.is_empty()
     }
 
-    /// Adds a queue pair behind the others; one that waits already keeps its position.
+    /// Appends a queue pair; one that waits already keeps its position.
     pub fn push(&mut self, at: QpRef) {
         if let std::collections::btree_map::Entry::Vacant(entry) = self.positions.entry(at) {
             entry.insert(self.next);
@@ -31,13 +31,13 @@ impl WaitList {
         }
     }
 
-    /// Takes a queue pair out; `false` when it didn't wait here.
+    /// Removes a queue pair; `false` when it wasn't in the list.
     pub fn remove(&mut self, at: QpRef) -> bool {
         let Some(position) = self.positions.remove(&at) else { return false };
         self.order.remove(&position).is_some()
     }
 
-    /// Takes the first ones out, at most `most`.
+    /// Removes and returns the first ones, at most `most`.
     pub fn take(&mut self, most: usize) -> Vec<QpRef> {
         let mut taken = Vec::new();
         while taken.len() < most
@@ -49,7 +49,7 @@ impl WaitList {
         taken
     }
 
-    /// Takes the queue pairs of a device out.
+    /// Removes and returns the queue pairs of a device.
     pub fn take_device(&mut self, device: u32) -> Vec<QpRef> {
         let first = QpRef { device, handle: 0, stamp: 0 };
         let last = QpRef { device, handle: u32::MAX, stamp: u64::MAX };

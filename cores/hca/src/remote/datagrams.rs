@@ -1,4 +1,4 @@
-//! Datagrams from and to elsewhere.
+//! Datagrams to and from remote peers.
 
 use dma::Dma;
 
@@ -14,45 +14,45 @@ use crate::work::{CompletedOperation, Datagram, NetworkHeader, Status};
 use super::responder::bytes;
 use super::{Action, QpId};
 
-/// A datagram to carry: a copy, so nothing of the sender is needed any more.
+/// A datagram to send: a copy, independent of the sender.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OutgoingDatagram {
-    /// Who sends it.
+    /// Sending queue pair.
     pub qp: QpId,
-    /// The network it goes through.
+    /// Segment that it is sent in.
     pub segment: SegmentId,
-    /// The sender's number; the general services queue pair sends as 1.
+    /// The sender's queue pair number; the general services queue pair sends as 1.
     pub source_qpn: Qpn,
     /// The sender's address.
     pub source_gid: Gid,
-    /// Its MAC.
+    /// The sender's MAC.
     pub source_mac: [u8; 6],
-    /// Where to. The Q_Key is the one to send.
+    /// Destination, with the Q_Key to send.
     pub to: Datagram,
     /// Immediate data, as wire bytes.
     pub immediate: Option<[u8; 4]>,
     /// Raises a solicited event.
     pub solicited: bool,
-    /// At most the port's MTU.
+    /// Payload, at most the port's MTU.
     pub payload: Vec<u8>,
 }
 
-/// A datagram that arrived.
+/// A received datagram.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct IncomingDatagram<'a> {
-    /// The network it came through.
+    /// Segment that it was received in.
     pub segment: SegmentId,
-    /// The sender's number.
+    /// The sender's queue pair number.
     pub source_qpn: Qpn,
     /// The sender's address.
     pub source_gid: Gid,
     /// The receiver's address.
     pub dgid: Gid,
-    /// The receiver's number.
+    /// The receiver's queue pair number.
     pub qpn: Qpn,
-    /// Q_Key that it carries.
+    /// Q_Key in the datagram.
     pub qkey: u32,
-    /// Traffic class, for the receiver's header area.
+    /// Traffic class, for the GRH area.
     pub traffic_class: u8,
     /// Flow label, 20 bits.
     pub flow_label: u32,
@@ -62,14 +62,14 @@ pub struct IncomingDatagram<'a> {
     pub immediate: Option<[u8; 4]>,
     /// Raises a solicited event.
     pub solicited: bool,
-    /// The receiver's header area, where the packet had a network header of its own; otherwise it is made from the fields above.
+    /// The GRH area, where the packet had a network header; otherwise the engine makes it from the fields above.
     pub header: Option<[u8; 40]>,
-    /// Data.
+    /// Payload.
     pub payload: &'a [u8],
 }
 
 impl<P: Provider> Engine<P> {
-    /// Hands a datagram over whose source was gathered.
+    /// Passes a datagram whose source was gathered to the transport.
     pub(crate) fn datagram_elsewhere(
         &mut self,
         at: QpRef,
@@ -104,7 +104,7 @@ impl<P: Provider> Engine<P> {
         Ok(())
     }
 
-    /// Delivers a datagram that arrived. `false`: dropped, and counted where there is a device to count.
+    /// Delivers a received datagram. `false`: it was dropped, and counted if its device exists.
     pub fn remote_datagram(&mut self, datagram: &IncomingDatagram<'_>) -> bool {
         let Some(owner) = self.owner_of(datagram.segment, datagram.dgid) else { return false };
         let Some(receiver) = self.datagram_receiver(owner, datagram.qpn, datagram.qkey) else {

@@ -1,20 +1,20 @@
-//! Queue pairs whose peers are elsewhere: what the engine hands to a transport, and what a transport does for it.
+//! Queue pairs with remote peers: the interface between the engine and transports.
 //!
-//! The engine fetches, checks and completes requests as it does for local peers. In between, a transport carries them: it takes
-//! [`Action`]s with [`Engine::take_actions`] after each poll, reads the sender's memory as it sends
-//! ([`Engine::remote_gather`]), and at the other end executes what arrives (`remote_receive`, `remote_write`, …), through the same checks
-//! that a local peer passes. Nothing of a message is kept here: a packet that is sent again is read again.
+//! The engine fetches, checks and completes requests as it does for local peers. In between a transport executes them. It takes
+//! [`Action`]s with [`Engine::take_actions`] after each poll, and reads the sender's memory as it sends ([`Engine::remote_gather`]). At the
+//! other end it executes what arrives (`remote_receive`, `remote_write`, …), through the same checks as for a local peer. The engine keeps
+//! nothing of a message: a retransmitted packet is read from memory again.
 //!
 //! ```text
 //! send queue ─▶ fetch, check ─▶ Action::Post ─▶ transport ─ … ─▶ transport ─▶ remote_receive/write/read/atomic
-//!                    outstanding ◀─ remote_complete ◀─┘
+//!                     outstanding ◀─ remote_complete ◀─┘
 //! ```
 //!
-//! **Which peers are elsewhere.** In a segment with an uplink ([`Engine::set_uplink`]), an address that no device of this engine has, or
-//! one that is to be reached by a transport all the same ([`Engine::set_detour`]). Once
-//! a connection has gone elsewhere it stays there until its queue pair is reset: its sequence numbers live in the transport. One that was
-//! local stays so as well: when its peer vanishes its data doesn't go out to a network, and nobody there can take the peer's place. Only a
-//! migration changes the one into the other ([`Engine::moved_away`], [`Engine::come_local`]).
+//! **Which peers are remote.** In a segment with an uplink ([`Engine::set_uplink`]): an address that no device of this engine has, or that
+//! is to be reached by a transport all the same ([`Engine::set_detour`]). A connection that became remote stays so until its queue pair is
+//! reset: its PSNs are part of the transport's state. A local connection stays local as well. When its peer vanishes, its data isn't sent
+//! to a network, and no host there can take the peer's place. Only a migration changes one into the other ([`Engine::moved_away`],
+//! [`Engine::come_local`]).
 
 mod datagrams;
 mod queued;
@@ -36,7 +36,7 @@ pub use queued::{AheadReceived, NotQueued, Queued, RegionInfo, first_bytes};
 pub use requester::Unmoved;
 pub use responder::{AtomicOperation, Refusal};
 
-/// A queue pair, as transports name it. Never used again, so a name of what is gone leads nowhere.
+/// Identifier of a queue pair for transports. Never reused, so the identifier of a destroyed queue pair finds nothing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct QpId {
     /// Its device.
@@ -44,7 +44,7 @@ pub struct QpId {
     /// Its handle.
     pub handle: QpHandle,
     stamp: u64,
-    /// Times that it has left RESET: another incarnation is another connection.
+    /// Number of times that it has left RESET: another incarnation is another connection.
     incarnation: u32,
 }
 
@@ -58,7 +58,7 @@ impl QpId {
     }
 }
 
-/// What a posted request asks of its peer.
+/// The operation of a posted request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PostedOperation {
     /// SEND.
@@ -70,19 +70,19 @@ pub enum PostedOperation {
     },
     /// WRITE.
     Write {
-        /// Where to.
+        /// Remote address and key.
         remote: Remote,
         /// Immediate data, as wire bytes.
         immediate: Option<[u8; 4]>,
     },
     /// READ.
     Read {
-        /// Where from.
+        /// Remote address and key.
         remote: Remote,
     },
     /// Compare and swap.
     CompareSwap {
-        /// Which word.
+        /// Remote address and key of the word.
         remote: Remote,
         /// Expected value.
         compare: u64,
@@ -91,74 +91,74 @@ pub enum PostedOperation {
     },
     /// Fetch and add.
     FetchAdd {
-        /// Which word.
+        /// Remote address and key of the word.
         remote: Remote,
-        /// What is added.
+        /// The addend.
         add: u64,
     },
 }
 
-/// A request to carry.
+/// A request for a transport.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Posted {
-    /// Names it in [`Engine::remote_gather`], [`Engine::remote_place`] and [`Engine::remote_complete`]; grows by one per request.
+    /// Identifier in [`Engine::remote_gather`], [`Engine::remote_place`] and [`Engine::remote_complete`]; increases by one per request.
     pub token: u64,
-    /// What to do.
+    /// The operation.
     pub operation: PostedOperation,
     /// Bytes of the message; 8 for atomics.
     pub length: u32,
-    /// Wait for earlier reads and atomics.
+    /// Waits for earlier READs and atomics.
     pub fence: bool,
     /// Raises a solicited event at the peer.
     pub solicited: bool,
 }
 
-/// What a transport has to do, in this order per queue pair.
+/// An action for a transport. Actions of a queue pair must be executed in order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Action {
-    /// Carry a request of a connected queue pair to its peer.
+    /// Send a request of a connected queue pair to its peer.
     Post {
-        /// Whose.
+        /// Queue pair.
         qp: QpId,
-        /// Which.
+        /// Request.
         request: Posted,
     },
-    /// Carry a datagram; nobody waits for it.
+    /// Send a datagram; nothing waits for it.
     Datagram(Box<OutgoingDatagram>),
-    /// A receive was posted where the peer had been told that there is none.
+    /// A receive was posted after [`Refusal::NotReady`].
     ReceivePosted {
-        /// Where.
+        /// Queue pair.
         qp: QpId,
     },
-    /// Guest memory that a message of a connected queue pair waited for ([`Refusal::NotHere`], [`Unmoved::NotHere`]) has come.
+    /// The not-present guest memory of a message of a connected queue pair ([`Refusal::NotHere`], [`Unmoved::NotHere`]) has arrived.
     MemoryCame {
-        /// Whose.
+        /// Queue pair.
         qp: QpId,
     },
-    /// The connection is over: the queue pair was reset, failed, or is gone. Answers that it owes may still be sent.
+    /// The connection is closed: the queue pair was reset, failed, or is gone. The transport may still send pending responses.
     Closed {
-        /// Whose.
+        /// Queue pair.
         qp: QpId,
     },
-    /// A region that a transport was told of ([`Engine::remote_region`]) has ended: nobody may reach its memory any more.
+    /// A region that the transport has registered ([`Engine::remote_region`]) is gone: its memory must not be accessed any more.
     RegionGone {
-        /// Whose.
+        /// Device.
         device: DeviceId,
-        /// Its key.
+        /// Key of the region.
         key: u32,
     },
 }
 
-/// A connection as its queue pair has it.
+/// State of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ConnectionInfo {
-    /// Whose.
+    /// Queue pair.
     pub qp: QpId,
-    /// The network it is in.
+    /// Segment of its device.
     pub segment: SegmentId,
-    /// Reliable or not.
+    /// Transport type.
     pub kind: QpKind,
-    /// Own number.
+    /// Own queue pair number.
     pub qpn: Qpn,
     /// Own address.
     pub source_gid: Gid,
@@ -175,25 +175,25 @@ pub struct ConnectionInfo {
 pub(crate) struct Outstanding {
     token: u64,
     pub request: SendRequest,
-    /// How it ended, while earlier ones have not.
+    /// Outcome, while earlier requests are not complete.
     outcome: Option<Result<u32, Status>>,
 }
 
-/// What a queue pair has only when its peer is elsewhere.
+/// State that a queue pair has only while its peer is remote.
 #[derive(Debug, Default)]
 pub(crate) struct Elsewhere {
     pub outstanding: VecDeque<Outstanding>,
-    /// Receives that were taken before there was a message for them.
+    /// Receives that a transport consumed before there was a message for them.
     pub ahead: VecDeque<ReceiveRequest>,
-    /// Receives that were taken ahead and came back unused: the next ones, before those in the ring.
+    /// Receives that a transport consumed ahead and returned unused: they come before those in the ring.
     pub returned: VecDeque<ReceiveRequest>,
     next_token: u64,
-    /// The peer was told that there is no receive, and is to be told when there is one.
+    /// The peer got an RNR NAK, and is to be notified of the next receive.
     pub awaits_receive: bool,
 }
 
 impl Elsewhere {
-    /// Its saved state.
+    /// Saves it.
     pub fn save(&self) -> saved::Elsewhere {
         saved::Elsewhere {
             first_token: self.outstanding.front().map_or(self.next_token, |front| front.token),
@@ -202,7 +202,7 @@ impl Elsewhere {
         }
     }
 
-    /// From a saved state that was checked.
+    /// Restores it from a saved state that was checked.
     pub fn restore(saved: saved::Elsewhere) -> Self {
         let mut next_token = saved.first_token;
         let outstanding = saved.outstanding.into_iter().map(|saved::Outstanding { request, outcome }| {
@@ -213,17 +213,17 @@ impl Elsewhere {
         Self { outstanding, next_token, awaits_receive: saved.awaits_receive, ..Self::default() }
     }
 
-    /// Receives that were taken from the ring and are not used, the oldest first.
+    /// Receives that were taken from the ring and not used, oldest first.
     pub fn taken_receives(&self) -> impl Iterator<Item = &ReceiveRequest> {
         self.ahead.iter().chain(&self.returned)
     }
 
-    /// The oldest of them.
+    /// Removes and returns the oldest of them.
     pub fn pop_receive(&mut self) -> Option<ReceiveRequest> {
         self.ahead.pop_front().or_else(|| self.returned.pop_front())
     }
 
-    /// What is left of it when requests are nobody's any more.
+    /// The rest of the state when no transport has requests any more.
     pub fn without_requests(self) -> Option<Box<Self>> {
         (!self.returned.is_empty()).then(|| Box::new(Self { returned: self.returned, ..Self::default() }))
     }
@@ -233,7 +233,7 @@ impl Elsewhere {
         self.outstanding.iter().map(|outstanding| &outstanding.request)
     }
 
-    /// The requests alone, which it doesn't have then.
+    /// Removes and returns the requests.
     pub fn take_outstanding(&mut self) -> VecDeque<saved::Outstanding> {
         let strip = |Outstanding { request, outcome, .. }| saved::Outstanding { request, outcome };
         std::mem::take(&mut self.outstanding).into_iter().map(strip).collect()
@@ -246,11 +246,11 @@ impl Outstanding {
     }
 }
 
-/// Requests of one queue pair that transports hold at most.
+/// Limit of requests of one queue pair that transports have.
 const MOST_OUTSTANDING: usize = 256;
 
 impl<P: Provider> Engine<P> {
-    /// Says whether addresses of a segment that nobody here has may be reached by a transport.
+    /// Declares whether a transport may reach addresses of a segment that no device here has.
     pub fn set_uplink(&mut self, segment: SegmentId, there: bool) {
         if there {
             self.uplinks.insert(segment);
@@ -260,8 +260,8 @@ impl<P: Provider> Engine<P> {
         self.topology_changed();
     }
 
-    /// Says whether a device and other devices here reach each other by a transport, as if they were on different hosts: what it is
-    /// pinned to. A device reaches itself as before.
+    /// Declares that a device and other devices of this engine reach each other by a transport, as if they were on different hosts (the
+    /// device is pinned to it). A device reaches itself as before.
     pub fn set_detour(&mut self, device: DeviceId, there: bool) {
         if let Some(device) = self.device_mut(device.0) {
             device.detour = there;
@@ -281,13 +281,13 @@ impl<P: Provider> Engine<P> {
         one != other && (is_set(one) || is_set(other))
     }
 
-    /// What transports have to do since the last call.
+    /// Returns the actions since the last call.
     #[must_use]
     pub fn take_actions(&mut self) -> Vec<Action> {
         std::mem::take(&mut self.actions)
     }
 
-    /// Gives the vector of [`Engine::take_actions`] back, to be filled again without an allocation.
+    /// Returns the vector of [`Engine::take_actions`], to be reused without an allocation.
     pub fn recycle_actions(&mut self, mut actions: Vec<Action>) {
         actions.clear();
         if self.actions.is_empty() {
@@ -295,19 +295,20 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// Puts actions of [`Engine::take_actions`] back, before those that came since.
+    /// Puts actions of [`Engine::take_actions`] back, before newer ones.
     pub fn put_back_actions(&mut self, mut actions: Vec<Action>) {
         actions.append(&mut self.actions);
         self.actions = actions;
     }
 
-    /// Whether [`Engine::take_actions`] has something.
+    /// Whether there are actions.
     #[must_use]
     pub fn has_actions(&self) -> bool {
         !self.actions.is_empty()
     }
 
-    /// A queue pair's connection, once it is connected (RTR or later); `None` when it is not, or not that one any more.
+    /// The state of a queue pair's connection, once it is connected (RTR or later). `None` when it isn't, or `qp` is of an older
+    /// incarnation.
     #[must_use]
     pub fn connection(&self, qp: QpId) -> Option<ConnectionInfo> {
         let device = self.device(qp.device.0).filter(|device| device.enabled)?;
@@ -328,7 +329,7 @@ impl<P: Provider> Engine<P> {
         })
     }
 
-    /// The connected queue pair with a number of a device.
+    /// The connected queue pair with a number.
     #[must_use]
     pub fn connected(&self, device: DeviceId, qpn: Qpn) -> Option<QpId> {
         let qp = self.device(device.0).filter(|device| device.enabled)?.qp_by_number(qpn)?;
@@ -336,13 +337,13 @@ impl<P: Provider> Engine<P> {
         serves.then_some(QpId { device, handle: qp.handle, stamp: qp.stamp, incarnation: qp.incarnation })
     }
 
-    /// The queue pair with a handle, whatever its state and its device's.
+    /// The queue pair with a handle, in any state.
     #[must_use]
     pub fn qp_by_handle(&self, device: DeviceId, handle: QpHandle) -> Option<QpId> {
         self.qp_id(self.qp_ref(device, handle)?)
     }
 
-    /// Whether a queue pair has had a peer of this engine since it left RESET: then it isn't a transport's.
+    /// Whether a queue pair has had a local peer since it left RESET: no transport serves it then.
     #[must_use]
     pub fn was_local(&self, device: DeviceId, qpn: Qpn) -> bool {
         let Some(found) = self.device(device.0) else { return false };
@@ -357,19 +358,20 @@ impl<P: Provider> Engine<P> {
         self.owner_of(segment, gid).is_some()
     }
 
-    /// Whether a device of this engine has an address, and a device reaches it without a transport.
+    /// Whether a device of this engine has an address, and `device` reaches it without a transport.
     #[must_use]
     pub fn is_beside(&self, device: DeviceId, segment: SegmentId, gid: Gid) -> bool {
         self.owner_of(segment, gid).is_some_and(|owner| !self.detours(device.0, owner))
     }
 
-    /// The addresses of a device, each with its MAC.
+    /// The addresses of a device, with their MACs.
     pub fn addresses(&self, device: DeviceId) -> impl Iterator<Item = (Gid, [u8; 6])> {
         let entries = self.device(device.0).into_iter().flat_map(|device| device.gids.iter().flatten());
         entries.map(|entry| (entry.gid, entry.mac))
     }
 
-    /// The path of a queue pair, looked up anew when addresses or ways have changed, or one of both ends. A change of other queue pairs costs nothing.
+    /// The path of a queue pair. Looked up again after a change of addresses or paths, or of either end. Changes of other queue pairs cost
+    /// nothing.
     #[inline]
     pub(crate) fn path(&mut self, at: QpRef) -> Path {
         let topology = self.topology();
@@ -379,7 +381,7 @@ impl<P: Provider> Engine<P> {
             Path::Local(peer) => {
                 qp.path_at == topology && self.qp(peer).is_some_and(|peer| peer.version == qp.path_version)
             }
-            // Who answers may have come up since.
+            // The peer may have become ready since.
             Path::Unreachable => false,
         };
         if known {
@@ -435,7 +437,7 @@ impl<P: Provider> Engine<P> {
         })
     }
 
-    /// The connection is over for the transport. To be called while the queue pair is still there.
+    /// Closes the connection at the transport. Must be called while the queue pair still exists.
     pub(crate) fn close_elsewhere(&mut self, at: QpRef) {
         self.leave_late(at, true);
         if self.qp(at).is_some_and(|qp| qp.path == Path::Elsewhere)
@@ -445,7 +447,7 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// A receive was posted for which this queue pair's peer may wait.
+    /// Handles a receive for which this queue pair's peer may wait.
     #[inline]
     pub(crate) fn receive_came(&mut self, at: QpRef) {
         let waits = self
@@ -457,7 +459,7 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// A queue pair that a transport names, if it still is that one and takes messages.
+    /// The queue pair of an identifier, if it still exists and accepts messages.
     fn served(&self, qp: QpId) -> Result<QpRef, Refusal> {
         let at = qp.at();
         let there = self.device(at.device).is_some_and(|device| device.enabled)

@@ -1,5 +1,5 @@
-//! For transports that have queues of their own: a host's RDMA device. It takes receives before there is a message for them, and
-//! reaches memory by keys without asking anybody here.
+//! Interface to transports with queues of their own: a host's RDMA device. It consumes receives before there is a message for them, and
+//! accesses memory by its own keys, without calling the engine.
 //!
 //! ```text
 //! receive queue ─ remote_receive_ahead ─▶ transport's queue … message … ─ remote_ahead_end ─▶ completion
@@ -20,62 +20,63 @@ use crate::work::{AsyncEvent, CompletedOperation, Sge, SgeList, Status};
 
 use super::{Elsewhere, QpId, Refusal};
 
-/// Why a queue pair can't be carried by a transport with queues of its own.
+/// Why a transport with queues of its own can't serve a queue pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum NotQueued {
     /// It isn't a reliable connection.
     #[error("it is no reliable connection")]
     Kind,
-    /// Its receives are shared, and their memory is in another protection domain than its own.
+    /// Its receive queue is shared, and is in another protection domain than the queue pair.
     #[error("its shared receive queue has another protection domain")]
     Shared,
-    /// The guest kernel's: its regions are all of memory, or change with each request.
+    /// It is the guest kernel's: its regions are all of memory, or change with each request.
     #[error("it is the guest kernel's")]
     Kernel,
 }
 
-/// A queue pair as such a transport needs it.
+/// A queue pair's properties for such a transport.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Queued {
     /// Its protection domain.
     pub pd: PdHandle,
-    /// Its attributes now.
+    /// Its current attributes.
     pub attributes: QpAttributes,
-    /// It has a shared receive queue: a receive may be taken for it only when there is a message.
+    /// It has a shared receive queue: a receive may be consumed for it only when there is a message.
     pub shared: bool,
 }
 
-/// A memory region, for a registration elsewhere.
+/// A memory region, for a registration of the transport's own.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RegionInfo {
-    /// First address as requests name it.
+    /// First address in requests' terms.
     pub start: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub length: u64,
-    /// What may be done with it.
+    /// Access rights.
     pub access: Access,
-    /// Where its bytes are: guest addresses and lengths, in order.
+    /// Its guest addresses and lengths, in order.
     pub pieces: Vec<(u64, u64)>,
 }
 
-/// How a receive that was taken ahead ended.
+/// Result of a receive that was consumed ahead.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AheadReceived {
-    /// Bytes of the message.
+    /// Length of the message, bytes.
     pub length: u32,
     /// Immediate data, as wire bytes.
     pub immediate: Option<[u8; 4]>,
-    /// It was a WRITE's with immediate data.
+    /// Whether it was consumed by a WRITE with immediate data.
     pub write: bool,
     /// Raises a solicited event.
     pub solicited: bool,
 }
 
 impl<P: Provider> Engine<P> {
-    /// Whether a connected queue pair can be carried by a transport with queues of its own.
+    /// Whether a transport with queues of its own can serve a connected queue pair. `None` when `qp` is of an older incarnation, or not
+    /// connected.
     ///
     /// # Errors
-    /// Why it can't. `None`: it isn't that queue pair any more, or not connected.
+    /// The reason why it can't.
     pub fn queued(&self, qp: QpId) -> Option<Result<Queued, NotQueued>> {
         let found = self.qp(self.served(qp).ok()?)?;
         let of_its_domain = |shared: ObjectRef| {
@@ -94,7 +95,7 @@ impl<P: Provider> Engine<P> {
         })
     }
 
-    /// The connection stays with the transport, although no packet of its peer has come yet.
+    /// Binds the connection to the transport, although no packet of its peer has come yet.
     pub fn remote_bind(&mut self, qp: QpId) {
         if let Ok(at) = self.served(qp)
             && let Some(found) = self.qp_mut(at)
@@ -103,14 +104,14 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// The transport with queues of its own carries the connection no longer, and has nothing of it under way: the receives that it took and
-    /// didn't use are the next ones, whatever carries it then.
+    /// Ends the binding to a transport with queues of its own, which has nothing of the connection in flight. The receives that it consumed
+    /// and didn't use come next, whatever the path then is.
     pub fn remote_unbind(&mut self, qp: QpId) {
         let at = qp.at();
         self.touch_qp(qp.device, qp.handle);
         let Some(found) = self.qp_mut(at).filter(|found| found.incarnation == qp.incarnation) else { return };
         let Some(elsewhere) = &mut found.elsewhere else { return };
-        // Those that came back before were taken later.
+        // The ones returned earlier were consumed later.
         elsewhere.ahead.append(&mut elsewhere.returned);
         std::mem::swap(&mut elsewhere.ahead, &mut elsewhere.returned);
         elsewhere.awaits_receive = false;
@@ -125,10 +126,11 @@ impl<P: Provider> Engine<P> {
             .is_some_and(|elsewhere| !elsewhere.outstanding.is_empty())
     }
 
-    /// Takes the next receive, of its own queue or the shared one, before there is a message for it. Without one, [`super::Action::ReceivePosted`] tells of the next.
+    /// Consumes the next receive, of its own queue or the shared one, before there is a message for it. If there is none,
+    /// [`super::Action::ReceivePosted`] announces the next.
     ///
     /// # Errors
-    /// [`Refusal::NotReady`] without one; others when the queue pair is gone, or fails since its receive can't be used.
+    /// [`Refusal::NotReady`] if none is posted; others when the queue pair is gone, or fails because its receive is malformed.
     pub fn remote_receive_ahead(&mut self, qp: QpId) -> Result<SgeList, Refusal> {
         let at = self.served(qp)?;
         let mut taken = self.take_receive(at);
@@ -136,7 +138,7 @@ impl<P: Provider> Engine<P> {
             let found = self.qp_mut(at).ok_or(Refusal::Gone)?;
             found.elsewhere.get_or_insert_with(Box::default).awaits_receive = true;
             self.await_receive(at, at);
-            // What was posted before the line above, and after the look before it, rings no doorbell again.
+            // A receive posted between the first check and the line above causes no other doorbell.
             if self.has_receive(at) {
                 taken = self.take_receive(at);
                 self.await_no_receive(at);
@@ -162,7 +164,7 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// A queue pair that waits where others do, and needn't, would be woken in another's place.
+    /// Removes the queue pair from the waiting list: it has its receive, and would be woken in another's place.
     fn await_no_receive(&mut self, at: QpRef) {
         let Some(found) = self.qp_mut(at) else { return };
         let awaits = found.awaits.take();
@@ -172,14 +174,14 @@ impl<P: Provider> Engine<P> {
         self.stop_awaiting(at, awaits);
     }
 
-    /// A queue pair was told of a receive ([`super::Action::ReceivePosted`]) and has no use for it: whoever else waits for the shared queue is told.
+    /// Declines a receive that [`super::Action::ReceivePosted`] announced: the next queue pair that waits for the shared queue is notified.
     pub fn remote_receive_declined(&mut self, qp: QpId) {
         if let Some(shared) = self.qp(qp.at()).and_then(|found| found.srq) {
             self.doorbell_srq(qp.device, SrqHandle(shared.handle));
         }
     }
 
-    /// Whether the ring that a queue pair takes receives from has one.
+    /// Whether the queue from which a queue pair consumes receives has one.
     fn has_receive(&self, at: QpRef) -> bool {
         let Some(device) = self.device(at.device) else { return false };
         let Some(found) = device.qps.get(at.handle) else { return false };
@@ -193,7 +195,7 @@ impl<P: Provider> Engine<P> {
         ring.is_some_and(|ring| ring.available(&device.memory) > 0)
     }
 
-    /// Completes the oldest receive that was taken ahead. An error fails the queue pair.
+    /// Completes the oldest receive that was consumed ahead. An error fails the queue pair.
     pub fn remote_ahead_end(&mut self, qp: QpId, outcome: Result<AheadReceived, Status>) {
         let Ok(at) = self.served(qp) else { return };
         let ahead = self.qp_mut(at).and_then(|found| found.elsewhere.as_mut()?.ahead.pop_front());
@@ -225,14 +227,14 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// The scatter-gather elements of a posted request that still is outstanding.
+    /// The scatter-gather elements of an outstanding request.
     #[must_use]
     pub fn remote_sges(&self, qp: QpId, token: u64) -> Option<&[Sge]> {
         self.outstanding(qp, token).map(|outstanding| outstanding.request.sges.as_slice())
     }
 
-    /// The registered memory that a key of a protection domain names; from now on its end is told by
-    /// [`super::Action::RegionGone`]. `None`: there is none, or it isn't user memory.
+    /// The registered memory of a key in a protection domain. From now on
+    /// [`super::Action::RegionGone`] announces its end. `None` when the key is unknown, or isn't of user memory.
     pub fn remote_region(&mut self, device: DeviceId, pd: PdHandle, key: u32) -> Option<RegionInfo> {
         let region = self.device_mut(device.0)?.regions.of_key_mut(key)?;
         let fits = region.key == key && region.pd == pd.0 && region.valid && region.kind == Kind::User;
@@ -253,13 +255,13 @@ impl<P: Provider> Engine<P> {
     /// A second view of a device's guest memory, for a registration of a region's pieces.
     ///
     /// # Errors
-    /// When the device is gone or may not access memory, or they aren't memory that can be mapped twice.
+    /// When the device is gone or may not access memory, or the memory can't be mapped twice.
     pub fn remote_alias(&self, device: DeviceId, pieces: &[(u64, u64)]) -> Result<Alias, AliasError> {
         let found = self.device(device.0).filter(|device| device.enabled).ok_or(AliasError::NotMapped)?;
         found.memory.alias(pieces)
     }
 
-    /// The transport's device has refused a request of the peer: the responder fails, with the event that belongs to it.
+    /// Handles a request of the peer that the transport's device has refused: the responder fails, with the matching event.
     pub fn remote_refused(&mut self, qp: QpId, refusal: Refusal) {
         let Ok(at) = self.served(qp) else { return };
         let event: fn(crate::names::QpHandle) -> AsyncEvent = match refusal {
@@ -271,7 +273,7 @@ impl<P: Provider> Engine<P> {
     }
 }
 
-/// The elements that hold the first `length` bytes.
+/// The elements of the first `length` bytes.
 #[must_use]
 pub fn first_bytes(sges: &[Sge], length: u64) -> SgeList {
     let mut left = length;

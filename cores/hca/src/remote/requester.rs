@@ -1,4 +1,4 @@
-//! The requester's side: requests that a transport has, until it says how they ended.
+//! The requester's side: requests that a transport has, until it reports their outcome.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -23,7 +23,7 @@ const ATOMIC: u32 = 8;
 pub enum Unmoved {
     /// The request fails with this status.
     Failed(Status),
-    /// Its memory is still to come: [`Action::MemoryCame`] says when. Until then it is as if the packet hadn't come, or can't be sent.
+    /// The memory isn't present: [`Action::MemoryCame`] follows. Until then the transport treats the packet as lost, or doesn't send it.
     NotHere,
 }
 
@@ -34,7 +34,7 @@ impl From<Status> for Unmoved {
 }
 
 impl<P: Provider> Qp<P> {
-    /// Whether a transport takes another request.
+    /// Whether the transport accepts another request of this queue pair.
     #[inline]
     pub(crate) fn has_room_elsewhere(&self) -> bool {
         self.elsewhere.as_ref().is_none_or(|elsewhere| elsewhere.outstanding.len() < MOST_OUTSTANDING)
@@ -48,14 +48,14 @@ impl<P: Provider> Engine<P> {
             .is_none_or(|elsewhere| elsewhere.outstanding.is_empty())
     }
 
-    /// Checks a request whose peer is elsewhere. [`Step::Handed`]: it is to be handed over.
+    /// Checks a request with a remote peer. [`Step::Handed`]: pass it to the transport.
     pub(crate) fn execute_elsewhere(&mut self, at: QpRef, request: &SendRequest) -> Step {
         let step = self.check_elsewhere(at, request);
         match step {
-            // A fast registration was executed: its region was free. It completes in its turn.
+            // A fast registration was executed: its region was free. It completes in order.
             Step::Done { .. } if self.nothing_outstanding(at) => step,
             Step::Done { .. } | Step::Handed => Step::Handed,
-            // What fails, and what has to wait for earlier requests, waits for those that a transport has.
+            // A failed request, and one that has to wait for earlier ones, waits until the transport has completed its requests.
             _ if self.nothing_outstanding(at) => step,
             _ => Step::Drain,
         }
@@ -102,7 +102,7 @@ impl<P: Provider> Engine<P> {
         if sound { Step::Handed } else { Step::Failed(Status::LocalProtection) }
     }
 
-    /// Hands a checked request over to the transport.
+    /// Passes a checked request to the transport.
     pub(crate) fn hand_over(&mut self, at: QpRef, request: SendRequest) {
         let Some(id) = self.qp_id(at) else { return };
         let Some(qp) = self.qp_mut(at) else { return };
@@ -139,7 +139,7 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// An outstanding request of a queue pair that still is the one named.
+    /// An outstanding request of a queue pair of that incarnation.
     pub(super) fn outstanding(&self, qp: QpId, token: u64) -> Option<&Outstanding> {
         let found = self.qp(qp.at()).filter(|found| found.incarnation == qp.incarnation)?;
         let outstanding = &found.elsewhere.as_ref()?.outstanding;
@@ -150,7 +150,7 @@ impl<P: Provider> Engine<P> {
     /// Reads bytes of a message from the sender's memory, from `offset` on, as many as `into` holds.
     ///
     /// # Errors
-    /// The status that the request fails with when its memory may not be read, or is gone.
+    /// The status with which the request fails when its memory may not be read, or is gone.
     pub fn remote_gather(
         &mut self,
         qp: QpId,
@@ -178,10 +178,10 @@ impl<P: Provider> Engine<P> {
         if rest.is_empty() { Ok(()) } else { Err(Status::LocalProtection.into()) }
     }
 
-    /// Places bytes of a READ's answer, or an atomic's 8 bytes (as the guest has words, little-endian), from `offset` on.
+    /// Places bytes of a READ response, or an atomic's 8 bytes (little-endian, as the guest's words), from `offset` on.
     ///
     /// # Errors
-    /// The status that the request fails with when its memory may not be written, or is gone.
+    /// The status with which the request fails when its memory may not be written, or is gone.
     pub fn remote_place(&mut self, qp: QpId, token: u64, offset: u32, from: &[u8]) -> Result<(), Unmoved> {
         let outstanding = self.outstanding(qp, token).ok_or(Status::General)?;
         let answers = matches!(
@@ -201,7 +201,7 @@ impl<P: Provider> Engine<P> {
         Ok(self.write_target(qp.device.0, from).map_err(|_| Status::LocalProtection)?)
     }
 
-    /// Asks for all memory of a message, of which a part isn't here: packets ask for little more than a page each.
+    /// Requests all not-present pages of a message at once: the packets would request little more than a page each.
     fn ask_for_all(&self, at: QpRef, sges: &[Sge], length: u64, need: Access) {
         let Some(device) = self.device(at.device) else { return };
         let Some(qp) = device.qps.get(at.handle) else { return };
@@ -213,8 +213,8 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// Says how a request ended: the bytes of its message (8 for atomics), or the status it failed with. Completions come in the order
-    /// of posting, whatever the order of calls; a failure fails the queue pair.
+    /// Reports the outcome of a request: the length of its message (8 for atomics), or the status it failed with. Completions follow the
+    /// order of posting, whatever the order of calls. A failure fails the queue pair.
     pub fn remote_complete(&mut self, qp: QpId, token: u64, outcome: Result<u32, Status>) {
         let at = qp.at();
         self.mark(at);
@@ -227,12 +227,12 @@ impl<P: Provider> Engine<P> {
         self.complete_ended(at);
     }
 
-    /// Completes requests at the front that have ended.
+    /// Completes requests at the front with a known outcome.
     fn complete_ended(&mut self, at: QpRef) {
         loop {
             let Some(found) = self.qp_mut(at) else { return };
             if found.state == QpState::Error {
-                // They are flushed.
+                // The rest is flushed.
                 return;
             }
             let Some(elsewhere) = &mut found.elsewhere else { return };
@@ -254,7 +254,7 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// Puts requests whose ends are known behind those that a transport has, where it has any.
+    /// Appends requests with a known outcome to those that a transport has, if it has any.
     pub(crate) fn append_known(&mut self, at: QpRef, requests: &mut VecDeque<saved::Outstanding>) -> bool {
         let Some(found) = self.qp_mut(at) else { return false };
         let Some(elsewhere) = found.elsewhere.as_mut().filter(|elsewhere| !elsewhere.outstanding.is_empty())
@@ -270,7 +270,7 @@ impl<P: Provider> Engine<P> {
         true
     }
 
-    /// Completes a request that a transport has carried. `false`: it failed, and its queue pair with it.
+    /// Completes a request that a transport executed. `false`: it failed, and its queue pair with it.
     pub(crate) fn complete_carried(
         &mut self,
         at: QpRef,
@@ -282,7 +282,7 @@ impl<P: Provider> Engine<P> {
         if let Ok(bytes) = outcome {
             found.counters.bytes += u64::from(bytes);
         }
-        // As at a local peer: only what came back is counted in a completion.
+        // As for a local peer, a completion counts only returned bytes.
         let outcome = outcome.map(|bytes| match operation {
             CompletedOperation::Read | CompletedOperation::CompareSwap | CompletedOperation::FetchAdd => {
                 bytes
@@ -312,7 +312,7 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// Whether a queue pair in SQD has nothing under way.
+    /// Whether a queue pair in SQD has nothing in progress.
     pub(crate) fn is_drained(&self, at: QpRef) -> bool {
         self.qp(at).is_some_and(|qp| qp.state == QpState::SendQueueDrained && qp.current.is_none())
             && self.nothing_outstanding(at)
@@ -321,7 +321,7 @@ impl<P: Provider> Engine<P> {
     /// Writes bytes to the gathered target of a device.
     ///
     /// # Errors
-    /// When the device is gone, or its memory is, or the target is too short for them.
+    /// When the device or its memory is gone, or the target is too short.
     pub(crate) fn write_target(&self, device: u32, from: &[u8]) -> Result<(), DmaFault> {
         let targets = self.pieces().1;
         let gone =
@@ -342,7 +342,7 @@ fn length_of(bytes: &[u8]) -> u64 {
     u64::try_from(bytes.len()).unwrap_or(u64::MAX)
 }
 
-/// The part of a message that begins at `offset`.
+/// The range of a message that begins at `offset`.
 pub(super) fn range(offset: u32, len: usize) -> Option<Range<u64>> {
     let start = u64::from(offset);
     Some(start..start.checked_add(u64::try_from(len).ok()?)?)

@@ -1,4 +1,4 @@
-//! The responder's side: what arrives is executed through the checks that a local peer passes, packet by packet.
+//! The responder's side: executes received packets, through the same checks as for a local peer.
 
 use dma::Dma;
 
@@ -14,13 +14,12 @@ use crate::work::{AsyncEvent, CompletedOperation, Remote, Status};
 use super::QpId;
 use super::requester::range;
 
-/// Why a request isn't executed. But for the first and the last, the responder has failed (if it is a reliable one) when the
-/// transport learns of it.
+/// Why a request isn't executed. When the transport gets `Invalid`, `Access` or `Operational`, a reliable responder has failed already.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Refusal {
     /// No receive is posted: RNR NAK with this timer code, 0 to 31.
     NotReady {
-        /// The code.
+        /// RNR timer code.
         timer: u8,
     },
     /// NAK invalid request.
@@ -29,10 +28,10 @@ pub enum Refusal {
     Access,
     /// NAK remote operational error.
     Operational,
-    /// The queue pair takes no messages (any more): the packet is dropped.
+    /// The queue pair accepts no messages (any more): the packet is dropped.
     Gone,
-    /// The guest's memory that it is about is still to come: the packet is dropped, and the peer may be asked for it again when
-    /// [`super::Action::MemoryCame`] says so.
+    /// The guest memory of the request isn't present. The packet is dropped; the transport may request it again after
+    /// [`super::Action::MemoryCame`].
     NotHere,
 }
 
@@ -48,13 +47,13 @@ pub enum AtomicOperation {
     },
     /// Fetch and add.
     FetchAdd {
-        /// What is added.
+        /// The addend.
         add: u64,
     },
 }
 
 impl<P: Provider> Engine<P> {
-    /// A packet of the peer was accepted: the connection stands, and stays with the transport.
+    /// Records the first accepted packet of the peer: the connection is established, and stays with the transport.
     pub fn remote_established(&mut self, qp: QpId) {
         let Ok(at) = self.served(qp) else { return };
         let Some(found) = self.qp_mut(at) else { return };
@@ -66,11 +65,11 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// The first packet of a SEND, or a WRITE's with immediate data: a receive is taken for it. Gives the bytes that fit. Again for the same
-    /// message, or after one that was abandoned, changes nothing.
+    /// Consumes a receive for the first packet of a SEND, or for a WRITE with immediate data. Returns its capacity in bytes. A repetition,
+    /// or a call after an aborted message, changes nothing.
     ///
     /// # Errors
-    /// [`Refusal::NotReady`] without a posted receive; others when the receive can't be used.
+    /// [`Refusal::NotReady`] without a posted receive; others when the receive is malformed.
     pub fn remote_receive_begin(&mut self, qp: QpId) -> Result<u64, Refusal> {
         let at = self.served(qp)?;
         let taken = self.take_receive(at);
@@ -107,7 +106,7 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// Bytes of a SEND that has begun, from `offset` on.
+    /// Places bytes of a SEND in progress, from `offset` on.
     ///
     /// # Errors
     /// When they don't fit the receive, or its memory can't be written.
@@ -144,10 +143,10 @@ impl<P: Provider> Engine<P> {
         Ok(())
     }
 
-    /// Invalidates a key for the SEND whose receive is taken.
+    /// Invalidates a key for the SEND in progress.
     ///
     /// # Errors
-    /// When it isn't one that the peer may invalidate. The receive has completed with that error.
+    /// When the peer may not invalidate it. The receive has completed with that error.
     pub fn remote_invalidate(&mut self, qp: QpId, key: u32) -> Result<(), Refusal> {
         let at = self.served(qp)?;
         if self.may_invalidate(at, key).is_err() {
@@ -158,7 +157,7 @@ impl<P: Provider> Engine<P> {
         Ok(())
     }
 
-    /// The receive that is taken, if one is, completes with an error.
+    /// Completes the receive in use, if any, with an error.
     pub fn remote_receive_fail(&mut self, qp: QpId, status: Status) {
         let Ok(at) = self.served(qp) else { return };
         if let Some(receive) = self.qp_mut(at).and_then(|found| found.stashed.take()) {
@@ -166,10 +165,10 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// The SEND is complete, with `length` bytes; `invalidated` was invalidated for it.
+    /// Completes a SEND of `length` bytes; `invalidated` is the key that it invalidated.
     ///
     /// # Errors
-    /// When no receive was taken.
+    /// When no receive was consumed for it.
     pub fn remote_receive_end(
         &mut self,
         qp: QpId,
@@ -194,7 +193,7 @@ impl<P: Provider> Engine<P> {
         Ok(())
     }
 
-    /// Bytes of a WRITE of `length` bytes in all, from `offset` on; without any, whether it is permitted.
+    /// Writes bytes of a WRITE of `length` bytes in all, from `offset` on. Without bytes, only checks whether the WRITE is permitted.
     ///
     /// # Errors
     /// When the queue pair or the region doesn't permit it, or the memory is gone.
@@ -230,10 +229,10 @@ impl<P: Provider> Engine<P> {
         Ok(())
     }
 
-    /// A WRITE of `length` bytes with immediate data is complete; so is the receive that was taken for it.
+    /// Completes a WRITE of `length` bytes with immediate data, and the receive consumed for it.
     ///
     /// # Errors
-    /// When none was.
+    /// When none was consumed.
     pub fn remote_write_end(
         &mut self,
         qp: QpId,
@@ -276,7 +275,7 @@ impl<P: Provider> Engine<P> {
         let mut part = range(offset, into.len()).filter(|part| part.end <= total).ok_or(Refusal::Invalid)?;
         let last = part.end == total;
         if into.is_empty() && self.is_late(qp.device) {
-            // A READ begins when all that it reads is here.
+            // A READ begins when all its memory is present.
             part = 0..total;
         }
         if self.remote_source(at, remote, total, part, Access::REMOTE_READ).is_err() {
@@ -304,7 +303,7 @@ impl<P: Provider> Engine<P> {
         Ok(())
     }
 
-    /// Executes an atomic, once; gives the value before. By the host CPU's atomics, so it is atomic against the guest's CPUs.
+    /// Executes an atomic once, and returns the previous value. It uses the host CPU's atomics, so it is atomic against the guest's CPUs.
     ///
     /// # Errors
     /// When the word isn't aligned, the queue pair or the region doesn't permit it, or the memory is gone.
@@ -343,22 +342,22 @@ impl<P: Provider> Engine<P> {
         Ok(before)
     }
 
-    /// The transport found a request that can't be: a wrong sequence of opcodes, a wrong length, too many reads. A reliable
-    /// responder fails; the requester gets a NAK for an invalid request.
+    /// Handles an invalid request that the transport found: a wrong sequence of opcodes, a wrong length, too many READs. A reliable
+    /// responder fails; the requester gets a NAK invalid request.
     pub fn remote_violation(&mut self, qp: QpId) {
         if let Ok(at) = self.served(qp) {
             self.refused(at, Refusal::Invalid, Some(AsyncEvent::QpRequestError));
         }
     }
 
-    /// The transport's connection has failed as a whole.
+    /// Handles a failure of the transport's whole connection.
     pub fn remote_fail(&mut self, qp: QpId) {
         if let Ok(at) = self.served(qp) {
             self.enter_error(at);
         }
     }
 
-    /// A reliable responder that refuses fails with the event; an unreliable one goes on.
+    /// Refuses a request: a reliable responder fails with the event, an unreliable one continues.
     pub(super) fn refused(
         &mut self,
         at: QpRef,
@@ -394,7 +393,7 @@ impl<P: Provider> Engine<P> {
     }
 }
 
-/// A message's length as packets count it.
+/// The length of a message as packets encode it.
 pub(super) fn bytes(len: usize) -> u32 {
     u64::try_from(len).map_or(u32::MAX, message_len)
 }

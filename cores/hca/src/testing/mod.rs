@@ -1,5 +1,5 @@
-//! A guest without an ABI: rings in plain memory that a test fills and empties, so that tests, benchmarks and simulations can
-//! drive the engine. Rings are shared between the engine's end and the guest's, which may be on another thread.
+//! A guest without an ABI: rings in plain memory that a test fills and empties, so that tests, benchmarks and simulations can drive the
+//! engine. The engine and the guest's side, which may be on another thread, share the rings.
 
 pub mod requests;
 mod rings;

@@ -1,4 +1,4 @@
-//! Requests in short.
+//! Constructors of requests.
 
 use crate::names::{Gid, Qpn};
 use crate::work::{Datagram, FastRegister, Operation, Remote, SendRequest, Sge};

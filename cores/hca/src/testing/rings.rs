@@ -23,10 +23,10 @@ impl<M: Dma + Clone + 'static> Provider for Rings<M> {
     type CompletionQueue = CompletionRing;
 }
 
-/// Rings by number: what a saved state names, as guest addresses would. Rings that are gone leave their numbers behind.
+/// Rings by number, which a saved state contains in place of guest addresses. The number of a dropped ring isn't reused.
 static RINGS: Mutex<Vec<Weak<dyn Any + Send + Sync>>> = Mutex::new(Vec::new());
 
-/// The saved state of one of these rings: the guest's memory is elsewhere, and this is where.
+/// The saved state of such a ring: its number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct SavedRing(u32);
 
@@ -67,34 +67,34 @@ impl SendRing {
         lock(&self.0).posted.push_back(Fetched::Request(request));
     }
 
-    /// Posts a request that can't be executed.
+    /// Posts a malformed request.
     pub fn post_malformed(&self, wr_id: u64, reason: Malformed) {
         lock(&self.0).posted.push_back(Fetched::Malformed { wr_id, reason });
     }
 
-    /// Breaks the ring.
+    /// Makes the ring broken.
     pub fn break_ring(&self) {
         lock(&self.0).posted.push_back(Fetched::Broken);
     }
 
-    /// Empties the ring, as a guest does after a move to RESET.
+    /// Empties the ring, as a guest does after a transition to RESET.
     pub fn clear(&self) {
         *lock(&self.0) = Sends::default();
     }
 
-    /// Requests posted and not fetched.
+    /// Number of requests posted and not fetched.
     #[must_use]
     pub fn waiting(&self) -> usize {
         lock(&self.0).posted.len()
     }
 
-    /// Requests fetched and not retired.
+    /// Number of requests fetched and not retired.
     #[must_use]
     pub fn in_flight(&self) -> u32 {
         lock(&self.0).in_flight
     }
 
-    /// Slots given back.
+    /// Number of released slots.
     #[must_use]
     pub fn retired(&self) -> u32 {
         lock(&self.0).retired
@@ -128,7 +128,7 @@ impl<M: Dma> SendQueue<M> for SendRing {
         let fetched = match ring.posted.pop_front() {
             None => return Fetched::Empty,
             Some(Fetched::Broken) => {
-                // It stays broken.
+                // A broken ring stays broken.
                 ring.posted.push_front(Fetched::Broken);
                 return Fetched::Broken;
             }
@@ -156,17 +156,17 @@ impl ReceiveRing {
         lock(&self.0).push_back(Fetched::Request(request));
     }
 
-    /// Posts a request that can't be executed.
+    /// Posts a malformed request.
     pub fn post_malformed(&self, wr_id: u64, reason: Malformed) {
         lock(&self.0).push_back(Fetched::Malformed { wr_id, reason });
     }
 
-    /// Empties the ring, as a guest does after a move to RESET.
+    /// Empties the ring, as a guest does after a transition to RESET.
     pub fn clear(&self) {
         lock(&self.0).clear();
     }
 
-    /// Requests that were not taken.
+    /// Number of requests that were not consumed.
     #[must_use]
     pub fn waiting(&self) -> usize {
         lock(&self.0).len()
@@ -200,7 +200,7 @@ impl<M: Dma> ReceiveQueue<M> for ReceiveRing {
 
 #[derive(Debug)]
 struct Completions {
-    /// Published and not consumed, then those that the consumer can't see yet.
+    /// Published and unconsumed completions, then unpublished ones.
     entries: VecDeque<Completion>,
     published: usize,
     capacity: usize,
@@ -213,7 +213,7 @@ struct Completions {
 pub struct CompletionRing(Arc<Mutex<Completions>>);
 
 impl CompletionRing {
-    /// A ring of so many entries.
+    /// A ring of `capacity` entries.
     #[must_use]
     pub fn new(capacity: usize) -> Self {
         let entries = VecDeque::with_capacity(capacity);
@@ -242,20 +242,20 @@ impl CompletionRing {
         std::iter::from_fn(|| self.poll()).collect()
     }
 
-    /// Completions published and not consumed.
+    /// Number of completions published and not consumed.
     #[must_use]
     pub fn waiting(&self) -> usize {
         lock(&self.0).published
     }
 
-    /// Completions that were pushed and not published.
+    /// Number of completions pushed and not published.
     #[must_use]
     pub fn hidden(&self) -> usize {
         let ring = lock(&self.0);
         ring.entries.len() - ring.published
     }
 
-    /// Breaks the ring.
+    /// Makes the ring broken.
     pub fn break_ring(&self) {
         lock(&self.0).broken = true;
     }

@@ -1,4 +1,4 @@
-//! Guests on an engine, with the usual objects.
+//! Guests of an engine, with their objects.
 
 use dma::{Dma, HeapMemory};
 
@@ -12,14 +12,14 @@ use crate::work::{AsyncEvent, ReceiveRequest, SendRequest, Sge};
 
 use super::{CompletionRing, ReceiveRing, Rings, SendRing};
 
-/// What the engine told the guests.
+/// Events that the engine sent to the guests.
 #[derive(Debug, Default)]
 pub struct Events {
     /// Completion events, in order.
     pub completions: Vec<(DeviceId, CqHandle)>,
     /// Asynchronous events, in order.
     pub others: Vec<(DeviceId, AsyncEvent)>,
-    /// The event ring takes nothing.
+    /// Whether the event ring accepts nothing.
     pub full: bool,
 }
 
@@ -57,7 +57,7 @@ pub struct Guest<M = HeapMemory> {
     pub memory: M,
     /// Its protection domain, in the kernel's context.
     pub pd: PdHandle,
-    /// At index 0.
+    /// Its address, at GID index 0.
     pub gid: Gid,
 }
 
@@ -82,9 +82,9 @@ pub struct Connected {
 pub struct World<M: Dma + Clone + 'static = HeapMemory> {
     /// The engine.
     pub engine: Engine<Rings<M>>,
-    /// What it told.
+    /// Events of the engine.
     pub events: Events,
-    /// Nanoseconds.
+    /// Current time, nanoseconds.
     pub now: u64,
     guests: u8,
 }
@@ -110,7 +110,7 @@ impl<M: Dma + Clone + 'static> World<M> {
         Self { guests: last, ..Self::new(EngineConfig::default()) }
     }
 
-    /// Adds a guest with that RAM, in segment 1, with address [`gid`] of its number.
+    /// Adds a guest with that RAM, in segment 1, with the address [`gid`] of its number.
     pub fn guest(&mut self, memory: M) -> Guest<M> {
         self.guests += 1;
         let config = DeviceConfig {
@@ -143,7 +143,7 @@ impl<M: Dma + Clone + 'static> World<M> {
         self.queue_pair_on(guest, kind, srq, cq, completions)
     }
 
-    /// Creates a queue pair in RESET on a completion queue that exists.
+    /// Creates a queue pair in RESET on an existing completion queue.
     pub fn queue_pair_on(
         &mut self,
         guest: &Guest<M>,
@@ -188,7 +188,7 @@ impl<M: Dma + Clone + 'static> World<M> {
         self.engine.modify_qp(device, qp, mask | Mask::STATE, attributes, &mut self.events)
     }
 
-    /// Attributes to connect a queue pair with, for all steps.
+    /// Attributes to connect a queue pair, for all transitions.
     #[must_use]
     pub fn attributes(peer: Gid, qpn: Qpn) -> QpAttributes {
         let mut attributes = crate::engine::power_on_attributes();
@@ -208,7 +208,7 @@ impl<M: Dma + Clone + 'static> World<M> {
         attributes
     }
 
-    /// Brings a queue pair to RTS, or to a state on the way there.
+    /// Moves a queue pair to RTS, or to a state on the way there.
     pub fn raise(&mut self, device: DeviceId, qp: QpHandle, kind: QpKind, to: QpState, with: &QpAttributes) {
         let mut with = *with;
         let steps = match kind {
@@ -248,7 +248,7 @@ impl<M: Dma + Clone + 'static> World<M> {
         (left, right)
     }
 
-    /// Brings two queue pairs in RESET to RTS, as peers.
+    /// Moves two queue pairs in RESET to RTS, as peers.
     pub fn join(&mut self, a: &Guest<M>, left: &Connected, b: &Guest<M>, right: &Connected, kind: QpKind) {
         let to_right = Self::attributes(b.gid, right.qp.qpn);
         self.raise(left.device, left.qp.handle, kind, QpState::ReadyToSend, &to_right);
@@ -278,7 +278,7 @@ impl<M: Dma + Clone + 'static> World<M> {
         while self.poll().next.is_some_and(|next| next <= self.now) {}
     }
 
-    /// Lets time pass, with polls at the times that the engine names.
+    /// Advances the time, with polls at the times that the engine returns.
     pub fn pass(&mut self, nanoseconds: u64) {
         let end = self.now + nanoseconds;
         loop {

@@ -1,4 +1,4 @@
-//! Connected queue pairs: data, completions, and what either end sees of errors.
+//! Connected queue pairs: data, completions, and the errors at either end.
 
 use crate::common;
 
@@ -93,7 +93,7 @@ fn atomics_return_the_value_before() {
     assert!(pair.left.completions.drain().iter().all(|c| c.status == Status::Success && c.byte_len == 8));
 }
 
-/// What a request that fails does: its status, the responder's event, and whether the responder fails as well.
+/// The outcome of a failing request: its status, the responder's event, and whether the responder fails as well.
 fn fails(
     change: impl FnOnce(&mut Pair) -> hca::work::SendRequest,
 ) -> (Status, Vec<AsyncEvent>, QpState, QpState) {
@@ -422,7 +422,7 @@ fn fast_registration_and_both_invalidations() {
     let key = (mr.rkey & !0xFF) | 0x5A;
     let access = (Access::LOCAL_WRITE | Access::REMOTE_WRITE).bits();
     let right = pair.right.clone();
-    // Before, it can't be used; then pages 3 and 1 are the region.
+    // Before, it is invalid; then pages 3 and 1 are the region.
     pair.world.send(&right, requests::fast_register(1, key, 0x10, access, &[0x3000, 0x1000]));
     pair.world.settle();
     assert_eq!(statuses(&pair.right), [(1, Status::Success)]);
@@ -431,13 +431,13 @@ fn fast_registration_and_both_invalidations() {
     assert_eq!(pair.right_bytes(0x3FFF, 1), b"x");
     assert_eq!(pair.right_bytes(0x1000, 1), b"y");
     assert_eq!(statuses(&pair.left), [(2, Status::Success)]);
-    // SEND with invalidate ends it.
+    // SEND with invalidate invalidates it.
     pair.receive(3, &[]);
     let operation = Operation::Send { immediate: None, invalidate: Some(key), datagram: None };
     pair.send(requests::request(4, operation, &[]));
     let done = pair.right.completions.poll().unwrap();
     assert_eq!(done.invalidated.map(|key| key.0), Some(key));
-    // Again valid, then invalidated locally.
+    // Valid again, then invalidated locally.
     pair.world.send(&right, requests::fast_register(5, key, 0x10, access, &[0x3000]));
     pair.world.send(&right, requests::invalidate(6, key));
     pair.world.settle();
@@ -515,7 +515,7 @@ fn shared_receives_serve_all_and_report_their_limit() {
     received.sort_unstable();
     assert_eq!(received, [10, 11, 12]);
     assert_eq!(world.events.others, [(b.device, AsyncEvent::SrqLimitReached(srq))], "once");
-    // A queue pair that fails has taken its last receive.
+    // A failed queue pair has consumed its last receive.
     world.events.others.clear();
     let right = &pairs[0].1;
     let mut with = World::<dma::HeapMemory>::attributes(a.gid, pairs[0].0.qp.qpn);
@@ -564,7 +564,7 @@ fn an_overrun_completion_queue_fails_its_queue_pairs() {
     world.engine.arm_cq(a.device, cq, Arm::Next, &mut world.events);
 }
 
-/// Completions of a turn become visible together, and their slots before them; a poll leaves nothing behind.
+/// Completions of a turn become visible together, and their slots before them. A poll leaves nothing unpublished.
 #[test]
 fn a_turn_shows_its_completions_at_its_end() {
     let mut pair = Pair::new(QpKind::Rc);

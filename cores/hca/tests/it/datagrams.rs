@@ -107,7 +107,7 @@ fn an_own_error_stops_the_send_queue_only() {
     pair.world.send(&right, request);
     pair.world.settle();
     assert_eq!(statuses(&pair.left), [(3, Status::Success)]);
-    // And goes on when told to.
+    // It sends again after a transition to RTS.
     let mut with = hca::testing::World::<dma::HeapMemory>::attributes(pair.b.gid, right.qp.qpn);
     with.state = QpState::ReadyToSend;
     let mask = hca::attributes::QpAttributeMask::empty();

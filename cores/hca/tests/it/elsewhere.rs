@@ -1,4 +1,4 @@
-//! Peers in another engine: with a carrier that loses nothing, both guests see what they see of a local peer.
+//! Remote peers: over a lossless transport, both guests observe the same as with a local peer.
 
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation)] // For tests only.
 
@@ -16,7 +16,7 @@ use hca::testing::{Connected, Guest, World, requests};
 use hca::work::{AsyncEvent, Completion, Operation, Remote, SendRequest, Status};
 use proptest::prelude::*;
 
-/// Bytes per packet of the carrier.
+/// Bytes per packet of the transport.
 const MTU: usize = 1024;
 const SEGMENT: SegmentId = SegmentId(1);
 
@@ -43,11 +43,11 @@ impl Side {
     }
 }
 
-/// Two hosts and a carrier between them, or one host with both guests.
+/// Two hosts and a transport between them, or one host with both guests.
 struct Pair {
     left: Side,
     right: Side,
-    /// Requests that the carrier holds since there was no receive.
+    /// Requests that wait in the transport because no receive was posted.
     held: Vec<(QpId, Posted)>,
     closed: Vec<QpId>,
 }
@@ -80,7 +80,7 @@ impl Pair {
         sge(address, length, self.left.mr.lkey)
     }
 
-    /// Polls and carries until nothing moves.
+    /// Polls and transfers until nothing changes.
     fn settle(&mut self) {
         loop {
             self.left.world.settle();
@@ -269,8 +269,8 @@ fn a_reset_closes_the_connection_and_its_old_name_leads_nowhere() {
     assert_eq!(pair.left.world.engine.remote_receive_begin(old), Err(Refusal::Gone));
 }
 
-/// Receives that a transport took before there was a message complete in order, and are flushed before those that it didn't take; that
-/// there is none is told, and then that there is one.
+/// Receives consumed ahead by a transport complete in order. On failure they are flushed before those that are still in the ring. The
+/// engine reports that none is posted, and later that one is.
 #[test]
 fn receives_taken_ahead_complete_or_are_flushed_in_order() {
     let mut pair = Pair::new(QpKind::Rc);
@@ -303,7 +303,7 @@ fn receives_taken_ahead_complete_or_are_flushed_in_order() {
     assert!(pair.right.world.engine.remote_receive_ahead(qp).is_ok());
 }
 
-/// A region that a transport was told of is told of once more when it ends, however it ends; others aren't.
+/// The engine reports the end of each region that a transport has registered, however it ends, and of no other.
 #[test]
 fn the_end_of_a_region_is_told_to_whom_it_was_shown() {
     let mut pair = Pair::new(QpKind::Rc);
@@ -410,7 +410,7 @@ fn seen(done: &[Completion]) -> Vec<(u64, Status, u32, Option<[u8; 4]>)> {
     done.iter().map(|done| (done.wr_id, done.status, done.byte_len, done.immediate)).collect()
 }
 
-/// Memory that programs use: sources, targets of one-sided operations, receives.
+/// Memory of the programs: sources, targets of one-sided operations, receives.
 const USED: [(u64, usize); 3] = [(0x8000, 0x9000), (0x2_0000, 0x6000), (0x4_0000, 0x2_0000)];
 
 fn fill(memory: &HeapMemory) {
@@ -424,7 +424,7 @@ fn fill(memory: &HeapMemory) {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
-    /// The same program, with the peer here and with the peer elsewhere: same completions at both ends, same events, same bytes.
+    /// The same program, with a local and with a remote peer: same completions at both ends, same events, same bytes.
     #[test]
     fn elsewhere_is_as_here(calls in proptest::collection::vec(call(), 1..40)) {
         let mut here = common::Pair::new(QpKind::Rc);
@@ -436,7 +436,7 @@ proptest! {
             if let Call::Receive { length, good_key } = call {
                 let address = 0x4_0000 + (wr_id % 16) * 0x2000;
                 let wrong = u32::from(!good_key);
-                // Elsewhere the first packet's key is found wrong before the last packet is found too long.
+                // A remote responder checks the first packet's key before it finds that the last packet is too long.
                 let length = if *good_key { *length } else { 0x2000 };
                 let right = here.right.clone();
                 let buffer = sge(address, length, here.right_mr.lkey ^ wrong);
@@ -466,7 +466,7 @@ proptest! {
         a.sort();
         b.sort();
         prop_assert_eq!(a, b);
-        // A message that fails in its middle has left its first packets.
+        // A message that fails in its middle has written its first packets.
         if here.world.state(&here.right) == QpState::ReadyToSend {
             for (start, len) in USED {
                 prop_assert!(here.left_bytes(start, len) == bytes(&there.left, start, len), "requester's memory");

@@ -1,4 +1,4 @@
-//! Hostile guests: whatever they post, the engine touches no byte that is not registered, and never panics or stalls.
+//! Hostile guests: whatever they post, the engine accesses no byte that is not registered, and never panics or stalls.
 
 use dma::HeapMemory;
 use hca::attributes::{Access, QpAttributeMask as Mask, QpKind, QpState};
@@ -12,7 +12,7 @@ use proptest::prelude::*;
 
 const RAM: u64 = 0x10000;
 
-/// Bytes of guest memory that are registered with the rights that an access needs: the oracle.
+/// The oracle: bytes of guest memory that are registered with the rights for an access.
 #[derive(Default)]
 struct Registered(Vec<(u64, u64, bool)>);
 
@@ -26,7 +26,7 @@ impl Registered {
     }
 }
 
-/// Numbers that are often right, and often just wrong.
+/// Numbers that are often valid, and often invalid by little.
 fn number(good: &'static [u64]) -> impl Strategy<Value = u64> {
     prop_oneof![
         6 => prop::sample::select(good),
@@ -139,7 +139,8 @@ impl Scene {
         scene
     }
 
-    /// Registers, and tells the oracle. Regions are never taken from it again: what was registered once is fair game here.
+    /// Registers a region, and adds it to the oracle. The oracle never removes one: an access to what was once registered isn't an error
+    /// here.
     fn register(&mut self, start: u64, length: u64, pages: &[u64], access: u32) {
         let init = MrInit { start, length, access, pages: pages.into() };
         let made = self.world.engine.register_mr(self.guest.device, self.guest.pd, init);
@@ -188,7 +189,7 @@ impl Scene {
         let fast = |this: &mut Self, pages: Vec<u64>| {
             let length = pages.len() as u64 * 4096;
             let length = length.saturating_sub(address % 4096).wrapping_sub(word & 1);
-            // Whether or not it succeeds, the guest gave these pages away.
+            // Whether or not it succeeds, the guest has offered these pages.
             if pages.iter().all(|page| page.is_multiple_of(4096)) {
                 this.allow(address % 4096, length, &pages, 15);
             }
@@ -296,7 +297,7 @@ impl Scene {
         with.rq_psn = value;
         with.address.sgid_index = a & 1;
         let device = self.guest.device;
-        // A mask of chance hardly ever fits; bare moves do.
+        // A random mask hardly ever fits; bare transitions do.
         let mask = if mask.is_multiple_of(3) { Mask::from_bits_truncate(mask) } else { Mask::empty() };
         let _ = self.world.modify(device, qp.qp.handle, mask, &with);
     }
@@ -310,7 +311,7 @@ proptest! {
         let mut scene = Scene::new();
         for act in &acts {
             scene.act(act);
-            // Bounded: it comes to rest, or to waiting, within some polls.
+            // Bounded: it becomes idle, or waits, within some polls.
             let mut polls = 0;
             while scene.world.poll().next.is_some_and(|next| next <= scene.world.now) {
                 polls += 1;

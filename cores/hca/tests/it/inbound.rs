@@ -1,4 +1,4 @@
-//! What peers write into a guest's memory is counted, and slowed down where that is asked for.
+//! Peers' writes to a guest's memory are counted, and limited on request.
 
 use dma::HeapMemory;
 use hca::attributes::{Access, QpKind};
@@ -28,8 +28,8 @@ fn successes(at: &Connected) -> usize {
     completions.len()
 }
 
-/// Two guests write into a third by four queue pairs each, as much as they can. Held back to 100 MB/s, they come as far as that, all alike, and
-/// nothing fails; the third's own requests, and those between the two, aren't held back.
+/// Two guests write into a third over four queue pairs each, as fast as they can. Limited to 100 MB/s, they reach that rate, share it
+/// equally, and nothing fails. The third's own requests, and those between the two, aren't limited.
 #[test]
 fn requesters_share_what_a_guest_may_be_written() {
     let mut world: World = World::default();
@@ -55,7 +55,7 @@ fn requesters_share_what_a_guest_may_be_written() {
     }
     world.engine.doorbell_send(out.device, out.qp.handle);
     world.engine.doorbell_send(aside.device, aside.qp.handle);
-    // 10 ms at 100 MB/s are a megabyte, and what the bucket lets run ahead.
+    // 10 ms at 100 MB/s are a megabyte, plus the bucket's burst.
     world.pass(10_000_000);
     let done: Vec<u32> = pairs.iter().map(|(left, _)| left.sends.retired()).collect();
     let sum: u32 = done.iter().sum();
@@ -74,8 +74,7 @@ fn requesters_share_what_a_guest_may_be_written() {
     assert_eq!(world.engine.inbound_bytes(b.device), None);
 }
 
-/// A message that is larger than a quantum is held back between its quanta, SENDs and atomics count as well, and a guest that is reset stays
-/// watched.
+/// A message larger than a quantum waits between its quanta. SENDs and atomics count as well. A guest that is reset stays watched.
 #[test]
 fn large_messages_sends_and_atomics_count() {
     let mut world: World = World::default();
@@ -109,7 +108,7 @@ fn large_messages_sends_and_atomics_count() {
     assert!(!world.engine.is_written_too_fast(b.device));
 }
 
-/// A guest that is written too fast may stop: those that wait find it held, and go on when it is opened.
+/// A guest whose inbound writes are limited may stop. Waiting requesters find its address suspended, and continue when it is opened.
 #[test]
 fn who_waits_finds_a_guest_that_stops_held() {
     let mut world: World = World::default();

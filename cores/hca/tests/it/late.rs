@@ -1,4 +1,4 @@
-//! Guest memory that is still to come: with pages that come late, in any order, guests see what they see when all is there from the beginning.
+//! Post-copy: with pages that arrive in any order, guests observe the same as when all memory is present from the beginning.
 
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation)] // For tests only.
 
@@ -20,7 +20,7 @@ const PAGE: u64 = 4096;
 /// RAM of a guest, bytes.
 const SIZE: u64 = 32 * PAGE;
 
-/// A request of the left guest, about memory of both.
+/// A request of the left guest, with memory of both.
 #[derive(Debug, Clone, Copy)]
 enum Step {
     Send { from: u64, to: u64, length: u32 },
@@ -31,7 +31,7 @@ enum Step {
 
 fn step() -> impl Strategy<Value = Step> {
     let place = || 0u64..SIZE - 3 * PAGE;
-    // Some are whole pages, which needn't come before they are overwritten.
+    // Some cover whole pages, which needn't be present before they are overwritten.
     let aligned = |address: u64, whole: bool| if whole { address & !(PAGE - 1) } else { address };
     let length = prop_oneof![1u32..100, Just(4096u32), Just(8192u32), 1u32..9000];
     (place(), place(), length, any::<bool>(), 0..4u8).prop_map(move |(from, to, length, whole, kind)| {
@@ -55,7 +55,7 @@ struct Both {
 
 impl Both {
     fn new(kind: QpKind) -> Self {
-        // Small quanta: pages are missing in the middle of messages.
+        // Small quanta: pages are not present in the middle of messages.
         let config =
             EngineConfig { quantum_bytes: 2048, quantum_alone_bytes: 3000, ..EngineConfig::default() };
         let mut world = World::new(config);
@@ -104,7 +104,7 @@ impl Both {
     }
 }
 
-/// A guest's memory that comes page by page.
+/// A guest's memory that arrives page by page.
 struct Arriving {
     memory: HeapMemory,
     device: DeviceId,
@@ -132,8 +132,8 @@ impl Arriving {
 }
 
 proptest! {
-    /// Requests in any order, with pages of either guest or of both missing: the same memory and the same completions as with all of it there; nothing
-    /// is read of a page that isn't, and only pages that were asked for are needed to go on.
+    /// Requests in any order, with not-present pages of either guest or of both. Memory and completions are the same as with all pages
+    /// present. No not-present page is read, and only requested pages have to arrive.
     #[test]
     fn late_pages_change_nothing_but_the_time(
         steps in prop::collection::vec(step(), 1..12),
@@ -165,7 +165,7 @@ proptest! {
             for side in &mut late {
                 for page in side.memory.take_asked() {
                     dice = dice.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-                    // Some come at once, others when they are asked for again.
+                    // Some arrive at once, others when they are requested again.
                     if dice >> 62 != 0 {
                         side.come(&mut both.world, page);
                         came = true;
@@ -196,7 +196,7 @@ proptest! {
     }
 }
 
-/// Only the queue pair that needs a missing page waits; one of the same guest that doesn't goes on, and so does the first after a reset.
+/// Only the queue pair that needs a not-present page waits. Another one of the same guest continues, and so does the first after a reset.
 #[test]
 fn nobody_waits_but_who_needs_the_page() {
     let mut both = Both::new(QpKind::Rc);
@@ -219,7 +219,7 @@ fn nobody_waits_but_who_needs_the_page() {
     assert!(!both.world.engine.is_late(right.device));
 }
 
-/// A queue pair that is destroyed or reset while it waits for a page waits no more: nothing of it is left in the list.
+/// A queue pair that is destroyed or reset while it waits for a page leaves the waiting list.
 #[test]
 fn who_is_destroyed_waits_no_more() {
     let mut both = Both::new(QpKind::Rc);
@@ -246,7 +246,7 @@ fn who_is_destroyed_waits_no_more() {
     assert!(first.completions.drain().is_empty() && second.completions.drain().is_empty());
 }
 
-/// Whoever waits for memory of a guest that vanishes is told as of any peer that does.
+/// A requester that waits for memory of a guest that vanishes gets the same error as for any vanished peer.
 #[test]
 fn a_guest_that_vanishes_leaves_nobody_waiting() {
     let mut both = Both::new(QpKind::Rc);

@@ -1,4 +1,5 @@
-//! Many active queue pairs, whose turns share the stores that show what they did: nothing is shown too early, nothing stays hidden.
+//! Many active queue pairs, whose turns share the stores that publish their work: nothing is published too early, nothing stays
+//! unpublished.
 
 use crate::common;
 
@@ -13,7 +14,7 @@ use hca::work::{Arm, AsyncEvent};
 
 const PAIRS: usize = 20;
 
-/// For each event, whether what it is about could be seen when it came.
+/// For each event, whether its completion was visible when it came.
 #[derive(Default)]
 struct Witness {
     rings: Vec<Connected>,
@@ -32,7 +33,7 @@ impl Sink for Witness {
     }
 }
 
-/// Pairs of two guests, a write of 8 bytes posted at each on the left.
+/// Pairs of two guests, with a write of 8 bytes posted at each on the left.
 fn writes(armed: bool) -> (World, Vec<Connected>) {
     let mut world = World::new(EngineConfig { many_active: 4, ..EngineConfig::default() });
     let memory = || HeapMemory::new(usize::try_from(SIZE).unwrap());
@@ -40,7 +41,7 @@ fn writes(armed: bool) -> (World, Vec<Connected>) {
     let access = Access::all() - Access::ZERO_BASED;
     let (from, to) = (world.register(&a, 0, SIZE, access), world.register(&b, 0, SIZE, access));
     let lefts: Vec<_> = (0..PAIRS).map(|_| world.connect(&a, &b, QpKind::Rc).0).collect();
-    // Becoming ready makes them active: not any more.
+    // The transition to RTS makes them active; wait until they are idle.
     world.settle();
     for (number, left) in (0u64..).zip(&lefts) {
         if armed {
@@ -53,7 +54,7 @@ fn writes(armed: bool) -> (World, Vec<Connected>) {
     (world, lefts)
 }
 
-/// One poll executes the requests of all, shows every completion, and gives every slot back.
+/// One poll executes the requests of all, publishes every completion, and releases every slot.
 #[test]
 fn a_poll_ends_with_everything_shown() {
     let (mut world, lefts) = writes(false);
@@ -64,7 +65,7 @@ fn a_poll_ends_with_everything_shown() {
     }
 }
 
-/// An event never comes before the completion that it is about can be seen.
+/// An event comes only after its completion is visible.
 #[test]
 fn an_event_comes_after_what_it_is_about() {
     let (mut world, lefts) = writes(true);
@@ -75,7 +76,7 @@ fn an_event_comes_after_what_it_is_about() {
     assert_eq!(witness.events, [true; PAIRS]);
 }
 
-/// What is posted without a doorbell at a queue pair that has left the active list is found by the scan that another's doorbell asks for.
+/// A request posted without a doorbell, at a queue pair that has left the active list, is found by the scan that another's doorbell causes.
 #[test]
 fn a_scan_passes_over_active_ones_and_finds_those_that_are_not() {
     let (mut world, lefts) = writes(false);
@@ -84,7 +85,7 @@ fn a_scan_passes_over_active_ones_and_finds_those_that_are_not() {
     let _ = quiet.completions.drain();
     let request = requests::send(99, &[]);
     quiet.sends.post(request);
-    // Another one works all the time.
+    // Another queue pair is active all the time.
     let busy = lefts[0].clone();
     let context = world.engine.context_of_qp(busy.device, busy.qp.handle).unwrap();
     for number in 0..2000 {

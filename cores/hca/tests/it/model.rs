@@ -1,15 +1,15 @@
-//! Random programs of verbs calls, by two guests, on the engine and on a reference model: memory, completions and states
-//! must be the same after every call.
+//! Random programs of verbs calls by two guests, on the engine and on a reference model. Memory, completions and states must be the same
+//! after every call.
 //!
-//! The model is the obvious thing: bytes in vectors, a look at the page list for each byte, requests executed whole. The engine
-//! moves its messages in quanta of a few bytes here, so that nearly all are moved in several.
+//! The model is as simple as possible: bytes in vectors, a look-up in the page list for each byte, requests executed whole. The engine uses
+//! a quantum of a few bytes here, so nearly all messages take several.
 
 mod engine_side;
 mod reference;
 
 use proptest::prelude::*;
 
-/// A region that a request names: which one, and a change to its key that makes it wrong.
+/// A region in a request, and a change to its key that makes it invalid.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Named {
     /// Index of the region.
@@ -27,7 +27,7 @@ pub(crate) struct Element {
     pub(crate) length: u32,
 }
 
-/// What is asked for.
+/// The operation.
 #[derive(Debug, Clone)]
 pub(crate) enum Kind {
     Send { immediate: Option<u8> },
@@ -60,16 +60,16 @@ pub(crate) enum Call {
     Reconnect {
         pair: usize,
     },
-    /// All retry timers run out.
+    /// All retry timers expire.
     Pass,
 }
 
-/// Connections: between the guests, and of guest 0 with itself.
+/// Number of connections: between the guests, and of guest 0 with itself.
 pub(crate) const PAIRS: usize = 3;
 pub(crate) const QPS: usize = 2 * PAIRS;
-/// Regions; even ones are guest 0's.
+/// Number of regions; even ones are guest 0's.
 pub(crate) const REGIONS: usize = 8;
-/// Pages of a guest's RAM.
+/// Number of pages of a guest's RAM.
 pub(crate) const PAGES: u64 = 6;
 
 /// The guest that a queue pair belongs to.
@@ -78,7 +78,7 @@ pub(crate) fn guest_of_qp(qp: usize) -> usize {
     if qp >= QPS - 2 { 0 } else { qp % 2 }
 }
 
-/// A region: its owner, start, length, pages, rights.
+/// A region: owner, start, length, pages, rights.
 pub(crate) struct RegionPlan {
     pub(crate) guest: usize,
     pub(crate) start: u64,
@@ -92,7 +92,7 @@ pub(crate) fn region_plan(index: usize) -> RegionPlan {
     let start = 0x10_0000 * (number + 1) + [0, 0x7F0, 0xFF8, 0x10][index / 2];
     let length = [0x3000, 0x1900, 0x20, 0x2FF0][index / 2];
     let count = (start % 4096 + length).div_ceil(4096);
-    // Neighbours, reversed, and the same page twice.
+    // Adjacent pages, reversed, and the same page twice.
     let pages = (0..count)
         .map(|page| match index / 2 {
             0 => page,

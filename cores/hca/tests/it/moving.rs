@@ -1,4 +1,4 @@
-//! A device goes to another engine: what it has goes with it, under its names, and its work goes on where it stood.
+//! A device moves to another engine: its objects keep their names, and its work continues where it stopped.
 
 use dma::{Dma, HeapMemory};
 use hca::attributes::{Access, QpKind, QpState};
@@ -24,7 +24,7 @@ fn touched(world: &mut World, device: DeviceId) -> Vec<Name> {
     names
 }
 
-/// Copies objects, through bytes.
+/// Copies objects, in encoded form.
 fn copy(from: &World, device: DeviceId, to: &mut World, there: DeviceId, names: &[Name]) {
     for &name in names {
         let (old, new, handle) = (&from.engine, &mut to.engine, name.handle);
@@ -33,7 +33,7 @@ fn copy(from: &World, device: DeviceId, to: &mut World, there: DeviceId, names: 
             continue;
         }
         match name.kind {
-            // Comes last, once it is stopped.
+            // The device comes last, once it is stopped.
             Kind::Device => {
                 if let Some(saved) = old.save_device(device) {
                     new.restore_device(there, &decode(&encode(&saved)).unwrap()).unwrap();
@@ -101,7 +101,7 @@ fn two_connected_devices_go_on_elsewhere_in_the_middle_of_a_message() {
     old.receive(&right, 7, &[sge(b_mr, 0, 2 << 20)]);
     old.send(&left, requests::send(1, &[sge(a_mr, 0, 1 << 20)]));
     old.send(&left, requests::fetch_add(2, 3 << 20, b_mr.rkey, 5, &[sge(a_mr, 2 << 20, 8)]));
-    // A first round while nothing has happened, then a quantum of the message.
+    // A first round before anything happened, then a quantum of the message.
     let (there_a, there_b) = (dormant(&mut new, &a.memory), dormant(&mut new, &b.memory));
     for (device, there) in [(a.device, there_a), (b.device, there_b)] {
         old.engine.track(device, true);
@@ -116,7 +116,7 @@ fn two_connected_devices_go_on_elsewhere_in_the_middle_of_a_message() {
         assert!(names.len() < 6, "only what was touched is left: {names:?}");
         copy(&old, device, &mut new, there, &names);
     }
-    // Nobody is reached there yet, and nothing happens at the old place any more.
+    // The restored devices have no addresses yet, and the old ones do no work any more.
     new.settle();
     old.pass(1_000_000_000);
     assert_eq!((left.completions.waiting(), right.completions.waiting()), (0, 0));
@@ -136,7 +136,7 @@ fn two_connected_devices_go_on_elsewhere_in_the_middle_of_a_message() {
     b.memory.read(0, &mut arrived).unwrap();
     assert!(arrived == bytes);
     assert_eq!(b.memory.load_u32(3 << 20), Ok(5), "the addition happened once");
-    // New objects don't take the names of those that came.
+    // New objects don't reuse the names of restored ones.
     let pd = new.engine.create_pd(there_a, hca::names::ContextHandle(0)).unwrap();
     assert_ne!(pd, a.pd);
     assert_eq!(new.state(&at(&left, there_a)), QpState::ReadyToSend);
@@ -182,7 +182,7 @@ fn held_queue_pairs_leave_requests_in_their_rings_and_go_on_in_order() {
     }
     world.pass(1_000_000_000);
     assert_eq!((left.sends.waiting(), left.completions.waiting()), (5, 0), "nothing was fetched");
-    // The other direction isn't held.
+    // The other direction isn't suspended.
     world.send(&right, requests::write(9, 0, a_mr.rkey, &[sge(b_mr, 0, 8)]));
     world.settle();
     assert_eq!(right.completions.drain().len(), 1);
@@ -213,7 +213,7 @@ fn what_a_transport_had_is_completed_or_done_beside() {
     world.settle();
     let posted: Vec<Action> = world.engine.take_actions();
     assert_eq!(posted.len(), 5, "a transport has them");
-    // The peer comes here. It had carried out the first four, and the answer of the READ was lost.
+    // The peer comes to this engine. It had executed the first four requests, and the READ's response was lost.
     b.memory.write(0, &77u64.to_le_bytes()).unwrap();
     there.engine.track(b.device, true);
     stop(&mut there, b.device);
@@ -254,7 +254,7 @@ fn what_a_transport_had_keeps_its_order_when_the_peer_leaves_again() {
     world.send(&left, requests::fetch_add(2, 64, b_mr.rkey, 1, &[sge(a_mr, 128, 8)]));
     world.settle();
     assert_eq!(world.engine.take_actions().len(), 2, "a transport has them");
-    // The peer comes, and leaves before anything was done beside: the READ is asked for by the network again.
+    // The peer comes, and leaves before anything was executed locally: the READ is sent over the network again.
     world.engine.hold(a.device, b.gid);
     world.engine.set_detour(b.device, false);
     let own = world.engine.connected(a.device, left.qp.qpn).unwrap();
@@ -297,7 +297,7 @@ fn addresses_have_one_owner() {
     assert_eq!(world.engine.start(device), Err(InvalidState::AddressTaken(a.gid)));
     world.engine.remove_device(device);
     assert!(world.engine.has_address(SegmentId(1), a.gid), "the one who has it keeps it");
-    // And the one who stays goes on.
+    // The device that stays continues.
     other.engine.start(b.device).unwrap();
     assert!(other.engine.has_address(SegmentId(1), b.gid));
 }

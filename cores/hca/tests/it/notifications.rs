@@ -1,4 +1,4 @@
-//! Completion events: exact arms, and what happens where arms may be missed.
+//! Completion events: exact arms, and sampled arms, which may be lost.
 
 use crate::common;
 
@@ -7,7 +7,7 @@ use hca::attributes::QpKind;
 use hca::testing::requests;
 use hca::work::Arm;
 
-/// A pair with a receive posted and a send to it done, after arming the right side.
+/// A pair with a receive posted and a completed send to it, after the right side was armed.
 fn message(pair: &mut Pair, solicited: bool) {
     pair.receive(1, &[]);
     let mut request = requests::send(2, &[]);
@@ -104,8 +104,8 @@ fn where_arms_may_be_missed_a_sleeper_is_told_once_per_step() {
     assert_eq!(pair.world.poll().next, None, "and nothing is left to look at");
 }
 
-/// A program that polls every 100 us leaves completions for longer than 20: it gets an event, that it didn't ask for, for each of its steps and no more,
-/// however many completions it finds then.
+/// A program that polls every 100 us leaves completions unconsumed for longer than 20 us. It gets one unrequested event per poll and no
+/// more, however many completions it finds.
 #[test]
 fn where_arms_may_be_missed_a_slow_poller_is_told_once_per_step() {
     let mut pair = Pair::new(QpKind::Rc);
@@ -150,13 +150,13 @@ fn an_arm_that_was_seen_is_told_at_once_also_where_others_may_be_missed() {
 fn the_switch_to_exact_arms_loses_no_sleeper() {
     let mut pair = Pair::new(QpKind::Rc);
     pair.world.engine.set_arm_exact(pair.b.device, false);
-    // Here the guest arms, unseen, and sleeps.
+    // The guest arms here, unnoticed, and sleeps.
     pair.world.engine.set_arm_exact(pair.b.device, true);
     message(&mut pair, false);
     assert_eq!(events(&mut pair), 1);
     message(&mut pair, false);
     assert_eq!(events(&mut pair), 0, "from now on only what is armed");
-    // And back: what lies there is looked at.
+    // Back to sampled arms: the engine checks the unconsumed completions.
     let _ = pair.right.completions.poll();
     pair.world.engine.set_arm_exact(pair.b.device, false);
     pair.world.pass(100_000);

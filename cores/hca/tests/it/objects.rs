@@ -1,4 +1,4 @@
-//! Objects: who owns what, quotas, discovery of work, and devices that come and go.
+//! Objects: ownership, quotas, discovery of work, and adding and removing devices.
 
 use crate::common;
 
@@ -258,7 +258,7 @@ fn bytes_are_limited_as_well_and_shared_by_queue_pairs() {
         }
         world.engine.doorbell_send(left.device, left.qp.handle);
     }
-    // 10 ms at 100 MB/s are a megabyte, and what the bucket lets run ahead.
+    // 10 ms at 100 MB/s are a megabyte, plus the bucket's burst.
     world.pass(10_000_000);
     let done: Vec<u32> = pairs.iter().map(|(left, _)| left.sends.retired()).collect();
     let sum: u32 = done.iter().sum();

@@ -1,4 +1,4 @@
-//! When the path of a connection is looked up: for its own changes, and not for those of others.
+//! Look-ups of a connection's path: after its own changes, and not after those of others.
 
 use crate::common;
 
@@ -14,7 +14,7 @@ fn write(pair: &mut Pair, number: u64) -> Vec<(u64, Status)> {
     statuses(&pair.left)
 }
 
-/// A VM that changes, fails, resets and destroys queue pairs makes no other VM look its paths up.
+/// A VM that changes, fails, resets and destroys queue pairs causes no path look-up of other VMs.
 #[test]
 fn changes_of_one_vms_queue_pairs_cost_others_no_lookup() {
     let mut pair = Pair::new(QpKind::Rc);
@@ -45,7 +45,7 @@ fn changes_of_one_vms_queue_pairs_cost_others_no_lookup() {
     assert_eq!(pair.world.engine.path_lookups(), before, "after a destruction");
 }
 
-/// A change of either end counts at once.
+/// A change of either end takes effect at once.
 #[test]
 fn a_peer_that_changes_is_looked_up_again() {
     let mut pair = Pair::new(QpKind::Rc);
@@ -59,7 +59,7 @@ fn a_peer_that_changes_is_looked_up_again() {
     assert_eq!(statuses(&pair.left), [(2, Status::RetryExceeded)]);
 }
 
-/// An unreliable requester finds its peer as soon as that is up.
+/// An unreliable requester finds its peer as soon as the peer is ready.
 #[test]
 fn an_unreliable_requester_finds_a_peer_that_comes_up_later() {
     let mut pair = Pair::raw(QpKind::Uc);
@@ -73,7 +73,7 @@ fn an_unreliable_requester_finds_a_peer_that_comes_up_later() {
     assert_eq!(pair.right_bytes(0, 8), [5; 8]);
 }
 
-/// A queue pair that is destroyed or reset while its peer is held is forgotten: it isn't in the list of those that wait.
+/// A queue pair that is destroyed or reset while its peer is suspended leaves the list of parked ones.
 #[test]
 fn a_held_queue_pair_that_goes_is_forgotten() {
     for destroyed in [true, false] {

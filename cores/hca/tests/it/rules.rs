@@ -1,4 +1,4 @@
-//! Points where hardware differs, and what was decided: docs/reference/rdma.md lists them.
+//! Rules on which hardware differs; docs/reference/rdma.md lists Causeway's.
 
 use crate::common;
 
@@ -7,7 +7,7 @@ use hca::attributes::{QpKind, QpState};
 use hca::testing::requests;
 use hca::work::{Operation, Remote, Status};
 
-/// As rxe does: the key is checked before a receive is taken, so the receive is flushed as the queue pair fails.
+/// As rxe: the key is checked before a receive is consumed, so the receive is flushed when the queue pair fails.
 #[test]
 fn a_write_with_immediate_and_a_bad_key_flushes_the_receive() {
     let mut pair = Pair::new(QpKind::Rc);
@@ -20,7 +20,7 @@ fn a_write_with_immediate_and_a_bad_key_flushes_the_receive() {
     assert_eq!(pair.world.state(&pair.right), QpState::Error);
 }
 
-/// A READ or an atomic whose result has no place changes nothing at the peer, and doesn't cost it its queue pair.
+/// A READ or an atomic without a valid local buffer changes nothing at the peer, and doesn't fail the peer's queue pair.
 #[test]
 fn local_keys_are_checked_before_remote_memory_changes() {
     let requests: [fn(&Pair) -> hca::work::SendRequest; 3] = [
@@ -47,7 +47,7 @@ fn bad(pair: &Pair) -> hca::work::Sge {
     sge
 }
 
-/// A list longer than 8 bytes is taken, in one element or several, and only its first 8 bytes are written; a shorter one is refused.
+/// A list longer than 8 bytes is accepted, in one element or several, and only its first 8 bytes are written. A shorter one is refused.
 #[test]
 fn an_atomic_takes_a_longer_list_and_no_shorter_one() {
     for lengths in [&[9][..], &[8], &[4, 5], &[3, 3, 3], &[8, 1]] {

@@ -1,4 +1,4 @@
-//! The end of contexts and protection domains, in slices.
+//! Destruction of contexts and protection domains, in slices.
 
 use dma::HeapMemory;
 use hca::attributes::{Access, QpKind};
@@ -40,7 +40,7 @@ fn context_with_objects(world: &mut World, guest: &Guest) -> (ContextHandle, [Pd
     (context, pds, qps)
 }
 
-/// How many objects a guest has beyond those that a fresh one has.
+/// Number of a guest's objects beyond those of a fresh one.
 fn objects(world: &World, guest: &Guest) -> usize {
     let kinds = [
         Kind::Context,
@@ -64,13 +64,13 @@ fn each_slice_takes_a_bounded_number_of_objects_and_the_last_one_leaves_nothing(
     assert_eq!(left, 1 + 1 + 2 + 3 * 2 * EACH as usize);
     let mut teardown = world.engine.begin_destroy_context(guest.device, context).unwrap();
     let (mut gone, mut slices) = (Vec::new(), 0);
-    // Four objects, or so many looks.
+    // Four objects, or as many checks.
     while !world.engine.teardown(&mut teardown, 4 * 33, &mut |qp| gone.push(qp)).unwrap() {
         slices += 1;
         let now = objects(&world, &guest);
         assert!(left - now <= 4, "{left} to {now} in a slice");
         left = now;
-        // Others are served meanwhile, and what is left can be worked with.
+        // Others are served meanwhile, and the remaining objects are usable.
         world.settle();
     }
     assert!(slices >= 60, "{slices}");
@@ -81,7 +81,7 @@ fn each_slice_takes_a_bounded_number_of_objects_and_the_last_one_leaves_nothing(
     assert!(matches!(missing, Err(VerbsError::NoSuchObject { .. })));
 }
 
-/// Looks grow with the tables, not with the number of protection domains times the tables.
+/// The number of checks grows with the tables, not with the product of protection domains and tables.
 #[test]
 fn a_context_with_many_protection_domains_is_gone_after_one_pass_of_each_table() {
     let mut world = World::default();
@@ -94,8 +94,8 @@ fn a_context_with_many_protection_domains_is_gone_after_one_pass_of_each_table()
         world.engine.register_mr(guest.device, pd, init).unwrap();
     }
     let mut teardown = world.engine.begin_destroy_context(guest.device, context).unwrap();
-    // A look and a destruction for each region and protection domain, and the first slots of tables. Passes per protection domain would
-    // make 2000 times 2000 looks.
+    // A check and a destruction for each region and protection domain, and the first slots of tables. Passes per protection domain would
+    // need 2000 times 2000 checks.
     let steps = 2 * count * 33 + 100;
     assert!(world.engine.teardown(&mut teardown, steps, &mut |_| {}).unwrap());
 }
@@ -116,7 +116,7 @@ fn a_protection_domain_takes_its_own_with_it_and_nothing_else() {
     assert_eq!(objects(&world, &guest), 0);
 }
 
-/// Scans go by position in a context's list of queue pairs: any order of destruction leaves the others in it.
+/// Scans count positions in a context's list of queue pairs. Any order of destruction must leave the others in the list.
 #[test]
 fn queue_pairs_go_in_any_order() {
     let mut world = World::default();

@@ -1,4 +1,5 @@
-//! When a requester hears that its responder doesn't answer: after the timeout, and as many more as it retries, not earlier and not later.
+//! When a requester learns that its responder doesn't respond: after the timeout and as many more as it has retries, not earlier and not
+//! later.
 
 use crate::common;
 
@@ -8,13 +9,13 @@ use hca::attributes::{QpAttributeMask as Mask, QpKind, QpState};
 use hca::testing::{World, requests};
 use hca::work::{Operation, Remote, SendRequest, Status};
 
-/// Timeout code and retry count that the pair is connected with.
+/// Timeout code and retry count of the pair.
 const TIMEOUT: u8 = 5;
 const RETRIES: u8 = 3;
-/// The bound: 4.096 us times 2 to the code, once for the first try and once for each retry.
+/// The time to failure: 4.096 us times 2 to the power of the code, once for the first try and once for each retry.
 const BOUND_NS: u64 = (4096 << TIMEOUT) * (RETRIES as u64 + 1);
 
-/// What a requester posts.
+/// Makes a request for the requester.
 type Make = fn(&Pair) -> SendRequest;
 
 const OPERATIONS: [(&str, Make); 7] = [
@@ -80,7 +81,7 @@ fn a_responder_that_is_not_ready_is_told_of_after_all_retries() {
     }
 }
 
-/// Timeout code 0: the requester waits for ever, as the specification has it.
+/// Timeout code 0: the requester waits without limit, as the specification demands.
 #[test]
 fn without_a_timeout_nobody_is_told() {
     let mut pair = Pair::raw(QpKind::Rc);

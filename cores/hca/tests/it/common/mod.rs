@@ -16,7 +16,7 @@ pub fn sge(address: u64, length: u32, lkey: u32) -> Sge {
     Sge { address, length, lkey }
 }
 
-/// Consumes completions: which, and how.
+/// Consumes completions: their `wr_id` and status.
 pub fn statuses(at: &Connected) -> Vec<(u64, Status)> {
     at.completions.drain().into_iter().map(|done| (done.wr_id, done.status)).collect()
 }
@@ -65,7 +65,7 @@ impl Pair {
         sge(address, length, self.left_mr.lkey)
     }
 
-    /// Posts on the left, and lets the engine work.
+    /// Posts on the left, and polls until the engine is idle.
     pub fn send(&mut self, request: SendRequest) {
         let left = self.left.clone();
         self.world.send(&left, request);

@@ -9,7 +9,7 @@ use hca::{EngineConfig, MrInfo, MrInit};
 
 use super::{Call, Element, Kind, Named, PAGES, PAIRS, QPS, REGIONS, guest_of_qp, region_plan};
 
-/// A completion as far as the model knows it: request, operation, status, bytes, immediate.
+/// The fields of a completion that the model knows: request, operation, status, bytes, immediate.
 pub(crate) type Seen = (u64, u32, u32, u32, Option<[u8; 4]>);
 
 pub(crate) struct Side {
@@ -120,7 +120,7 @@ impl Side {
             Call::Deregister { region } => {
                 let plan = region_plan(*region);
                 let handle = self.regions[*region].handle;
-                // The second time there is none.
+                // A second deregistration fails.
                 let _ = self.world.engine.deregister_mr(self.guests[plan.guest].device, MrHandle(handle.0));
             }
             Call::Fail { qp } => self.bring(*qp, QpState::Error),

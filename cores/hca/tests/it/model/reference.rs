@@ -22,7 +22,7 @@ const REMOTE_WRITE: u32 = 2;
 const REMOTE_READ: u32 = 4;
 const REMOTE_ATOMIC: u32 = 8;
 
-/// A byte of a guest: which guest, at which guest address.
+/// A byte of a guest: guest and guest address.
 type Place = (usize, usize);
 
 #[derive(Clone)]
@@ -33,7 +33,7 @@ struct Request {
     signaled: bool,
 }
 
-/// What a send queue waits for. It is looked at again when that may have come, or when time has passed.
+/// Why a send queue waits. It is retried when the reason may have gone, or when time has passed.
 #[derive(Default, PartialEq)]
 enum Blocked {
     #[default]
@@ -52,7 +52,7 @@ struct Qp {
     seen_receives: Vec<Seen>,
 }
 
-/// What became of the first request of a queue.
+/// Outcome of the first request of a queue.
 enum Outcome {
     Done(u32),
     Failed(u32),
@@ -64,12 +64,12 @@ enum Outcome {
 
 pub(crate) struct Model {
     memory: [Vec<u8>; 2],
-    /// Keys of regions that exist.
+    /// Keys of existing regions.
     keys: Vec<Option<u32>>,
-    /// As they were made.
+    /// Keys as they were created.
     made: Vec<u32>,
     qps: Vec<Qp>,
-    /// Memory was copied onto itself since the last look.
+    /// Memory was copied onto itself since the last check.
     unknown: bool,
 }
 
@@ -98,7 +98,7 @@ impl Model {
         self.memory[guest].clone()
     }
 
-    /// Takes memory as it is, if nobody can say what it should be.
+    /// Adopts the engine's memory, if its contents are unspecified.
     pub(crate) fn adopt(&mut self, memory: impl Fn(usize) -> Vec<u8>) {
         if std::mem::take(&mut self.unknown) {
             self.memory = [memory(0), memory(1)];
@@ -131,7 +131,7 @@ impl Model {
         self.settle();
     }
 
-    /// All timers run out, several times.
+    /// All timers expire, several times.
     fn pass(&mut self) {
         let mut again = true;
         while again {
@@ -153,7 +153,7 @@ impl Model {
         self.unblock(qp ^ 1);
     }
 
-    /// Who waits for a receive looks again.
+    /// Retries send queues that wait for a receive.
     fn unblock(&mut self, qp: usize) {
         if self.qps[qp].blocked == Blocked::Receive {
             self.qps[qp].blocked = Blocked::No;
@@ -172,7 +172,7 @@ impl Model {
         }
     }
 
-    /// Executes or flushes the first request of a queue pair; `false` when there is nothing to do.
+    /// Executes or flushes the first request of a queue pair; `false` when there is none.
     fn step(&mut self, qp: usize) -> bool {
         if self.qps[qp].failed {
             if let Some((wr_id, _)) = self.qps[qp].receives.pop_front() {
@@ -229,9 +229,9 @@ impl Model {
     /// The bytes of a range, if a guest may access all of it.
     fn range(&self, guest: usize, named: Named, offset: i64, length: u64, right: u32) -> Option<Vec<Place>> {
         let at = address(named, offset);
-        // The key names whichever region has it now.
+        // The key belongs to whatever region has it now.
         let key = self.made[named.region] ^ named.wrong;
-        // Guests count their regions alike, so that one key may name a region of each.
+        // Guests number their regions alike, so one key may be valid at each.
         let index = (0..REGIONS)
             .find(|index| region_plan(*index).guest == guest && self.keys[*index] == Some(key))?;
         let plan = region_plan(index);
@@ -251,7 +251,7 @@ impl Model {
         Some((0..length).map(place).collect())
     }
 
-    /// The bytes of those elements that the first `total` bytes lie in.
+    /// The elements' bytes that contain the first `total` bytes.
     fn list(&self, guest: usize, elements: &[Element], total: usize, right: u32) -> Option<Vec<Place>> {
         let mut places = Vec::new();
         for element in elements.iter().filter(|element| element.length > 0) {
@@ -265,7 +265,7 @@ impl Model {
         Some(places)
     }
 
-    /// Copies bytes. What a copy onto itself comes to nobody promises.
+    /// Copies bytes. The result of a copy onto itself is unspecified.
     fn copy(&mut self, from: &[Place], to: &[Place]) {
         let targets: std::collections::HashSet<_> = to.iter().collect();
         self.unknown |= from.iter().any(|place| targets.contains(place));
@@ -370,7 +370,7 @@ impl Model {
         Outcome::Done(8)
     }
 
-    /// A message that takes a receive of `peer`.
+    /// A message that consumes a receive of `peer`.
     fn receive(
         &mut self,
         peer: usize,
