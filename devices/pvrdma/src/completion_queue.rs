@@ -1,5 +1,5 @@
-//! Completion queues (section 8). The guest may rewrite entries that it has not consumed (it compacts the ring when a queue pair
-//! goes), so published entries are never looked at again, and new ones only appended.
+//! Completion queues. The guest's driver may rewrite unconsumed entries: it compacts the ring when a queue pair is destroyed. So the device
+//! never reads published entries, and only appends new ones.
 
 use dma::Dma;
 use hca::provider::{CompletionQueue, CompletionQueueFailed, Consumer};
@@ -11,23 +11,23 @@ use crate::abi::rings::state;
 use crate::ring::{RingError, RingMemory};
 use crate::saved;
 
-/// Entries ahead of the next one that are asked for: stores wait for their lines in order, requests for lines don't.
+/// Number of entries that are prefetched: stores wait for their cache lines in order, prefetches don't.
 const PREFETCHED: u32 = 3;
 
 /// A completion queue.
 #[derive(Debug)]
 pub struct PvrdmaCompletionQueue {
     ring: RingMemory,
-    /// Whether the guest's kernel owns it: a process gets fewer flags.
+    /// Whether the guest's kernel owns it: a user process's entries have fewer flags.
     kernel: bool,
-    /// Own producer index; the guest's copy of it follows with each publication.
+    /// The device's producer index; the guest's copy follows with each publication.
     tail: u32,
-    /// The guest's consumer index as last seen; looked at again only when the ring seems full.
+    /// The last loaded consumer index of the guest; loaded again only when the ring seems full.
     head: u32,
 }
 
 impl PvrdmaCompletionQueue {
-    /// Reads the ring that a CREATE_CQ describes.
+    /// Reads the ring of a CREATE_CQ command.
     pub(crate) fn read(
         memory: &impl Dma,
         directory: u64,
@@ -38,7 +38,7 @@ impl PvrdmaCompletionQueue {
         Self::begin(memory, RingMemory::read(memory, directory, pages, entries, SIZE)?, kernel)
     }
 
-    /// Begins where the indices in memory stand.
+    /// Starts at the indices in memory.
     pub(crate) fn begin(memory: &impl Dma, ring: RingMemory, kernel: bool) -> Result<Self, RingError> {
         let entries = ring.indices().slots();
         let tail = ring.load(memory, state::RX_TAIL);
@@ -87,7 +87,7 @@ impl<M: Dma> CompletionQueue<M> for PvrdmaCompletionQueue {
             .write(self.ring.slot_address(self.tail), entry.as_bytes())
             .map_err(|_| CompletionQueueFailed::Broken)?;
         self.tail = indices.advance(self.tail, 1);
-        // The guest's CPU read that entry a round of the ring ago, and nobody looks at it before it is published.
+        // The guest's CPU read that entry one round of the ring ago, and doesn't read it before it is published.
         memory.prefetch_write(self.ring.slot_address(indices.advance(self.tail, PREFETCHED)), SIZE);
         Ok(())
     }
@@ -105,7 +105,7 @@ impl<M: Dma> CompletionQueue<M> for PvrdmaCompletionQueue {
     }
 }
 
-/// The entry for a completion. Completion queues of processes get the two flags that verbs number alike.
+/// Encodes a completion. Completion queues of user processes get only the two flags that verbs number alike.
 #[inline]
 pub(crate) fn encode(completion: &Completion, kernel: bool) -> Entry {
     let mut flag_bits = 0;

@@ -1,13 +1,13 @@
-//! Counters of a PVRDMA function, which move with it.
+//! Counters of a PVRDMA function, which a migration transfers.
 
-/// What happened since the device was made.
+/// Counts since the device was created.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Counters {
-    /// Commands taken.
+    /// Commands processed.
     pub commands: u64,
     /// Commands that failed.
     pub failed_commands: u64,
-    /// Doorbell values seen, in either mode.
+    /// Doorbell values received, in either mode.
     pub doorbells: u64,
     /// Interrupts of vectors 0, 1 and 2.
     pub interrupts: [u64; 3],

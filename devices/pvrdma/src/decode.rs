@@ -1,4 +1,4 @@
-//! From the bytes of a work queue element to a request. Each byte of guest memory is read once; only the copy is used.
+//! Decodes work queue elements into requests. Each byte of guest memory is read once; only the copy is used.
 
 use dma::{Dma, DmaFault};
 use hca::attributes::QpKind;
@@ -17,33 +17,33 @@ use crate::abi::work::{
 };
 use crate::page_list::read_page_list;
 
-/// What a queue pair may post.
+/// Rules for a queue pair's send requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct SendRules {
     pub kind: QpKind,
-    /// Posted by the guest's kernel, whose opcodes differ from a process's from 7 on.
+    /// Posted by the guest's kernel, whose opcodes differ from user space's from 7 on.
     pub kernel: bool,
     pub max_sge: u32,
 }
 
-/// Pages of a fast registration that the driver allocates at most.
+/// Limit of pages that the driver allocates for a fast registration.
 pub(crate) const MAX_FAST_REGISTER_PAGES: u32 = 128;
 
-/// Bytes of inline data that a request can have, whatever its queue pair was created with: `max_inline_data` of CREATE_QP's response.
+/// Limit of inline data of a request, bytes, whatever its queue pair was created with: `max_inline_data` of CREATE_QP's response.
 pub(crate) const INLINE_CAPACITY: u64 = 0;
 
-/// Bytes of every send slot, read at once; three elements lie in them.
+/// Bytes of a send slot that are read at once, which include three elements.
 const SEND_READ: usize = 128;
-/// Elements in those bytes.
+/// Number of elements in those bytes.
 const SEND_INLINE: usize = 3;
-/// Bytes of a receive slot that are read at once where slots are that large.
+/// Bytes of a receive slot that are read at once, if slots are that large.
 const RECEIVE_READ: usize = 64;
-/// Elements in those bytes.
+/// Number of elements in those bytes.
 const RECEIVE_INLINE: usize = 3;
 
 type AbiSge = crate::abi::work::Sge;
 
-/// A send slot's first bytes, as they are copied out of guest memory in one go.
+/// The first bytes of a send slot, copied out of guest memory at once.
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 struct SendSlot {
@@ -85,8 +85,8 @@ pub(crate) fn read_send(memory: &impl Dma, address: u64, rules: SendRules) -> Fe
     }
 }
 
-/// Refuses a request with more inline data than there is room for: its poster may overwrite at once what the elements name, so what is there now
-/// may not be what it meant. Only SEND and RDMA WRITE have inline data (ibv_post_send(3)); others ignore the flag.
+/// Refuses a request with more inline data than the capacity. Its program may overwrite the buffers at once, so their contents may not be
+/// what it meant. Only SEND and RDMA WRITE have inline data (ibv_post_send(3)); other operations ignore the flag.
 #[inline]
 fn refuse_inline(operation: Operation, header: &SendHeader, sges: &[Sge]) -> Result<Operation, Malformed> {
     if header.flags.get() & send_flags::INLINE == 0
@@ -98,7 +98,7 @@ fn refuse_inline(operation: Operation, header: &SendHeader, sges: &[Sge]) -> Res
     if length > INLINE_CAPACITY { Err(Malformed::Inline(length)) } else { Ok(operation) }
 }
 
-/// The first elements from the copy, the rest, if any, from `rest` on.
+/// Returns the first elements from the copy, and reads the others from `rest` on.
 #[inline]
 fn read_elements(memory: &impl Dma, rest: u64, count: usize, inline: &[AbiSge]) -> Result<SgeList, DmaFault> {
     let mut sges = SgeList::new();
@@ -165,8 +165,8 @@ fn datagram(header: &SendHeader) -> Result<Datagram, Malformed> {
     if port_pd >> 24 != 1 {
         return Err(Malformed::Field("port number"));
     }
-    // A packet has room for 24 bits (IBTA 9.2.5). What lies above is left out, as by hardware: such a datagram goes to whoever has that number, as
-    // a rule nobody.
+    // A packet carries 24 bits (IBTA 9.2.5). As in hardware, the bits above are dropped: the datagram goes to the queue pair with the
+    // remaining number, if any.
     let qpn = operands.qpn.get() & 0x00FF_FFFF;
     Ok(Datagram {
         qpn: Qpn(qpn),
@@ -190,7 +190,7 @@ fn fast_register(memory: &impl Dma, header: &SendHeader) -> Result<Operation, Ma
     if count > MAX_FAST_REGISTER_PAGES {
         return Err(Malformed::Field("number of pages"));
     }
-    // Copied now: the list belongs to the region and is rewritten for its next registration.
+    // Copied at once: the list belongs to the region, and the driver rewrites it for its next registration.
     let pages =
         read_page_list(memory, operands.directory.get(), count).map_err(|_| Malformed::Field("page list"))?;
     Ok(Operation::FastRegister(Box::new(FastRegister {
@@ -202,7 +202,7 @@ fn fast_register(memory: &impl Dma, header: &SendHeader) -> Result<Operation, Ma
     })))
 }
 
-/// A receive slot's first bytes.
+/// The first bytes of a receive slot.
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 struct ReceiveSlot {
@@ -216,7 +216,7 @@ const _: () = assert!(size_of::<ReceiveSlot>() == RECEIVE_READ);
 #[inline]
 pub(crate) fn read_receive(memory: &impl Dma, address: u64, max_sge: u32) -> Fetched<ReceiveRequest> {
     let mut slot = ReceiveSlot::new_zeroed();
-    // Slots for one element have 32 bytes.
+    // A slot for one element has 32 bytes.
     let inline = if max_sge <= 1 { 1 } else { RECEIVE_INLINE };
     let wanted = size_of::<ReceiveHeader>() + inline * size_of::<AbiSge>();
     if memory.read(address, &mut slot.as_mut_bytes()[..wanted]).is_err() {

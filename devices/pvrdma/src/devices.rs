@@ -7,10 +7,10 @@ use hca::work::AsyncEvent;
 
 use crate::device::Device;
 
-/// The functions that one engine serves; pass it to [`hca::Engine::poll`] as the sink, then call
+/// The functions of one engine. Pass it to [`hca::Engine::poll`] as the sink, then call
 /// [`Device::flush_events`] for each device.
 pub struct Devices<M: Dma + Clone + 'static> {
-    /// Sorted by identity: there are tens, and a lookup happens per event.
+    /// Sorted by identifier: there are tens of devices, and each event needs a look-up.
     devices: Vec<Device<M>>,
 }
 
@@ -31,7 +31,7 @@ impl<M: Dma + Clone + 'static> Devices<M> {
         self.devices.binary_search_by_key(&id, Device::id)
     }
 
-    /// Adds a device; one with the same identity is replaced and returned.
+    /// Adds a device; returns the replaced one with the same identifier, if any.
     pub fn insert(&mut self, device: Device<M>) -> Option<Device<M>> {
         match self.position(device.id()) {
             Ok(at) => Some(std::mem::replace(&mut self.devices[at], device)),
@@ -42,7 +42,7 @@ impl<M: Dma + Clone + 'static> Devices<M> {
         }
     }
 
-    /// Takes a device out. It is still to be removed from the engine ([`Device::remove`]).
+    /// Removes and returns a device, which is still in the engine ([`Device::remove`]).
     pub fn remove(&mut self, id: DeviceId) -> Option<Device<M>> {
         self.position(id).ok().map(|at| self.devices.remove(at))
     }
@@ -58,13 +58,13 @@ impl<M: Dma + Clone + 'static> Devices<M> {
         self.position(id).ok().map(|at| &mut self.devices[at])
     }
 
-    /// All devices, in the order of their identities.
+    /// All devices, ordered by identifier.
     pub fn iter(&self) -> impl Iterator<Item = &Device<M>> {
         self.devices.iter()
     }
 
-    /// All devices, in the order of their identities. Events that one of them was handed for another are passed on first, so this
-    /// is what a loop that scans and flushes uses.
+    /// All devices, ordered by identifier. First forwards events that the engine passed to one of them for another, so a loop that scans
+    /// and flushes uses this.
     pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut Device<M>> {
         if self.devices.iter().any(Device::has_strays) {
             let strays: Vec<_> = self.devices.iter_mut().flat_map(Device::take_strays).collect();
@@ -79,7 +79,7 @@ impl<M: Dma + Clone + 'static> Devices<M> {
 impl<M: Dma + Clone + 'static> Sink for Devices<M> {
     #[inline]
     fn completion_event(&mut self, device: DeviceId, cq: CqHandle) -> bool {
-        // Nobody is left to be told of a device that is gone.
+        // Events of a removed device are dropped.
         self.get_mut(device).is_none_or(|owner| owner.completion_event(device, cq))
     }
 

@@ -1,15 +1,15 @@
-//! VMware's paravirtual RDMA function (PVRDMA), as the unmodified Linux driver `vmw_pvrdma` and rdma-core's provider
-//! `libvmw_pvrdma` expect it, on top of the verbs engine of [`hca`].
+//! VMware's paravirtual RDMA function (PVRDMA), as the unmodified Linux driver `vmw_pvrdma` and rdma-core's provider `libvmw_pvrdma` expect
+//! it, on top of the verbs engine of [`hca`].
 //!
-//! No threads, sockets or KVM: registers come in by [`Device::register_write`], doorbells through a [`Uar`], guest memory is
-//! behind [`dma::Dma`], interrupts go out through [`Interrupts`]. One thread owns the engine and its devices.
+//! No threads, sockets or KVM: [`Device::register_write`] receives register writes, a [`Uar`] holds doorbells, [`dma::Dma`] is guest
+//! memory, and [`Interrupts`] receives interrupts. One thread owns the engine and its devices.
 //!
 //! ```text
 //! BAR1 writes ──▶ Device::register_write ──▶ commands ──▶ Engine (verbs)     ──▶ response slot, vector 0
 //! UAR page    ──▶ Device::scan           ──▶ hints    ──▶ Engine::poll
 //!                                                          │ fetches by PvrdmaSendQueue, PvrdmaReceiveQueue
 //!                                                          │ completes by PvrdmaCompletionQueue
-//!                                                          └ tells Devices (a Sink) ──▶ event rings
+//!                                                          └ calls Devices (a Sink) ──▶ event rings
 //!                 Device::flush_events   ──▶ vectors 1 and 2, once per batch
 //! ```
 //!
@@ -18,13 +18,13 @@
 //! | [`abi`] | numbers and layouts |
 //! | [`device`] | the function: registers, commands, doorbells, events |
 //! | [`devices`] | all functions of an engine, as its [`hca::provider::Sink`] |
-//! | [`ring`], [`page_list`] | rings in guest memory, and where the guest says they are |
-//! | [`send_queue`], [`receive_queue`], [`completion_queue`] | the rings as the engine uses them |
-//! | [`model`] | the rings on their own, for model checkers and benchmarks |
-//! | [`testing`] | a driver that behaves as Linux' does, for tests |
+//! | [`ring`], [`page_list`] | rings in guest memory, and the page lists that describe them |
+//! | [`send_queue`], [`receive_queue`], [`completion_queue`] | the rings behind the engine's provider traits |
+//! | [`model`] | the rings alone, for model checkers and benchmarks |
+//! | [`testing`] | a driver that behaves as Linux's does, for tests |
 //!
-//! Limits, all of them on purpose: interface version 20 and RoCEv2 only (Linux 5.5 and later); interrupts by MSI-X only; no
-//! RESIZE_CQ, which Linux never issues.
+//! Deliberate limits: interface version 20 and RoCEv2 only (Linux 5.5 and later); interrupts by MSI-X only; no RESIZE_CQ, which Linux never
+//! issues.
 
 pub mod abi;
 pub mod completion_queue;

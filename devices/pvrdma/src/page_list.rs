@@ -1,26 +1,26 @@
-//! Page directories (section 5): two levels, at most 262144 pages. Copied once when an object is created, since the driver frees
-//! them with the object, or earlier when a command was interrupted.
+//! Page directories: two levels, at most 262144 pages. Copied once when an object is created, since the driver frees them with the object,
+//! or earlier when a command was interrupted.
 
 use dma::Dma;
 
 use crate::abi::{PAGE, PAGE_SIZE};
 
-/// Most pages that a directory names: 512 tables of 512 entries.
+/// Limit of pages in a directory: 512 tables of 512 entries.
 pub const MAX_PAGES: u32 = 512 * 512;
 
-/// Entries of a directory or table.
+/// Number of entries of a directory or table.
 const ENTRIES: u32 = 512;
 
-/// A page directory that can't be used.
+/// Why a page directory can't be used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum PageListError {
-    /// More pages than a directory has, or none.
+    /// No pages, or more than a directory can list.
     #[error("A page directory can't have {0} pages")]
     Count(u32),
     /// A directory, table or page address that is not aligned to 4 KiB.
     #[error("The page directory names {0:#x}, which is not the start of a page")]
     Alignment(u64),
-    /// An address that is not memory.
+    /// An address that is not guest memory.
     #[error("The page directory names memory that is not the guest's")]
     Memory(
         #[from]
@@ -29,12 +29,12 @@ pub enum PageListError {
     ),
 }
 
-/// The first pages that a directory names, read table by table.
+/// The first pages of a directory, read table by table.
 #[derive(Debug)]
 pub struct PageList {
-    /// The tables that aren't read yet, the last first.
+    /// Unread tables, the last first.
     tables: Vec<u64>,
-    /// Pages that aren't read yet.
+    /// Number of unread pages.
     left: u32,
 }
 
@@ -42,7 +42,7 @@ impl PageList {
     /// Copies the directory at `directory`, as far as `count` pages need it.
     ///
     /// # Errors
-    /// When a directory can't have so many pages, or it isn't one.
+    /// When `count` or the directory is invalid.
     pub fn open(memory: &impl Dma, directory: u64, count: u32) -> Result<Self, PageListError> {
         if count == 0 || count > MAX_PAGES {
             return Err(PageListError::Count(count));
@@ -60,11 +60,11 @@ impl PageList {
         self.left == 0
     }
 
-    /// Copies the next table, and hands its page addresses to `each`: up to 512, each aligned, and memory of the guest's at present. A table that can't
-    /// be read is the next one still.
+    /// Copies the next table, and passes its page addresses to `each`: up to 512, each aligned and currently guest memory. After an error
+    /// the table is still the next one.
     ///
     /// # Errors
-    /// When the table isn't one, or `each` fails.
+    /// When the table is invalid, or `each` fails.
     pub fn read_table(
         &mut self,
         memory: &impl Dma,
@@ -85,8 +85,8 @@ impl PageList {
     }
 }
 
-/// Copies the first `count` page addresses of the directory at `directory`; each is aligned, and memory of the guest's at present. For lists whose
-/// length is bounded otherwise: a long one is read in slices ([`PageList`]).
+/// Copies the first `count` page addresses of the directory at `directory`, each aligned and currently guest memory. For lists of a bounded
+/// length: a long one is read in slices ([`PageList`]).
 pub fn read_page_list(memory: &impl Dma, directory: u64, count: u32) -> Result<Box<[u64]>, PageListError> {
     let mut list = PageList::open(memory, directory, count)?;
     let mut pages = Vec::with_capacity(count as usize);
@@ -123,7 +123,7 @@ mod tests {
     use dma::HeapMemory;
     use proptest::prelude::*;
 
-    /// Pages are named in order, over both levels, and exactly the entries needed are read.
+    /// Pages are listed in order, over both levels, and exactly the needed entries are read.
     #[test]
     fn more_than_one_table() {
         let memory = HeapMemory::new(0x40_0000);
@@ -136,7 +136,7 @@ mod tests {
             let at = tables[(i / 512) as usize] + u64::from(i % 512) * 8;
             memory.write(at, &page(i).to_le_bytes()).unwrap();
         }
-        // What follows the used entries must not matter.
+        // The bytes after the used entries must not matter.
         memory.write(directory + 16, &[0xFF; 8]).unwrap();
         memory.write(tables[1] + (700 - 512) * 8, &[0xFF; 8]).unwrap();
         let pages = read_page_list(&memory, directory, count).unwrap();
@@ -162,7 +162,7 @@ mod tests {
     }
 
     proptest! {
-        /// Random tables never panic, and every page returned is one that the device may access.
+        /// Random tables never cause a panic, and each returned page is one that the device may access.
         #[test]
         fn random_directories(words in prop::collection::vec(0u64..0x9000, 1024), aligned: bool, count in 0u32..1100) {
             let memory = HeapMemory::new(0x8000);

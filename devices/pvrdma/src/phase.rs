@@ -1,14 +1,14 @@
 //! The phase of a PVRDMA function; [`crate::device`] has the transitions.
 
-/// How far the guest's driver has come.
+/// Progress of the guest's driver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum Phase {
-    /// No driver; nothing of the guest's memory is touched.
+    /// No driver; the device accesses no guest memory.
     Silent,
-    /// The shared region is known and capabilities are in it.
+    /// The shared region is known, and the device has written its capabilities there.
     Described,
-    /// Commands are taken.
+    /// The device executes commands.
     Active,
-    /// The guest was told that the device failed; commands are refused until it describes a new region.
+    /// The device has notified the guest of its failure. It refuses commands until the driver describes a new region.
     Failed,
 }

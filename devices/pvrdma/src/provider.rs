@@ -1,4 +1,4 @@
-//! The guest ABI as the engine sees it.
+//! The guest ABI as the engine's provider.
 
 use std::marker::PhantomData;
 

@@ -1,4 +1,4 @@
-//! Receive queues, of a queue pair or shared. A slot returns to the guest as soon as it is copied, so always before the completion.
+//! Receive queues, of a queue pair or shared. A slot is released to the guest as soon as it is copied, so always before the completion.
 
 use dma::Dma;
 use hca::provider::{Fetched, ReceiveQueue};
@@ -15,9 +15,9 @@ use crate::saved;
 pub struct PvrdmaReceiveQueue {
     ring: RingMemory,
     max_sge: u32,
-    /// The guest's producer index as last seen.
+    /// The last loaded producer index of the guest.
     tail: u32,
-    /// Next to take.
+    /// Index of the next request to consume.
     head: u32,
 }
 

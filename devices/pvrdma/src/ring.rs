@@ -1,8 +1,7 @@
-//! Rings over page lists, and their index arithmetic (section 7).
+//! Rings over page lists, and their index arithmetic (Linux `pvrdma_ring.h`).
 //!
-//! An index of a ring with N slots (N a power of two) runs from 0 to 2N-1; its slot is `index & (N-1)`. The ring is empty when
-//! both indices are equal and full when they differ in bit N only. Anything else than 0 to N elements between them is a ring that
-//! the guest broke.
+//! An index of a ring with N slots (N a power of two) runs from 0 to 2N-1; its slot is `index & (N-1)`. The ring is empty when both indices
+//! are equal, and full when they differ in bit N only. Any distance other than 0 to N elements means that the guest corrupted the ring.
 
 use dma::{Dma, DmaFault};
 use smallvec::SmallVec;
@@ -23,7 +22,7 @@ impl Indices {
         if slots.is_power_of_two() && slots < 1 << 31 { Some(Self { slots }) } else { None }
     }
 
-    /// How many slots there are.
+    /// Number of slots.
     #[must_use]
     pub const fn slots(self) -> u32 {
         self.slots
@@ -36,14 +35,14 @@ impl Indices {
         index & (self.slots - 1)
     }
 
-    /// The index `count` further on.
+    /// The index `count` slots later.
     #[inline]
     #[must_use]
     pub const fn advance(self, index: u32, count: u32) -> u32 {
         index.wrapping_add(count) & (2 * self.slots - 1)
     }
 
-    /// How many elements lie between; `None` if an index is out of range or there would be more than slots.
+    /// Number of elements between two indices; `None` if an index or the number is out of range.
     #[inline]
     #[must_use]
     pub const fn between(self, tail: u32, head: u32) -> Option<u32> {
@@ -56,22 +55,22 @@ impl Indices {
     }
 }
 
-/// A ring as the guest laid it out: one page of indices, slots in the others. Slots are powers of two of at most a page, so none
-/// straddles two pages.
+/// A ring in guest memory: one page of indices, slots in the others. A slot is a power of two of at most a page, so none crosses a page
+/// boundary.
 #[derive(Debug)]
 pub(crate) struct RingMemory {
     /// Guest address of the indices.
     state: u64,
-    /// Guest addresses of the pages with slots. Few of them lie here: one cache miss less for each turn of many queue pairs.
+    /// Guest addresses of the pages with slots. Two are stored inline, which saves a cache miss in each turn of many queue pairs.
     pages: SmallVec<[u64; 2]>,
     indices: Indices,
     slot_shift: u32,
 }
 
-/// A ring that the guest described wrongly.
+/// Why a ring can't be used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum RingError {
-    /// Not a power of two, or more than the device offers.
+    /// Not a power of two, or more than the device's limit.
     #[error("A ring can't have {0} slots")]
     Slots(u32),
     /// Slots larger than a page.
@@ -80,19 +79,19 @@ pub enum RingError {
     /// Fewer pages than the slots need.
     #[error("The ring has {given} pages of slots, it needs {needed}")]
     TooFewPages {
-        /// As described.
+        /// Number given.
         given: u32,
-        /// As computed.
+        /// Number needed.
         needed: u32,
     },
-    /// The indices are not those of a ring.
+    /// The indices are invalid.
     #[error("The ring's indices are {tail:#x} and {head:#x}, which {slots} slots can't have")]
     State {
-        /// Producer.
+        /// Producer index.
         tail: u32,
-        /// Consumer.
+        /// Consumer index.
         head: u32,
-        /// Slots.
+        /// Number of slots.
         slots: u32,
     },
     /// The page directory is unusable.
@@ -111,7 +110,7 @@ pub enum RingError {
     ),
 }
 
-/// Pages that `slots` slots of `slot_size` bytes take.
+/// Number of pages that `slots` slots of `slot_size` bytes need.
 pub(crate) fn pages_needed(slots: u32, slot_size: u64) -> Result<u32, RingError> {
     if slot_size == 0 || !slot_size.is_power_of_two() || slot_size > PAGE {
         return Err(RingError::SlotSize(slot_size));
@@ -134,7 +133,7 @@ impl RingMemory {
         })
     }
 
-    /// Reads the directory of a ring whose slots begin with the second page; `given` pages are there in all.
+    /// Reads the directory of a ring whose slots begin with the second page; it has `given` pages in all.
     pub fn read(
         memory: &impl Dma,
         directory: u64,
@@ -148,7 +147,7 @@ impl RingMemory {
         }
         let pages = read_page_list(memory, directory, needed + 1)?;
         if memory.is_late() {
-            // The engine counts on all of a ring being here.
+            // The engine requires that all of a ring is present.
             let missing = pages.iter().fold(None, |found, page| {
                 if memory.awaits(*page, PAGE, false) { found.or(Some(*page)) } else { found }
             });
@@ -159,7 +158,7 @@ impl RingMemory {
         Self::new(pages[0], &pages[1..], slots, slot_size)
     }
 
-    /// Its indices and its slots: addresses and lengths.
+    /// Calls `each` with its indices and its slots: addresses and lengths.
     pub fn memory(&self, each: &mut dyn FnMut(u64, u64)) {
         each(self.state, PAGE);
         self.pages.iter().for_each(|page| each(*page, PAGE));
@@ -184,7 +183,7 @@ impl RingMemory {
     #[inline]
     pub fn slot_address(&self, index: u32) -> u64 {
         let byte = u64::from(self.indices.slot(index)) << self.slot_shift;
-        // `new` made sure that the pages hold all slots.
+        // `new` ensured that the pages hold all slots.
         let page = usize::try_from(byte / PAGE).ok().and_then(|page| self.pages.get(page));
         debug_assert!(page.is_some());
         page.map_or(u64::MAX, |page| page + byte % PAGE)
@@ -196,7 +195,7 @@ impl RingMemory {
         self.state + offset
     }
 
-    /// Loads an index; an index whose memory is gone is out of range.
+    /// Loads an index; if its memory is gone, the result is out of range.
     #[inline]
     pub fn load(&self, memory: &impl Dma, offset: u64) -> u32 {
         memory.load_u32(self.state + offset).unwrap_or(u32::MAX)
@@ -236,13 +235,13 @@ mod tests {
                 let filled = u32::try_from(produced - consumed).unwrap();
                 prop_assert_eq!(ring.between(tail, head), Some(filled));
                 prop_assert_eq!(u64::from(ring.slot(tail)), produced % u64::from(slots));
-                // As the guest computes it.
+                // As the guest's driver computes it.
                 prop_assert_eq!(filled == slots, tail == head ^ slots);
                 prop_assert_eq!(filled == 0, tail == head);
             }
         }
 
-        /// Whatever the guest writes: an answer within the ring, or none.
+        /// For any index from the guest, the result is within the ring, or none.
         #[test]
         fn random_indices(order in 0u32..31, tail: u32, head: u32) {
             let ring = Indices::new(1 << order).unwrap();
@@ -252,7 +251,7 @@ mod tests {
             }
         }
 
-        /// Slots never straddle pages, never overlap, and lie where the driver computes them.
+        /// Slots never cross pages, never overlap, and are where the driver computes them.
         #[test]
         fn slots_lie_within_pages(order in 0u32..10, shift in 2u32..13) {
             let (slots, size) = (1u32 << order, 1u64 << shift);

@@ -1,5 +1,5 @@
-//! The saved state of what this device adds to the engine's: rings, and the function itself. Composed with [`hca::saved`] by whoever moves a
-//! VM; the same version rule holds.
+//! The saved state that this device adds to the engine's: rings, and the function itself. A migration combines it with [`hca::saved`]; the
+//! same version rule applies.
 
 use hca::attributes::QpKind;
 use serde::{Deserialize, Serialize};
@@ -9,16 +9,16 @@ use crate::decode::SendRules;
 use crate::phase::Phase;
 use crate::ring::{RingError, RingMemory};
 
-/// A ring: its pages as numbers, each as the distance from the one before, which is small.
+/// A ring: its page numbers, each as the difference from the previous one, which is small.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ring {
     /// Guest address of the indices.
     pub state: u64,
-    /// Distances between page numbers, from 0.
+    /// Differences of page numbers, from 0 on.
     pub pages: Vec<i64>,
-    /// Slots.
+    /// Number of slots.
     pub slots: u32,
-    /// Bytes of a slot, as a power of two.
+    /// Log2 of the slot size in bytes.
     pub slot_shift: u8,
 }
 
@@ -60,17 +60,17 @@ impl Ring {
 pub struct SendQueue {
     /// Its ring.
     pub ring: Ring,
-    /// What its queue pair is.
+    /// Type of its queue pair.
     pub kind: QpKind,
-    /// Posted by the guest's kernel.
+    /// Whether the guest's kernel posts to it.
     pub kernel: bool,
-    /// Elements of a request.
+    /// Limit of elements per request.
     pub max_sge: u32,
-    /// Producer index as last seen.
+    /// The last loaded producer index.
     pub tail: u32,
-    /// Next to fetch.
+    /// Index of the next request to fetch.
     pub next: u32,
-    /// Oldest slot that the guest has not got back.
+    /// Index of the oldest slot that is not released to the guest.
     pub head: u32,
 }
 
@@ -85,11 +85,11 @@ impl SendQueue {
 pub struct ReceiveQueue {
     /// Its ring.
     pub ring: Ring,
-    /// Elements of a request.
+    /// Limit of elements per request.
     pub max_sge: u32,
-    /// Producer index as last seen.
+    /// The last loaded producer index.
     pub tail: u32,
-    /// Next to take.
+    /// Index of the next request to consume.
     pub head: u32,
 }
 
@@ -98,15 +98,15 @@ pub struct ReceiveQueue {
 pub struct CompletionQueue {
     /// Its ring.
     pub ring: Ring,
-    /// The guest's kernel owns it.
+    /// Whether the guest's kernel owns it.
     pub kernel: bool,
-    /// Own producer index.
+    /// The device's producer index.
     pub tail: u32,
-    /// Consumer index as last seen.
+    /// The last loaded consumer index.
     pub head: u32,
 }
 
-/// What the function remembers of a queue pair.
+/// The function's own state of a queue pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct QpRecord {
     /// Protection domain.
@@ -115,26 +115,26 @@ pub struct QpRecord {
     pub context: u32,
     /// Kind.
     pub kind: QpKind,
-    /// Slots of the send queue.
+    /// Number of slots of the send queue.
     pub max_send_wr: u32,
-    /// Slots of the receive queue.
+    /// Number of slots of the receive queue.
     pub max_receive_wr: u32,
-    /// Elements of a send request.
+    /// Limit of elements per send request.
     pub max_send_sge: u32,
-    /// Elements of a receive request.
+    /// Limit of elements per receive request.
     pub max_receive_sge: u32,
 }
 
-/// One event ring: what counts is where its indices and its page of elements are; how far it is filled is in them.
+/// One event ring: the location of its indices and of its page of elements. Its contents are in guest memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EventRing {
     /// Guest address of the indices.
     pub state: u64,
     /// Guest address of the elements.
     pub elements: u64,
-    /// Own producer index.
+    /// The device's producer index.
     pub tail: u32,
-    /// The guest's index as last seen.
+    /// The last loaded consumer index of the guest.
     pub head: u32,
 }
 
@@ -154,37 +154,37 @@ pub struct SharedRegion {
 /// The function: registers, shared region, event rings.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Device {
-    /// How far the driver has come.
+    /// The driver's progress.
     pub phase: Phase,
-    /// Bus mastering.
+    /// Whether bus mastering is enabled.
     pub bus_master: bool,
-    /// MTU of the Ethernet function.
+    /// MTU of the Ethernet function, bytes.
     pub mtu: u32,
-    /// Its link, which is always up: no function has a link that goes down.
+    /// Link state of the Ethernet function. Always true: no function's link goes down.
     pub link_up: bool,
-    /// DSR_LOW.
+    /// Register DSR_LOW.
     pub region_low: u32,
-    /// Address of the shared region.
+    /// Guest address of the shared region.
     pub region_address: Option<u64>,
-    /// What it said.
+    /// The accepted shared region.
     pub region: Option<SharedRegion>,
-    /// ERR.
+    /// Register ERR.
     pub error: u32,
-    /// ICR.
+    /// Register ICR.
     pub cause: u32,
-    /// IMR.
+    /// Register IMR.
     pub masked: bool,
-    /// Vectors 1 and 2 that were due while masked.
+    /// Vectors 1 and 2 that were raised while masked.
     pub suppressed: [bool; 2],
     /// Rings of asynchronous and of completion events.
     pub rings: Option<(EventRing, EventRing)>,
     /// Asynchronous events that wait for room: type and object.
     pub waiting: Vec<(u32, u32)>,
-    /// Asynchronous events lost.
+    /// Number of asynchronous events dropped.
     pub dropped: u64,
-    /// UAR pages in use, by index, and their contexts.
+    /// UAR pages in use, by index, with their contexts.
     pub pages: Vec<(u32, u32)>,
-    /// Doorbells were trapped.
+    /// Whether doorbells were trapped.
     pub trapped: bool,
     /// Counters.
     pub counters: Counters,

@@ -1,4 +1,4 @@
-//! Send queues: requests leave in the order in which the guest posted them, slots return when the engine says so.
+//! Send queues: requests are fetched in the order in which the guest posted them; slots are released when the engine retires them.
 
 use dma::Dma;
 use hca::provider::{Fetched, SendQueue};
@@ -10,9 +10,9 @@ use crate::decode::{SendRules, read_send};
 use crate::ring::{RingError, RingMemory};
 use crate::saved;
 
-/// Requests that are asked for ahead: two cache lines each, and CPUs have about ten such misses under way at once.
+/// Number of requests that are prefetched: two cache lines each, and CPUs have about ten such misses in flight at once.
 const PREFETCHED: u32 = 6;
-/// Bytes of each that are.
+/// Bytes of each request that are prefetched.
 const SLOT_PREFETCHED: u64 = 128;
 
 /// The send queue of one queue pair.
@@ -20,13 +20,13 @@ const SLOT_PREFETCHED: u64 = 128;
 pub struct PvrdmaSendQueue {
     ring: RingMemory,
     rules: SendRules,
-    /// The guest's producer index as last seen: requests up to it are fetched without another look.
+    /// The last loaded producer index of the guest: requests up to it are fetched without another load.
     tail: u32,
-    /// Next to fetch.
+    /// Index of the next request to fetch.
     next: u32,
-    /// Next to prefetch.
+    /// Index of the next request to prefetch.
     ahead: u32,
-    /// Oldest slot that the guest has not got back.
+    /// Index of the oldest slot that is not released to the guest.
     head: u32,
 }
 
@@ -42,7 +42,8 @@ impl PvrdmaSendQueue {
         Ok(Self { ring, rules, tail: 0, next: 0, ahead: 0, head: 0 })
     }
 
-    /// Asks for the slots of the next few requests: the guest's CPU has just written them, and each is a way to its cache and back.
+    /// Prefetches the slots of the next few requests: the guest's CPU has just written them, and each cache line must be transferred from
+    /// its cache.
     #[inline]
     fn prefetch(&mut self, memory: &impl Dma) {
         let indices = self.ring.indices();
@@ -57,7 +58,7 @@ impl PvrdmaSendQueue {
         }
     }
 
-    /// How many requests lie behind the fetched ones if the guest's index is `tail`.
+    /// Number of requests beyond the fetched ones, if the guest's index is `tail`.
     #[inline]
     fn waiting(&self, tail: u32) -> Option<u32> {
         let indices = self.ring.indices();
@@ -125,7 +126,7 @@ impl<M: Dma> SendQueue<M> for PvrdmaSendQueue {
                 Some(_) => {
                     self.tail = tail;
                     self.ahead = self.next;
-                    // The head on the same line is given back soon.
+                    // The head index on the same cache line is stored soon.
                     memory.prefetch_write(self.ring.state_address(state::TX_HEAD), 4);
                 }
             }
@@ -139,7 +140,7 @@ impl<M: Dma> SendQueue<M> for PvrdmaSendQueue {
     #[inline]
     fn retire(&mut self, memory: &M, count: u32) {
         self.head = self.ring.indices().advance(self.head, count);
-        // Where the memory is gone the next fetch says so.
+        // If the memory is gone, the next fetch reports it.
         let _ = self.ring.store(memory, state::TX_HEAD, self.head);
     }
 }

@@ -1,5 +1,5 @@
-//! What a request and a completion cost in the rings. Ignored by default: figures mean something in an optimised build on a quiet
-//! machine only (`cargo test --release -p pvrdma --test speed -- --ignored --nocapture`).
+//! Cost of a request and a completion in the rings. Ignored by default: the figures need an optimised build on a quiet machine (`cargo test
+//! --release -p pvrdma --test speed -- --ignored --nocapture`).
 
 #![allow(clippy::unwrap_used)] // Helpers of tests fail as tests do.
 
@@ -81,7 +81,7 @@ fn rings() {
     println!("fetch {fetch:.1} ns per request, push {push:.1} ns per completion");
 }
 
-/// How long the engine's thread is held up when a process with a full table of queue pairs ends.
+/// How long the engine's thread is blocked when a process with a full table of queue pairs exits.
 #[test]
 #[ignore = "a measurement"]
 fn a_process_with_all_queue_pairs_ends() {

@@ -128,7 +128,7 @@ impl<P: Provider> Engine<P> {
             && (qp.current.is_some() || qp.send_queue.pending(&device.memory));
         let found = sends && !qp.active;
         // Only a new request, a turn, a waiting peer, or a verb can make work here. Each of the last three calls
-        // [`QuietTable::forget`](crate::objects::quiet::QuietTable::forget).
+        // `QuietTable::forget`.
         let quiet = !sends
             && !qp.active
             && qp.wait == Wait::None

@@ -1,47 +1,47 @@
-//! Port and queue pair attributes (section 6.4).
+//! Port and queue pair attributes (Linux `pvrdma_verbs.h`).
 
 use zerocopy::little_endian::{U16, U32};
 
 plain! {
-    /// Port attributes.
+    /// Attributes of a port.
     pub struct Port {
         /// See [`port_state`].
         pub state: U32,
-        /// Largest path MTU code.
+        /// Limit of the path MTU, as a verbs code.
         pub max_mtu: U32,
-        /// Path MTU code in use.
+        /// Active path MTU, as a verbs code.
         pub active_mtu: U32,
-        /// Entries of the GID table; the capabilities' number.
+        /// Entries of the GID table; equals the capabilities' number.
         pub gid_table_len: U32,
-        /// Flags.
+        /// Port capability flags.
         pub flags: U32,
-        /// Largest message, bytes.
+        /// Limit of a message, bytes.
         pub max_message: U32,
-        /// Counter.
+        /// Number of packets with an unknown P_Key.
         pub bad_pkeys: U32,
-        /// Counter.
+        /// Number of packets with a wrong Q_Key.
         pub qkey_violations: U32,
-        /// P_Keys.
+        /// Number of P_Keys.
         pub pkey_table_len: U16,
-        /// 0.
+        /// Always 0.
         pub lid: U16,
-        /// 0.
+        /// Always 0.
         pub sm_lid: U16,
-        /// 0.
+        /// Always 0.
         pub lmc: u8,
-        /// Virtual lanes.
+        /// Number of virtual lanes.
         pub max_vl: u8,
-        /// 0.
+        /// Always 0.
         pub sm_sl: u8,
-        /// 0.
+        /// Always 0.
         pub subnet_timeout: u8,
-        /// 0.
+        /// Always 0.
         pub init_type_reply: u8,
-        /// Width code.
+        /// Link width code.
         pub active_width: u8,
-        /// Speed code.
+        /// Link speed code.
         pub active_speed: u8,
-        /// 5 link up, 3 disabled.
+        /// Physical state: 5 link up, 3 disabled.
         pub physical_state: u8,
         /// Not used.
         pub reserved: [u8; 2],
@@ -58,11 +58,11 @@ pub mod port_state {
 }
 
 plain! {
-    /// Attributes of a queue pair. Those that a mask doesn't name are garbage.
+    /// Attributes of a queue pair. Fields that the mask doesn't include are garbage.
     pub struct QueuePair {
-        /// State.
+        /// New state.
         pub state: U32,
-        /// State that the caller believes in.
+        /// The state that the caller assumes.
         pub current_state: U32,
         /// Path MTU code.
         pub path_mtu: U32,
@@ -70,45 +70,45 @@ plain! {
         pub path_migration: U32,
         /// Q_Key.
         pub qkey: U32,
-        /// First PSN expected.
+        /// First expected PSN.
         pub rq_psn: U32,
-        /// First PSN sent.
+        /// First PSN to send.
         pub sq_psn: U32,
-        /// Peer.
+        /// Queue pair number of the peer.
         pub destination_qpn: U32,
-        /// What the peer may do.
+        /// Access rights of the peer.
         pub access: U32,
         /// P_Key index.
         pub pkey_index: U16,
-        /// Alternate path's.
+        /// Alternate path's P_Key index.
         pub alternate_pkey_index: U16,
-        /// Event wanted once drained.
+        /// Whether to send the event SQ_DRAINED.
         pub sqd_notify: u8,
-        /// Query: draining.
+        /// On query: whether the send queue is draining.
         pub sq_draining: u8,
-        /// As initiator.
+        /// Limit of READs and atomics outstanding as initiator.
         pub max_rd_atomic: u8,
-        /// As responder.
+        /// Limit of READs and atomics outstanding as responder.
         pub max_dest_rd_atomic: u8,
         /// RNR timer code.
         pub min_rnr_timer: u8,
         /// Port.
         pub port: u8,
-        /// Timeout code.
+        /// Local ACK timeout code.
         pub timeout: u8,
         /// Transport retries.
         pub retry_count: u8,
         /// RNR retries.
         pub rnr_retry: u8,
-        /// Alternate path's.
+        /// Alternate path's port.
         pub alternate_port: u8,
-        /// Alternate path's.
+        /// Alternate path's timeout code.
         pub alternate_timeout: u8,
         /// Not used.
         pub reserved: [u8; 5],
         /// Capacities.
         pub capacities: Capacities,
-        /// Path.
+        /// Path to the peer.
         pub address: Address,
         /// Alternate path.
         pub alternate_address: Address,
@@ -120,15 +120,15 @@ layout!(QueuePair, size 160, destination_qpn at 28, access at 32, pkey_index at 
 plain! {
     /// Capacities of a queue pair.
     pub struct Capacities {
-        /// Send requests.
+        /// Capacity of the send queue, requests.
         pub max_send_wr: U32,
-        /// Receive requests.
+        /// Capacity of the receive queue, requests.
         pub max_receive_wr: U32,
-        /// Elements of a send request.
+        /// Limit of elements per send request.
         pub max_send_sge: U32,
-        /// Elements of a receive request.
+        /// Limit of elements per receive request.
         pub max_receive_sge: U32,
-        /// 0.
+        /// Always 0.
         pub max_inline_data: U32,
         /// Not used.
         pub reserved: U32,
@@ -139,7 +139,7 @@ layout!(Capacities, size 24);
 plain! {
     /// Path of a connected queue pair.
     pub struct Address {
-        /// Destination.
+        /// Destination GID.
         pub dgid: [u8; 16],
         /// Flow label.
         pub flow_label: U32,
@@ -151,15 +151,15 @@ plain! {
         pub traffic_class: u8,
         /// Not used.
         pub reserved0: u8,
-        /// 0.
+        /// Always 0.
         pub dlid: U16,
         /// Never set by Linux.
         pub vlan: U16,
         /// Service level.
         pub service_level: u8,
-        /// 0.
+        /// Always 0.
         pub source_path_bits: u8,
-        /// 0.
+        /// Always 0.
         pub static_rate: u8,
         /// 1: with GRH.
         pub flags: u8,

@@ -1,4 +1,4 @@
-//! Commands and responses (section 6). Layouts begin after the 16-byte headers.
+//! Commands and responses (Linux `pvrdma_dev_api.h`). Layouts begin after the 16-byte headers.
 
 use zerocopy::little_endian::{U16, U32, U64};
 
@@ -8,63 +8,63 @@ use super::attributes::{Port, QueuePair};
 pub const COMMAND_SIZE: usize = 184;
 /// Bytes that the driver copies out of the response slot.
 pub const RESPONSE_SIZE: usize = 176;
-/// Bytes of the headers.
+/// Bytes of either header.
 pub const HEADER_SIZE: usize = 16;
-/// Added to the command's number in a response.
+/// Added to the command's number in its response.
 pub const ACKNOWLEDGE: u32 = 0x8000_0000;
 
 /// Command numbers.
 pub mod number {
-    /// Port attributes.
+    /// Queries port attributes.
     pub const QUERY_PORT: u32 = 0;
-    /// A P_Key.
+    /// Queries a P_Key.
     pub const QUERY_PKEY: u32 = 1;
-    /// Protection domain.
+    /// Creates a protection domain.
     pub const CREATE_PD: u32 = 2;
     /// No response.
     pub const DESTROY_PD: u32 = 3;
-    /// Memory region.
+    /// Creates a memory region.
     pub const CREATE_MR: u32 = 4;
     /// No response.
     pub const DESTROY_MR: u32 = 5;
-    /// Completion queue.
+    /// Creates a completion queue.
     pub const CREATE_CQ: u32 = 6;
     /// Never issued by Linux.
     pub const RESIZE_CQ: u32 = 7;
     /// No response.
     pub const DESTROY_CQ: u32 = 8;
-    /// Queue pair.
+    /// Creates a queue pair.
     pub const CREATE_QP: u32 = 9;
-    /// The only command whose response has an error code.
+    /// Modifies a queue pair; the only command whose response has an error code.
     pub const MODIFY_QP: u32 = 10;
-    /// Attributes of a queue pair.
+    /// Queries attributes of a queue pair.
     pub const QUERY_QP: u32 = 11;
     /// No response.
     pub const DESTROY_QP: u32 = 12;
-    /// User context.
+    /// Creates a user context.
     pub const CREATE_UC: u32 = 13;
     /// No response.
     pub const DESTROY_UC: u32 = 14;
-    /// GID. No response.
+    /// Binds a GID. No response.
     pub const CREATE_BIND: u32 = 15;
     /// No response.
     pub const DESTROY_BIND: u32 = 16;
-    /// Shared receive queue.
+    /// Creates a shared receive queue.
     pub const CREATE_SRQ: u32 = 17;
     /// No response.
     pub const MODIFY_SRQ: u32 = 18;
-    /// Attributes of a shared receive queue.
+    /// Queries attributes of a shared receive queue.
     pub const QUERY_SRQ: u32 = 19;
     /// No response.
     pub const DESTROY_SRQ: u32 = 20;
-    /// How many there are.
+    /// Number of commands.
     pub const COUNT: u32 = 21;
 }
 
 plain! {
     /// Header of a command.
     pub struct CommandHeader {
-        /// Echoed.
+        /// Echoed in the response.
         pub response: U64,
         /// See [`number`].
         pub command: U32,
@@ -77,11 +77,11 @@ layout!(CommandHeader, size 16, command at 8);
 plain! {
     /// Header of a response.
     pub struct ResponseHeader {
-        /// From the command.
+        /// Echoed from the command.
         pub response: U64,
-        /// Command number and [`ACKNOWLEDGE`].
+        /// Command number plus [`ACKNOWLEDGE`].
         pub acknowledge: U32,
-        /// Looked at for MODIFY_QP only.
+        /// Error code; the driver reads it for MODIFY_QP only.
         pub error: u8,
         /// Not used.
         pub reserved: [u8; 3],
@@ -92,7 +92,7 @@ layout!(ResponseHeader, size 16, acknowledge at 8, error at 12);
 plain! {
     /// QUERY_PORT, QUERY_PKEY.
     pub struct QueryPort {
-        /// 1.
+        /// Port number, always 1.
         pub port: u8,
         /// P_Key index; QUERY_PKEY only.
         pub index: u8,
@@ -114,15 +114,15 @@ plain! {
 }
 
 plain! {
-    /// Commands that carry a single handle.
+    /// Commands whose body is a single handle.
     pub struct Handle {
-        /// Object.
+        /// Handle of the object.
         pub handle: U32,
     }
 }
 
 plain! {
-    /// CREATE_UC, version 19 and up.
+    /// CREATE_UC, interface version 19 and up.
     pub struct CreateContext {
         /// Guest page frame number of the context's UAR page.
         pub pfn: U64,
@@ -132,19 +132,19 @@ plain! {
 plain! {
     /// CREATE_MR.
     pub struct CreateMr {
-        /// First address of a user region, also its offset in the first page.
+        /// First address of a user region; also gives its offset in the first page.
         pub start: U64,
-        /// Bytes.
+        /// Length in bytes.
         pub length: U64,
         /// Guest address of the page directory.
         pub directory: U64,
-        /// Protection domain.
+        /// Handle of the protection domain.
         pub pd: U32,
         /// Access flags; unknown bits are ignored.
         pub access: U32,
         /// See [`mr_kind`].
         pub kind: U32,
-        /// Pages.
+        /// Number of pages.
         pub pages: U32,
     }
 }
@@ -152,7 +152,7 @@ layout!(CreateMr, size 40, length at 8, directory at 16, pd at 24, access at 28,
 
 /// Kinds of memory regions.
 pub mod mr_kind {
-    /// A range of a process.
+    /// A range of a process's memory.
     pub const USER: u32 = 0;
     /// All of guest memory.
     pub const DMA: u32 = 1;
@@ -177,11 +177,11 @@ plain! {
     pub struct CreateCq {
         /// Guest address of the page directory.
         pub directory: U64,
-        /// Context.
+        /// Handle of the context.
         pub context: U32,
-        /// Entries, a power of two.
+        /// Number of entries, a power of two.
         pub entries: U32,
-        /// Pages, with the one for the indices.
+        /// Number of pages, with the one for the indices.
         pub pages: U32,
         /// Not used.
         pub reserved: U32,
@@ -194,7 +194,7 @@ plain! {
     pub struct CqResponse {
         /// Handle.
         pub handle: U32,
-        /// Entries: the command's number.
+        /// Number of entries: the command's.
         pub entries: U32,
     }
 }
@@ -204,39 +204,39 @@ plain! {
     pub struct CreateQp {
         /// Guest address of the page directory.
         pub directory: U64,
-        /// Protection domain.
+        /// Handle of the protection domain.
         pub pd: U32,
-        /// Completion queue for sends.
+        /// Handle of the completion queue for sends.
         pub send_cq: U32,
-        /// Completion queue for receives.
+        /// Handle of the completion queue for receives.
         pub receive_cq: U32,
-        /// Shared receive queue, where `has_srq`.
+        /// Handle of the shared receive queue, if `has_srq`.
         pub srq: U32,
         /// Slots of the send queue, a power of two.
         pub max_send_wr: U32,
         /// Slots of the receive queue, a power of two; 0 with a shared one.
         pub max_receive_wr: U32,
-        /// Elements of a send request.
+        /// Limit of elements per send request.
         pub max_send_sge: U32,
-        /// Elements of a receive request.
+        /// Limit of elements per receive request.
         pub max_receive_sge: U32,
-        /// 0.
+        /// Always 0.
         pub max_inline_data: U32,
-        /// 0.
+        /// Always 0.
         pub lkey: U32,
         /// Not the queue pair's remote access rights; those come with MODIFY_QP.
         pub access: U32,
-        /// Pages, with the one for the indices.
+        /// Number of pages, with the one for the indices.
         pub total_pages: U16,
-        /// Pages of the send queue.
+        /// Number of pages of the send queue.
         pub send_pages: U16,
-        /// 0.
+        /// Always 0.
         pub max_atomic_argument: U16,
-        /// Every send request completes with an entry.
+        /// Whether every send request produces a completion.
         pub signal_all: u8,
         /// See [`qp_kind`].
         pub kind: u8,
-        /// Whether `srq` counts.
+        /// Whether `srq` is valid.
         pub has_srq: u8,
         /// Not used.
         pub reserved: [u8; 3],
@@ -256,21 +256,21 @@ pub mod qp_kind {
 }
 
 plain! {
-    /// Response to CREATE_QP, version 20.
+    /// Response to CREATE_QP, interface version 20.
     pub struct QpResponse {
-        /// Number.
+        /// Queue pair number.
         pub qpn: U32,
         /// Handle.
         pub handle: U32,
-        /// As asked.
+        /// As requested.
         pub max_send_wr: U32,
-        /// As asked.
+        /// As requested.
         pub max_receive_wr: U32,
-        /// As asked.
+        /// As requested.
         pub max_send_sge: U32,
-        /// As asked.
+        /// As requested.
         pub max_receive_sge: U32,
-        /// 0.
+        /// Always 0.
         pub max_inline_data: U32,
     }
 }
@@ -281,7 +281,7 @@ plain! {
     pub struct ModifyQp {
         /// Handle.
         pub handle: U32,
-        /// Which attributes count.
+        /// Mask of the valid attributes.
         pub mask: U32,
         /// Attributes.
         pub attributes: QueuePair,
@@ -300,15 +300,15 @@ plain! {
 plain! {
     /// CREATE_BIND.
     pub struct CreateBind {
-        /// Meaningless.
+        /// Not used.
         pub mtu: U32,
-        /// Meaningless.
+        /// Not used.
         pub vlan: U32,
         /// Index in the GID table.
         pub index: U32,
         /// GID.
         pub gid: [u8; 16],
-        /// 1 RoCEv1, 2 RoCEv2.
+        /// 1 for RoCEv1, 2 for RoCEv2.
         pub gid_type: u8,
         /// Not used.
         pub reserved: [u8; 3],
@@ -332,19 +332,19 @@ plain! {
     pub struct CreateSrq {
         /// Guest address of the page directory.
         pub directory: U64,
-        /// Protection domain.
+        /// Handle of the protection domain.
         pub pd: U32,
-        /// Pages, with the one for the indices; the provider gives twice what is needed.
+        /// Number of pages, with the one for the indices; the provider passes twice the number needed.
         pub pages: U32,
-        /// Slots, a power of two.
+        /// Number of slots, a power of two.
         pub max_wr: U32,
-        /// Elements of a request.
+        /// Limit of elements per request.
         pub max_sge: U32,
-        /// Limit at which the event is raised.
+        /// Limit of the limit event.
         pub limit: U32,
         /// Not used.
         pub reserved0: U32,
-        /// 0: basic.
+        /// Kind; 0 is basic.
         pub kind: u8,
         /// Not used.
         pub reserved1: [u8; 7],
@@ -363,23 +363,23 @@ plain! {
         pub max_wr: U32,
         /// Not changed.
         pub max_sge: U32,
-        /// Limit.
+        /// New limit.
         pub limit: U32,
     }
 }
 layout!(ModifySrq, size 20, limit at 16);
 
-/// Mask of MODIFY_SRQ: the limit.
+/// Mask of MODIFY_SRQ: sets the limit.
 pub const SRQ_LIMIT: u32 = 2;
 
 plain! {
     /// Response to QUERY_SRQ.
     pub struct SrqResponse {
-        /// Slots.
+        /// Number of slots.
         pub max_wr: U32,
-        /// Elements of a request.
+        /// Limit of elements per request.
         pub max_sge: U32,
-        /// Limit.
+        /// Limit of the limit event.
         pub limit: U32,
     }
 }

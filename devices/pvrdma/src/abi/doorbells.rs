@@ -1,4 +1,4 @@
-//! UAR pages (section 10): three words per page, only ever written by the guest.
+//! UAR pages (Linux `vmw_pvrdma-abi.h`): three words per page, which only the guest writes.
 
 /// Offset of the queue pair word.
 pub const QP: u64 = 0;
@@ -18,7 +18,7 @@ pub const QP_RECEIVE: u32 = 1 << 31;
 pub const CQ_ARM_SOLICITED: u32 = 1 << 29;
 /// CQ word: notify of the next completion.
 pub const CQ_ARM: u32 = 1 << 30;
-/// CQ word: an empty queue was polled; carries no obligation.
+/// CQ word: an empty queue was polled; requires no action.
 pub const CQ_POLL: u32 = 1 << 31;
 /// SRQ word: receives were posted.
 pub const SRQ_RECEIVE: u32 = 1 << 30;

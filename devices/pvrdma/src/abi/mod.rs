@@ -1,22 +1,21 @@
-//! Numbers and layouts of the guest ABI, as Linux' `vmw_pvrdma` and rdma-core's `libvmw_pvrdma` have them (interface
-//! version 20). Section numbers refer to `pvrdma.md`, the project's collection of facts about the interface.
+//! Numbers and layouts of the guest ABI (interface version 20), as Linux's driver `vmw_pvrdma` and rdma-core's provider `libvmw_pvrdma`
+//! define them. Sources are Linux's headers in `drivers/infiniband/hw/vmw_pvrdma/` and `include/uapi/rdma/vmw_pvrdma-abi.h`.
 //!
-//! | module | holds | section |
+//! | module | holds | header |
 //! |---|---|---|
-//! | [`pci`] | identity, BARs, interrupt vectors | 2, 11 |
-//! | [`registers`] | BAR1 | 3 |
-//! | [`shared_region`] | device shared region, capabilities | 4 |
-//! | [`commands`] | commands and responses | 6 |
-//! | [`attributes`] | port and queue pair attributes | 6.4 |
-//! | [`rings`] | ring state, event elements | 7, 11 |
-//! | [`completion`] | completion queue entries | 8 |
-//! | [`work`] | send and receive work queue elements, address vectors | 9, 12 |
-//! | [`doorbells`] | UAR pages | 10 |
+//! | [`pci`] | identity, BARs, interrupt vectors | `pvrdma_dev_api.h` |
+//! | [`registers`] | BAR1 | `pvrdma_dev_api.h` |
+//! | [`shared_region`] | device shared region, capabilities | `pvrdma_dev_api.h` |
+//! | [`commands`] | commands and responses | `pvrdma_dev_api.h` |
+//! | [`attributes`] | port and queue pair attributes | `pvrdma_verbs.h` |
+//! | [`rings`] | ring state, event elements | `pvrdma_ring.h`, `pvrdma_dev_api.h` |
+//! | [`completion`] | completion queue entries | `vmw_pvrdma-abi.h` |
+//! | [`work`] | send and receive work queue elements, address vectors | `vmw_pvrdma-abi.h` |
+//! | [`doorbells`] | UAR pages | `vmw_pvrdma-abi.h` |
 //!
-//! Structures are plain bytes without padding or alignment, little-endian throughout. Their offsets are proven when the crate
-//! is compiled.
+//! Structures are plain bytes without padding or alignment, little-endian throughout. The compiler verifies their offsets.
 
-/// Proves sizes and offsets at compile time.
+/// Verifies sizes and offsets at compile time.
 macro_rules! layout {
     ($type:ty, size $size:expr $(, $field:ident at $offset:expr)* $(,)?) => {
         const _: () = {
@@ -49,7 +48,7 @@ pub mod rings;
 pub mod shared_region;
 pub mod work;
 
-/// Pages of the interface, bytes; whatever the guest's own page size.
+/// Page size of the interface, bytes, whatever the guest's own page size.
 pub const PAGE: u64 = PAGE_SIZE as u64;
-/// The same, for arrays.
+/// [`PAGE`] as a `usize`, for arrays.
 pub const PAGE_SIZE: usize = 4096;

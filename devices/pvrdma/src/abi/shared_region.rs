@@ -1,16 +1,16 @@
-//! The device shared region (section 4).
+//! The device shared region, DSR (Linux `pvrdma_dev_api.h`).
 
 use zerocopy::byteorder::big_endian;
 use zerocopy::little_endian::{U16, U32, U64};
 
 plain! {
-    /// What the driver fills in.
+    /// The part that the driver fills in.
     pub struct DriverPart {
         /// The driver's interface version.
         pub driver_version: U32,
         /// Not used.
         pub pad0: U32,
-        /// Guest operating system.
+        /// Guest operating system code.
         pub os: U32,
         /// Not used.
         pub pad1: U32,
@@ -22,16 +22,16 @@ plain! {
         pub async_ring: RingPages,
         /// Ring of completion notifications.
         pub completion_ring: RingPages,
-        /// Guest page frame number of BAR2 (version 19 and up).
+        /// Guest page frame number of BAR2 (interface version 19 and up).
         pub uar_pfn: U64,
     }
 }
 layout!(DriverPart, size 72, command_slot at 16, response_slot at 24, async_ring at 32, completion_ring at 48, uar_pfn at 64);
 
 plain! {
-    /// Where a ring is.
+    /// Location of a ring.
     pub struct RingPages {
-        /// Pages, with the one for the indices.
+        /// Number of pages, with the one for the indices.
         pub pages: U32,
         /// Not used.
         pub reserved: U32,
@@ -45,7 +45,7 @@ layout!(RingPages, size 16, directory at 8);
 pub const CAPABILITIES: u64 = 72;
 
 plain! {
-    /// What the device offers; written by the device.
+    /// Capabilities, which the device writes.
     pub struct DeviceCapabilities {
         /// Firmware version: major in 63:32, minor in 31:16, patch in 15:0.
         pub firmware_version: U64,
@@ -53,7 +53,7 @@ plain! {
         pub node_guid: big_endian::U64,
         /// System image GUID.
         pub system_image_guid: big_endian::U64,
-        /// Largest memory region, bytes.
+        /// Limit of a memory region, bytes.
         pub max_mr_size: U64,
         /// Bitmap of page sizes.
         pub page_sizes: U64,
@@ -67,71 +67,71 @@ plain! {
         pub max_fa_bit_boundary: U32,
         /// Not used.
         pub log_max_atomic_inline: U32,
-        /// Vendor.
+        /// Vendor identifier.
         pub vendor_id: U32,
         /// Ignored by Linux.
         pub vendor_part_id: U32,
         /// Hardware version.
         pub hardware_version: U32,
-        /// Queue pairs, with the GSI one.
+        /// Limit of queue pairs, with the GSI one.
         pub max_qp: U32,
-        /// Requests of a queue.
+        /// Limit of requests per queue.
         pub max_qp_wr: U32,
         /// Verbs capability flags.
         pub flags: U32,
-        /// Scatter-gather elements of a request.
+        /// Limit of scatter-gather elements per request.
         pub max_sge: U32,
-        /// Scatter-gather elements of a read.
+        /// Limit of scatter-gather elements per READ.
         pub max_sge_rd: U32,
-        /// Completion queues.
+        /// Limit of completion queues.
         pub max_cq: U32,
-        /// Entries of a completion queue.
+        /// Limit of entries per completion queue.
         pub max_cqe: U32,
-        /// Memory regions.
+        /// Limit of memory regions.
         pub max_mr: U32,
-        /// Protection domains.
+        /// Limit of protection domains.
         pub max_pd: U32,
-        /// Outstanding reads and atomics as responder.
+        /// Limit of READs and atomics outstanding as responder.
         pub max_qp_rd_atom: U32,
         /// Not used.
         pub max_ee_rd_atom: U32,
         /// Not used.
         pub max_res_rd_atom: U32,
-        /// Outstanding reads and atomics as initiator.
+        /// Limit of READs and atomics outstanding as initiator.
         pub max_qp_init_rd_atom: U32,
         /// Not used.
         pub unused: [U32; 9],
-        /// Address handles.
+        /// Limit of address handles.
         pub max_ah: U32,
         /// Not used.
         pub max_fmr: U32,
         /// Not used.
         pub max_map_per_fmr: U32,
-        /// Shared receive queues.
+        /// Limit of shared receive queues.
         pub max_srq: U32,
-        /// Requests of a shared receive queue.
+        /// Limit of requests per shared receive queue.
         pub max_srq_wr: U32,
-        /// Scatter-gather elements of those.
+        /// Limit of scatter-gather elements of those.
         pub max_srq_sge: U32,
-        /// UAR pages; a power of two.
+        /// Number of UAR pages; a power of two.
         pub max_uar: U32,
         /// Entries of the GID table.
         pub gid_table_len: U32,
-        /// P_Keys.
+        /// Number of P_Keys.
         pub max_pkeys: U16,
-        /// Local CA acknowledge delay.
+        /// Local CA acknowledge delay code.
         pub ack_delay: u8,
-        /// Ports.
+        /// Number of ports.
         pub ports: u8,
-        /// 0: RoCE.
+        /// Mode: 0 is RoCE.
         pub mode: u8,
-        /// Bit 0 compare-and-swap, bit 1 fetch-and-add.
+        /// Bit 0 compare and swap, bit 1 fetch and add.
         pub atomic_operations: u8,
         /// Bit 0 local invalidate, bit 1 remote invalidate, bit 2 fast registration.
         pub memory_management: u8,
-        /// 1 RoCEv1, 2 RoCEv2; not both.
+        /// 1 for RoCEv1, 2 for RoCEv2; not both.
         pub gid_types: u8,
-        /// Pages of a fast registration.
+        /// Limit of pages of a fast registration.
         pub max_fast_register_pages: U32,
     }
 }

@@ -1,13 +1,13 @@
-//! Work queue elements (section 9) and address vectors (section 12).
+//! Work queue elements and address vectors (Linux `vmw_pvrdma-abi.h`).
 
 use zerocopy::little_endian::{U32, U64};
 
 plain! {
     /// Scatter-gather element.
     pub struct Sge {
-        /// Address.
+        /// Address in the region's terms.
         pub address: U64,
-        /// Bytes.
+        /// Length in bytes.
         pub length: U32,
         /// Local key.
         pub lkey: U32,
@@ -18,9 +18,9 @@ layout!(Sge, size 16, length at 8, lkey at 12);
 plain! {
     /// Header of a receive request; elements follow.
     pub struct ReceiveHeader {
-        /// Echoed.
+        /// Echoed in the completion.
         pub wr_id: U64,
-        /// Elements.
+        /// Number of elements.
         pub sge_count: U32,
         /// Ignored.
         pub total_length: U32,
@@ -31,9 +31,9 @@ layout!(ReceiveHeader, size 16, sge_count at 8);
 plain! {
     /// Header of a send request; elements follow. Fields that the opcode doesn't use are garbage.
     pub struct SendHeader {
-        /// Echoed.
+        /// Echoed in the completion.
         pub wr_id: U64,
-        /// Elements.
+        /// Number of elements.
         pub sge_count: U32,
         /// Ignored.
         pub total_length: U32,
@@ -41,22 +41,22 @@ plain! {
         pub opcode: U32,
         /// See [`send_flags`].
         pub flags: U32,
-        /// Wire bytes of immediate data, or a key to invalidate in host order.
+        /// Immediate data in network order, or a key to invalidate in host order.
         pub immediate: [u8; 4],
         /// Not used.
         pub reserved: U32,
-        /// Depends on the opcode.
+        /// Operands; their layout depends on the opcode.
         pub operands: [u8; 48],
     }
 }
 layout!(SendHeader, size 80, sge_count at 8, opcode at 16, flags at 20, immediate at 24, operands at 32);
 
 plain! {
-    /// Operands of writes and reads.
+    /// Operands of WRITEs and READs.
     pub struct RemoteOperands {
-        /// Address.
+        /// Remote address.
         pub address: U64,
-        /// Key.
+        /// Remote key.
         pub rkey: U32,
         /// Not used.
         pub unused: [u8; 36],
@@ -67,13 +67,13 @@ layout!(RemoteOperands, size 48, rkey at 8);
 plain! {
     /// Operands of atomics.
     pub struct AtomicOperands {
-        /// Address.
+        /// Remote address.
         pub address: U64,
         /// Expected value, or the addend.
         pub compare_or_add: U64,
         /// New value.
         pub swap: U64,
-        /// Key.
+        /// Remote key.
         pub rkey: U32,
         /// Not used.
         pub unused: [u8; 20],
@@ -86,17 +86,17 @@ plain! {
     pub struct FastRegisterOperands {
         /// First address.
         pub iova: U64,
-        /// Guest address of the page directory whose pages are registered.
+        /// Guest address of a page directory that lists the registered pages.
         pub directory: U64,
-        /// 12.
+        /// Always 12.
         pub page_shift: U32,
-        /// Pages.
+        /// Number of pages.
         pub page_count: U32,
-        /// Bytes.
+        /// Length in bytes.
         pub length: U32,
         /// Access flags.
         pub access: U32,
-        /// New key.
+        /// The new key.
         pub rkey: U32,
         /// Not used.
         pub unused: [u8; 12],
@@ -105,7 +105,7 @@ plain! {
 layout!(FastRegisterOperands, size 48, directory at 8, page_shift at 16, page_count at 20, length at 24, access at 28, rkey at 32);
 
 plain! {
-    /// Operands of a datagram's send.
+    /// Operands of a datagram.
     pub struct DatagramOperands {
         /// Destination queue pair.
         pub qpn: U32,
@@ -124,13 +124,13 @@ plain! {
         pub port_pd: U32,
         /// Traffic class in bits 27:20, flow label in 19:0.
         pub traffic: U32,
-        /// Destination.
+        /// Destination GID.
         pub dgid: [u8; 16],
         /// Source path bits, and 0x80.
         pub source_path: u8,
         /// Index of the source GID.
         pub gid_index: u8,
-        /// 0.
+        /// Always 0.
         pub static_rate: u8,
         /// Hop limit.
         pub hop_limit: u8,
@@ -142,7 +142,7 @@ plain! {
 }
 layout!(AddressVector, size 40, traffic at 4, dgid at 8, source_path at 24, gid_index at 25, hop_limit at 27, dmac at 28);
 
-/// Opcodes of send requests. User space posts verbs' own numbers, which agree up to [`opcode::FETCH_ADD`] only.
+/// Opcodes of send requests. User space posts verbs' own numbers, which are the same up to [`opcode::FETCH_ADD`] only.
 pub mod opcode {
     /// RDMA WRITE.
     pub const WRITE: u32 = 0;
@@ -168,14 +168,14 @@ pub mod opcode {
 
 /// Flags of send requests.
 pub mod send_flags {
-    /// Wait for earlier reads and atomics.
+    /// Waits for earlier READs and atomics.
     pub const FENCE: u32 = 1;
-    /// Completion wanted.
+    /// Requests a completion.
     pub const SIGNALED: u32 = 2;
-    /// Solicited event at the receiver.
+    /// Requests a solicited event at the receiver.
     pub const SOLICITED: u32 = 4;
-    /// The data is to be copied when the request is posted. The provider passes the flag through and copies nothing, so a request with data is
-    /// refused: queue pairs have no room for inline data.
+    /// The data should be copied when the request is posted. The provider passes the flag through and copies nothing. So the device refuses
+    /// a request with data: queue pairs have no room for inline data.
     pub const INLINE: u32 = 8;
 }
 
@@ -192,7 +192,7 @@ pub const fn receive_slot(max_sge: u32) -> u64 {
 }
 
 const _: () = {
-    // Section 9.1's table.
+    // As the driver computes them: a header and `max_sge` elements, rounded up to a power of two.
     assert!(send_slot(1) == 128 && send_slot(3) == 128 && send_slot(4) == 256 && send_slot(11) == 256);
     assert!(send_slot(12) == 512 && send_slot(16) == 512);
     assert!(

@@ -1,4 +1,4 @@
-//! Completions against a model consumer, and against guests that break the ring.
+//! Completions against a model consumer, and against guests that corrupt the ring.
 
 use dma::HeapMemory;
 use dma::access::read_array;
@@ -33,7 +33,7 @@ fn ring(memory: &HeapMemory, entries: u32) -> PvrdmaCompletionQueue {
 }
 
 proptest! {
-    /// Any interleaving of pushes, publications and consumption: what is published arrives once, in order, and nothing else; a full
+    /// Any interleaving of pushes, publications and consumption. Each published completion arrives once, in order, and nothing else; a full
     /// ring refuses.
     #[test]
     fn delivers_in_order(order in 0u32..8, steps in prop::collection::vec(0u8..3, 1..400)) {
@@ -69,7 +69,7 @@ proptest! {
         }
     }
 
-    /// A consumer index that can't be: pushed into free slots as known, then refused, nothing outside is written.
+    /// With an invalid consumer index, pushes use the slots known to be free and then fail. Nothing outside the ring is written.
     #[test]
     fn broken_consumers(heads in prop::collection::vec(any::<u32>(), 1..50)) {
         let memory = HeapMemory::new(0x1_0000);

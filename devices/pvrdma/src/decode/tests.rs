@@ -1,4 +1,4 @@
-//! Requests come out as they were put in, field by field; random bytes never do harm.
+//! Decoding returns the encoded requests, field by field; random bytes do no harm.
 
 use dma::HeapMemory;
 use proptest::prelude::*;
@@ -40,7 +40,7 @@ fn read(header: &SendHeader, sges: &[Sge], rules: SendRules) -> Fetched<SendRequ
     put_sges(&memory, 512 + 80, sges);
     memory.record();
     let request = read_send(&memory, 512, rules);
-    // Within the slot, and no byte twice.
+    // Within the slot, and each byte at most once.
     let mut at = 512;
     for access in memory.take_record() {
         assert!(!access.write && access.address == at);
@@ -132,7 +132,7 @@ proptest! {
         let max_sge = (u32::try_from(sges.len()).unwrap() + more).clamp(1, 16);
         let size = crate::abi::work::receive_slot(max_sge);
         let memory = HeapMemory::new(4096);
-        // The last slot of the page: nothing may be read behind it.
+        // The last slot of the page: no byte behind it may be read.
         let at = 4096 - size;
         let count = u32::try_from(sges.len()).unwrap();
         let head = ReceiveHeader { wr_id: wr_id.into(), sge_count: count.into(), total_length: 1.into() };
@@ -142,7 +142,7 @@ proptest! {
         prop_assert_eq!(read_receive(&memory, at, max_sge), Fetched::Request(request));
     }
 
-    /// Whatever the bytes: a request, or a reason; elements never more than allowed.
+    /// Random bytes decode to a request or an error, with no more elements than the limit.
     #[test]
     fn random_bytes(
         bytes in prop::collection::vec(any::<u8>(), 512), code in 0u32..20, count in 0u32..20, small: bool,

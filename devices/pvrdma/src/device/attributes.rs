@@ -1,4 +1,4 @@
-//! Queue pair attributes between the ABI and the engine. Only what the mask names is looked at: the rest is garbage.
+//! Converts queue pair attributes between the ABI and the engine. Only attributes in the mask are used: the others are garbage.
 
 use hca::attributes::{Access, AddressVector, QpAttributeMask, QpAttributes, QpState};
 use hca::names::{Gid, Qpn};
@@ -7,7 +7,7 @@ use super::QpRecord;
 use super::error::CommandError;
 use crate::abi::attributes::{Address, Capacities, QueuePair};
 
-/// A PSN or a queue pair number.
+/// Mask of a PSN or a queue pair number.
 const BITS_24: u32 = 0x00FF_FFFF;
 
 fn state(value: u32) -> Result<QpState, CommandError> {
@@ -23,7 +23,7 @@ fn state(value: u32) -> Result<QpState, CommandError> {
     })
 }
 
-/// What a MODIFY_QP asks for.
+/// Decodes the attributes of a MODIFY_QP.
 pub(super) fn decode(mask: u32, given: &QueuePair) -> Result<(QpAttributeMask, QpAttributes), CommandError> {
     let mask = QpAttributeMask::from_bits(mask)
         .ok_or_else(|| CommandError::invalid("The attribute mask of a queue pair", mask))?;
@@ -83,7 +83,7 @@ fn address(given: &Address) -> AddressVector {
     }
 }
 
-/// The answer to QUERY_QP; the guest adopts all of it.
+/// Encodes the response to QUERY_QP; the guest's driver adopts all of it.
 pub(super) fn encode(attributes: &QpAttributes, draining: bool, record: &QpRecord) -> QueuePair {
     let path = &attributes.address;
     let none = Address {
@@ -151,11 +151,10 @@ pub(super) fn encode(attributes: &QpAttributes, draining: bool, record: &QpRecor
     }
 }
 
-/// What headers of RoCEv2 take of an Ethernet MTU at most, as Linux reckons (`iboe_get_mtu`): GRH 40, UDP 8, BTH 12, XRC 4,
-/// atomic 28, ICRC 4.
+/// Limit of RoCEv2 header bytes in an Ethernet MTU, as Linux computes it (`iboe_get_mtu`): GRH 40, UDP 8, BTH 12, XRC 4, atomic 28, ICRC 4.
 const HEADERS_BYTES: u32 = 96;
 
-/// The largest path MTU code whose packets fit an Ethernet MTU of so many bytes.
+/// The largest path MTU code whose packets fit an Ethernet MTU of `mtu` bytes.
 pub(super) fn active_mtu(mtu: u32) -> u32 {
     match mtu.saturating_sub(HEADERS_BYTES) {
         4096.. => 5,
@@ -166,7 +165,7 @@ pub(super) fn active_mtu(mtu: u32) -> u32 {
     }
 }
 
-/// Bytes that a path MTU code stands for.
+/// Size of a path MTU code, bytes.
 pub(super) fn mtu_bytes(code: u32) -> u32 {
     128 << code.clamp(1, 5)
 }

@@ -1,4 +1,5 @@
-//! The command slot (section 6). A command is finished when the write to REQUEST returns: executed, answered, signalled.
+//! The command slot. When the write to REQUEST returns, the command is complete: executed, its response written, its interrupt raised. Long
+//! commands are executed in slices ([`super::slices`]).
 
 use dma::Dma;
 use dma::access::read_array;
@@ -25,10 +26,10 @@ use crate::provider::Pvrdma;
 
 type Result<T> = std::result::Result<T, CommandError>;
 
-/// The one P_Key that RoCE has.
+/// RoCE's only P_Key.
 const DEFAULT_PKEY: u16 = 0xFFFF;
 
-/// The copy of a command slot. Each part is taken out of it at most once.
+/// The copy of a command slot. Each part is read from it at most once.
 struct Command {
     bytes: [u8; COMMAND_SIZE],
 }
@@ -39,7 +40,7 @@ impl Command {
         transmute!(bytes)
     }
 
-    /// What follows the header. All layouts fit the slot, which is proven below.
+    /// The command's body, which follows the header. All layouts fit the slot, as verified below.
     fn body<T: FromBytes + KnownLayout + Immutable>(&self) -> Result<T> {
         T::read_from_prefix(&self.bytes[HEADER_SIZE..]).map(|(body, _)| body).map_err(|_| CommandError::Slot)
     }
@@ -48,11 +49,11 @@ impl Command {
 const _: () = assert!(size_of::<ModifyQp>() + HEADER_SIZE == COMMAND_SIZE);
 const _: () = assert!(size_of::<QueryQpResponse>() + HEADER_SIZE == RESPONSE_SIZE);
 
-/// What a command that went well leaves behind.
+/// The result of a successful command.
 pub(super) enum Answer {
-    /// No response; the driver doesn't wait.
+    /// No response; the driver doesn't wait for one.
     Silent,
-    /// None yet: there is more to do.
+    /// Not complete yet: more slices follow.
     Unfinished(Work),
     /// A response, with the error code that only MODIFY_QP has.
     Response { error: u8, body: [u8; RESPONSE_SIZE - HEADER_SIZE] },
@@ -65,15 +66,15 @@ pub(super) fn answer(response: &(impl IntoBytes + Immutable)) -> Answer {
     Answer::Response { error: 0, body }
 }
 
-/// What has become of a command.
+/// The outcome of a command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Executed {
-    /// It is done.
+    /// The command is complete.
     Done {
-        /// A response was written.
+        /// Whether a response was written.
         responded: bool,
     },
-    /// A part of it is done.
+    /// A slice was executed.
     Unfinished,
 }
 
@@ -82,7 +83,7 @@ pub(super) fn handle(value: u32) -> Answer {
 }
 
 impl<M: Dma + Clone + 'static> Device<M> {
-    /// A write to REQUEST.
+    /// Handles a write to REQUEST.
     pub(super) fn request(
         &mut self,
         engine: &mut Engine<Pvrdma<M>>,
@@ -95,7 +96,7 @@ impl<M: Dma + Clone + 'static> Device<M> {
             None => self.execute(engine, value),
         };
         if executed.is_err() && self.memory.absences() != absences {
-            // What needs memory that isn't here has done nothing, or goes on where it is.
+            // Memory of the command isn't present. The command has changed nothing, or continues later where it stopped.
             self.postponed = true;
             return;
         }
@@ -129,7 +130,7 @@ impl<M: Dma + Clone + 'static> Device<M> {
         }
     }
 
-    /// Executes the command in the slot, or its first slice. Errors name the command, where it could be read.
+    /// Executes the command in the slot, or its first slice. An error includes the command's number if it could be read.
     fn execute(
         &mut self,
         engine: &mut Engine<Pvrdma<M>>,
@@ -149,7 +150,7 @@ impl<M: Dma + Clone + 'static> Device<M> {
         let command = Command { bytes };
         let header = command.header();
         let code = header.command.get();
-        // Before anything is done, so that no object is made of which the guest can't be told.
+        // Checked before the command executes: it must not create an object whose handle can't be returned to the guest.
         self.memory
             .check(region.response_slot, RESPONSE_SIZE as u64)
             .map_err(|_| (Some(code), CommandError::Slot))?;
@@ -162,7 +163,7 @@ impl<M: Dma + Clone + 'static> Device<M> {
         }
     }
 
-    /// Goes on with a command that has begun.
+    /// Continues a command in progress.
     fn resume(
         &mut self,
         engine: &mut Engine<Pvrdma<M>>,
@@ -188,7 +189,7 @@ impl<M: Dma + Clone + 'static> Device<M> {
         }
     }
 
-    /// Writes the response of a command that is done, where it has one.
+    /// Writes the response of a complete command, if it has one.
     fn respond(
         &self,
         code: u32,
@@ -298,7 +299,7 @@ impl<M: Dma + Clone + 'static> Device<M> {
                 });
                 Ok(Answer::Silent)
             }
-            // RESIZE_CQ among them, which Linux never issues.
+            // Includes RESIZE_CQ, which Linux never issues.
             _ => Err(CommandError::Unknown(code)),
         }
     }
@@ -312,7 +313,7 @@ impl<M: Dma + Clone + 'static> Device<M> {
                 state: port_state::ACTIVE.into(),
                 max_mtu: 5.into(),
                 active_mtu: attributes::active_mtu(self.mtu).into(),
-                // Must be the capabilities' number: the driver's table has that many entries.
+                // Must equal the capabilities' number: the driver's table has that many entries.
                 gid_table_len: self.config.capabilities.gid_table_len.into(),
                 flags: 0.into(),
                 max_message: self.config.capabilities.max_message_bytes.into(),
@@ -341,7 +342,7 @@ impl<M: Dma + Clone + 'static> Device<M> {
             .region
             .and_then(|region| region.uar_page(pfn, self.config.max_uar))
             .ok_or_else(|| CommandError::invalid("The page frame of a UAR page", pfn))?;
-        // The driver gave up a context whose creation was interrupted, and uses its page again (section 6.3).
+        // The driver gave up a context whose creation was interrupted by a signal or a timeout, and uses its page again.
         if let Some(leaked) = self.pages.iter().find(|live| live.page == page).copied() {
             if leaked.context == KERNEL {
                 return Err(CommandError::invalid("The page frame of a UAR page", pfn));
@@ -353,7 +354,7 @@ impl<M: Dma + Clone + 'static> Device<M> {
         self.open_context(engine, page)
     }
 
-    /// The only command that answers failure in its response.
+    /// The only command that reports a failure in its response.
     fn modify_qp(&mut self, engine: &mut Engine<Pvrdma<M>>, body: &ModifyQp) -> Result<Answer> {
         let modified =
             attributes::decode(body.mask.get(), &body.attributes).and_then(|(mask, attributes)| {

@@ -1,4 +1,4 @@
-//! What a device is made with, and what it offers.
+//! Configuration of a device, and its capabilities.
 
 use hca::DeviceConfig;
 use hca::VerbsError;
@@ -10,12 +10,12 @@ use crate::abi::pci;
 use crate::abi::shared_region::{DeviceCapabilities, GID_TYPE_ROCE_V2};
 use crate::decode::MAX_FAST_REGISTER_PAGES;
 
-/// What a device is made with.
+/// Configuration of a device.
 #[derive(Debug, Clone)]
 pub struct Config {
-    /// For people: appears in logs and reports.
+    /// Name in logs and reports.
     pub name: String,
-    /// The isolated network that it belongs to.
+    /// The isolated network of the device.
     pub segment: SegmentId,
     /// Node GUID, unique per device; usually the EUI-64 of the MAC.
     pub node_guid: u64,
@@ -23,22 +23,22 @@ pub struct Config {
     pub mac: [u8; 6],
     /// MTU of the paired Ethernet function, bytes.
     pub mtu: u32,
-    /// UAR pages: a power of two, at most 2^16; one is the guest kernel's, the others are for one user context each.
+    /// Number of UAR pages: a power of two, at most 2^16. One is the guest kernel's, each other one is for a user context.
     /// [`Capabilities::max_contexts`] follows it.
     pub max_uar: u32,
-    /// What the device promises.
+    /// Capabilities of the device.
     pub capabilities: Capabilities,
-    /// What the VM may use of it.
+    /// Quotas and rates of the VM.
     pub limits: Limits,
     /// How doorbells reach the device.
     pub doorbells: DoorbellMode,
-    /// How often the queues of all live contexts are looked at in case a request was posted without a doorbell (which the guest's
-    /// kernel does when posting fails half-way), nanoseconds.
+    /// Interval at which the queues of all live contexts are polled, nanoseconds. The guest's kernel posts requests without a doorbell when
+    /// posting fails half-way.
     pub full_scan_interval: u64,
 }
 
 impl Config {
-    /// A device with the usual capabilities and no quotas, its node GUID made from its MAC.
+    /// A device with the default capabilities and no quotas, whose node GUID derives from its MAC.
     #[must_use]
     pub fn new(name: impl Into<String>, segment: SegmentId, mac: [u8; 6]) -> Self {
         let [a, b, c, d, e, f] = mac;
@@ -67,7 +67,7 @@ impl Config {
         pci::uar_bar_size(self.max_uar)
     }
 
-    /// Refuses what the guest's driver could not live with.
+    /// Refuses values that the guest's driver can't handle.
     pub(super) fn check(&self) -> Result<(), ConfigError> {
         let capabilities = &self.capabilities;
         let range = |what, value: u32, from: u32, to: u32| {
@@ -90,7 +90,7 @@ impl Config {
         range("max_mr", capabilities.max_mr, 2, 1 << 24)?;
         range("max_sge", capabilities.max_sge, 2, u32::try_from(hca::work::MAX_SGE).unwrap_or(u32::MAX))?;
         range("max_srq_sge", capabilities.max_srq_sge, 0, capabilities.max_sge)?;
-        // ib_mad needs these.
+        // Linux's `ib_mad` needs these.
         range("max_qp_wr", capabilities.max_qp_wr, 512, 1 << 16)?;
         range("max_cqe", capabilities.max_cqe, 1024, 1 << 22)?;
         range("gid_table_len", capabilities.gid_table_len, 1, 256)?;
@@ -102,12 +102,12 @@ impl Config {
             name: self.name.clone(),
             segment: self.segment,
             limits: self.limits,
-            // The engine's handles are below its limit and never 0; pages bound the number besides.
+            // The engine's handles are below its limit and never 0; the number of UAR pages bounds contexts besides.
             capabilities: Capabilities { max_contexts: self.max_uar, ..self.capabilities },
         }
     }
 
-    /// The capabilities as the guest sees them. Not one of them changes while a driver is there.
+    /// The capabilities that the guest reads. None changes while a driver is loaded.
     pub(super) fn guest_capabilities(&self) -> DeviceCapabilities {
         let offered = &self.capabilities;
         let atomics = u32::from(offered.max_qp_rd_atom);
@@ -159,7 +159,7 @@ impl Config {
     }
 }
 
-/// A configuration that no driver could work with.
+/// A configuration that no driver can handle.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// Not a power of two.
@@ -168,13 +168,13 @@ pub enum ConfigError {
     /// Out of range.
     #[error("{what} can't be {value}; it must be from {from} to {to}")]
     Range {
-        /// What.
+        /// Name of the value.
         what: &'static str,
-        /// As given.
+        /// Value as given.
         value: u32,
-        /// Least.
+        /// Lower bound.
         from: u32,
-        /// Most.
+        /// Upper bound.
         to: u32,
     },
     /// The engine has no room, or refuses the capabilities.

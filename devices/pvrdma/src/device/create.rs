@@ -1,5 +1,5 @@
-//! Commands that create objects with memory behind them (sections 6.4 and 9.1). Page lists are copied here and now; the driver
-//! may free them as soon as the command was answered.
+//! Commands that create objects with guest memory. Page lists are copied while the command executes; the driver may free them after the
+//! response.
 
 use dma::Dma;
 use hca::attributes::QpKind;
@@ -62,7 +62,7 @@ impl<M: Dma + Clone + 'static> Device<M> {
                 let registration = Registration { pd, start, length, access, list, pages };
                 return Ok(Answer::Unfinished(Work::Registration(Box::new(registration))));
             }
-            // Regions over all of memory, and such as work requests describe, are the kernel's.
+            // Only the kernel may create regions of all memory, and regions for fast registration.
             mr_kind::DMA if context == KERNEL => engine.register_dma_mr(self.id, pd, access)?,
             mr_kind::FAST if context == KERNEL => {
                 engine.allocate_fast_mr(self.id, pd, command.pages.get())?
@@ -88,7 +88,7 @@ impl<M: Dma + Clone + 'static> Device<M> {
             context == KERNEL,
         )?;
         let handle = engine.create_cq(self.id, context, entries, ring)?;
-        // The guest takes the number as the ring's size: it must be what it asked for.
+        // The guest's driver uses the number as the ring's size: it must be the requested one.
         Ok(CqResponse { handle: handle.0.into(), entries: command.entries })
     }
 
@@ -183,7 +183,7 @@ impl<M: Dma + Clone + 'static> Device<M> {
         })
     }
 
-    /// The rings of a queue pair: the first page holds both pairs of indices, then the send queue's pages, then the receive queue's.
+    /// The rings of a queue pair. The first page holds both pairs of indices; the send queue's pages follow, then the receive queue's.
     fn queues(
         &self,
         command: &CreateQp,

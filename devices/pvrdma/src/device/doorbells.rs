@@ -1,11 +1,10 @@
-//! Doorbells (sections 10 and 14). Where UAR pages are memory, a word is only a dirty flag with a hint in it: an exchange with 0,
-//! then a look at all queues of the context, finds every request that was posted before, and a later doorbell leaves the word
-//! non-zero again.
+//! Doorbells. Where UAR pages are memory, a word is only a dirty flag with a hint in it. An exchange with 0 and a scan of all queues of the
+//! context finds every request posted before. A later doorbell makes the word non-zero again.
 //!
-//! The guest's CPUs store to the line of these words with each post and each empty poll, and each look takes it away from them, an
-//! exchange even to be written. So a busy device is looked at a million times a second, not with each poll, since its active queues
-//! are looked at anyway; and an exchange is left out where it would tell nothing: of a poll, which obliges to nothing, and of a
-//! post to a queue pair that is active. That word stays, keeps asking for scans, and is exchanged when the queue pair has become idle.
+//! The guest's CPUs store to the cache line of these words with each post and each empty poll. Each load by the device transfers that line,
+//! and an exchange transfers it for writing. So the device polls a busy device's words a million times a second instead of with each engine
+//! poll, since its active queues are polled anyway. It omits an exchange that would yield nothing: of a poll word, which requires no
+//! action, and of a post to an active queue pair. Such a word stays, keeps causing scans, and is exchanged once the queue pair is idle.
 
 use dma::Dma;
 use hca::Engine;
@@ -19,16 +18,17 @@ use crate::abi::doorbells::{
 };
 use crate::provider::Pvrdma;
 
-/// Between two looks at the doorbells of a device with active queue pairs, nanoseconds: what a queue that becomes active waits longer.
+/// Interval at which the doorbells of a device with active queue pairs are polled, nanoseconds: the added latency of a queue that becomes
+/// active.
 const LOOK_INTERVAL: u64 = 1_000;
-/// Between two exchanges of words that only say that the guest polls, nanoseconds. They keep doorbells in memory, which is decided
-/// over milliseconds.
+/// Interval at which words that only report an empty poll are exchanged, nanoseconds. These exchanges show that doorbells in memory are
+/// still used; the choice of the mode takes milliseconds.
 const POLL_INTERVAL: u64 = 50_000;
 
-/// The words of a UAR page that the guest writes.
+/// Number of words of a UAR page.
 pub const WORDS: u32 = 3;
 
-/// UAR pages as memory that the guest writes without an exit: BAR2.
+/// BAR2: UAR pages as memory that the guest writes without an exit.
 pub trait Uar {
     /// Loads word 0 (queue pairs), 1 (completion queues) or 2 (shared receive queues) of a page, with acquire order.
     fn load(&self, page: u32, word: u32) -> u32;
@@ -49,23 +49,23 @@ impl<M: Dma> Uar for M {
     }
 }
 
-/// How doorbells reach the device.
+/// Delivery of doorbells.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 pub enum DoorbellMode {
-    /// UAR pages are memory ([`Device::scan`]): no exits, but a value may be overwritten before it is seen, so completion queues
-    /// are served by conservative notification.
+    /// UAR pages are memory ([`Device::scan`]). No exits, but a value may be overwritten before the device reads it. So completion queues
+    /// get conservative notifications.
     Shared,
-    /// Every write is delivered ([`Device::doorbell_write`]): arming is exact.
+    /// Each store traps ([`Device::doorbell_write`]): arms are exact.
     Trapped,
 }
 
-/// Whether a completion queues' word arms nothing.
+/// Whether a completion queue word arms nothing.
 #[inline]
 const fn is_poll(value: u32) -> bool {
     value & (CQ_ARM | CQ_ARM_SOLICITED) == 0
 }
 
-/// A UAR page whose context is alive.
+/// A UAR page of a live context.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct LivePage {
     pub page: u32,
@@ -73,8 +73,8 @@ pub(super) struct LivePage {
 }
 
 impl<M: Dma + Clone + 'static> Device<M> {
-    /// How doorbells reach the device from now on. Switching to [`DoorbellMode::Trapped`] must be followed by one more
-    /// [`Device::scan`] after the pages stopped being memory, so that nothing written meanwhile is lost.
+    /// Sets the delivery of doorbells. After a switch to [`DoorbellMode::Trapped`], call
+    /// [`Device::scan`] once more after the pages stopped being memory, so that no earlier doorbell is lost.
     pub fn set_doorbells(&mut self, engine: &mut Engine<Pvrdma<M>>, mode: DoorbellMode) {
         self.mode = mode;
         engine.set_arm_exact(self.id, mode == DoorbellMode::Trapped);
@@ -83,13 +83,13 @@ impl<M: Dma + Clone + 'static> Device<M> {
         }
     }
 
-    /// How doorbells reach the device.
+    /// The current delivery of doorbells.
     #[must_use]
     pub fn doorbells(&self) -> DoorbellMode {
         self.mode
     }
 
-    /// As [`Device::scan`], unless that was done a moment ago and queue pairs are active: then `None`.
+    /// As [`Device::scan`]. `None`, without a scan, if the last one was less than `LOOK_INTERVAL` ago and queue pairs are active.
     #[inline]
     pub fn look(&mut self, engine: &mut Engine<Pvrdma<M>>, uar: &impl Uar, now: u64) -> Option<bool> {
         if now < self.next_look && engine.has_active(self.id) {
@@ -98,8 +98,8 @@ impl<M: Dma + Clone + 'static> Device<M> {
         Some(self.scan(engine, uar, now))
     }
 
-    /// Looks at the words of all live pages and gives the engine what they hint at. `now` is the engine's clock, nanoseconds. Whether
-    /// any word says that the guest is at work. Costs one cache line per live context.
+    /// Reads the doorbell words of all live pages, and passes their hints to the engine. `now` is the engine's clock, nanoseconds. Returns
+    /// whether any word shows that the guest is active. Costs one cache line per live context.
     pub fn scan(&mut self, engine: &mut Engine<Pvrdma<M>>, uar: &impl Uar, now: u64) -> bool {
         if self.phase != Phase::Active || !self.bus_master {
             return false;
@@ -137,7 +137,7 @@ impl<M: Dma + Clone + 'static> Device<M> {
         any
     }
 
-    /// Whether a queue pairs' word only says that something was sent from one that gets turns anyway.
+    /// Whether a queue pair word only announces a send of a queue pair that gets turns anyway.
     #[inline]
     fn looked_at_anyway(&self, engine: &Engine<Pvrdma<M>>, context: ContextHandle, value: u32) -> bool {
         let qp = QpHandle(value & HANDLE);
@@ -146,18 +146,18 @@ impl<M: Dma + Clone + 'static> Device<M> {
             && engine.context_of_qp(self.id, qp) == Some(context)
     }
 
-    /// Has the engine look at the queues of all live contexts, in case requests were posted without a doorbell.
+    /// Makes the engine scan the queues of all live contexts, in case requests were posted without a doorbell.
     pub fn scan_all(&mut self, engine: &mut Engine<Pvrdma<M>>) {
         for live in &self.pages {
             engine.scan_context(self.id, live.context);
         }
     }
 
-    /// A sampled word: what it says is true, and others may have been there before it.
+    /// Handles a sampled word: its hint is valid, and it may have overwritten others.
     #[inline]
     fn hint(&mut self, engine: &mut Engine<Pvrdma<M>>, context: ContextHandle, word: u32, value: u32) {
         self.ring(engine, context, word, value);
-        // Overwritten values named queues of this context. Completion queue words carry no work.
+        // Overwritten values belong to queues of this context. Completion queue words announce no work.
         if word != 1 {
             engine.scan_context(self.id, context);
         }
@@ -187,7 +187,7 @@ impl<M: Dma + Clone + 'static> Device<M> {
                 } else if value & CQ_ARM_SOLICITED != 0 {
                     Arm::Solicited
                 } else {
-                    // An empty poll obliges to nothing.
+                    // An empty poll requires no action.
                     return;
                 };
                 if engine.context_of_cq(id, cq) == Some(context) {
@@ -203,7 +203,7 @@ impl<M: Dma + Clone + 'static> Device<M> {
         }
     }
 
-    /// A trapped 32-bit write to BAR2 at `offset`. Handles of other contexts than the page's are ignored.
+    /// Handles a trapped 32-bit write to BAR2 at `offset`. Handles of contexts other than the page's are ignored.
     pub fn doorbell_write(&mut self, engine: &mut Engine<Pvrdma<M>>, offset: u64, value: u32) {
         if self.phase != Phase::Active || !self.bus_master {
             return;

@@ -1,4 +1,4 @@
-//! Why a command fails, and what the guest is told of it.
+//! Why a command fails, and the error code that the guest reads.
 
 use hca::VerbsError;
 
@@ -6,7 +6,7 @@ use super::shared_region::RegionError;
 use crate::page_list::PageListError;
 use crate::ring::RingError;
 
-/// Register ERR for what needs no number of its own.
+/// Value of register ERR for errors without a number of their own.
 pub(super) const REFUSED: u32 = 22;
 
 /// Why a command fails.
@@ -15,24 +15,24 @@ pub enum CommandError {
     /// The driver has not activated the device, or it has failed.
     #[error("The device takes no commands at present")]
     NotActive,
-    /// The slots are not memory, or bus mastering is off.
+    /// The slots are not memory, or bus mastering is disabled.
     #[error("The command or response slot can't be accessed")]
     Slot,
-    /// Not a command.
+    /// An unknown command.
     #[error("There is no command {0}")]
     Unknown(u32),
-    /// A value that can't be.
+    /// A value out of range.
     #[error("{what} can't be {value:#x}")]
     Invalid {
-        /// What.
+        /// Name of the value.
         what: &'static str,
-        /// As given.
+        /// Value as given.
         value: u64,
     },
     /// Objects of different contexts can't be used together.
     #[error("The {what} belongs to another context")]
     Context {
-        /// What.
+        /// Name of the object.
         what: &'static str,
     },
     /// The verb failed.
@@ -59,7 +59,7 @@ pub enum CommandError {
 }
 
 impl CommandError {
-    /// What register ERR shows; never 0.
+    /// Value of register ERR; never 0.
     pub(super) fn code(&self) -> u32 {
         match self {
             Self::NotActive => 19,
@@ -76,10 +76,10 @@ impl CommandError {
     }
 }
 
-/// Why a guest can't be told that its device failed.
+/// Why the device can't report its failure to the guest.
 #[derive(Debug, thiserror::Error)]
 pub enum FatalError {
-    /// There is no usable region at the address.
+    /// The address holds no usable region.
     #[error("There is no usable shared region to post a fatal event in")]
     Region(
         #[from]

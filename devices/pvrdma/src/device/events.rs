@@ -1,4 +1,4 @@
-//! The two event rings (sections 7 and 11): elements are written as they come, published and signalled once per batch.
+//! The two event rings. The device writes elements as events occur, and publishes and signals them once per batch.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -12,16 +12,17 @@ use crate::abi::rings::{event, state};
 use crate::ring::Indices;
 use crate::saved;
 
-/// Asynchronous events that may wait for room in the ring; each object and type waits at most once.
+/// Limit of asynchronous events that wait for room in the ring. An object waits at most once with each type.
 pub(super) const MAX_WAITING: usize = 4096;
-/// First delay before a guest that takes no events is interrupted again, nanoseconds.
+/// First delay before a guest that consumes no events is interrupted again, nanoseconds. It doubles with each reminder (exponential
+/// back-off).
 const REMIND_AFTER: u64 = 20_000_000;
-/// Longest such delay.
+/// Limit of that delay, nanoseconds.
 const REMIND_AT_MOST: u64 = 2_000_000_000;
-/// Reminders in a row. The driver ignores vector 1 until its registration is done, which takes seconds at worst.
+/// Limit of reminders in a row. The driver ignores vector 1 until its registration is complete, which takes seconds at worst.
 const MAX_REMINDERS: u32 = 16;
 
-/// An event ring. Only its first page of elements is ever used.
+/// An event ring. Only its first page of elements is used.
 #[derive(Debug)]
 pub(super) struct EventRing {
     state: u64,
@@ -30,12 +31,12 @@ pub(super) struct EventRing {
     indices: Indices,
     tail: u32,
     published: u32,
-    /// The guest's index as last seen.
+    /// The last loaded consumer index of the guest.
     head: u32,
 }
 
 impl EventRing {
-    /// `None` if the indices in memory are not those of a ring.
+    /// `None` if the indices in memory are invalid.
     pub fn new(memory: &impl Dma, state: u64, elements: u64, slots: u32, element_size: u64) -> Option<Self> {
         let indices = Indices::new(slots)?;
         let tail = memory.load_u32(state + state::RX_TAIL).ok()?;
@@ -44,12 +45,12 @@ impl EventRing {
         Some(Self { state, elements, element_size, indices, tail, published: tail, head })
     }
 
-    /// Its saved state; after a publication.
+    /// Saves its state. Publish before.
     fn save(&self) -> saved::EventRing {
         saved::EventRing { state: self.state, elements: self.elements, tail: self.tail, head: self.head }
     }
 
-    /// A ring in a saved state; `None` if no ring can have it.
+    /// Restores a ring; `None` if the state is invalid.
     pub fn restore(saved: saved::EventRing, slots: u32, element_size: u64) -> Option<Self> {
         let indices = Indices::new(slots)?;
         let saved::EventRing { state, elements, tail, head } = saved;
@@ -59,7 +60,7 @@ impl EventRing {
         (fits && ends).then_some(Self { state, elements, element_size, indices, tail, published: tail, head })
     }
 
-    /// Writes an element behind the others; `false` when there is no room or the ring is broken.
+    /// Appends an element; `false` when the ring is full or broken.
     pub fn push(&mut self, memory: &impl Dma, element: &[u8]) -> bool {
         debug_assert_eq!(element.len() as u64, self.element_size);
         if self.tail == self.head ^ self.indices.slots() {
@@ -77,7 +78,7 @@ impl EventRing {
         true
     }
 
-    /// Makes what was pushed visible. Whether there was anything new.
+    /// Publishes the pushed elements. Returns whether there were any.
     pub fn publish(&mut self, memory: &impl Dma) -> bool {
         let new = self.tail != self.published;
         if new && memory.store_u32(self.state + state::RX_TAIL, self.tail).is_ok() {
@@ -87,7 +88,7 @@ impl EventRing {
         false
     }
 
-    /// Whether the guest has taken everything that was published. A broken ring has nothing to wait for.
+    /// Whether the guest has consumed all published elements. A broken ring counts as drained.
     fn drained(&self, memory: &impl Dma) -> bool {
         match memory.load_u32(self.state + state::RX_HEAD) {
             Ok(head) => !matches!(self.indices.between(self.published, head), Some(1..)),
@@ -96,16 +97,16 @@ impl EventRing {
     }
 }
 
-/// What a flush found.
+/// Result of a flush.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Due {
     pub asynchronous: bool,
     pub completion: bool,
-    /// When to flush again, if nothing else happens.
+    /// Time of the next flush, if nothing else happens.
     pub again_at: Option<u64>,
 }
 
-/// Reminding a guest of events that it was told of while it was not listening.
+/// Reminders of events that were signalled while the guest didn't listen.
 #[derive(Debug, Clone, Copy)]
 struct Reminder {
     at: u64,
@@ -118,14 +119,14 @@ struct Reminder {
 pub(super) struct Events<M> {
     device: DeviceId,
     pub memory: M,
-    /// Bus mastering.
+    /// Bus mastering is enabled.
     pub enabled: bool,
     rings: Option<(EventRing, EventRing)>,
     /// Type and object, in order.
     waiting: VecDeque<(u32, u32)>,
     waits: BTreeSet<(u32, u32)>,
     reminder: Option<Reminder>,
-    /// Events of other devices, which the engine delivered with ours.
+    /// Events of other devices, which the engine passed to this one.
     pub strays: Vec<(DeviceId, AsyncEvent)>,
     pub dropped: u64,
 }
@@ -149,7 +150,7 @@ impl<M: Dma> Events<M> {
         self.rings = Some((async_ring, completion_ring));
     }
 
-    /// Nothing is posted any more, and what waited is forgotten.
+    /// Detaches the rings: nothing is posted any more, and waiting events are dropped.
     pub fn detach(&mut self) {
         self.rings = None;
         self.waiting.clear();
@@ -157,7 +158,7 @@ impl<M: Dma> Events<M> {
         self.reminder = None;
     }
 
-    /// The rings' saved states: of asynchronous and of completion events.
+    /// Saves both rings: of asynchronous and of completion events.
     pub fn save(&self) -> Option<(saved::EventRing, saved::EventRing)> {
         self.rings.as_ref().map(|(asynchronous, completion)| (asynchronous.save(), completion.save()))
     }
@@ -167,7 +168,7 @@ impl<M: Dma> Events<M> {
         self.waiting.iter().copied().collect()
     }
 
-    /// Takes what was saved. A guest that has events waiting is reminded soon.
+    /// Restores rings and waiting events. A guest that has events waiting gets a reminder soon.
     pub fn restore(&mut self, rings: Option<(EventRing, EventRing)>, waiting: &[(u32, u32)], dropped: u64) {
         self.rings = rings;
         self.waiting = waiting.iter().copied().collect();
@@ -180,7 +181,7 @@ impl<M: Dma> Events<M> {
         self.waiting.len()
     }
 
-    /// Events of objects that are gone are forgotten, so that a new object with that handle doesn't get them.
+    /// Drops events of destroyed objects, so that a new object with the same handle doesn't get them.
     pub fn forget(&mut self, of: impl Fn(u32, u32) -> bool) {
         if !self.waiting.is_empty() {
             self.waiting.retain(|(kind, object)| !of(*kind, *object));
@@ -238,7 +239,7 @@ impl<M: Dma> Sink for Events<M> {
     #[inline]
     fn completion_event(&mut self, device: DeviceId, cq: CqHandle) -> bool {
         if device != self.device {
-            // Not ours to take: the engine keeps it for its next poll.
+            // The event of another device: the engine keeps it for its next poll.
             return false;
         }
         let Some((_, ring)) = self.rings.as_mut().filter(|_| self.enabled) else { return false };
@@ -287,7 +288,7 @@ fn number(event: AsyncEvent) -> (u32, u32) {
     }
 }
 
-/// Whether events of `kind` are about a queue pair.
+/// Whether events of type `kind` refer to a queue pair.
 pub(super) fn about_qp(kind: u32) -> bool {
     matches!(
         kind,

@@ -1,13 +1,13 @@
 //! The PVRDMA function.
 //!
 //! ```text
-//!            DSR_HIGH (valid region)          CONTROL ACTIVATE
-//!  Silent ──────────────────────▶ Described ─────────────────▶ Active
-//!    ▲  ▲                          │    ▲                         │
-//!    │  └── CONTROL RESET ─────────┴────┼─────────────────────────┤
-//!    │                                  └── DSR_HIGH (a new life) ┤
-//!    │                                                            │
-//!    └── reset(), remove          Failed ◀── announce_fatal ──────┘   until the next DSR_HIGH
+//!             DSR_HIGH (valid region)          CONTROL ACTIVATE
+//!   Silent ──────────────────────▶ Described ─────────────────▶ Active
+//!     ▲  ▲                          │    ▲                         │
+//!     │  └── CONTROL RESET ─────────┴────┼─────────────────────────┤
+//!     │                                  └── DSR_HIGH (new region) ┤
+//!     │                                                            │
+//!     └── reset(), remove          Failed ◀── announce_fatal ──────┘   until the next DSR_HIGH
 //! ```
 
 mod attributes;
@@ -50,13 +50,13 @@ use shared_region::SharedRegion;
 use slices::Unfinished;
 pub use slices::{PAGE_TABLES_PER_SLICE, TEARDOWN_STEPS_PER_SLICE};
 
-/// Where interrupts go.
+/// Sink of interrupts.
 pub trait Interrupts {
     /// Raises an MSI-X vector (see [`crate::abi::pci`]).
     fn raise(&self, vector: u16);
 }
 
-/// What is remembered of a queue pair besides what the engine holds.
+/// The function's own state of a queue pair, besides the engine's.
 #[derive(Debug, Clone, Copy)]
 struct QpRecord {
     pd: u32,
@@ -74,7 +74,7 @@ pub struct Device<M: Dma + Clone + 'static> {
     config: Config,
     memory: M,
     bus_master: bool,
-    /// MTU of the paired Ethernet function, bytes; decides the active path MTU that the port reports.
+    /// MTU of the paired Ethernet function, bytes. It determines the port's active path MTU.
     mtu: u32,
     phase: Phase,
     region_low: u32,
@@ -83,23 +83,23 @@ pub struct Device<M: Dma + Clone + 'static> {
     error: u32,
     cause: u32,
     masked: bool,
-    /// Vectors 1 and 2 that were due while masked.
+    /// Vectors 1 and 2 that were raised while masked.
     suppressed: [bool; 2],
     events: Events<M>,
     mode: DoorbellMode,
     pages: Vec<LivePage>,
     last_full_scan: u64,
-    /// When doorbells are looked at again although queue pairs are active, and words that only say that the guest polls exchanged.
+    /// When the doorbells are polled again although queue pairs are active, and when words that only report empty polls are exchanged.
     next_look: u64,
     next_polls: u64,
-    /// Protection domains and the contexts that they belong to.
+    /// Protection domains and their contexts.
     pds: BTreeMap<u32, ContextHandle>,
     qps: HashMap<u32, QpRecord>,
     counters: Counters,
     log: GuestLog,
-    /// A register was written whose effect needs memory that is still to come: nothing was done.
+    /// The last register write needs not-present memory: it changed nothing.
     postponed: bool,
-    /// A command that goes on in slices.
+    /// A command that is executed in slices.
     unfinished: Option<Unfinished>,
 }
 
@@ -115,7 +115,7 @@ impl<M: Dma + Clone + 'static> std::fmt::Debug for Device<M> {
 }
 
 impl<M: Dma + Clone + 'static> Device<M> {
-    /// Adds a device to the engine, powered on, without bus mastering ([`Device::set_bus_master`]).
+    /// Adds a device to the engine in its power-on state, with bus mastering disabled ([`Device::set_bus_master`]).
     pub fn new(config: Config, memory: M, engine: &mut Engine<Pvrdma<M>>) -> Result<Self, ConfigError> {
         config.check()?;
         let id = engine.add_device(config.for_engine(), memory.clone())?;
@@ -125,7 +125,7 @@ impl<M: Dma + Clone + 'static> Device<M> {
         Ok(Self::powered_on(id, config, memory))
     }
 
-    /// The function of a device of the engine, as it is at power-on.
+    /// The power-on state of a function whose engine device is `id`.
     fn powered_on(id: DeviceId, config: Config, memory: M) -> Self {
         Self {
             id,
@@ -156,57 +156,57 @@ impl<M: Dma + Clone + 'static> Device<M> {
         }
     }
 
-    /// Takes the device out of the engine.
+    /// Removes the device from the engine.
     pub fn remove(self, engine: &mut Engine<Pvrdma<M>>) {
         engine.remove_device(self.id);
     }
 
-    /// Its identity in the engine.
+    /// Its identifier in the engine.
     #[must_use]
     pub fn id(&self) -> DeviceId {
         self.id
     }
 
-    /// How far the driver has come.
+    /// The driver's progress.
     #[must_use]
     pub fn phase(&self) -> Phase {
         self.phase
     }
 
-    /// What it was made with.
+    /// Its configuration.
     #[must_use]
     pub fn config(&self) -> &Config {
         &self.config
     }
 
-    /// Guest address of the shared region that the driver described last. Whoever wants to call [`Device::announce_fatal`] in a
-    /// later life of this process keeps it.
+    /// Guest address of the last shared region that the driver described. A daemon that may restart keeps it for
+    /// [`Device::announce_fatal`].
     #[must_use]
     pub fn shared_region(&self) -> Option<u64> {
         self.region_address
     }
 
-    /// The guest's memory changed (ranges were mapped or unmapped).
+    /// Updates the guest's memory after ranges were mapped or unmapped.
     pub fn set_memory(&mut self, engine: &mut Engine<Pvrdma<M>>, memory: M) {
         engine.set_memory(self.id, memory.clone());
         self.events.memory = memory.clone();
         self.memory = memory;
     }
 
-    /// Bus Master Enable of the function. Without it the device touches no guest memory.
+    /// Sets Bus Master Enable of the function. Without it the device accesses no guest memory.
     pub fn set_bus_master(&mut self, engine: &mut Engine<Pvrdma<M>>, enabled: bool) {
         self.bus_master = enabled;
         self.events.enabled = enabled;
         engine.set_enabled(self.id, enabled);
     }
 
-    /// What the VM may use.
+    /// Sets quotas and rates of the VM.
     pub fn set_limits(&mut self, engine: &mut Engine<Pvrdma<M>>, limits: Limits) {
         self.config.limits = limits;
         engine.set_limits(self.id, limits);
     }
 
-    /// Function or platform reset: as power-on, except for bus mastering, which configuration space decides.
+    /// Function or platform reset: the power-on state, except for bus mastering, which belongs to configuration space.
     pub fn reset(&mut self, engine: &mut Engine<Pvrdma<M>>) {
         self.forget(engine);
         self.region_address = None;
@@ -217,7 +217,7 @@ impl<M: Dma + Clone + 'static> Device<M> {
         self.suppressed = [false; 2];
     }
 
-    /// Every object goes, and no guest memory is touched from now on. The capabilities in the guest's memory stay: its interrupt
+    /// Destroys every object, and stops accessing guest memory. The capabilities in the guest's memory stay: the driver's interrupt
     /// handlers divide by them.
     fn forget(&mut self, engine: &mut Engine<Pvrdma<M>>) {
         engine.reset_device(self.id);
@@ -243,8 +243,8 @@ impl<M: Dma + Clone + 'static> Device<M> {
         }
     }
 
-    /// A 32-bit write to BAR1 at `offset`. When it returns, whatever it asked for is done: a destroyed object's memory is no longer
-    /// touched, a response is written. Unless [`Device::is_unfinished`], or [`Device::is_postponed`]: the write is to be made again then.
+    /// A 32-bit write to BAR1 at `offset`. When it returns, its effect is complete: a destroyed object's memory isn't accessed any more, a
+    /// response is written. Exceptions are [`Device::is_unfinished`] and [`Device::is_postponed`]: then the caller must repeat the write.
     pub fn register_write(
         &mut self,
         engine: &mut Engine<Pvrdma<M>>,
@@ -266,14 +266,13 @@ impl<M: Dma + Clone + 'static> Device<M> {
         }
     }
 
-    /// Whether the last [`Device::register_write`] was to be made again: what it asks for needs memory that is still to come and was asked for, and
-    /// nothing was done.
+    /// Whether the last [`Device::register_write`] must be repeated: it needs not-present memory, which was requested, and changed nothing.
     #[must_use]
     pub fn is_postponed(&self) -> bool {
         self.postponed
     }
 
-    /// A new shared region: the driver begins anew, also where its predecessor never said goodbye.
+    /// Accepts a new shared region: the driver starts again, even if the previous one didn't reset the device.
     fn describe(&mut self, engine: &mut Engine<Pvrdma<M>>, address: u64) {
         self.forget(engine);
         self.error = 0;
@@ -323,12 +322,12 @@ impl<M: Dma + Clone + 'static> Device<M> {
         self.error = if fine { 0 } else { error::REFUSED };
     }
 
-    /// Events of other devices that the engine handed to this one while it executed a command; [`crate::Devices`] passes them on.
+    /// Events of other devices that the engine passed to this one while it executed a command; [`crate::Devices`] forwards them.
     pub(crate) fn take_strays(&mut self) -> Vec<(DeviceId, AsyncEvent)> {
         std::mem::take(&mut self.events.strays)
     }
 
-    /// Whether there are such.
+    /// Whether there are such events.
     pub(crate) fn has_strays(&self) -> bool {
         !self.events.strays.is_empty()
     }
@@ -344,8 +343,8 @@ impl<M: Dma + Clone + 'static> Device<M> {
         }
     }
 
-    /// Publishes what the event rings collected, raises vectors 1 and 2 at most once each. Call after every poll that did something,
-    /// and at the time returned (nanoseconds on `now`'s clock), when a guest has events waiting that it has not taken.
+    /// Publishes the collected events, and raises vectors 1 and 2 at most once each. Call it after every poll that did something, and at
+    /// the returned time (nanoseconds of `now`'s clock), when a guest has unconsumed events.
     pub fn flush_events(&mut self, now: u64, interrupts: &impl Interrupts) -> Option<u64> {
         let due = self.events.flush(now);
         for (at, (due, vector)) in
@@ -364,8 +363,8 @@ impl<M: Dma + Clone + 'static> Device<M> {
         due.again_at
     }
 
-    /// Tells a guest whose device died with an earlier process that it has to set the device up anew: posts DEVICE_FATAL in the ring
-    /// that the shared region at `address` names, and raises vector 1. From now on commands fail until a new region comes.
+    /// Notifies a guest whose device ended with an earlier process, so that its driver sets the device up again. Posts DEVICE_FATAL in the
+    /// ring of the shared region at `address`, and raises vector 1. Commands fail until the driver describes a new region.
     pub fn announce_fatal(
         &mut self,
         engine: &mut Engine<Pvrdma<M>>,
@@ -393,7 +392,7 @@ impl<M: Dma + Clone + 'static> Sink for Device<M> {
     }
 }
 
-/// The guest-visible code of a verbs error, in the numbers of errno, so that the driver's log says something.
+/// The guest-visible code of a verbs error: an errno number, so that the driver's log is meaningful.
 fn verbs_code(error: &VerbsError) -> u32 {
     match error {
         VerbsError::NoSuchDevice(_) => 19,

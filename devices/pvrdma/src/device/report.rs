@@ -1,4 +1,4 @@
-//! What can be seen of a device from outside.
+//! Reports of a device's state.
 
 use dma::Dma;
 
@@ -7,34 +7,34 @@ use super::{Counters, Device, Phase};
 /// A device's state, for `inspect`.
 #[derive(Debug, Clone, serde::Serialize)]
 pub struct DeviceReport {
-    /// Its name.
+    /// Configured name.
     pub name: String,
-    /// How far the driver has come.
+    /// The driver's progress.
     pub phase: Phase,
     /// Guest address of the shared region.
     pub shared_region: Option<u64>,
     /// The driver's interface version.
     pub driver_version: Option<u32>,
-    /// Whether it may access memory.
+    /// Whether bus mastering is enabled.
     pub bus_master: bool,
     /// Whether interrupts are masked.
     pub masked: bool,
-    /// Live UAR pages, the kernel's included.
+    /// Number of live UAR pages, the kernel's included.
     pub uar_pages: usize,
-    /// Protection domains.
+    /// Number of protection domains.
     pub protection_domains: usize,
-    /// Queue pairs.
+    /// Number of queue pairs.
     pub queue_pairs: usize,
-    /// Asynchronous events that wait for room in the ring.
+    /// Number of asynchronous events that wait for room in the ring.
     pub waiting_events: usize,
-    /// Asynchronous events dropped, since too many waited.
+    /// Number of asynchronous events that were dropped because too many waited.
     pub dropped_events: u64,
     /// Counters.
     pub counters: Counters,
 }
 
 impl<M: Dma + Clone + 'static> Device<M> {
-    /// The device's state.
+    /// Reports the device's state.
     #[must_use]
     pub fn report(&self) -> DeviceReport {
         DeviceReport {
@@ -53,7 +53,7 @@ impl<M: Dma + Clone + 'static> Device<M> {
         }
     }
 
-    /// What happened since the device was made.
+    /// Counts since the device was created.
     #[must_use]
     pub fn counters(&self) -> Counters {
         self.counters

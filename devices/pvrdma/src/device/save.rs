@@ -1,4 +1,4 @@
-//! Saving and restoring the function (types in [`crate::saved`]). What the engine holds of it moves apart, object by object.
+//! Saving and restoring the function (types in [`crate::saved`]). The engine's objects are saved separately, one by one.
 
 use dma::Dma;
 use hca::Engine;
@@ -21,7 +21,7 @@ fn wrong(what: &'static str) -> InvalidState {
 }
 
 impl<M: Dma + Clone + 'static> Device<M> {
-    /// A function that waits for its saved state, and its device in the engine for its objects.
+    /// Creates a function to be restored, and its dormant device in the engine.
     ///
     /// # Errors
     /// As [`Device::new`].
@@ -31,12 +31,12 @@ impl<M: Dma + Clone + 'static> Device<M> {
         Ok(Self::powered_on(id, config, memory))
     }
 
-    /// Publishes what event rings have collected, before the function is saved: its device in the engine is stopped, and so are the vCPUs.
+    /// Publishes collected events before the function is saved. Its device in the engine is stopped, and so are the vCPUs.
     pub fn settle(&mut self, now: u64, interrupts: &impl Interrupts) {
         self.flush_events(now, interrupts);
     }
 
-    /// The function as it is now; after [`Device::settle`].
+    /// Saves the function; call [`Device::settle`] before.
     #[must_use]
     pub fn save(&self) -> saved::Device {
         saved::Device {
@@ -65,8 +65,8 @@ impl<M: Dma + Clone + 'static> Device<M> {
         }
     }
 
-    /// The guest's memory that the function counts on being there: addresses and lengths of its shared region and event rings. What the engine
-    /// counts on is the engine's to say ([`Engine::control_memory`]).
+    /// Passes `each` the guest memory that must be present for the function: addresses and lengths of its shared region and event rings.
+    /// [`Engine::control_memory`] does the same for the engine's objects.
     pub fn control_memory(&self, each: &mut dyn FnMut(u64, u64)) {
         if let (Some(region), Some(address)) = (self.region, self.region_address) {
             each(address, PAGE);
@@ -79,7 +79,7 @@ impl<M: Dma + Clone + 'static> Device<M> {
         }
     }
 
-    /// What is remembered of a queue pair; `None`: there is none.
+    /// Saves the function's state of a queue pair; `None` when it doesn't exist.
     #[must_use]
     pub fn save_qp(&self, handle: u32) -> Option<saved::QpRecord> {
         let QpRecord { pd, context, kind, max_send_wr, max_receive_wr, max_send_sge, max_receive_sge } =
@@ -96,7 +96,7 @@ impl<M: Dma + Clone + 'static> Device<M> {
         })
     }
 
-    /// What is remembered of a queue pair comes.
+    /// Restores the function's state of a queue pair.
     pub fn restore_qp(&mut self, handle: u32, saved: saved::QpRecord) {
         let saved::QpRecord { pd, context, kind, max_send_wr, max_receive_wr, max_send_sge, max_receive_sge } =
             saved;
@@ -106,12 +106,12 @@ impl<M: Dma + Clone + 'static> Device<M> {
         self.qps.insert(handle, record);
     }
 
-    /// A protection domain comes, with its context.
+    /// Restores a protection domain, with its context.
     pub fn restore_pd(&mut self, handle: u32, context: u32) {
         self.pds.insert(handle, ContextHandle(context));
     }
 
-    /// An object that the source has destroyed.
+    /// Removes an object that the source has destroyed.
     pub fn restore_gone(&mut self, name: Name) {
         match name.kind {
             Kind::ProtectionDomain => drop(self.pds.remove(&name.handle)),
@@ -120,10 +120,10 @@ impl<M: Dma + Clone + 'static> Device<M> {
         }
     }
 
-    /// The function's state comes.
+    /// Restores the function's state.
     ///
     /// # Errors
-    /// When it has a value that no function has.
+    /// When a value is invalid.
     pub fn restore(&mut self, saved: &saved::Device) -> Result<(), InvalidState> {
         let region = match saved.region {
             None => None,
@@ -184,10 +184,10 @@ impl<M: Dma + Clone + 'static> Device<M> {
         Ok(())
     }
 
-    /// The stopped or restored function goes on.
+    /// Starts the stopped or restored function.
     ///
     /// # Errors
-    /// When an address is another device's.
+    /// When another device has one of its addresses.
     pub fn start(&mut self, engine: &mut Engine<Pvrdma<M>>) -> Result<(), InvalidState> {
         engine.start(self.id)?;
         if !self.bus_master {

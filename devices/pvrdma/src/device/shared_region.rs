@@ -1,5 +1,4 @@
-//! The device shared region (section 4): copied when the driver describes it, never looked at again. What the guest rewrites later
-//! has no effect.
+//! The device shared region: copied when the driver describes it, and never read again. What the guest rewrites later has no effect.
 
 use dma::access::read_array;
 use dma::{Dma, DmaFault};
@@ -17,7 +16,7 @@ use crate::abi::rings::{
 use crate::abi::shared_region::{CAPABILITIES, DriverPart, RingPages};
 use crate::page_list::{PageListError, read_page_list};
 
-/// What counts of the region after it was accepted.
+/// The part of the region that stays valid after it was accepted.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct SharedRegion {
     pub driver_version: u32,
@@ -27,25 +26,25 @@ pub(super) struct SharedRegion {
     pub uar_pfn: u64,
 }
 
-/// A shared region that can't be used.
+/// Why a shared region can't be used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum RegionError {
     /// Not aligned.
     #[error("The shared region or a slot is at {0:#x}, which is not aligned to 8 bytes")]
     Alignment(u64),
-    /// Not the guest's memory.
+    /// Not guest memory.
     #[error("The shared region or a slot is not the guest's memory")]
     Memory(
         #[from]
         #[source]
         DmaFault,
     ),
-    /// A driver that expects handles to be queue pair numbers.
+    /// The driver's interface version assumes that handles equal queue pair numbers.
     #[error(
         "The driver speaks interface version {0}, the device needs {INTERFACE_VERSION}; use Linux 5.5 or later"
     )]
     Version(u32),
-    /// Not the number that the driver's arithmetic was worked out for.
+    /// Not the number of pages that the driver's index arithmetic implies.
     #[error("An event ring has {0} pages instead of {EVENT_RING_PAGES}")]
     RingPages(u32),
     /// An unusable page directory.
@@ -55,7 +54,7 @@ pub enum RegionError {
         #[source]
         PageListError,
     ),
-    /// The indices are not those of a ring.
+    /// The ring's indices are invalid.
     #[error("The indices of an event ring are not those of a ring")]
     RingState,
 }
@@ -68,7 +67,7 @@ fn driver_part(memory: &impl Dma, address: u64) -> Result<DriverPart, RegionErro
     Ok(transmute!(bytes))
 }
 
-/// Finds a ring's indices and its only used page of elements.
+/// Locates a ring's indices and its only used page of elements.
 fn event_ring(
     memory: &impl Dma,
     described: RingPages,
@@ -83,8 +82,8 @@ fn event_ring(
 }
 
 impl SharedRegion {
-    /// Copies the driver's part, finds the event rings, and writes the capabilities: last, so that a refused region has none,
-    /// which the driver notices.
+    /// Copies the driver's part, locates the event rings, and writes the capabilities last: a refused region has none, which the driver
+    /// detects.
     pub fn accept(
         memory: &impl Dma,
         address: u64,
@@ -111,14 +110,14 @@ impl SharedRegion {
         Ok((region, async_ring, completion_ring))
     }
 
-    /// The UAR page that a context's page frame number means.
+    /// The UAR page of a context's page frame number.
     pub fn uar_page(&self, pfn: u64, max_uar: u32) -> Option<u32> {
         let page = u32::try_from(pfn.checked_sub(self.uar_pfn)?).ok()?;
         (1..max_uar).contains(&page).then_some(page)
     }
 }
 
-/// Posts DEVICE_FATAL in the ring of the region at `address`, going on where the ring stands.
+/// Posts DEVICE_FATAL in the ring of the region at `address`, at the ring's current position.
 pub(super) fn post_fatal(memory: &impl Dma, address: u64) -> Result<(), FatalError> {
     let driver = driver_part(memory, address)?;
     let mut ring = event_ring(memory, driver.async_ring, ASYNC_SLOTS, ASYNC_ELEMENT)?;

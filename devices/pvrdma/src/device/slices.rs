@@ -1,6 +1,6 @@
-//! Commands that go on in slices. What a command of the guest asks for can be long, and one thread serves the devices of a host. So a register write
-//! does a bounded part of it, and whoever made the write makes it again until [`Device::is_unfinished`] says that it is done; the thread serves
-//! other devices meanwhile. The driver waits for the answer, so no other command comes in between.
+//! Commands that execute in slices. A guest's command can be long, and one thread serves the devices of a host. So a register write does a
+//! bounded part of it, and its caller repeats the write while [`Device::is_unfinished`]. The thread serves other devices meanwhile. The
+//! driver waits for the response, so no other command comes in between.
 
 use dma::Dma;
 use hca::names::{ContextHandle, PdHandle, QpHandle};
@@ -17,12 +17,12 @@ use crate::provider::Pvrdma;
 
 type Result<T> = std::result::Result<T, CommandError>;
 
-/// Tables of a page list, of up to 512 pages each, that a slice reads.
+/// Number of tables of a page list, of up to 512 pages each, that a slice reads.
 pub const PAGE_TABLES_PER_SLICE: u32 = 16;
-/// Steps of a teardown that a slice makes ([`Engine::teardown`]).
+/// Number of teardown steps in a slice ([`Engine::teardown`]).
 pub const TEARDOWN_STEPS_PER_SLICE: u32 = 8192;
 
-/// A command that has begun.
+/// A command in progress.
 pub(super) struct Unfinished {
     pub code: u32,
     /// Echoed in the response.
@@ -30,15 +30,15 @@ pub(super) struct Unfinished {
     pub work: Work,
 }
 
-/// What is left of it.
+/// The rest of a command.
 pub(super) enum Work {
-    /// CREATE_MR: pages are read.
+    /// CREATE_MR: pages are being read.
     Registration(Box<Registration>),
-    /// Objects go, and then?
+    /// Objects are being destroyed; then the second part follows.
     Teardown(Teardown, AfterTeardown),
 }
 
-/// A memory region whose pages are read.
+/// A memory region whose pages are being read.
 pub(super) struct Registration {
     pub pd: PdHandle,
     pub start: u64,
@@ -48,25 +48,25 @@ pub(super) struct Registration {
     pub pages: MrPages,
 }
 
-/// What follows when objects have gone.
+/// The step after a teardown.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum AfterTeardown {
-    /// The end of DESTROY_PD.
+    /// Completes DESTROY_PD.
     Pd(u32),
-    /// The end of DESTROY_UC.
+    /// Completes DESTROY_UC.
     Context(ContextHandle),
-    /// CREATE_UC, whose page a context had that the driver had given up.
+    /// Continues CREATE_UC, whose UAR page belonged to a context that the driver had given up.
     Recreate(ContextHandle, u32),
 }
 
 impl<M: Dma + Clone + 'static> Device<M> {
-    /// Whether the last [`Device::register_write`] has done a part of what it asks for, and is to be made again.
+    /// Whether the last [`Device::register_write`] executed only a slice, and must be repeated.
     #[must_use]
     pub fn is_unfinished(&self) -> bool {
         self.unfinished.is_some()
     }
 
-    /// A slice of a command. `None`: there is more to do.
+    /// Executes a slice of a command. `None`: more slices follow.
     pub(super) fn slice(
         &mut self,
         engine: &mut Engine<Pvrdma<M>>,
@@ -128,7 +128,7 @@ impl<M: Dma + Clone + 'static> Device<M> {
 }
 
 impl Registration {
-    /// Reads a slice of the page list; whether that was all.
+    /// Reads a slice of the page list; returns whether it is complete.
     fn read(&mut self, memory: &impl Dma) -> Result<bool> {
         for _ in 0..PAGE_TABLES_PER_SLICE {
             if self.list.is_read() {

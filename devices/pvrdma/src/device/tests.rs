@@ -1,4 +1,4 @@
-//! What the function does outside of the data path: life, region, registers, events.
+//! The function outside of the data path: phases, region, registers, events.
 
 use dma::{Dma, HeapMemory};
 use hca::names::{CqHandle, DeviceId, QpHandle, SegmentId};
@@ -66,7 +66,7 @@ fn capabilities_are_there_when_the_region_is_described_and_stay_after_reset() {
     let mut after = [0; 208];
     guest.memory.read(guest.region + CAPABILITIES, &mut after).unwrap();
     assert_eq!(after, zerocopy::IntoBytes::as_bytes(&caps));
-    // Nothing is touched any more, and nothing works until a new region comes.
+    // The device accesses no guest memory, and refuses everything until a new region comes.
     guest.memory.record();
     host.turn([(guest.id, &guest.uar)]);
     assert!(guest.memory.take_record().is_empty());
@@ -79,7 +79,7 @@ fn a_new_region_is_an_implicit_reset() {
     let (mut host, mut guest) = probed();
     let pd = guest.pd(&mut host, 0);
     let (_, context) = guest.context(&mut host);
-    // kexec: no RESET was written.
+    // After a kexec: no RESET was written.
     guest.probe(&mut host);
     assert!(guest.destroy(&mut host, number::DESTROY_PD, pd).is_err());
     assert!(guest.destroy(&mut host, number::DESTROY_UC, context).is_err());
@@ -98,7 +98,7 @@ fn what_the_guest_rewrites_in_the_region_has_no_effect() {
 fn regions_that_make_no_sense_get_no_capabilities() {
     let mut host = Host::default();
     let mut guest = guest(&mut host);
-    // Field offset, value that breaks it.
+    // Offset of a field, and a value that makes it invalid.
     let broken: [(u64, u64); 9] = [
         (0, 17),
         (16, SIZE as u64),
@@ -129,7 +129,7 @@ fn regions_that_make_no_sense_get_no_capabilities() {
         host.write(guest.id, registers::CONTROL, control::ACTIVATE);
         assert_ne!(host.read(guest.id, registers::ERROR), 0);
     }
-    // Not memory at all; and all ones.
+    // Not memory; and all ones.
     for address in [SIZE as u64 - 8, u64::MAX] {
         host.write(guest.id, registers::DSR_LOW, u32::try_from(address & 0xFFFF_FFFF).unwrap());
         host.write(guest.id, registers::DSR_HIGH, u32::try_from(address >> 32).unwrap());
@@ -197,12 +197,12 @@ fn commands_need_activation_and_must_exist() {
         }
     }
     assert_ne!(guest.destroy(&mut host, number::DESTROY_UC, 0), Ok(()), "the kernel's context stays");
-    // Only MODIFY_QP answers with its own error code.
+    // Only MODIFY_QP's response has an error code.
     assert_eq!(guest.modify(&mut host, 5, 1, |to| to.state = 1.into()), Err(1022));
     assert_eq!(guest.modify(&mut host, 5, 1 << 25, |_| ()), Err(1022));
 }
 
-/// What the port says is what the engine lets datagrams have.
+/// The port's active MTU is the engine's limit of datagrams.
 #[test]
 fn the_active_mtu_is_that_of_the_ethernet_function() {
     for (mtu, code, bytes) in
@@ -261,7 +261,7 @@ fn event_rings_wrap_where_the_driver_wraps_and_are_signalled_once_per_batch() {
 fn full_event_rings_lose_nothing_that_is_not_repeated() {
     let (mut host, guest) = probed();
     let id = guest.id;
-    // 512 and 1024 slots, whatever the pages seem to hold.
+    // 512 and 1024 slots, although the pages have room for more.
     let taken = (0..2000).take_while(|i| host.devices.completion_event(id, CqHandle(*i))).count();
     assert_eq!(taken, 1024);
     for round in 0..3 {
@@ -280,7 +280,7 @@ fn full_event_rings_lose_nothing_that_is_not_repeated() {
     }
     assert_eq!(seen.len(), 700);
     assert_eq!(host.devices.get(id).unwrap().report().waiting_events, 0);
-    // Many more objects than may wait: dropped and counted, not kept without bound.
+    // Many more objects than may wait: their events are dropped and counted, so that memory stays bounded.
     for i in 0..10_000u32 {
         host.devices.async_event(id, AsyncEvent::QpFatal(QpHandle(i)));
     }
@@ -352,7 +352,7 @@ fn masked_interrupts_come_when_unmasked_except_responses() {
 #[test]
 fn a_new_process_announces_that_the_device_failed() {
     let (mut old, mut guest) = probed();
-    // Some history in the ring, of which the new process knows nothing.
+    // Some events in the ring from an earlier process, of which the new one has no state.
     for i in 0..700u32 {
         old.devices.async_event(guest.id, AsyncEvent::QpFatal(QpHandle(i)));
         flush(&mut old, guest.id);
@@ -374,7 +374,7 @@ fn a_new_process_announces_that_the_device_failed() {
     host.write(guest.id, registers::CONTROL, control::RESET);
     guest.probe(&mut host);
 
-    // Nonsense for an address is an error, not a crash.
+    // An invalid address is an error, not a crash.
     let device = host.devices.get_mut(guest.id).unwrap();
     for address in [0, 3, SIZE as u64, u64::MAX - 7] {
         assert!(device.announce_fatal(&mut host.engine, address, &host.lines[&guest.id]).is_err());
@@ -402,7 +402,7 @@ fn events_of_a_destroyed_object_dont_reach_its_successor() {
 proptest::proptest! {
     #![proptest_config(proptest::prelude::ProptestConfig::with_cases(40))]
 
-    /// Whatever lies in the command slot: an error, or an answer to that very command; never a panic, and the device goes on.
+    /// Random bytes in the command slot give an error, or a response to that command; never a panic, and the device stays usable.
     #[test]
     fn random_commands(
         commands in proptest::collection::vec((0u32..24, proptest::collection::vec(0u8.., 168), 0u8..4), 1..40),
@@ -432,7 +432,7 @@ proptest::proptest! {
         let _: crate::abi::attributes::Port = guest.command(&mut host, number::QUERY_PORT, &PORT).unwrap();
     }
 
-    /// What a valid MODIFY_QP sets is what QUERY_QP shows, and nothing else counts.
+    /// QUERY_QP returns what a valid MODIFY_QP has set, and nothing else.
     #[test]
     fn attributes_round_trip(bytes in proptest::collection::vec(0u8.., 160), mask in 0u32..1 << 21) {
         let mut given = <crate::abi::attributes::QueuePair as zerocopy::FromBytes>::read_from_bytes(&bytes).unwrap();
@@ -465,7 +465,7 @@ proptest::proptest! {
         proptest::prop_assert_eq!((shown.capacities.max_send_wr.get(), shown.sq_draining), (1, 1));
     }
 
-    /// Attributes that the mask doesn't name are garbage, and may be anything.
+    /// Attributes that the mask doesn't include may be garbage.
     #[test]
     fn unnamed_attributes_dont_count(bytes in proptest::collection::vec(0u8.., 160), mask: u32) {
         let given = <crate::abi::attributes::QueuePair as zerocopy::FromBytes>::read_from_bytes(&bytes).unwrap();

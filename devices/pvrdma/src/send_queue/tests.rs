@@ -1,4 +1,4 @@
-//! Send and receive queues against models, and against guests that move their indices at will.
+//! Send and receive queues against models, and against guests that store any indices.
 
 use dma::HeapMemory;
 use hca::attributes::QpKind;
@@ -37,7 +37,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 }
 
 proptest! {
-    /// Requests come out once, in order; slots return only when retired.
+    /// Requests are fetched once, in order; slots are released only when they retire.
     #[test]
     fn sends_against_a_model(order in 0u32..7, start in 0u32..128, steps in steps()) {
         let memory = HeapMemory::new(0x4000);
@@ -81,8 +81,7 @@ proptest! {
         }
     }
 
-    /// Whatever the guest stores in the indices: never more requests than slots without retiring, and nothing outside the ring
-    /// is read.
+    /// With any index from the guest: never more requests than slots without retiring, and no read outside the ring.
     #[test]
     fn hostile_indices(order in 0u32..7, values in prop::collection::vec((any::<u32>(), any::<bool>(), 0u32..200), 1..60)) {
         let memory = HeapMemory::new(0x4000);
@@ -123,7 +122,7 @@ proptest! {
         }
     }
 
-    /// Receives: once, in order, the slot returned with each.
+    /// Receives are consumed once, in order, and each releases its slot.
     #[test]
     fn receives_against_a_model(order in 0u32..7, steps in prop::collection::vec(any::<bool>(), 1..300)) {
         let memory = HeapMemory::new(0x4000);
@@ -154,7 +153,7 @@ proptest! {
     }
 }
 
-/// Memory that goes away under the ring is a broken ring, not an endless one.
+/// A ring whose memory disappears is a broken ring, not an endless one.
 #[test]
 fn memory_that_is_gone() {
     let mut queue = send_queue(4);

@@ -19,7 +19,7 @@ use crate::abi::shared_region::{CAPABILITIES, DeviceCapabilities, DriverPart, Ri
 use crate::abi::work::{receive_slot, send_slot};
 use crate::device::Config;
 
-/// Guest page frame at which the guest's firmware put BAR2.
+/// Guest page frame at which the guest's firmware placed BAR2.
 const UAR_PFN: u64 = 0xF_E000;
 
 /// A guest with one device.
@@ -31,9 +31,9 @@ pub struct Guest<M> {
     pub memory: M,
     /// BAR2.
     pub uar: HeapMemory,
-    /// What the device said it can do.
+    /// Capabilities of the device.
     pub capabilities: DeviceCapabilities,
-    /// Address of the shared region.
+    /// Guest address of the shared region.
     pub region: u64,
     command_slot: u64,
     response_slot: u64,
@@ -67,18 +67,18 @@ impl<M: Dma + Clone + 'static> Guest<M> {
         }
     }
 
-    /// Pages are handed out from `page` on.
+    /// Makes the driver allocate pages from `page` on.
     pub fn start_at(&mut self, page: u64) {
         self.next_page = page;
     }
 
-    /// Where unused pages begin.
+    /// Address of the first unused page.
     #[must_use]
     pub fn used(&self) -> u64 {
         self.next_page
     }
 
-    /// What the command slot was answered with, after the header.
+    /// The response in the response slot, after the header.
     #[must_use]
     pub fn response(&self) -> [u8; 160] {
         dma::access::read_array(&self.memory, self.response_slot + 16).unwrap()
@@ -93,7 +93,7 @@ impl<M: Dma + Clone + 'static> Guest<M> {
         page
     }
 
-    /// Zeroed pages, no two of them adjacent in order.
+    /// Zeroed pages, no two of them consecutive.
     pub fn pages(&mut self, count: u32) -> Vec<u64> {
         let mut pages: Vec<u64> = (0..count).map(|_| self.page()).collect();
         pages.reverse();
@@ -112,7 +112,7 @@ impl<M: Dma + Clone + 'static> Guest<M> {
         directory
     }
 
-    /// What the driver's probe does, up to activation.
+    /// Runs the driver's probe, up to activation.
     pub fn probe(&mut self, host: &mut Host<M>) {
         let interrupts = host.lines[&self.id].raised(VECTOR_RESPONSE);
         let version = host.read(self.id, registers::VERSION);
@@ -135,7 +135,7 @@ impl<M: Dma + Clone + 'static> Guest<M> {
         assert_eq!(port.gid_table_len, caps.gid_table_len);
     }
 
-    /// Allocates and describes the shared region; the capabilities are there afterwards.
+    /// Allocates and describes the shared region; the capabilities are in it afterwards.
     pub fn describe(&mut self, host: &mut Host<M>) {
         self.region = self.page();
         self.command_slot = self.page();
@@ -171,14 +171,14 @@ impl<M: Dma + Clone + 'static> Guest<M> {
         self.capabilities = DeviceCapabilities::read_from_bytes(&caps).unwrap();
     }
 
-    /// Puts a command into the slot and writes REQUEST. Register ERR.
+    /// Puts a command into the slot and writes REQUEST. Returns register ERR.
     pub fn request(&mut self, host: &mut Host<M>, code: u32, body: &[u8]) -> u32 {
         self.place(code, body);
         host.write(self.id, registers::REQUEST, 0);
         host.read(self.id, registers::ERROR)
     }
 
-    /// Puts a command into the slot that nobody executes yet.
+    /// Puts a command into the slot without executing it.
     pub fn place(&self, code: u32, body: &[u8]) {
         // Bytes past the structure are stack garbage.
         let mut slot = [0xA5; 184];
@@ -188,7 +188,7 @@ impl<M: Dma + Clone + 'static> Guest<M> {
         self.memory.write(self.command_slot, &slot).unwrap();
     }
 
-    /// A command with a response; `Err` has register ERR, or 1000 and the response's error byte.
+    /// Executes a command with a response; `Err` has register ERR, or 1000 and the response's error byte.
     pub fn command<T: FromBytes + KnownLayout + Immutable>(
         &mut self,
         host: &mut Host<M>,
@@ -215,7 +215,7 @@ impl<M: Dma + Clone + 'static> Guest<M> {
         Ok(T::read_from_prefix(rest).unwrap().0)
     }
 
-    /// A command that nobody answers.
+    /// Executes a command without a response.
     pub fn fire(
         &mut self,
         host: &mut Host<M>,
@@ -228,7 +228,7 @@ impl<M: Dma + Clone + 'static> Guest<M> {
         if error == 0 { Ok(()) } else { Err(error) }
     }
 
-    /// A command whose request and response are a handle each.
+    /// Executes a command whose request and response are a handle each.
     pub fn make(&mut self, host: &mut Host<M>, code: u32, of: u32) -> Result<u32, u32> {
         let made: Handle = self.command(host, code, &Handle { handle: of.into() })?;
         Ok(made.handle.get())
@@ -239,7 +239,7 @@ impl<M: Dma + Clone + 'static> Guest<M> {
         self.fire(host, code, &Handle { handle: handle.into() })
     }
 
-    /// Opens a context; its UAR page and handle.
+    /// Opens a context; returns its UAR page and handle.
     pub fn context(&mut self, host: &mut Host<M>) -> (u32, u32) {
         let uar = self.next_uar;
         self.next_uar += 1;
@@ -254,14 +254,14 @@ impl<M: Dma + Clone + 'static> Guest<M> {
         Ok(made.handle.get())
     }
 
-    /// A protection domain; 0 is the kernel's context.
+    /// Creates a protection domain; `context` 0 is the kernel's.
     pub fn pd(&mut self, host: &mut Host<M>, context: u32) -> u32 {
         let pd = self.make(host, number::CREATE_PD, context).unwrap();
         assert!(pd < 1 << 24);
         pd
     }
 
-    /// Registers a new buffer of `length` bytes that the process sees at `address`.
+    /// Registers a new buffer of `length` bytes, at `address` in the process.
     pub fn register(
         &mut self,
         host: &mut Host<M>,
@@ -307,7 +307,7 @@ impl<M: Dma + Clone + 'static> Guest<M> {
         self.command(host, number::CREATE_MR, &body)
     }
 
-    /// A completion queue of a context (handle and UAR page).
+    /// Creates a completion queue in a context (handle and UAR page).
     pub fn cq(&mut self, host: &mut Host<M>, context: (u32, u32), entries: u32) -> Cq {
         let count = 1 + (entries * 64).div_ceil(4096);
         let pages = self.pages(count);
@@ -336,7 +336,7 @@ impl<M: Dma + Clone + 'static> Guest<M> {
         limit: u32,
     ) -> Srq {
         let size = receive_slot(max_sge);
-        // The provider gives twice what is needed.
+        // The provider passes twice the number needed.
         let count = 1 + 2 * u32::try_from((u64::from(max_wr) * size).div_ceil(PAGE)).unwrap();
         let pages = self.pages(count);
         let directory = self.directory(&pages);
@@ -356,7 +356,7 @@ impl<M: Dma + Clone + 'static> Guest<M> {
         Srq { handle: made.handle.get(), uar, pages, max_wr, size }
     }
 
-    /// A queue pair in RESET.
+    /// Creates a queue pair in RESET.
     pub fn qp(
         &mut self,
         host: &mut Host<M>,
@@ -414,7 +414,7 @@ impl<M: Dma + Clone + 'static> Guest<M> {
         })
     }
 
-    /// Modifies a queue pair. Attributes not named are garbage, as they are in the driver.
+    /// Modifies a queue pair. Attributes outside of the mask are garbage, as in the driver.
     pub fn modify(
         &mut self,
         host: &mut Host<M>,
@@ -434,7 +434,7 @@ impl<M: Dma + Clone + 'static> Guest<M> {
         self.command(host, number::QUERY_QP, &[qp.to_le_bytes(), [0xFF; 4]])
     }
 
-    /// A GID.
+    /// Binds a GID.
     pub fn bind(&mut self, host: &mut Host<M>, index: u32, gid: [u8; 16]) -> Result<(), u32> {
         let body = CreateBind {
             mtu: 1024.into(),
@@ -474,7 +474,7 @@ impl<M: Dma + Clone + 'static> Guest<M> {
             to.max_dest_rd_atomic = 4;
             to.min_rnr_timer = 1;
             to.address.dgid = peer_gid;
-            // As hosts of tests give them to their guests.
+            // MACs are those that hosts of tests assign to their guests.
             to.address.dmac = [2, 0, 0, 0, 0, peer_gid[15]];
             to.address.sgid_index = 0;
             to.address.hop_limit = 64;
@@ -504,7 +504,7 @@ impl<M: Dma + Clone + 'static> Guest<M> {
             to.qkey = qkey.into();
         })
         .or_else(|error| {
-            // The GSI queue pair has no port attribute in its transition; ib_mad passes the P_Key and the Q_Key only.
+            // The GSI queue pair's transition has no port attribute; `ib_mad` passes only the P_Key and the Q_Key.
             if qp.qpn != 1 {
                 return Err(error);
             }

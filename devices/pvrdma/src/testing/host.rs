@@ -1,4 +1,4 @@
-//! An engine with devices, as a daemon would hold them.
+//! An engine with devices, as in a host daemon.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -12,14 +12,14 @@ use crate::device::doorbells::Uar;
 use crate::device::{Config, Device, Interrupts};
 use crate::devices::Devices;
 
-/// Interrupt vectors, counted.
+/// Counts of raised interrupt vectors.
 #[derive(Debug, Default)]
 pub struct Lines {
     raised: [Cell<u64>; 3],
 }
 
 impl Lines {
-    /// How often a vector was raised.
+    /// How many times a vector was raised.
     #[must_use]
     pub fn raised(&self, vector: u16) -> u64 {
         self.raised[usize::from(vector)].get()
@@ -43,7 +43,7 @@ pub struct Host<M: Dma + Clone + 'static> {
     pub lines: BTreeMap<DeviceId, Lines>,
     /// The clock, nanoseconds.
     pub now: u64,
-    /// Work requests that the engine dealt with.
+    /// Number of work requests that the engine executed.
     pub requests: u64,
 }
 
@@ -82,24 +82,24 @@ impl<M: Dma + Clone + 'static> Host<M> {
         id
     }
 
-    /// A register write of the guest.
+    /// Executes a register write of the guest.
     pub fn write(&mut self, id: DeviceId, offset: u64, value: u32) {
         while self.write_slice(id, offset, value) {}
     }
 
-    /// A slice of a register write of the guest; whether there is more to do.
+    /// Executes a slice of a register write of the guest; returns whether more follow.
     pub fn write_slice(&mut self, id: DeviceId, offset: u64, value: u32) -> bool {
         let device = self.devices.get_mut(id).unwrap();
         device.register_write(&mut self.engine, offset, value, &self.lines[&id]);
         device.is_unfinished()
     }
 
-    /// A register read of the guest.
+    /// Executes a register read of the guest.
     pub fn read(&mut self, id: DeviceId, offset: u64) -> u32 {
         self.devices.get_mut(id).unwrap().register_read(offset)
     }
 
-    /// One turn of a daemon's loop: doorbells, work, events. Whether anything was done.
+    /// One pass of a daemon's loop: doorbells, work, events. Returns whether anything was done.
     pub fn turn<'a, U: Uar + 'a>(&mut self, uars: impl IntoIterator<Item = (DeviceId, &'a U)>) -> bool {
         let mut worked = false;
         for (id, uar) in uars {
@@ -109,7 +109,7 @@ impl<M: Dma + Clone + 'static> Host<M> {
         let progress = self.engine.poll(self.now, &mut self.devices);
         worked |= progress.worked;
         self.requests += u64::from(progress.requests);
-        // Both are in the order of identities.
+        // Both are ordered by identifier.
         for (device, lines) in self.devices.iter_mut().zip(self.lines.values()) {
             device.flush_events(self.now, lines);
         }

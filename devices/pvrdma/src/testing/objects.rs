@@ -1,4 +1,4 @@
-//! What a guest's driver knows of the objects that it made.
+//! The driver's state of the objects that it created.
 
 use dma::Dma;
 
@@ -12,9 +12,9 @@ pub struct Cq {
     pub handle: u32,
     /// UAR page of its context.
     pub uar: u32,
-    /// Entries.
+    /// Number of entries.
     pub entries: u32,
-    /// Index page, then pages of entries.
+    /// Index page, then the pages of entries.
     pub pages: Vec<u64>,
 }
 
@@ -23,7 +23,7 @@ pub struct Cq {
 pub struct Qp {
     /// Handle.
     pub handle: u32,
-    /// Number.
+    /// Queue pair number.
     pub qpn: u32,
     /// Protection domain.
     pub pd: u32,
@@ -31,15 +31,15 @@ pub struct Qp {
     pub uar: u32,
     /// Index page, then the send queue's, then the receive queue's.
     pub pages: Vec<u64>,
-    /// Pages of the send queue.
+    /// Number of pages of the send queue.
     pub send_pages: u32,
-    /// Slots.
+    /// Number of slots of the send queue.
     pub max_send_wr: u32,
-    /// Slots.
+    /// Number of slots of the receive queue.
     pub max_receive_wr: u32,
-    /// Bytes of a slot.
+    /// Size of a send slot, bytes.
     pub send_size: u64,
-    /// Bytes of a slot.
+    /// Size of a receive slot, bytes.
     pub receive_size: u64,
 }
 
@@ -52,9 +52,9 @@ pub struct Srq {
     pub uar: u32,
     /// Index page, then pages of slots.
     pub pages: Vec<u64>,
-    /// Slots.
+    /// Number of slots.
     pub max_wr: u32,
-    /// Bytes of a slot.
+    /// Size of a slot, bytes.
     pub size: u64,
 }
 
@@ -63,7 +63,7 @@ pub struct Srq {
 pub struct Region {
     /// Handle.
     pub handle: u32,
-    /// Address as the process sees it.
+    /// Address in the process.
     pub address: u64,
     /// Its pages.
     pub pages: Vec<u64>,
@@ -74,7 +74,7 @@ pub struct Region {
 }
 
 impl Region {
-    /// Guest address of a byte.
+    /// Guest address of the byte at `offset`.
     #[must_use]
     pub fn guest(&self, offset: u64) -> u64 {
         let byte = self.address % PAGE + offset;
@@ -114,20 +114,20 @@ impl Region {
     }
 }
 
-/// What to make a queue pair of.
+/// Parameters of a queue pair.
 #[derive(Debug, Clone, Copy)]
 pub struct QpOptions {
     /// See [`qp_kind`].
     pub kind: u8,
-    /// Slots of the send queue.
+    /// Number of slots of the send queue.
     pub max_send_wr: u32,
-    /// Slots of the receive queue.
+    /// Number of slots of the receive queue.
     pub max_receive_wr: u32,
-    /// Elements of a send request.
+    /// Limit of elements per send request.
     pub max_send_sge: u32,
-    /// Elements of a receive request.
+    /// Limit of elements per receive request.
     pub max_receive_sge: u32,
-    /// Every send completes with an entry.
+    /// Whether every send request produces a completion.
     pub signal_all: bool,
 }
 

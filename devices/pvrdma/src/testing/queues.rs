@@ -1,4 +1,4 @@
-//! Posting, polling and arming as driver and provider do.
+//! Posting, polling and arming, as driver and provider do.
 
 use dma::Dma;
 use dma::access::read_array;
@@ -18,7 +18,7 @@ use crate::ring::Indices;
 /// A send request to post.
 #[derive(Debug, Clone)]
 pub struct Post {
-    /// Echoed.
+    /// Echoed in the completion.
     pub wr_id: u64,
     /// Opcode.
     pub opcode: u32,
@@ -26,7 +26,7 @@ pub struct Post {
     pub flags: u32,
     /// Immediate data, or a key.
     pub immediate: [u8; 4],
-    /// Operands. What the opcode doesn't use is garbage.
+    /// Operands. Fields that the opcode doesn't use are garbage.
     pub operands: [u8; 48],
     /// Elements.
     pub sges: Vec<Sge>,
@@ -114,7 +114,7 @@ impl Post {
         Self { opcode: opcode::FAST_REGISTER, operands: transmute!(operands), ..Self::send(wr_id, &[]) }
     }
 
-    /// With immediate data; the opcode must be one that has it.
+    /// Sets immediate data; the opcode must be one that has it.
     #[must_use]
     pub fn immediate(mut self, code: u32, wire: [u8; 4]) -> Self {
         self.opcode = code;
@@ -178,7 +178,7 @@ impl<M: Dma + Clone + 'static> Guest<M> {
         self.uar.store_u32(u64::from(page) * PAGE + word, value).unwrap();
     }
 
-    /// Posts a send without ringing the doorbell. `false` when the queue is full.
+    /// Posts a send without a doorbell. `false` when the queue is full.
     pub fn enqueue_send(&self, qp: &Qp, post: &Post) -> bool {
         let at = |slot: u32| place(&qp.pages, PAGE + u64::from(slot) * qp.send_size);
         self.enqueue((qp.pages[0], state::TX_TAIL, state::TX_HEAD), qp.max_send_wr, at, &post.bytes())
@@ -217,7 +217,7 @@ impl<M: Dma + Clone + 'static> Guest<M> {
         posted
     }
 
-    /// Takes a completion; an empty poll rings the doorbell, as the provider does.
+    /// Consumes a completion. An empty poll writes the doorbell, as the provider does.
     #[must_use]
     pub fn poll(&self, cq: &Cq) -> Option<Entry> {
         let taken = self.take(cq);
@@ -228,7 +228,7 @@ impl<M: Dma + Clone + 'static> Guest<M> {
         taken
     }
 
-    /// Takes a completion, and rings nothing.
+    /// Consumes a completion, without a doorbell.
     #[must_use]
     pub fn take(&self, cq: &Cq) -> Option<Entry> {
         let indices = Indices::new(cq.entries).unwrap();
@@ -244,19 +244,19 @@ impl<M: Dma + Clone + 'static> Guest<M> {
         Some(transmute!(bytes))
     }
 
-    /// Asks for a notification.
+    /// Arms the completion queue.
     pub fn arm(&self, cq: &Cq, solicited: bool) {
         let flag = if solicited { doorbells::CQ_ARM_SOLICITED } else { doorbells::CQ_ARM };
         self.ring(cq.uar, doorbells::CQ, cq.handle | flag);
     }
 
-    /// Drains the ring of notifications: completion queue handles.
+    /// Consumes the notification ring: completion queue handles.
     #[must_use]
     pub fn notifications(&self) -> Vec<u32> {
         self.drain(self.completion_ring, COMPLETION_SLOTS, 4, |at| self.memory.load_u32(at).unwrap())
     }
 
-    /// Takes whatever is in the event rings, also where the indices are nonsense.
+    /// Consumes whatever is in the event rings, even if the indices are invalid.
     pub fn discard_events(&self) {
         for ring in [self.completion_ring, self.async_ring] {
             let tail = self.memory.load_u32(ring.0 + state::RX_TAIL).unwrap();
@@ -264,7 +264,7 @@ impl<M: Dma + Clone + 'static> Guest<M> {
         }
     }
 
-    /// Drains the ring of asynchronous events: types and objects.
+    /// Consumes the ring of asynchronous events: types and objects.
     #[must_use]
     pub fn events(&self) -> Vec<(u32, u32)> {
         self.drain(self.async_ring, ASYNC_SLOTS, 8, |at| {

@@ -1,4 +1,4 @@
-//! Guest memory with an oracle: every page says what the device may do with it at present, and anything else is a panic.
+//! Guest memory with an oracle: each page has a current grant, and the device panics on any other access.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -8,21 +8,21 @@ use dma::{Alias, AliasError, Dma, DmaFault};
 
 use crate::abi::PAGE;
 
-/// What the device may do with a page.
+/// The accesses to a page that are granted to the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Grant {
-    /// Nothing: never given to the device, or taken back.
+    /// None: never granted, or revoked.
     Nothing = 0,
     /// Page directories and requests.
     Read = 1,
     /// Read all, write the first 16 bytes: indices.
     Indices = 2,
-    /// Everything.
+    /// Read and write.
     Write = 3,
 }
 
-/// Memory that the device uses under the oracle's eyes, and the guest itself without.
+/// Memory whose oracle checks the device's accesses, but not the guest's.
 #[derive(Debug, Clone)]
 pub struct Watched<M> {
     inner: M,
@@ -32,18 +32,18 @@ pub struct Watched<M> {
 }
 
 impl<M: Dma + Clone> Watched<M> {
-    /// `inner` must be memory from `base` on for `pages` pages.
+    /// Adds the oracle to `inner`, memory of `pages` pages from `base` on.
     pub fn new(inner: M, base: u64, pages: usize) -> Self {
         Self { inner, base, grants: (0..pages).map(|_| AtomicU8::new(0)).collect(), watching: true }
     }
 
-    /// The same memory as the guest reaches it.
+    /// The same memory for the guest, unchecked.
     #[must_use]
     pub fn unwatched(&self) -> Self {
         Self { watching: false, ..self.clone() }
     }
 
-    /// Gives pages to the device, or takes them back.
+    /// Sets the grant of pages.
     pub fn grant(&self, pages: &[u64], what: Grant) {
         for page in pages {
             let index = usize::try_from((page - self.base) / PAGE).unwrap();

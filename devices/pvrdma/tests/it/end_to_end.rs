@@ -1,4 +1,4 @@
-//! Two guests with the Linux driver's and provider's behaviour, through the engine: what arrives is what was sent.
+//! Two guests with the behaviour of Linux's driver and provider, through the engine: the bytes that arrive are those that were sent.
 
 use crate::support;
 
@@ -10,7 +10,7 @@ use pvrdma::testing::queues::sge;
 use pvrdma::testing::{Host, Post};
 use support::{ALL, Memory, Side, connected, pattern, run, side};
 
-/// Sends, writes, reads and atomics between processes, over buffers that begin and end anywhere, in scattered pages.
+/// Sends, writes, reads and atomics between processes, with buffers at any offsets, in scattered pages.
 #[test]
 fn reliable_connection_all_operations() {
     let (mut host, mut a, mut b, qa, qb) = connected(true, QpOptions::default());
@@ -76,7 +76,7 @@ fn reliable_connection_all_operations() {
     assert_eq!(target.read(&b.guest.memory, 16, 8), 77u64.to_le_bytes());
 }
 
-/// Requests that a process must not post complete with an error, and the queue pair fails: nothing of them is executed.
+/// Requests that a user process must not post complete with an error, and the queue pair fails without executing them.
 #[test]
 fn kernel_opcodes_are_refused_for_processes() {
     for code in [7, 8, 9, 10, 11, 12, 15, 200] {
@@ -92,7 +92,7 @@ fn kernel_opcodes_are_refused_for_processes() {
     }
 }
 
-/// More elements than the queue was created with: status 2, whatever lies behind the slot.
+/// More elements than the queue was created with give status 2, whatever lies behind the slot.
 #[test]
 fn too_many_elements_are_refused() {
     let (mut host, mut a, b, qa, _) = connected(true, QpOptions::default());
@@ -103,7 +103,7 @@ fn too_many_elements_are_refused() {
     assert_eq!(done, [(1, 2)]);
 }
 
-/// All sizes of slots, with as many elements as the queue takes.
+/// All sizes of slots, with as many elements as the queue permits.
 #[test]
 fn element_counts_up_to_the_limit() {
     for count in [1u32, 3, 4, 7, 8, 11, 12, 16] {
@@ -135,7 +135,7 @@ fn run_until(host: &mut Host<Memory>, a: &Side, b: &Side) {
     }
 }
 
-/// Datagrams between processes: the 40 bytes before the data are the network header, and count.
+/// Datagrams between processes: the 40 bytes before the data are the network header, and `byte_len` includes them.
 #[test]
 fn datagrams() {
     for user in [true, false] {
@@ -158,7 +158,7 @@ fn datagrams() {
             (entry.byte_len.get(), entry.source_qp.get(), entry.immediate),
             (50, qa.qpn, [4, 3, 2, 1])
         );
-        // Processes get only the flags that verbs number alike.
+        // User processes get only the flags that verbs number alike.
         assert_eq!(entry.flags.get(), if user { 3 } else { 3 | 64 });
         assert_eq!(entry.network_header, 1);
         let header = target.read(&b.guest.memory, 20, 20);
@@ -170,7 +170,7 @@ fn datagrams() {
         assert_eq!((sum & 0xFFFF) + (sum >> 16), 0xFFFF, "the IPv4 header checksum");
         assert_eq!(target.read(&b.guest.memory, 40, 10), b"a datagram");
 
-        // A wrong Q_Key is dropped silently; one-sided operations don't exist.
+        // A datagram with a wrong Q_Key is dropped silently; one-sided operations don't exist.
         assert!(b.guest.post_receive(&qb, 9, &[sge(&target, 0, 2000)]));
         assert!(
             a.guest.post_send(&qa, &Post::datagram(8, a.pd, qb.qpn, 0x3333, b.gid, &[sge(&source, 0, 10)]))
@@ -186,7 +186,7 @@ fn datagrams() {
     }
 }
 
-/// What `ib_mad` does: the GSI queue pair in the kernel's domain, addressed by a DMA region, with 512 receives.
+/// The steps of Linux's `ib_mad`: the GSI queue pair in the kernel's domain, addressed by a DMA region, with 512 receives.
 #[test]
 fn general_services() {
     let mut host = Host::default();
@@ -240,7 +240,7 @@ fn general_services() {
     assert_eq!(got, pattern(256, 3));
 }
 
-/// A shared receive queue feeds two connections, and tells when it runs low.
+/// A shared receive queue serves two connections, and sends the limit event.
 #[test]
 fn shared_receive_queue() {
     let mut host = Host::default();
@@ -263,7 +263,7 @@ fn shared_receive_queue() {
     for wr_id in 0..4u64 {
         assert!(b.guest.post_shared(&srq, wr_id, &[sge(&target, wr_id * 64, 64)]));
     }
-    // The limit is armed once receives are there.
+    // The limit is armed once receives are posted.
     let limit: [[u8; 4]; 5] = [srq.handle, 2, 0, 0, 3].map(u32::to_le_bytes);
     b.guest.fire(&mut host, number::MODIFY_SRQ, &limit).unwrap();
     for (at, (qa, _)) in pairs.iter().enumerate() {
@@ -309,7 +309,7 @@ fn fast_registration_and_invalidation() {
     b.guest.memory.read(pages[2], &mut got[4064..]).unwrap();
     assert_eq!(got, pattern(4096, 9));
 
-    // SEND with invalidate: the receiver's completion names the key, and it is gone.
+    // SEND with invalidate: the receiver's completion contains the key, which is invalid then.
     assert!(b.guest.post_receive(&qb, 50, &[]));
     let mut send = Post::send(3, &[]).immediate(opcode::SEND_INVALIDATE, key.to_le_bytes());
     send.flags = 2 | 4;
@@ -323,7 +323,7 @@ fn fast_registration_and_invalidation() {
     assert_eq!(a.completions(), [(4, 1, 10)], "remote access error");
 }
 
-/// Sleeping consumers are woken: at once where doorbells trap, after a while where an arm may have been missed.
+/// Sleeping consumers are woken: at once where doorbells trap, after a while where an arm may have been lost.
 #[test]
 fn notifications() {
     let (mut host, mut a, mut b, qa, qb) = connected(true, QpOptions::default());
@@ -332,7 +332,7 @@ fn notifications() {
     let send =
         |side: &Side, wr_id| assert!(side.guest.post_send(&qa, &Post::send(wr_id, &[sge(&source, 0, 8)])));
 
-    // The arm is overwritten by the doorbell of the empty poll that follows it, before anybody looks.
+    // The doorbell of the empty poll that follows the arm overwrites it before the device reads it.
     assert!(b.guest.post_receive(&qb, 1, &[sge(&target, 0, 8)]));
     b.guest.arm(&b.cq, false);
     assert!(b.guest.poll(&b.cq).is_none());
@@ -341,7 +341,7 @@ fn notifications() {
     assert_eq!(b.guest.notifications(), [b.cq.handle]);
     assert_eq!(b.completions(), [(1, 128, 0)]);
 
-    // Exact: without an arm nothing comes, with one exactly one.
+    // Exact arms: no event without an arm, and exactly one with an arm.
     for side in [&a, &b] {
         let device = host.devices.get_mut(side.guest.id).unwrap();
         device.set_doorbells(&mut host.engine, pvrdma::DoorbellMode::Trapped);
@@ -352,7 +352,7 @@ fn notifications() {
         let device = host.devices.get_mut(side.guest.id).unwrap();
         device.doorbell_write(&mut host.engine, u64::from(page) * 4096 + word, value);
     };
-    // Whatever arm may have been there is used up by one completion.
+    // One completion consumes any arm.
     for (wr_id, armed) in [(2u64, false), (3, false), (4, true), (5, false)] {
         if armed {
             // Another context's page doesn't arm it.
@@ -371,7 +371,7 @@ fn notifications() {
     }
 }
 
-/// RESET and use again (section 9.6): the guest zeroes the indices only after the response.
+/// RESET and reuse: the guest's driver zeroes the indices only after the response.
 #[test]
 fn a_queue_pair_is_reset_and_used_again() {
     let (mut host, mut a, mut b, qa, qb) = connected(true, QpOptions::default());
@@ -387,7 +387,7 @@ fn a_queue_pair_is_reset_and_used_again() {
         for (side, qp) in [(&mut a, &qa), (&mut b, &qb)] {
             side.guest.modify(&mut host, qp.handle, 1, |to| to.state = 0.into()).unwrap();
         }
-        // Stale indices are visible now; nothing may come of them.
+        // Stale indices are visible now, and must have no effect.
         run(&mut host, &[&a, &b]);
         for (side, qp) in [(&mut a, &qa), (&mut b, &qb)] {
             side.guest.memory.zero(qp.pages[0], 16).unwrap();
@@ -398,7 +398,7 @@ fn a_queue_pair_is_reset_and_used_again() {
     }
 }
 
-/// Requests posted without a doorbell are found by the occasional look at everything.
+/// Requests posted without a doorbell are found by the periodic scan.
 #[test]
 fn a_request_without_a_doorbell() {
     let (mut host, a, b, qa, _) = connected(true, QpOptions::default());
@@ -409,8 +409,8 @@ fn a_request_without_a_doorbell() {
     assert_eq!(a.completions().len(), 1);
 }
 
-/// Doorbells that others overwrote before anybody looked: all but the last of a burst, also when every queue pair was found idle by
-/// scans before, and after one of them was made anew.
+/// Doorbells overwritten before the device read them: all but the last of a burst. Also when scans had found every queue pair idle, and
+/// after one of them was created again.
 #[test]
 fn requests_behind_an_overwritten_doorbell() {
     let (mut host, mut a, mut b, ..) = connected(true, QpOptions::default());
@@ -425,7 +425,7 @@ fn requests_behind_an_overwritten_doorbell() {
     let mut qps: Vec<_> = (0..40).map(|_| pair(&mut host, &mut a, &mut b)).collect();
     for burst in 0..6u64 {
         run(&mut host, &[&a, &b]);
-        // All are idle: from here on a scan knows so.
+        // All are idle, and a scan has recorded it.
         host.devices.get_mut(a.guest.id).unwrap().scan_all(&mut host.engine);
         run(&mut host, &[&a, &b]);
         if burst == 3 {
@@ -445,7 +445,7 @@ fn requests_behind_an_overwritten_doorbell() {
     }
 }
 
-/// 30,000 queue pairs in one process: handles stay within the driver's table, and idle ones cost a scan nothing.
+/// 30,000 queue pairs in one process: handles stay within the driver's table, and idle ones cost a scan almost nothing.
 #[test]
 fn thirty_thousand_queue_pairs() {
     let mut host = Host::default();
@@ -462,7 +462,7 @@ fn thirty_thousand_queue_pairs() {
         assert!(handle < a.guest.capabilities.max_qp.get());
         assert!(handles.insert(handle), "handle {handle} given twice");
     }
-    // Until the limit, which includes the GSI queue pair and the handle 0 that is never given.
+    // Up to the limit, which includes the GSI queue pair and the unused handle 0.
     let mut more = 0;
     while more < 5000 && {
         host.write(a.guest.id, pvrdma::abi::registers::REQUEST, 0);

@@ -10,7 +10,7 @@ use pvrdma::testing::hostile::dice::Seed;
 use pvrdma::testing::hostile::{BASE, Hostile, PAGES};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
-/// A guest's RAM as the daemon maps it. What lies around it in this process is not guest memory.
+/// A guest's RAM as the daemon maps it. Memory around it in this process is not guest memory.
 fn memory() -> MappedMemory {
     let size = PAGES as u64 * 4096;
     let file: OwnedFd = memfd_create("hostile", MemfdFlags::ALLOW_SEALING).unwrap();
@@ -19,7 +19,7 @@ fn memory() -> MappedMemory {
     MappedMemory::default().with(MemoryRegion::map(BASE, size, &file, 0, true).unwrap()).unwrap()
 }
 
-/// Runs until that many requests and commands were dealt with.
+/// Runs until that many requests and commands were processed.
 fn attack(seed: u64, requests: u64, commands: u64) {
     let mut hostile = Hostile::new(memory, Seed(seed));
     let stop = Arc::new(AtomicBool::new(false));

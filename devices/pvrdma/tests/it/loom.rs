@@ -1,8 +1,8 @@
-//! The ring and arm protocols under every interleaving that the memory model allows (sections 14.2 to 14.4), with the device's own
-//! ring code: [`dma::Dma`] is implemented by loom's atomics here.
+//! The ring and arm protocols under every interleaving that the memory model permits, with the device's own ring code: loom's atomics
+//! implement [`dma::Dma`] here.
 //!
-//! x86 orders more than loom's model does. Where the guest relies on that (a plain store, then a plain load), the model's guest has
-//! the fence that its driver has, or the case says so.
+//! x86 orders more than loom's model. Where the guest relies on that (a plain store, then a plain load), the model's guest has its driver's
+//! fence, or the case says so.
 
 use std::collections::BTreeMap;
 use std::sync::Arc as Plain;
@@ -18,7 +18,7 @@ use pvrdma::abi::doorbells;
 use pvrdma::model::{completion_queue, send_queue};
 use pvrdma::ring::Indices;
 
-/// Words that matter are loom's; the rest of the memory is constant, and writes to it are not kept.
+/// Words under test are loom's; the rest of the memory is constant, and writes to it are dropped.
 #[derive(Clone)]
 struct Memory {
     words: Plain<BTreeMap<u64, AtomicU32>>,
@@ -117,7 +117,7 @@ const RX_HEAD: u64 = STATE + 12;
 /// A UAR page.
 const QP_WORD: u64 = 0x9000;
 const CQ_WORD: u64 = 0x9004;
-/// What the notification ring and its interrupt come to: the consumer was woken.
+/// The notification ring and its interrupt, reduced to a word: the consumer was woken.
 const WOKEN: u64 = 0xA000;
 
 fn completion(wr_id: u64) -> Completion {
@@ -140,7 +140,7 @@ fn model(check: impl Fn() + Sync + Send + 'static) {
     builder.check(check);
 }
 
-/// A consumer sees completions whole and in order, while the ring wraps and the consumer frees slots.
+/// A consumer reads completions whole and in order, while the ring wraps and the consumer frees slots.
 #[test]
 fn completions_are_whole() {
     model(|| {
@@ -152,7 +152,7 @@ fn completions_are_whole() {
             for _ in 0..4 {
                 if wr_id <= 3 && queue.push(&device, &completion(wr_id)).is_ok() {
                     wr_id += 1;
-                    // The first two together where the ring takes them, as at the end of a turn.
+                    // The first two are published together if the ring has room, as at the end of a turn.
                     if wr_id != 2 {
                         queue.publish(&device).unwrap();
                     }
@@ -177,7 +177,7 @@ fn completions_are_whole() {
     });
 }
 
-/// Requests are read whole, and a slot is not read after it was given back and filled anew.
+/// Requests are read whole, and a slot is not read after it was released and filled again.
 #[test]
 fn requests_are_whole() {
     model(|| {
@@ -213,8 +213,8 @@ fn requests_are_whole() {
     });
 }
 
-/// The dirty word (14.2): two processes' threads share the word and overwrite each other's values; the device exchanges it and then
-/// looks at all queues. When all is quiet nothing was missed.
+/// The shared doorbell word. Threads of two processes share it and overwrite each other's values; the device exchanges it and then polls
+/// all queues. At the end no request is missed.
 #[test]
 fn no_request_is_missed() {
     model(|| {
@@ -226,8 +226,8 @@ fn no_request_is_missed() {
                 let guest = memory.clone();
                 thread::spawn(move || {
                     guest.store_u32(tail, 1).unwrap();
-                    // A plain store in the guest. Under x86's total store order whoever sees a store sees what came before those
-                    // that it overwrote, too; loom's model says so of exchanges only.
+                    // A plain store in the guest. Under x86's total store order, a CPU that loads a store also sees what preceded the
+                    // stores that it overwrote. Loom's model guarantees that for exchanges only.
                     guest.word(QP_WORD).swap(doorbells::QP_SEND | handle, Ordering::AcqRel);
                 })
             })
@@ -236,7 +236,7 @@ fn no_request_is_missed() {
         let mut queues = [queue(STATE), queue(OTHER)];
         let mut found = [0; 2];
         let mut scan = |device: &Memory| {
-            // As `Device::scan` does it.
+            // As in `Device::scan`.
             if device.load_u32(QP_WORD).unwrap() != 0 && device.swap_u32(QP_WORD, 0).unwrap() != 0 {
                 for (queue, found) in queues.iter_mut().zip(&mut found) {
                     while let Fetched::Request(_) = queue.fetch(device) {
@@ -250,21 +250,21 @@ fn no_request_is_missed() {
         for thread in threads {
             thread.join().unwrap();
         }
-        // The daemon goes on scanning until the word is 0; the guest does nothing more.
+        // The daemon scans until the word is 0; the guest does nothing more.
         scan(&memory);
         assert_eq!(found, [1, 1], "a request without anybody looking for it");
         assert_eq!(memory.load_u32(QP_WORD).unwrap(), 0);
     });
 }
 
-/// The same where the device leaves the word alone while it names a queue that gets turns anyway, and exchanges it once that queue has
-/// become idle: what was overwritten meanwhile is found by the scans that the word asks for.
+/// The same when the device leaves the word while it refers to an active queue, and exchanges it once that queue is idle. Scans that the
+/// word causes find the doorbells overwritten meanwhile.
 #[test]
 fn no_request_is_missed_behind_a_word_that_stays() {
     model(|| {
         const OTHER: u64 = 0x3000;
         let memory = Memory::new(&[TX_TAIL, OTHER, QP_WORD], &[(SLOTS + 16, 2)]);
-        // The first queue's earlier doorbell lies there still.
+        // The first queue's earlier doorbell is still in the word.
         memory.set(QP_WORD, doorbells::QP_SEND | 1);
         let threads: Vec<_> = [(TX_TAIL, 1), (OTHER, 2)]
             .into_iter()
@@ -302,8 +302,8 @@ fn no_request_is_missed_behind_a_word_that_stays() {
     });
 }
 
-/// The exact arm (14.4), delivered asynchronously: the guest arms, then looks once more, then sleeps; the device publishes, then looks
-/// whether it is armed; an arm that it sees later makes it compare the indices. No order leaves a sleeper unwoken.
+/// The exact arm, delivered asynchronously. The guest arms, polls once more, then sleeps. The device publishes, then checks for an arm; an
+/// arm that it receives later makes it compare the indices. No order leaves a sleeper unwoken.
 #[test]
 fn no_wake_up_is_lost_with_an_arm_that_arrives() {
     model(|| {
@@ -312,9 +312,9 @@ fn no_wake_up_is_lost_with_an_arm_that_arrives() {
         let guest = memory.clone();
         let consumer = thread::spawn(move || {
             guest.store_u32(CQ_WORD, doorbells::CQ_ARM | 1).unwrap();
-            // Between req_notify_cq and the poll that follows: an uncached store, then a load.
+            // Between `req_notify_cq` and the poll that follows: an uncached store, then a load.
             fence(Ordering::SeqCst);
-            // Whether it goes to sleep.
+            // Whether the guest sleeps.
             guest.load_u32(RX_TAIL).unwrap() == 0
         });
         let mut armed = false;
@@ -337,15 +337,15 @@ fn no_wake_up_is_lost_with_an_arm_that_arrives() {
         }
         look(&mut armed, &queue);
         let asleep = consumer.join().unwrap();
-        // The daemon scans on.
+        // The daemon scans again.
         look(&mut armed, &queue);
         let woken = memory.word(WOKEN).load(Ordering::Relaxed) == 1;
         assert!(!asleep || woken, "asleep with a completion");
     });
 }
 
-/// Shared UAR pages (14.3, rule 2): the empty poll overwrites the arm before anybody sees it. The engine notifies for completions
-/// that lie unconsumed for a while; the device never needs the arm.
+/// Shared UAR pages: the empty poll overwrites the arm before the device reads it. The engine notifies of completions that lie unconsumed
+/// for a while, and never needs the arm.
 #[test]
 fn no_wake_up_is_lost_with_an_arm_that_does_not_arrive() {
     model(|| {
@@ -362,7 +362,7 @@ fn no_wake_up_is_lost_with_an_arm_that_does_not_arrive() {
         queue.push(&memory, &completion(1)).unwrap();
         queue.publish(&memory).unwrap();
         let asleep = consumer.join().unwrap();
-        // The time is up: the consumer has not moved, and something is there.
+        // The time has passed: the consumer has not moved, and there is an unconsumed completion.
         let now = queue.consumer(&memory).unwrap();
         let told = now.position == before && now.unconsumed > 0;
         assert!(!asleep || told, "asleep with a completion");

@@ -1,4 +1,4 @@
-//! Integration tests of `pvrdma`: one program, since each is linked with everything.
+//! Integration tests of `pvrdma`: one binary, since linking takes most of the time.
 #![allow(clippy::unwrap_used)] // A test that can't go on has failed.
 
 mod end_to_end;

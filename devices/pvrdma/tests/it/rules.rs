@@ -1,4 +1,4 @@
-//! What a guest may not post, or not so, as hardware has it.
+//! Requests that a guest may not post, by the rules of hardware.
 
 use crate::support;
 
@@ -15,7 +15,8 @@ const LOCAL_LENGTH: u32 = 1;
 const OPERATION: u32 = 2;
 const FLUSHED: u32 = 5;
 
-/// The poster of inline data may overwrite it at once. Queue pairs have no room for inline data, so such requests fail, and nothing is sent.
+/// A program may overwrite inline data right after posting. Queue pairs have no room for inline data, so such requests fail, and nothing is
+/// sent.
 #[test]
 fn inline_data_is_refused_and_counted() {
     for code in [opcode::SEND, opcode::SEND_IMMEDIATE, opcode::WRITE, opcode::WRITE_IMMEDIATE] {
@@ -25,7 +26,7 @@ fn inline_data_is_refused_and_counted() {
         assert!(b.guest.post_receive(&qb, 9, &[sge(&target, 0, 64)]));
         let post = Post::remote(1, code, target.address, target.rkey, &[sge(&source, 0, 64)]);
         assert!(a.guest.post_send(&qa, &post.flags(send_flags::INLINE | send_flags::SIGNALED)));
-        // At once, as ibv_post_send(3) permits.
+        // Overwritten at once, as ibv_post_send(3) permits.
         source.write(&a.guest.memory, 0, &pattern(64, 4));
         assert!(a.guest.post_send(&qa, &Post::send(2, &[])));
         run(&mut host, &[&a, &b]);
@@ -37,7 +38,7 @@ fn inline_data_is_refused_and_counted() {
     }
 }
 
-/// No bytes fit a capacity of 0, and READs have no inline data: there the flag means nothing.
+/// No bytes fit a capacity of 0, and READs have no inline data: there the flag has no effect.
 #[test]
 fn the_inline_flag_without_data_to_copy_is_no_error() {
     let (mut host, mut a, mut b, qa, qb) = connected(true, QpOptions::default());
@@ -52,7 +53,7 @@ fn the_inline_flag_without_data_to_copy_is_no_error() {
     assert_eq!(host.engine.counters(a.guest.id).req_inline_refused, 0);
 }
 
-/// The port's MTU is what the guest was told: 1,024 bytes with an Ethernet MTU of 1,500.
+/// The port's MTU is the reported one: 1,024 bytes with an Ethernet MTU of 1,500.
 #[test]
 fn a_datagram_above_the_ports_mtu_is_not_sent() {
     for (length, status) in
@@ -71,7 +72,7 @@ fn a_datagram_above_the_ports_mtu_is_not_sent() {
         run(&mut host, &[&a, &b]);
         assert_eq!(a.completions(), [(1, 0, status)], "{length} bytes");
         assert_eq!(b.completions().len(), usize::from(status == SUCCESS));
-        // The number of a queue pair has 24 bits: what lies above is left out. Nobody has the number that is left, so the datagram is lost.
+        // A queue pair number has 24 bits: the bits above are dropped. No queue pair has the remaining number, so the datagram is lost.
         if status == SUCCESS {
             let qpn = 0xAB00_0000 | (qb.qpn ^ 0x00FF_0000);
             assert!(b.guest.post_receive(&qb, 10, &[sge(&target, 0, 8000)]));

@@ -1,4 +1,4 @@
-//! Long commands go in slices: what a slice does is bounded, and other guests are served in between.
+//! Long commands execute in slices: each slice is bounded, and other guests are served in between.
 
 use crate::support;
 
@@ -13,7 +13,7 @@ use pvrdma::testing::queues::sge;
 use support::{ALL, connected, run, side};
 use zerocopy::{FromBytes, IntoBytes};
 
-/// Pages of the largest memory region.
+/// Number of pages of the largest memory region.
 const MOST_PAGES: u32 = 262_144;
 const PAGES_PER_TABLE: u32 = 512;
 
@@ -21,7 +21,7 @@ const PAGES_PER_TABLE: u32 = 512;
 fn a_large_registration_reads_a_bounded_number_of_pages_per_slice() {
     let (mut host, a, b, qa, qb) = connected(true, QpOptions::default());
     let mut large = side(&mut host, 3, true);
-    // One page, named in all tables.
+    // One page, listed in all tables.
     let page = large.guest.page();
     let table = large.guest.page();
     let entries: Vec<u8> = (0..PAGES_PER_TABLE).flat_map(|_| page.to_le_bytes()).collect();
@@ -49,7 +49,7 @@ fn a_large_registration_reads_a_bounded_number_of_pages_per_slice() {
         if !more {
             break;
         }
-        // Another guest is served before the command is done.
+        // Another guest is served before the command is complete.
         assert!(b.guest.post_receive(&qb, 1, &[]));
         assert!(a.guest.post_send(&qa, &Post::send(1, &[])));
         run(&mut host, &[&a, &b]);
@@ -59,7 +59,7 @@ fn a_large_registration_reads_a_bounded_number_of_pages_per_slice() {
     assert_eq!((slices, served), (MOST_PAGES / PAGES_PER_TABLE / PAGE_TABLES_PER_SLICE, 31));
     assert_eq!(host.read(large.guest.id, registers::ERROR), 0);
     let made = MrResponse::read_from_prefix(&large.guest.response()).unwrap().0;
-    // It can be used, to its last byte.
+    // The region is usable, to its last byte.
     let last = 0x4000_0000 + u64::from(MOST_PAGES) * PAGE - 8;
     let qp = large.qp(&mut host, QpOptions::default());
     large.guest.to_init(&mut host, &qp, ALL).unwrap();
@@ -74,7 +74,7 @@ fn a_large_registration_reads_a_bounded_number_of_pages_per_slice() {
     assert_eq!(target.read(&large.guest.memory, 0, 8), [0x5A; 8]);
 }
 
-/// A page list whose later tables are no memory: the command fails after its first slices, and nothing is made.
+/// A page list whose later tables are not memory: the command fails after its first slices, and creates nothing.
 #[test]
 fn a_registration_that_fails_half_way_leaves_nothing() {
     let mut host = pvrdma::testing::Host::default();
@@ -99,12 +99,12 @@ fn a_registration_that_fails_half_way_leaves_nothing() {
     guest.guest.destroy(&mut host, number::DESTROY_PD, guest.pd).unwrap();
 }
 
-/// Contexts, and a reset in between.
+/// A context is destroyed in slices, and a reset in between ends the command.
 #[test]
 fn a_context_ends_in_slices_and_a_reset_ends_the_command() {
     let mut host = pvrdma::testing::Host::default();
     let mut guest = side(&mut host, 1, true);
-    // An object takes 32 steps and a look.
+    // An object takes 32 steps and a check.
     let count = 3 * TEARDOWN_STEPS_PER_SLICE / 33;
     for _ in 0..count {
         guest.guest.pd(&mut host, guest.context.1);

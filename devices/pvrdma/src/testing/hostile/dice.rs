@@ -1,12 +1,12 @@
-//! Where the attacker's choices come from.
+//! Source of the attacker's choices.
 
-/// Numbers: a generator's, or a fuzzer's input.
+/// A source of numbers: a generator, or a fuzzer's input.
 pub trait Entropy {
-    /// The next number; `None` when the input is used up.
+    /// The next number; `None` at the end of the input.
     fn next(&mut self) -> Option<u64>;
 }
 
-/// An endless sequence from a seed (xorshift64*).
+/// An endless pseudo-random sequence from a seed (xorshift64*).
 #[derive(Debug, Clone)]
 pub struct Seed(pub u64);
 
@@ -29,16 +29,16 @@ impl Entropy for Bytes<'_> {
         let (word, rest) = self.0.split_first_chunk::<4>()?;
         self.0 = rest;
         let word = u64::from(u32::from_le_bytes(*word));
-        // Both halves of a choice depend on all of it.
+        // Both halves of the result depend on the whole word.
         Some(word << 32 | word.wrapping_mul(0x9E37_79B9) & 0xFFFF_FFFF)
     }
 }
 
-/// Choices.
+/// Random choices.
 #[derive(Debug)]
 pub struct Dice<E> {
     source: E,
-    /// The input is used up; choices are 0 from now on.
+    /// The input has ended; choices are 0 from now on.
     pub over: bool,
 }
 
@@ -61,17 +61,17 @@ impl<E: Entropy> Dice<E> {
         u32::try_from(self.any() >> 32).unwrap()
     }
 
-    /// Below `limit`.
+    /// A number below `limit`.
     pub fn below(&mut self, limit: usize) -> usize {
         usize::try_from((self.any() >> 32) % limit.max(1) as u64).unwrap()
     }
 
-    /// One in `of`.
+    /// True in one of `of` cases.
     pub fn one_in(&mut self, of: usize) -> bool {
         self.below(of) == 0
     }
 
-    /// One of them.
+    /// One element of `from`.
     pub fn pick<T: Copy>(&mut self, from: &[T]) -> T {
         from[self.below(from.len())]
     }

@@ -1,11 +1,11 @@
-//! A hostile guest: it does all that a driver and its processes could do to a device, wrongly, while a peer has a connection with it
-//! and two other guests talk to each other. The oracle ([`super::watched`]) sees every access of the device.
+//! A hostile guest: it does everything that a driver and its processes could do to a device, wrongly. Meanwhile a peer has a connection
+//! with it, and two other guests communicate. The oracle ([`super::watched`]) checks every access of the device.
 //!
 //! | module | holds |
 //! |---|---|
-//! | [`dice`] | where choices come from |
-//! | `objects` | what the attacker may have made, and the pages behind it |
-//! | `requests` | work requests and ring indices, mostly wrong |
+//! | [`dice`] | source of choices |
+//! | `objects` | the attacker's objects, and their pages |
+//! | `requests` | work requests and ring indices, mostly invalid |
 
 pub mod dice;
 mod objects;
@@ -28,29 +28,29 @@ use dice::{Dice, Entropy};
 use objects::{Kind, Slot};
 pub use requests::Scribbler;
 
-/// Where guests' memory begins: what is zero is no page.
+/// First guest address of each guest's memory; address 0 is no page.
 pub const BASE: u64 = 0x10_0000;
-/// Pages of each guest.
+/// Number of pages of each guest.
 pub const PAGES: usize = 1024;
-/// Connections between the attacker and its peer.
+/// Number of connections between the attacker and its peer.
 const PAIRS: usize = 6;
-/// Everything.
+/// All access rights.
 const ALL: u32 = 1 | 2 | 4 | 8;
 
-/// What was done.
+/// Counts of what was done.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Tally {
     /// Requests that the engine executed, flushed or refused.
     pub requests: u64,
     /// Commands.
     pub commands: u64,
-    /// Commands that went well.
+    /// Commands that succeeded.
     pub accepted: u64,
-    /// Register writes besides.
+    /// Other register writes.
     pub registers: u64,
     /// Messages between the innocent guests, each verified.
     pub verified: u64,
-    /// Most turns that one of those messages took.
+    /// Limit of turns that one of those messages took.
     pub slowest: u32,
 }
 
@@ -69,7 +69,7 @@ pub struct Hostile<M: Dma + Clone + 'static, E> {
     secret: (Region, Vec<u8>),
     innocent: [(Guest<Watched<M>>, Qp, super::Cq, Region); 2],
     round: u64,
-    /// What was done.
+    /// Counts of what was done.
     pub tally: Tally,
 }
 
@@ -102,7 +102,7 @@ fn guest<M: Dma + Clone + 'static>(host: &mut Host<Watched<M>>, last: u8, inner:
     guest
 }
 
-/// A guest that plays by the rules: all of its memory may be used but one page in four, on which nothing lies.
+/// A well-behaved guest. The device may access all of its memory but one page in four, which holds nothing.
 fn honest<M: Dma + Clone + 'static>(host: &mut Host<Watched<M>>, last: u8, inner: M) -> Guest<Watched<M>> {
     let mut guest = guest(host, last, inner);
     let pages: Vec<u64> = (0..PAGES as u64).map(|page| BASE + page * PAGE).collect();
@@ -113,7 +113,7 @@ fn honest<M: Dma + Clone + 'static>(host: &mut Host<Watched<M>>, last: u8, inner
 }
 
 impl<M: Dma + Clone + 'static, E: Entropy> Hostile<M, E> {
-    /// Four guests, each with memory that `memory` makes: [`PAGES`] pages from [`BASE`] on.
+    /// Four guests, each with memory from `memory`: [`PAGES`] pages from [`BASE`] on.
     pub fn new(mut memory: impl FnMut() -> M, source: E) -> Self {
         let mut host = Host::default();
         let attacker = guest(&mut host, 1, memory());
@@ -165,12 +165,12 @@ impl<M: Dma + Clone + 'static, E: Entropy> Hostile<M, E> {
         this
     }
 
-    /// Whether the input is used up.
+    /// Whether the input has ended.
     pub fn over(&self) -> bool {
         self.dice.over
     }
 
-    /// The engine's work, as a daemon drives it.
+    /// One pass of the engine, as a daemon runs it.
     pub fn turn(&mut self) -> bool {
         let guests = [&self.attacker, &self.peer, &self.innocent[0].0, &self.innocent[1].0];
         let before: u64 = self.host.requests;
@@ -179,7 +179,7 @@ impl<M: Dma + Clone + 'static, E: Entropy> Hostile<M, E> {
         worked
     }
 
-    /// The attacker's driver begins, or begins anew.
+    /// The attacker's driver starts, or restarts.
     fn begin(&mut self) {
         self.forget_all();
         self.attacker.start_at(BASE + PAGE);
@@ -189,7 +189,7 @@ impl<M: Dma + Clone + 'static, E: Entropy> Hostile<M, E> {
         self.tally.commands += 2;
     }
 
-    /// One act of the attacker, and what follows of it.
+    /// One act of the attacker, and its consequences.
     pub fn step(&mut self) {
         self.round += 1;
         self.act();
@@ -226,7 +226,7 @@ impl<M: Dma + Clone + 'static, E: Entropy> Hostile<M, E> {
         }
     }
 
-    /// One of the innocent guests writes 8 bytes to the other.
+    /// One of the innocent guests posts a WRITE of 8 bytes to the other.
     pub fn innocent_posts(&mut self) {
         let [left, right] = &self.innocent;
         let to = (right.3.address, right.3.rkey);
@@ -235,7 +235,7 @@ impl<M: Dma + Clone + 'static, E: Entropy> Hostile<M, E> {
         assert!(left.0.post_send(&left.1, &write));
     }
 
-    /// Whether that is complete.
+    /// Whether that WRITE is complete.
     pub fn innocent_polls(&mut self) -> bool {
         let left = &self.innocent[0];
         let Some(entry) = left.0.poll(&left.2) else { return false };
@@ -243,7 +243,7 @@ impl<M: Dma + Clone + 'static, E: Entropy> Hostile<M, E> {
         true
     }
 
-    /// The innocent guests' messages arrive, and unharmed.
+    /// Checks that the innocent guests' messages arrive unchanged.
     fn check_innocents(&mut self) {
         let [left, right] = &self.innocent;
         let data: Vec<u8> = (0..5000u64).map(|i| u8::try_from((i * 3 + self.round) % 251).unwrap()).collect();
@@ -269,7 +269,7 @@ impl<M: Dma + Clone + 'static, E: Entropy> Hostile<M, E> {
         self.tally.verified += 1;
     }
 
-    /// The peer posts receives that the attacker may fill.
+    /// The peer posts receives for the attacker to fill.
     fn peer_receives(&mut self) {
         let qp = self.peer_qps[self.dice.below(PAIRS)].clone();
         let length = u32::try_from(self.dice.below(8000)).unwrap();
@@ -278,7 +278,7 @@ impl<M: Dma + Clone + 'static, E: Entropy> Hostile<M, E> {
         }
     }
 
-    /// Brings a connection up from wherever it is, on both sides.
+    /// Connects a pair again from whatever state it is in, on both sides.
     fn connect_one(&mut self) {
         let at = self.dice.below(PAIRS);
         let peer = self.peer_qps[at].clone();
@@ -287,7 +287,7 @@ impl<M: Dma + Clone + 'static, E: Entropy> Hostile<M, E> {
             return;
         };
         let host = &mut self.host;
-        // Nobody polls the peer's completions otherwise.
+        // Nothing else polls the peer's completions.
         let side = &mut self.peer;
         side.modify(host, peer.handle, 1, |to| to.state = 0.into()).unwrap();
         side.memory.zero(peer.pages[0], 16).unwrap();
@@ -310,7 +310,7 @@ impl<M: Dma + Clone + 'static, E: Entropy> Hostile<M, E> {
         self.tally.accepted += 4 + 4 * u64::from(up);
     }
 
-    /// Random registers; sometimes the device's life begins anew.
+    /// Random register accesses; some restart the device.
     fn registers(&mut self) {
         self.tally.registers += 1;
         let id = self.attacker.id;
@@ -321,7 +321,7 @@ impl<M: Dma + Clone + 'static, E: Entropy> Hostile<M, E> {
                 self.begin();
             }
             1 => {
-                // An address that is no region: silence until the driver comes back.
+                // An invalid region address: the device is silent until the driver returns.
                 let low = self.dice.pick(&[0, 7, 0xFFFF_FFF8, 0x10_0001]);
                 self.host.write(id, registers::DSR_LOW, low);
                 self.host.write(id, registers::DSR_HIGH, self.dice.pick(&[0, u32::MAX]));
@@ -373,13 +373,13 @@ impl<M: Dma + Clone + 'static, E: Entropy> Hostile<M, E> {
             let device = self.host.devices.get_mut(self.attacker.id).unwrap();
             device.doorbell_write(&mut self.host.engine, page * PAGE + word, handle | flags);
         }
-        // Events are taken now and then.
+        // Events are consumed sometimes.
         if self.dice.one_in(3) {
             self.attacker.discard_events();
         }
     }
 
-    /// Index words anywhere.
+    /// Stores random index words.
     fn scribble(&mut self) {
         let at = self.dice.below(self.slots.len());
         let page = self.slots[at].pages[0];
@@ -394,7 +394,7 @@ impl<M: Dma + Clone + 'static, E: Entropy> Hostile<M, E> {
         self.attacker.memory.store_u32(page + word, value).unwrap();
     }
 
-    /// Commands of which some are right.
+    /// Executes commands of which some are valid.
     fn command(&mut self) {
         self.tally.commands += 1;
         let accepted = match self.dice.below(12) {
@@ -420,7 +420,7 @@ impl<M: Dma + Clone + 'static, E: Entropy> Hostile<M, E> {
         self.tally.accepted += u64::from(accepted);
     }
 
-    /// Opcodes, as often as they are to come.
+    /// Opcodes, repeated by their frequency.
     fn opcodes() -> &'static [u32] {
         &[
             opcode::WRITE,

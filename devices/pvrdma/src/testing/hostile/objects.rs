@@ -1,5 +1,5 @@
-//! What the attacker may have made. Pages lie apart, with a page between that was never given to the device; they count as given
-//! from the creating command on until the object, or what it belongs to, is destroyed.
+//! The attacker's objects. Their pages lie apart, with a page between that the device may never access. The device may access a page from
+//! the creating command on, until the object or its owner is destroyed.
 
 use dma::Dma;
 use zerocopy::{FromBytes, IntoBytes};
@@ -13,9 +13,9 @@ use crate::abi::commands::{
     CreateCq, CreateMr, CreateQp, CreateSrq, MrResponse, QpResponse, mr_kind, number, qp_kind,
 };
 
-/// Pages at the beginning that the driver's own structures take.
+/// Number of pages at the beginning for the driver's own structures.
 pub(super) const BOOKKEEPING: u64 = 64;
-/// Slots of all rings.
+/// Number of slots of all rings.
 pub(super) const RING: u32 = 64;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,19 +26,19 @@ pub(super) enum Kind {
     Region,
 }
 
-/// Place for an object.
+/// A place for an object.
 #[derive(Debug, Clone)]
 pub(super) struct Slot {
     pub kind: Kind,
     pub pages: Vec<u64>,
     pub directory: u64,
     pub table: u64,
-    /// As the attacker's process sees a region.
+    /// Address of a region in the attacker's process.
     pub address: u64,
     pub live: Option<Live>,
 }
 
-/// An object that the device made.
+/// An existing object of the device.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Live {
     pub handle: u32,
@@ -67,7 +67,7 @@ impl Slot {
 }
 
 impl<M: Dma + Clone + 'static, E: Entropy> Hostile<M, E> {
-    /// Lays out places for objects, once.
+    /// Lays out the places for objects, once.
     pub(super) fn prepare(&mut self) {
         self.attacker.start_at(BASE + BOOKKEEPING * PAGE);
         let layout = [
@@ -81,7 +81,7 @@ impl<M: Dma + Clone + 'static, E: Entropy> Hostile<M, E> {
                 let pages: Vec<u64> = (0..pages)
                     .map(|_| {
                         let page = self.attacker.page();
-                        // Never given to the device.
+                        // The device may never access it.
                         let _ = self.attacker.page();
                         page
                     })
@@ -99,7 +99,7 @@ impl<M: Dma + Clone + 'static, E: Entropy> Hostile<M, E> {
         assert!(self.attacker.used() < BASE + PAGES as u64 * PAGE);
     }
 
-    /// The device was reset: nothing is given to it any more, save what the next life's driver gives.
+    /// Revokes all pages after a device reset; the next driver grants its own.
     pub(super) fn forget_all(&mut self) {
         let all: Vec<u64> = self.slots.iter().flat_map(|slot| slot.pages.clone()).collect();
         self.attacker.memory.grant(&all, Grant::Nothing);
@@ -137,7 +137,7 @@ impl<M: Dma + Clone + 'static, E: Entropy> Hostile<M, E> {
         self.slots[at].live.map(|live| (live.handle, live.qpn))
     }
 
-    /// What a connection needs, rightly made.
+    /// Creates valid objects that a connection lacks.
     pub(super) fn create_missing(&mut self, at: usize) {
         if self.contexts.is_empty() {
             self.create_context(1);
@@ -154,7 +154,7 @@ impl<M: Dma + Clone + 'static, E: Entropy> Hostile<M, E> {
         {
             match self.slots.iter().position(|slot| completions(slot) && slot.live.is_none()) {
                 Some(cq) => drop(self.create(cq, context, false)),
-                // All belong to others.
+                // All pages belong to other contexts.
                 None => drop(self.destroy_any()),
             }
         }
@@ -168,7 +168,7 @@ impl<M: Dma + Clone + 'static, E: Entropy> Hostile<M, E> {
 
     fn create_context(&mut self, page: u32) -> bool {
         let Ok(handle) = self.attacker.context_at(&mut self.host, page) else { return false };
-        // Whoever had the page is gone, with all that was its.
+        // The earlier context of the page is gone with all its objects.
         if let Some(old) = self.contexts.iter().position(|(used, _)| *used == page) {
             let (_, old) = self.contexts.swap_remove(old);
             self.context_gone(old);
@@ -183,7 +183,7 @@ impl<M: Dma + Clone + 'static, E: Entropy> Hostile<M, E> {
         true
     }
 
-    /// Makes something, or tries to.
+    /// Creates something, or tries to.
     pub(super) fn create_any(&mut self) -> bool {
         let context = self.any_context();
         match self.dice.below(10) {
@@ -313,7 +313,7 @@ impl<M: Dma + Clone + 'static, E: Entropy> Hostile<M, E> {
         }
         let given = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| body[at + i]));
         if slot.kind == Kind::Region && given(32) == mr_kind::DMA {
-            // All of memory would be given to it.
+            // It would grant all of memory.
             return false;
         }
         self.give(at);
@@ -365,7 +365,7 @@ impl<M: Dma + Clone + 'static, E: Entropy> Hostile<M, E> {
                 ]);
                 (code, self.dice.word() % 50)
             }
-            // Connections live longer than the rest.
+            // Connections live longer than other objects.
             (9..=20, _) if at < PAIRS => return false,
             (_, Some(live)) => (code_of(self.slots[at].kind), live.handle),
             (_, None) => return false,
@@ -416,7 +416,7 @@ impl<M: Dma + Clone + 'static, E: Entropy> Hostile<M, E> {
         }
     }
 
-    /// A transition that is mostly wrong.
+    /// Tries a transition that is mostly invalid.
     pub(super) fn modify_any(&mut self) -> bool {
         let at = self.dice.below(PAIRS + 6);
         let handle = self.slots[at].live.map_or(9, |live| live.handle);

@@ -1,4 +1,4 @@
-//! Work requests: most are nearly right, so that they get far.
+//! Work requests: most are nearly valid, so that they get past the first checks.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -18,10 +18,10 @@ use crate::abi::work::{
 };
 
 impl<M: Dma + Clone + 'static, E: Entropy> Hostile<M, E> {
-    /// Posts a batch somewhere.
+    /// Posts a batch to a random queue.
     pub(super) fn post(&mut self) {
         self.consume();
-        // Most go to the connections, which get furthest.
+        // Most go to the connections, where requests get furthest.
         let at = if self.dice.one_in(4) { self.dice.below(self.slots.len()) } else { self.dice.below(PAIRS) };
         let slot = self.slots[at].clone();
         let handle = slot.live.map_or(7, |live| live.handle);
@@ -71,7 +71,7 @@ impl<M: Dma + Clone + 'static, E: Entropy> Hostile<M, E> {
         }
     }
 
-    /// Takes what completed, without looking at it.
+    /// Consumes completions without checking them.
     fn consume(&mut self) {
         for slot in self.slots.iter().filter(|slot| slot.kind == Kind::Completions && slot.live.is_some()) {
             if !self.dice.one_in(50) {
@@ -191,8 +191,7 @@ impl<M: Dma + Clone + 'static, E: Entropy> Hostile<M, E> {
             opcode::FAST_REGISTER => {
                 let at = self.dice.below(self.slots.len());
                 let directory = self.dice.pick(&[self.slots[at].directory, 0, 1, u64::MAX - 4095]);
-                // The region whose pages these are must be given to the device for as long as the key may live, so only a list
-                // that is none.
+                // The device would need access to the region's pages for as long as the key may live, so the list is always invalid.
                 let directory = directory | 1;
                 let body = FastRegisterOperands {
                     iova: address.into(),
@@ -234,7 +233,7 @@ impl<M: Dma + Clone + 'static, E: Entropy> Hostile<M, E> {
         operands
     }
 
-    /// A second attacker for a thread of its own: it rewrites requests and indices while the device reads them.
+    /// A second attacker for its own thread: it rewrites requests and indices while the device reads them.
     pub fn scribbler(&self, seed: u64) -> Scribbler<M> {
         let rings = self.slots.iter().filter(|slot| matches!(slot.kind, Kind::Queues | Kind::Shared));
         let lists = self.slots.iter().map(|slot| (slot.table, slot.pages[0])).collect();
@@ -263,14 +262,14 @@ pub struct Scribbler<M> {
     memory: Watched<M>,
     requests: Vec<u64>,
     indices: Vec<u64>,
-    /// Tables, and what their first entry is.
+    /// Tables, and their first entry.
     lists: Vec<(u64, u64)>,
     values: Vec<u64>,
     seed: u64,
 }
 
 impl<M: Dma + Clone> Scribbler<M> {
-    /// Until told to stop. How many words were written.
+    /// Runs until `stop`. Returns the number of words written.
     #[must_use]
     pub fn run(self, stop: &AtomicBool) -> u64 {
         let mut dice = Dice::new(Seed(self.seed));
@@ -284,7 +283,7 @@ impl<M: Dma + Clone> Scribbler<M> {
                 }
                 1..=20 => {
                     let (table, first) = dice.pick(&self.lists);
-                    // No page of the guest's, and back.
+                    // An address that isn't the guest's, and back.
                     let _ = self.memory.write(table, &dice.pick(&[0u64, 1, u64::MAX]).to_le_bytes());
                     std::hint::spin_loop();
                     let _ = self.memory.write(table, &first.to_le_bytes());
@@ -296,7 +295,7 @@ impl<M: Dma + Clone> Scribbler<M> {
                     let _ = self.memory.store_u32(at, low);
                 }
             }
-            // One word in a while: a request that is rewritten again and again is only ever wrong.
+            // One word at a time, with pauses: a request that is rewritten constantly is always invalid.
             for _ in 0..dice.below(2000) {
                 std::hint::spin_loop();
             }

@@ -1,4 +1,4 @@
-//! What the tests share: two guests on an engine.
+//! Shared by the tests: two guests on an engine.
 
 #![allow(dead_code, clippy::unwrap_used)] // Each test uses its part; failing is what tests do.
 
@@ -58,7 +58,7 @@ impl Side {
         self.guest.register(host, self.pd, address, length, ALL)
     }
 
-    /// Work request, opcode, status of what completed.
+    /// Work request, opcode and status of each completion.
     pub fn completions(&self) -> Vec<(u64, u32, u32)> {
         std::iter::from_fn(|| self.guest.poll(&self.cq))
             .map(|entry| (entry.wr_id.get(), entry.opcode.get(), entry.status.get()))
@@ -66,7 +66,7 @@ impl Side {
     }
 }
 
-/// Turns until nothing happens any more.
+/// Runs the engine until it is idle.
 pub fn run(host: &mut Host<Memory>, sides: &[&Side]) {
     let mut idle = 0;
     while idle < 60 {
