@@ -1,5 +1,5 @@
-//! How fast frames go from one device to another in a segment, on one thread, over memory as the daemon maps it. The cost
-//! of the driver models on both sides is measured apart and taken off: what is left is the segment's.
+//! Throughput of frames between two devices of a segment, on one thread, over memory as the daemon maps it. The cost of the driver models
+//! on both sides is measured separately and subtracted; the rest is the segment's.
 //!
 //! `cargo run --release -p vmxnet3 --example segment_rate`
 

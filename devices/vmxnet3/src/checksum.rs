@@ -1,8 +1,8 @@
-//! The Internet checksum (RFC 1071) and who carries it.
+//! The Internet checksum (RFC 1071), and checksum offloads.
 
 use crate::frame::Transport;
 
-/// Adds `bytes` to a running sum. All but the last part of what is summed must have an even length.
+/// Adds `bytes` to a running sum. All parts but the last must have an even length.
 #[must_use]
 pub(crate) fn sum(bytes: &[u8], initial: u64) -> u64 {
     let chunks = bytes.chunks_exact(4);
@@ -30,7 +30,7 @@ fn store(frame: &mut [u8], at: usize, value: u16) {
     }
 }
 
-/// Sum of the pseudo-header of the TCP or UDP packet whose headers are in `head`, with `len` as its length.
+/// Sum of the pseudo-header of a TCP or UDP packet, whose headers are in `head` and whose length is `len`.
 pub(crate) fn pseudo_header(head: &[u8], transport: &Transport, len: usize) -> u64 {
     let addresses = if transport.v6 {
         head.get(transport.ip + 8..transport.ip + 40)
@@ -41,31 +41,31 @@ pub(crate) fn pseudo_header(head: &[u8], transport: &Transport, len: usize) -> u
     sum(addresses.unwrap_or(&[]), protocol + len as u64)
 }
 
-/// Makes the checksum over everything from `start` on and stores it at `at`, where the sum of the pseudo-header is.
-/// A sum of 0 is stored as 0xFFFF, which is the same, but doesn't say "none" to UDP.
+/// Computes the checksum over everything from `start` on and stores it at `at`, where the sum of the pseudo-header is. Stores a sum of 0 as
+/// 0xFFFF, which is equivalent, since 0 means "no checksum" for UDP.
 pub(crate) fn complete(frame: &mut [u8], start: usize, at: usize) {
     let value = !fold(sum(frame.get(start..).unwrap_or(&[]), 0));
     store(frame, at, if value == 0 { 0xFFFF } else { value });
 }
 
-/// Makes the IPv4 header checksum of a frame anew.
+/// Recomputes the IPv4 header checksum of a frame.
 pub(crate) fn complete_ipv4(frame: &mut [u8], transport: &Transport) {
     store(frame, transport.ip + 10, 0);
     let value = !fold(sum(frame.get(transport.ip..transport.l4).unwrap_or(&[]), 0));
     store(frame, transport.ip + 10, value);
 }
 
-/// Whether the IPv4 header checksum is good; a frame of IPv6 has none, which is good.
+/// Whether the IPv4 header checksum is good. A frame of IPv6 has none and counts as good.
 pub(crate) fn ipv4_is_good(head: &[u8], transport: &Transport) -> bool {
     transport.v6 || head.get(transport.ip..transport.l4).is_some_and(|header| fold(sum(header, 0)) == 0xFFFF)
 }
 
-/// Where TCP or UDP keeps its checksum, from the start of the frame.
+/// Offset of the TCP or UDP checksum from the start of the frame.
 pub(crate) fn field(transport: &Transport) -> usize {
     transport.l4 + if transport.udp { 6 } else { 16 }
 }
 
-/// Stores the folded sum of the pseudo-header with the given length, as a sender leaves it for a checksum offload.
+/// Stores the folded sum of the pseudo-header with the given length, as a sender does for a checksum offload.
 pub(crate) fn store_pseudo_header(frame: &mut [u8], transport: &Transport, len: usize) {
     let value = fold(pseudo_header(frame, transport, len));
     store(frame, field(transport), value);
@@ -76,7 +76,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// The definition, byte by byte.
+    /// The definition of RFC 1071, byte by byte.
     fn reference(bytes: &[u8]) -> u16 {
         let mut total: u32 = 0;
         for (at, byte) in bytes.iter().enumerate() {
@@ -104,7 +104,7 @@ mod tests {
             let (start, at) = (2 * start, 2 * at + 18);
             let initial = fold(sum(&bytes[at..at + 2], 0));
             complete(&mut bytes, start, at);
-            // What was in the field counts as one more summand (the pseudo-header).
+            // The field's contents count as one more summand (the pseudo-header).
             prop_assert_eq!(fold(sum(&bytes[start..], u64::from(initial))), 0xFFFF);
         }
     }

@@ -1,17 +1,17 @@
-//! Traffic counters of a port, seen from the guest (or host) behind it and named like Linux's network statistics.
+//! Traffic counters of a port, from the view of its guest (or host), under the names of Linux's network statistics.
 
 use telemetry::Counter;
 
-/// Counters of one port. Written by the thread that serves the segment, readable by any.
+/// Counters of one port. The segment's thread writes them; any thread may read them.
 #[derive(Debug, Default)]
 pub struct PortCounters {
     /// Frames delivered to the port.
     pub rx_packets: Counter,
     /// Bytes of those frames, Ethernet header included.
     pub rx_bytes: Counter,
-    /// Frames for the port that were dropped because its queue was full, or because it had gone.
+    /// Frames for the port that were dropped because its queue was full, or because the port was detached.
     pub rx_dropped: Counter,
-    /// Frames for the port that it can't take: longer than its MTU, or too long for its buffers.
+    /// Frames that the port can't receive: longer than its MTU, or too long for its buffers.
     pub rx_errors: Counter,
     /// Times that frames had to wait because the guest had posted no buffers.
     pub rx_missed_errors: Counter,
@@ -21,15 +21,15 @@ pub struct PortCounters {
     pub tx_packets: Counter,
     /// Bytes of those frames.
     pub tx_bytes: Counter,
-    /// Frames from the port that went nowhere: link down, or a source address that isn't the port's.
+    /// Frames from the port that were dropped: link down, or a source address that isn't the port's.
     pub tx_dropped: Counter,
-    /// Frames from the port that make no sense.
+    /// Malformed frames from the port.
     pub tx_errors: Counter,
     /// Of [`PortCounters::tx_dropped`], those with a source address that isn't the port's.
     pub tx_spoofed: Counter,
-    /// Large packets from the port that were to be segmented.
+    /// Large packets from the port for segmentation.
     pub tx_tso_packets: Counter,
-    /// Bytes that went from guest memory to guest memory without a stop.
+    /// Bytes copied directly from guest memory to guest memory.
     pub direct_bytes: Counter,
     /// Interrupts sent.
     pub interrupts: Counter,
@@ -38,7 +38,7 @@ pub struct PortCounters {
 }
 
 impl PortCounters {
-    /// Name and value of each.
+    /// Name and value of each counter.
     #[must_use]
     pub fn values(&self) -> [(&'static str, u64); 15] {
         [
@@ -60,7 +60,7 @@ impl PortCounters {
         ]
     }
 
-    /// The value of one, by its name.
+    /// The value of a counter, by its name.
     #[must_use]
     pub fn value(&self, name: &str) -> Option<u64> {
         self.values().into_iter().find(|(own, _)| *own == name).map(|(_, value)| value)

@@ -6,8 +6,7 @@ use dma::{Dma, DmaFault};
 /// Bytes of every descriptor and completion.
 pub(crate) const DESCRIPTOR: u64 = 16;
 
-/// A position in a ring and the generation that marks entries as the reader's there. The generation starts at 1
-/// and flips at each wrap.
+/// A position in a ring, and the generation of entries that belong to the reader there. The generation starts at 1 and flips at each wrap.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Cursor {
     pub next: u32,
@@ -17,7 +16,7 @@ pub(crate) struct Cursor {
 impl Cursor {
     pub const START: Self = Self { next: 0, generation: true };
 
-    /// The position after this one in a ring of `size`.
+    /// The next position in a ring of `size` entries.
     #[must_use]
     pub fn after(self, size: u32) -> Self {
         if self.next + 1 >= size {
@@ -27,13 +26,13 @@ impl Cursor {
         }
     }
 
-    /// Address of its entry in a ring at `base` (checked at activation not to wrap around).
+    /// Address of its entry in a ring at `base`. Activation has checked that it doesn't wrap around.
     pub fn address(self, base: u64) -> u64 {
         base.wrapping_add(u64::from(self.next) * DESCRIPTOR)
     }
 }
 
-/// What offload a TX descriptor asks for (`om`).
+/// The offload of a TX descriptor (`om`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum OffloadMode {
     None,
@@ -47,13 +46,13 @@ pub(crate) enum OffloadMode {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct TxDescriptor {
     pub address: u64,
-    /// 1 to 16384.
+    /// Length of the buffer, 1 to 16384 bytes.
     pub len: u32,
     pub generation: bool,
     pub dtype: bool,
-    /// MSS, or where the checksum goes.
+    /// MSS, or offset of the checksum field.
     pub msscof: u16,
-    /// Bytes of headers, or where the checksum starts.
+    /// Bytes of headers, or offset where the checksum starts.
     pub header_len: u16,
     pub mode: OffloadMode,
     pub eop: bool,
@@ -66,8 +65,8 @@ const RX_GENERATION: u32 = 1 << 31;
 const COMPLETION_GENERATION: u32 = 1 << 31;
 
 impl TxDescriptor {
-    /// The descriptor at `address`; `None` while its generation is not the wanted one. Word 2, which holds the
-    /// generation, is loaded first, so that the rest is what the driver wrote before it.
+    /// Loads the descriptor at `address`; `None` while its generation isn't `generation`. Loads word 2, which holds the generation, first:
+    /// the other words are then what the driver wrote before it.
     pub fn load(memory: &impl Dma, address: u64, generation: bool) -> Result<Option<Self>, DmaFault> {
         let word2 = memory.load_u32(address.wrapping_add(8))?;
         if (word2 & TX_GENERATION != 0) != generation {
@@ -79,7 +78,7 @@ impl TxDescriptor {
         Ok(Some(Self::decode(buffer, word2, word(12))))
     }
 
-    /// From its words.
+    /// Decodes a descriptor's words.
     pub fn decode(address: u64, word2: u32, word3: u32) -> Self {
         let len = word2 & 0x3FFF;
         let low16 = |value: u32| {
@@ -109,9 +108,9 @@ impl TxDescriptor {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct RxDescriptor {
     pub address: u64,
-    /// Bytes of the buffer.
+    /// Length of the buffer, bytes.
     pub len: u32,
-    /// For the second and later pieces of a frame.
+    /// Whether it is for the second and later pieces of a frame.
     pub body: bool,
 }
 
@@ -127,7 +126,7 @@ impl RxDescriptor {
     }
 }
 
-/// Writes a TX completion; the generation is stored last, with release order.
+/// Writes a TX completion. Stores the generation last, with release order.
 pub(crate) fn store_tx_completion(
     memory: &impl Dma,
     base: u64,
@@ -137,7 +136,7 @@ pub(crate) fn store_tx_completion(
     store_completion(memory, base, at, [eop_index & 0xFFF, 0, 0], 0)
 }
 
-/// What an RX completion says.
+/// Contents of an RX completion.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct RxCompletion {
     pub index: u32,
@@ -145,23 +144,23 @@ pub(crate) struct RxCompletion {
     pub eop: bool,
     pub ring_id: u32,
     pub len: u32,
-    /// VLAN tag that was taken out of the data.
+    /// VLAN tag that the device removed from the data.
     pub vlan: Option<u16>,
     pub checksum: RxChecksum,
 }
 
-/// What an RX completion says about checksums.
+/// Checksum status in an RX completion.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum RxChecksum {
-    /// Nobody looked.
+    /// Not verified.
     #[default]
     Unknown,
-    /// Those of IPv4 (where there is one) and of TCP or UDP are good.
+    /// The checksums of IPv4 (if present) and of TCP or UDP are good.
     Good { v6: bool, udp: bool },
 }
 
 impl RxCompletion {
-    /// Words 0 to 3, without the generation.
+    /// Encodes words 0 to 3, without the generation.
     pub fn encode(&self) -> [u32; 4] {
         const CNC: u32 = 1 << 30;
         const FCS: u32 = 1 << 23;
@@ -184,7 +183,7 @@ impl RxCompletion {
         [word0, 0, word2, word3]
     }
 
-    /// Writes it; the generation is stored last, with release order.
+    /// Writes the completion. Stores the generation last, with release order.
     pub fn store(&self, memory: &impl Dma, base: u64, at: Cursor) -> Result<(), DmaFault> {
         let [a, b, c, d] = self.encode();
         store_completion(memory, base, at, [a, b, c], d)

@@ -1,20 +1,20 @@
-//! The device: registers, activation, queues' state.
+//! The device: registers, activation, state of the queues.
 //!
 //! ```text
 //! new / restore -> registers by the driver -> ACTIVATE -> (frames) -> QUIESCE -> ACTIVATE ...
-//!                                                └ RESET, function reset, or a queue that stops ┘
+//!                                                 └ RESET, function reset, or a stopped queue ┘
 //! ```
 //!
 //! # Which register writes may be lost
 //!
-//! Writes to TXPROD, RXPROD and RXPROD2 (BAR 0, [`crate::pci::doorbell_offsets`]) carry nothing: packets to send
-//! and free buffers are found by the generation bits in the rings. So a shell may make them ioeventfds (values and
-//! repetitions are lost) as long as [`Vmxnet3::kick`] is called, and work done, some time after each. All other
-//! writes must arrive, in order: IMR (an unmask can be what releases a pending interrupt) and all of BAR 1.
+//! Writes to TXPROD, RXPROD and RXPROD2 (BAR 0, [`crate::pci::doorbell_offsets`]) are doorbells without contents: the device finds packets
+//! and free buffers by the generation bits in the rings. So a PCI shell may make them ioeventfds, which lose values and repetitions. It
+//! must call [`Vmxnet3::kick`] some time after each, and have the segment served. All other writes must arrive, in order: IMR (an unmask
+//! may release a pending interrupt) and all of BAR 1.
 //!
 //! # Threads
 //!
-//! A device belongs to one thread at a time; [`crate::runner`] is what owns devices in the product.
+//! A device belongs to one thread at a time. In the product [`crate::runner`] owns the devices.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -37,14 +37,14 @@ use crate::transmit::{TxPacket, TxQueue};
 mod commands;
 mod registers_access;
 
-/// What a device is made with.
+/// Configuration of a device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Vmxnet3Config {
     /// Name for logs, for instance `vm1-nic0`.
     pub name: String,
     /// Built-in station address; unicast.
     pub mac: MacAddress,
-    /// Link speed that the guest is told, Mbit/s.
+    /// Link speed reported to the guest, Mbit/s.
     pub link_mbps: u16,
 }
 
@@ -59,39 +59,39 @@ pub(crate) struct Active {
     pub tx: Vec<TxQueue>,
     pub rx: Vec<RxQueue>,
     pub event_vector: u8,
-    /// The event word; the driver only reads it.
+    /// The event word, which the driver only reads.
     pub events: u32,
-    /// TX queue that is looked at first.
+    /// TX queue that is served first.
     pub turn: usize,
 }
 
-/// What became of a packet to send.
+/// Outcome of a packet to send.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum TxOutcome {
-    /// It went out as so many bytes.
+    /// Sent, with this length in bytes.
     Sent { kind: MacKind, bytes: usize },
-    /// It went nowhere, and that isn't its fault alone.
+    /// Dropped, for a reason outside of the packet.
     Discarded,
-    /// It makes no sense.
+    /// Malformed.
     Bad,
 }
 
-/// What became of a frame to deliver.
+/// Outcome of a frame to deliver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Delivery {
     /// The guest has it.
     Delivered,
-    /// The guest doesn't want it.
+    /// The guest's filter dropped it.
     Filtered,
     /// The guest has posted no buffers.
     NoBuffers,
-    /// It doesn't fit.
+    /// It is longer than the guest's buffers.
     TooLong,
-    /// The device isn't active, or its queue has stopped.
+    /// The device isn't active, or its queue is stopped.
     Inactive,
-    /// The sender's memory is at fault.
+    /// The sender's memory is invalid.
     SourceFault,
-    /// The guest's buffers are memory that is still to come.
+    /// The guest's buffers are not-present memory.
     Late,
 }
 
@@ -104,13 +104,13 @@ pub struct Vmxnet3<M> {
     pub(crate) memory: Option<M>,
     pub(crate) bus_master: bool,
     pub(crate) link_up: bool,
-    /// Address that the driver set.
+    /// Station address that the driver set.
     pub(crate) station: MacAddress,
-    /// Driver-shared area as registers DSAL and DSAH say.
+    /// Guest address of the driver-shared area (registers DSAL and DSAH).
     pub(crate) shared_area: u64,
     /// Result of the last command.
     pub(crate) result: u32,
-    /// What the driver chose of VRRS.
+    /// Revision that the driver selected by VRRS.
     pub(crate) revision: u32,
     pub(crate) vectors: Vectors,
     pub(crate) active: Option<Active>,
@@ -129,7 +129,7 @@ impl<M> std::fmt::Debug for Vmxnet3<M> {
 }
 
 impl<M: Dma> Vmxnet3<M> {
-    /// A device as after power-on: link up, no memory.
+    /// A device in its power-on state: link up, no memory.
     #[must_use]
     pub fn new(config: Vmxnet3Config, interrupts: Box<dyn Interrupts>) -> Self {
         Self {
@@ -150,28 +150,26 @@ impl<M: Dma> Vmxnet3<M> {
         }
     }
 
-    /// What it was made with.
+    /// Configuration of the device.
     #[must_use]
     pub fn config(&self) -> &Vmxnet3Config {
         &self.config
     }
 
-    /// Gives the device its guest's memory, a new table of it, or takes it away. Without memory the device stands
-    /// still and keeps its state.
+    /// Sets or replaces the guest's memory, or removes it. Without memory the device is suspended and keeps its state.
     pub fn set_memory(&mut self, memory: Option<M>) {
         self.memory = memory;
         self.kicked = true;
     }
 
-    /// The bus master bit of the PCI command register. Without it the device stands still: no access to memory, no
-    /// interrupts. It is on after [`Vmxnet3::new`]; a shell that has the register passes it on, beginning with "off".
+    /// Sets the bus master bit of the PCI command register. Without it the device is suspended: no access to memory, no interrupts. It is
+    /// set after [`Vmxnet3::new`]. A PCI shell that has the register passes it on, beginning with "off".
     pub fn set_bus_master(&mut self, on: bool) {
         self.bus_master = on;
         self.kicked = true;
     }
 
-    /// Function reset or machine reset: everything as after [`Vmxnet3::new`], save memory, bus master bit, link
-    /// and counters.
+    /// Function or machine reset: the state after [`Vmxnet3::new`], except for memory, bus master bit, link and counters.
     pub fn reset(&mut self) {
         self.active = None;
         self.station = self.config.mac;
@@ -182,18 +180,18 @@ impl<M: Dma> Vmxnet3<M> {
         self.kicked = false;
     }
 
-    /// A doorbell rang: there may be work in the rings. Cheap; the work is done by whoever serves the segment.
+    /// Records a doorbell: there may be work in the rings. Cheap; serving the segment does the work.
     pub fn kick(&mut self) {
         self.kicked = true;
         self.counters.kicks.increment();
     }
 
-    /// Whether [`Vmxnet3::kick`] was called, or something like it happened, since this was asked last.
+    /// Whether [`Vmxnet3::kick`] was called, or something similar happened, since the last call.
     pub(crate) fn take_kick(&mut self) -> bool {
         std::mem::take(&mut self.kicked)
     }
 
-    /// Traffic counters; they last as long as the device, and may be read by any thread.
+    /// Traffic counters. They live as long as the device, and any thread may read them.
     #[must_use]
     pub fn counters(&self) -> Arc<PortCounters> {
         Arc::clone(&self.counters)
@@ -205,7 +203,7 @@ impl<M: Dma> Vmxnet3<M> {
         self.active.is_some()
     }
 
-    /// Sets the link state; the guest is told when it changed.
+    /// Sets the link state. The guest gets an event when it changed.
     pub fn set_link(&mut self, up: bool) {
         if std::mem::replace(&mut self.link_up, up) != up {
             self.raise_event(event::LINK);
@@ -219,22 +217,22 @@ impl<M: Dma> Vmxnet3<M> {
         self.link_up
     }
 
-    /// Memory, while the device may use it.
+    /// The guest's memory, while the device may access it.
     pub(crate) fn dma(&self) -> Option<&M> {
         self.memory.as_ref().filter(|_| self.bus_master)
     }
 
-    /// Sets event bits in the shared area and asks for the event interrupt.
+    /// Sets event bits in the shared area, and requests the event interrupt.
     fn raise_event(&mut self, bits: u32) {
         let memory = self.memory.as_ref().filter(|_| self.bus_master);
         let (Some(active), Some(memory)) = (self.active.as_mut(), memory) else { return };
         active.events |= bits;
-        // A driver that took its own area away learns nothing more.
+        // A driver that removed its own area gets no more events.
         let _ = memory.store_u32(active.shared.wrapping_add(offset::EVENTS), active.events);
         self.vectors.request(active.event_vector);
     }
 
-    /// Sends the interrupts that are due, unless the driver has switched all off.
+    /// Raises the interrupts that are due, unless the driver has disabled all.
     pub(crate) fn fire(&mut self) {
         if !self.vectors.any_due() {
             return;
@@ -252,7 +250,7 @@ impl<M: Dma> Vmxnet3<M> {
         }
     }
 
-    /// Stops a queue for good (until the driver resets the device), and tells the driver.
+    /// Stops a queue until the driver resets the device, and sends the driver an event.
     fn stop_queue(&mut self, rx: bool, index: usize, error: QueueError) {
         let Some(active) = self.active.as_mut() else { return };
         let (entry, stopped) = if rx {
@@ -287,7 +285,7 @@ impl<M: Dma> Vmxnet3<M> {
         }
     }
 
-    /// The next packet to send, of the queues in turn, its pieces into `pieces`. It stays where it is until
+    /// The next packet to send, round robin over the queues; puts its pieces into `pieces`. It stays in its queue until
     /// [`Vmxnet3::complete`].
     pub(crate) fn fetch(&mut self, pieces: &mut Vec<Piece>) -> Option<TxPacket> {
         let queues = self.active.as_ref()?.tx.len();
@@ -306,7 +304,7 @@ impl<M: Dma> Vmxnet3<M> {
         None
     }
 
-    /// Copies bytes of a packet out of guest memory. A fault stops the queue: `false`.
+    /// Copies bytes of a packet out of guest memory. After a fault it stops the queue and returns `false`.
     pub(crate) fn read(&mut self, packet: &TxPacket, pieces: &[Piece], skip: usize, into: &mut [u8]) -> bool {
         let result = self.dma().map(|memory| gather(memory, pieces, skip, into));
         match result {
@@ -319,19 +317,19 @@ impl<M: Dma> Vmxnet3<M> {
         }
     }
 
-    /// Whether part of a packet is memory that is still to come; it is asked for then.
+    /// Whether part of a packet is not-present memory; requests it.
     pub(crate) fn is_late(&self, pieces: &[Piece]) -> bool {
         let Some(memory) = self.dma().filter(|memory| memory.is_late()) else { return false };
-        // All of them, so that all are asked for.
+        // Evaluated for all pieces, so that all their pages are requested.
         pieces.iter().filter(|piece| memory.awaits(piece.address, piece.len as u64, false)).count() > 0
     }
 
-    /// Stops the queue of a packet whose memory turned out to be at fault.
+    /// Stops the queue of a packet whose memory is invalid.
     pub(crate) fn packet_fault(&mut self, packet: &TxPacket) {
         self.stop_queue(false, packet.queue, QueueError::Invalid);
     }
 
-    /// Gives a packet back to the driver. The interrupt is sent by the next [`Vmxnet3::fire`].
+    /// Completes a packet. The next [`Vmxnet3::fire`] raises the interrupt.
     pub(crate) fn complete(&mut self, packet: &TxPacket, outcome: TxOutcome) {
         let memory = self.memory.as_ref().filter(|_| self.bus_master);
         let (Some(active), Some(memory)) = (self.active.as_mut(), memory) else { return };
@@ -353,23 +351,23 @@ impl<M: Dma> Vmxnet3<M> {
         }
     }
 
-    /// Whether the guest takes frames whose checksum isn't there when told that it is good.
+    /// Whether the guest accepts frames without a checksum that are reported as good.
     pub(crate) fn checks_offloaded(&self) -> bool {
         self.active.as_ref().is_some_and(|active| active.features & feature::RXCSUM != 0)
     }
 
-    /// Whether the filters let a frame in.
+    /// Whether the filters accept a frame.
     pub(crate) fn wants(&self, frame: &[u8]) -> bool {
         self.active.as_ref().is_some_and(|active| active.filter.accepts(frame, self.station))
     }
 
-    /// Whether frames can be delivered once there are buffers.
+    /// Whether frames can be delivered once buffers are posted.
     pub(crate) fn is_receiving(&self) -> bool {
         let queue = self.active.as_ref().and_then(|active| active.rx.first());
         self.link_up && self.dma().is_some() && queue.is_some_and(|queue| queue.stopped.is_none())
     }
 
-    /// Whether a buffer is there.
+    /// Whether a buffer is posted.
     pub(crate) fn has_buffer(&self) -> bool {
         match (&self.active, self.dma()) {
             (Some(active), Some(memory)) => active.rx.first().is_some_and(|queue| queue.has_buffer(memory)),
@@ -377,19 +375,19 @@ impl<M: Dma> Vmxnet3<M> {
         }
     }
 
-    /// Asks the driver to ring when it posts buffers, or not to.
+    /// Enables or disables the driver's doorbells for posted buffers.
     pub(crate) fn want_rx_doorbell(&mut self, wanted: bool) {
         if let (Some(active), Some(memory)) = (&self.active, self.dma())
             && let Some(queue) = active.rx.first()
         {
             let address = queue.layout.entry.wrapping_add(offset::UPDATE_RX_PROD);
-            // At worst the driver doesn't ring, and the timer looks.
+            // If the write fails, the driver omits doorbells at worst, and the retry timer finds the buffers.
             let _ = memory.write(address, &[u8::from(wanted)]);
         }
     }
 
-    /// Puts a frame into the guest's buffers: always RX queue 0. `good`: its checksums are. The interrupt is
-    /// sent by the next [`Vmxnet3::fire`].
+    /// Puts a frame into the guest's buffers, always in RX queue 0. `good`: its checksums are verified. The next [`Vmxnet3::fire`] raises
+    /// the interrupt.
     pub(crate) fn deliver(&mut self, frame: FrameBytes<'_, M>, good: bool) -> Delivery {
         let memory = self.memory.as_ref().filter(|_| self.bus_master);
         let (Some(active), Some(memory), true) = (self.active.as_mut(), memory, self.link_up) else {
@@ -443,7 +441,7 @@ impl<M: Dma> Vmxnet3<M> {
         }
     }
 
-    /// Takes over the driver's shared area and queues.
+    /// Reads the driver's shared area and queues, and activates the device.
     fn activate(&mut self) -> Result<(), ActivationError> {
         let memory = self.dma().ok_or(ActivationError::NoMemory)?;
         let shared = DriverShared::read(memory, self.shared_area)?;
@@ -458,7 +456,7 @@ impl<M: Dma> Vmxnet3<M> {
             vlans: read_vlans(memory, self.shared_area).map_err(fault)?,
         };
         for layout in &tx {
-            // Ring for every batch.
+            // A doorbell for every batch.
             let threshold = layout.entry.wrapping_add(offset::TX_THRESHOLD);
             memory.store_u32(threshold, 1).map_err(fault)?;
             commands::write_status(memory, layout.entry, None);
@@ -483,7 +481,7 @@ impl<M: Dma> Vmxnet3<M> {
         Ok(())
     }
 
-    /// A command register write.
+    /// Executes a write to the command register.
     fn command(&mut self, code: u32) {
         self.result = self.execute(code);
     }
@@ -499,7 +497,7 @@ impl<M: Dma> Vmxnet3<M> {
         }
     }
 
-    /// Revision that the driver chose: 7, 1, or 0 before it chose.
+    /// Revision that the driver selected: 7, 1, or 0 before the selection.
     #[must_use]
     pub fn driver_revision(&self) -> u32 {
         self.revision.checked_ilog2().map_or(0, |bit| bit + 1)

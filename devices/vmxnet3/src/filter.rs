@@ -1,4 +1,4 @@
-//! Which frames a device takes in.
+//! Receive filter of a device.
 
 use std::collections::HashSet;
 
@@ -6,17 +6,17 @@ use crate::frame::{destination, vlan_tag};
 use crate::mac::MacAddress;
 use crate::registers::rx_mode;
 
-/// Receive mode, group addresses and VLANs as the driver set them.
+/// Receive mode, group addresses and VLANs from the driver.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct RxFilter {
     pub mode: u32,
     pub groups: HashSet<MacAddress>,
-    /// A bit per VLAN; bit 0 stands for frames without a tag.
+    /// A bit per VLAN; bit 0 is for frames without a tag.
     pub vlans: [u32; 128],
 }
 
 impl RxFilter {
-    /// Whether a device with address `station` takes a frame that begins with `head`.
+    /// Whether a device with address `station` accepts a frame that begins with `head`.
     pub fn accepts(&self, head: &[u8], station: MacAddress) -> bool {
         if self.mode & rx_mode::PROMISCUOUS != 0 {
             return true;

@@ -1,44 +1,44 @@
-//! Ethernet frames: what their headers say, and where their bytes lie.
+//! Ethernet frames: their headers, and the location of their bytes.
 
 use dma::access::CopyFault;
 use dma::{Dma, DmaFault};
 
 use crate::mac::MacAddress;
 
-/// Destination, source, type.
+/// Bytes of destination, source and type.
 pub const ETHERNET_HEADER: usize = 14;
 /// Bytes of a VLAN tag.
 pub const VLAN_TAG: usize = 4;
-/// Largest MTU of the device.
+/// Limit of the device's MTU.
 pub const MTU_MAX: u64 = 9190;
-/// Longest frame that needs no segmentation: MTU, Ethernet header, two VLAN tags.
+/// Limit of a frame without segmentation: MTU, Ethernet header, two VLAN tags.
 pub const FRAME_MAX: usize = 9190 + ETHERNET_HEADER + 2 * VLAN_TAG;
-/// Longest frame that is to be segmented: the longest IP packet (IPv6 without jumbograms), and its Ethernet header.
+/// Limit of a frame for segmentation: the longest IP packet (IPv6 without jumbograms), and its Ethernet header.
 pub const LARGE_FRAME_MAX: usize = 65_535 + 40 + ETHERNET_HEADER + 2 * VLAN_TAG;
-/// 802.1Q.
+/// EtherType of 802.1Q.
 pub(crate) const ETHERTYPE_VLAN: u16 = 0x8100;
 const ETHERTYPE_IPV4: u16 = 0x0800;
 const ETHERTYPE_IPV6: u16 = 0x86DD;
 const PROTOCOL_TCP: u8 = 6;
 const PROTOCOL_UDP: u8 = 17;
 
-/// What is left to do with a frame before it may leave for someone who expects it complete.
+/// The work left on a frame before a receiver that expects a complete frame may get it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 pub enum Offload {
-    /// Nothing; nobody has looked at its checksums.
+    /// None; its checksums are not verified.
     #[default]
     None,
-    /// Nothing; its checksums were looked at, or made, and are good.
+    /// None; its checksums were verified or computed, and are good.
     Verified,
-    /// The checksum over everything from `start` on is to be stored at `at`, where the sum of the
-    /// pseudo-header is already. Offsets in bytes from the start of the frame.
+    /// Compute the checksum over everything from `start` on, and store it at `at`, which holds the sum of the pseudo-header. Offsets are
+    /// bytes from the start of the frame.
     Checksum {
-        /// First byte that is summed.
+        /// Offset of the first summed byte.
         start: u16,
-        /// Where the sum goes.
+        /// Offset of the checksum field.
         at: u16,
     },
-    /// A TCP segment to be cut into pieces of `mss` bytes; all its checksums are to be made.
+    /// Segment a TCP packet into pieces of `mss` bytes, and compute all checksums.
     Tso {
         /// Bytes of TCP payload per piece.
         mss: u16,
@@ -60,21 +60,21 @@ pub(crate) fn be16(bytes: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_be_bytes([pair[0], pair[1]]))
 }
 
-/// The tag of a frame that has one.
+/// The VLAN tag of a frame, if it has one.
 pub(crate) fn vlan_tag(frame: &[u8]) -> Option<u16> {
     if be16(frame, 12)? == ETHERTYPE_VLAN { be16(frame, ETHERNET_HEADER) } else { None }
 }
 
-/// TCP or UDP over IP, and where its headers are; offsets in bytes from the start of the frame.
+/// Location of the headers of TCP or UDP over IP; offsets in bytes from the start of the frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Transport {
     pub v6: bool,
     pub udp: bool,
-    /// Where the IP header starts.
+    /// Offset of the IP header.
     pub ip: usize,
-    /// Where the TCP or UDP header starts.
+    /// Offset of the TCP or UDP header.
     pub l4: usize,
-    /// Where the IP packet ends, as the IP header says; may lie beyond the frame's end.
+    /// End of the IP packet by its header; may be beyond the frame's end.
     pub end: usize,
 }
 
@@ -132,7 +132,7 @@ pub(crate) struct Piece {
     pub len: usize,
 }
 
-/// Copies bytes of a frame that lies in pieces, from byte `skip` on. The pieces hold at least that much.
+/// Copies bytes of a frame in pieces, from byte `skip` on. The pieces hold at least that many bytes.
 pub(crate) fn gather(
     memory: &impl Dma,
     pieces: &[Piece],
@@ -156,39 +156,39 @@ pub(crate) fn gather(
     Ok(())
 }
 
-/// A frame's bytes on their way to a receiver: first `parts` in our memory, then, for a frame that goes straight from
-/// one guest to another, what follows in the sender's memory.
+/// A frame's bytes on the way to a receiver. First `parts` in the daemon's memory; for a frame that is copied directly from guest to guest,
+/// the rest in the sender's memory.
 pub(crate) struct FrameBytes<'a, M> {
     pub parts: [&'a [u8]; 2],
     pub rest: Option<GuestBytes<'a, M>>,
 }
 
-/// Bytes of a frame that stay where they are until they are copied to the receiver.
+/// Bytes of a frame in the sender's memory, until they are copied to the receiver.
 pub(crate) struct GuestBytes<'a, M> {
     pub memory: &'a M,
     pub pieces: &'a [Piece],
-    /// Bytes at the start of the pieces that don't belong to it.
+    /// Bytes at the start of the pieces that aren't part of it.
     pub skip: usize,
     pub len: usize,
 }
 
 impl<'a, M: Dma> FrameBytes<'a, M> {
-    /// A frame in our memory.
+    /// A frame in the daemon's memory.
     pub fn whole(frame: &'a [u8]) -> Self {
         Self { parts: [frame, &[]], rest: None }
     }
 
-    /// Total length.
+    /// Total length, bytes.
     pub fn len(&self) -> usize {
         self.parts[0].len() + self.parts[1].len() + self.rest.as_ref().map_or(0, |rest| rest.len)
     }
 
-    /// All headers are in here.
+    /// The first part, which holds all headers.
     pub fn head(&self) -> &'a [u8] {
         self.parts[0]
     }
 
-    /// Without its VLAN tag. The frame must have one, in its first part, which is then cut in two.
+    /// Removes the VLAN tag, which the frame must have in its first part, by splitting that part.
     pub fn without_tag(self) -> Self {
         let [first, second] = self.parts;
         debug_assert!(second.is_empty());
@@ -229,7 +229,7 @@ impl<'a, M: Dma> FrameBytes<'a, M> {
     }
 }
 
-/// Kinds of destinations that statistics tell apart.
+/// Kinds of destinations in statistics.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum MacKind {
     Unicast,

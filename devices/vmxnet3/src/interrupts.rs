@@ -1,20 +1,20 @@
-//! Interrupt vectors: masks that set themselves, and what waits behind them.
+//! Interrupt vectors: masks, automatic masking, and pending interrupts.
 
 use crate::registers::INTERRUPTS_MAX;
 
-/// Interrupts the guest. Implemented by the PCI shell.
+/// Interrupts to the guest. The PCI shell implements it.
 pub trait Interrupts: Send {
-    /// Sends MSI-X vector `vector` (below [`crate::pci::VECTORS`]). Must not block; what the MSI-X table masks is
-    /// kept pending by whoever owns that table.
+    /// Raises MSI-X vector `vector` (below [`crate::pci::VECTORS`]). Must not block. The owner of the MSI-X table keeps a masked one
+    /// pending.
     fn raise(&self, vector: u16);
 }
 
-/// The vectors' masks (register IMR) and what is pending behind them: one bit each.
+/// The vectors' masks (register IMR) and pending interrupts: one bit each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Vectors {
     pub masked: u32,
     pub pending: u32,
-    /// A vector that fires masks itself until the driver unmasks it.
+    /// Whether a raised vector masks itself until the driver unmasks it.
     pub auto_mask: bool,
 }
 
@@ -24,12 +24,12 @@ impl Vectors {
         Self { masked: (1 << INTERRUPTS_MAX) - 1, pending: 0, auto_mask: true }
     }
 
-    /// There is something to tell on this vector.
+    /// Requests an interrupt of a vector.
     pub fn request(&mut self, vector: u8) {
         self.pending |= bit(vector);
     }
 
-    /// A write to an IMR register.
+    /// Handles a write to an IMR register.
     pub fn set_masked(&mut self, vector: u8, masked: bool) {
         if masked {
             self.masked |= bit(vector);
@@ -42,12 +42,12 @@ impl Vectors {
         self.masked & bit(vector) != 0
     }
 
-    /// Whether [`Vectors::take_due`] would give any.
+    /// Whether [`Vectors::take_due`] would return any.
     pub fn any_due(&self) -> bool {
         self.pending & !self.masked != 0
     }
 
-    /// Vectors that fire now, one bit each.
+    /// Returns the vectors to raise now, one bit each.
     pub fn take_due(&mut self) -> u32 {
         let due = self.pending & !self.masked;
         self.pending &= !due;

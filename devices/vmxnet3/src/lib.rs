@@ -1,4 +1,4 @@
-//! The vmxnet3 network device as unmodified Linux drives it, and Ethernet segments that join several.
+//! The vmxnet3 network device for the unmodified Linux driver, and Ethernet segments that connect several.
 //!
 //! | module | holds |
 //! |---|---|
@@ -6,16 +6,16 @@
 //! | [`pci`] | identity, BARs and vectors for the PCI shell around it |
 //! | [`mod@registers`] | register offsets, commands, limits |
 //! | [`interrupts`] | the trait [`Interrupts`] |
-//! | [`frame`] | frames and what is left to do with them ([`Offload`]) |
+//! | [`frame`] | frames and offloads ([`Offload`]) |
 //! | [`segment`] | [`Segment`]: the switch between devices and other ports |
 //! | [`runner`] | [`SegmentThread`]: a thread that owns a segment; [`NicHandle`]: a device in it |
-//! | [`tap`] | [`tap::Tap`]: a port that leads to a host's tap |
+//! | [`tap`] | [`tap::Tap`]: a port for a host's tap interface |
 //! | [`saved`] | [`SavedVmxnet3`] |
 //! | [`testing`] | a model of the Linux driver, frames |
-//! | [`counters`] | [`PortCounters`], named as Linux names them |
+//! | [`counters`] | [`PortCounters`], under Linux's names |
 //! | [`mac`] | [`MacAddress`] |
 //!
-//! Device facts: Linux `drivers/net/vmxnet3`, kernels 6.1 (it takes revision 7) and 6.12.
+//! Source: Linux `drivers/net/vmxnet3`, kernels 6.1 (which selects revision 7) and 6.12.
 
 mod checksum;
 pub mod counters;

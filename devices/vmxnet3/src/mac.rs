@@ -10,7 +10,7 @@ use std::str::FromStr;
 #[serde(try_from = "String", into = "String")]
 pub struct MacAddress(pub [u8; 6]);
 
-/// A text is no MAC address.
+/// A text that isn't a MAC address.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is no MAC address; write six bytes like 02:00:00:12:34:56")]
 pub struct BadMac(String);
@@ -19,26 +19,26 @@ impl MacAddress {
     /// All stations.
     pub const BROADCAST: Self = Self([0xFF; 6]);
 
-    /// Whether it can be the address of one station.
+    /// Whether it is the address of one station.
     #[must_use]
     pub fn is_unicast(self) -> bool {
         self.0[0] & 1 == 0 && self.0 != [0; 6]
     }
 
-    /// Whether it names a group of stations (broadcast included).
+    /// Whether it is a group address (broadcast included).
     #[must_use]
     pub fn is_group(self) -> bool {
         self.0[0] & 1 == 1
     }
 
-    /// Bytes 0 to 3 and 4 to 5, as the device's registers hold them (little-endian).
+    /// Bytes 0 to 3 and 4 to 5, in the layout of the device's registers (little-endian).
     #[must_use]
     pub fn to_registers(self) -> (u32, u32) {
         let [a, b, c, d, e, f] = self.0;
         (u32::from_le_bytes([a, b, c, d]), u32::from_le_bytes([e, f, 0, 0]))
     }
 
-    /// From the device's registers; the upper half of `high` doesn't matter.
+    /// From the device's registers; the upper half of `high` is ignored.
     #[must_use]
     pub fn from_registers(low: u32, high: u32) -> Self {
         let ([a, b, c, d], [e, f, ..]) = (low.to_le_bytes(), high.to_le_bytes());

@@ -1,4 +1,4 @@
-//! RX queues: frames into buffers.
+//! RX queues: copying frames into buffers.
 
 use dma::access::CopyFault;
 use dma::{Dma, DmaFault};
@@ -9,14 +9,14 @@ use crate::registers::QueueError;
 use crate::shared_area::RxLayout;
 use crate::transmit::Traffic;
 
-/// Most buffers of a frame: what the driver's socket buffers hold (17 pages and a head).
+/// Limit of buffers of a frame: those of the driver's socket buffers (17 pages and a head).
 const PIECES_MAX: usize = 18;
-/// Most BODY buffers of ring 0 skipped per frame; the rest is skipped with the next one.
+/// Limit of BODY buffers of ring 0 that a frame skips; the next frame skips the rest.
 const SKIP_MAX: u32 = 64;
-/// Buffers of later frames that are asked for together with one that is still to come.
+/// Number of later buffers that are requested together with a not-present one.
 const LATE_AHEAD: u32 = 64;
 
-/// A queue while the device is active.
+/// A queue of an active device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct RxQueue {
     pub layout: RxLayout,
@@ -26,7 +26,7 @@ pub(crate) struct RxQueue {
     pub stats: RxStats,
 }
 
-/// Statistics in the order of the queue's entry. Received frames are never joined, so LRO counts stay 0.
+/// Statistics in the order of the queue's entry. Received frames are never coalesced, so LRO counts stay 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 pub(crate) struct RxStats {
     pub unicast: Traffic,
@@ -54,18 +54,18 @@ impl RxStats {
     }
 }
 
-/// Why a frame didn't get into a queue.
+/// Why a queue refused a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum RxFailure {
-    /// The driver has posted too few buffers; it may post more.
+    /// Too few buffers are posted; the driver may post more.
     NoBuffers,
-    /// It needs more buffers than a frame may have.
+    /// It needs more buffers than the limit.
     TooLong,
-    /// The sender's memory is at fault; nothing was received.
+    /// The sender's memory is invalid; nothing was received.
     Source(DmaFault),
-    /// Its buffers are memory that is still to come, and was asked for.
+    /// Its buffers are not-present memory, which was requested.
     Late,
-    /// The queue must stop.
+    /// The queue must be stopped.
     Queue(QueueError),
 }
 
@@ -75,7 +75,7 @@ impl From<DmaFault> for RxFailure {
     }
 }
 
-/// Where a piece of a frame goes.
+/// Destination of a piece of a frame.
 #[derive(Clone, Copy)]
 struct Target {
     ring: usize,
@@ -106,8 +106,8 @@ impl RxQueue {
         }
     }
 
-    /// Finds buffers for `len` bytes: a HEAD buffer of ring 0, then BODY buffers that follow it there (drivers below
-    /// revision 7) or lie in ring 1. Returns how many and where the rings stand behind them.
+    /// Reserves buffers for `len` bytes: a HEAD buffer of ring 0, then BODY buffers that follow it there (drivers below revision 7) or are
+    /// in ring 1. Returns their number, and the rings' positions behind them.
     fn reserve(
         &mut self,
         memory: &impl Dma,
@@ -120,7 +120,7 @@ impl RxQueue {
             match self.peek(memory, 0, self.next[0])? {
                 Some(descriptor) if !descriptor.body => break descriptor,
                 Some(_) if skipped < SKIP_MAX => {
-                    // Skipped for good: the driver takes all up to the next completed one back.
+                    // Skipped for good: the driver reclaims all buffers up to the next completed one.
                     self.next[0] = self.next[0].after(size0);
                     skipped += 1;
                 }
@@ -154,10 +154,10 @@ impl RxQueue {
         Err(RxFailure::NoBuffers)
     }
 
-    /// Whether buffers are memory that is still to come. Asks for it, and for that of the next frames.
+    /// Whether buffers are not-present memory. Requests it, and the buffers of the next frames.
     #[cold]
     fn is_late(&self, memory: &impl Dma, targets: &[Target], mut next: Cursor) -> bool {
-        // All of them, so that all are asked for.
+        // Evaluated for all pieces, so that all their pages are requested.
         let awaited = targets.iter().filter(|to| memory.awaits(to.address, to.len as u64, false)).count();
         for _ in 0..LATE_AHEAD {
             let Ok(Some(buffer)) = self.peek(memory, 0, next) else { break };
@@ -167,12 +167,12 @@ impl RxQueue {
         awaited > 0
     }
 
-    /// Whether a HEAD buffer is there.
+    /// Whether a HEAD buffer is posted.
     pub fn has_buffer(&self, memory: &impl Dma) -> bool {
         self.stopped.is_none() && matches!(self.peek(memory, 0, self.next[0]), Ok(Some(_)))
     }
 
-    /// Puts a frame into buffers and completes them. `id` is the queue's number, `queues` how many there are.
+    /// Copies a frame into buffers and completes them. `id` is the queue's number, `queues` the number of queues.
     pub fn deliver<M: Dma>(
         &mut self,
         memory: &M,

@@ -1,13 +1,13 @@
-//! Register offsets, command codes and limits (Linux `vmxnet3_defs.h`; `specs/pvrdma.md` section 15).
+//! Register offsets, command codes and limits (Linux `vmxnet3_defs.h`).
 
-/// Most TX queues, and most RX queues, that an activation may ask for. Drivers of revision 1 decide on their own
-/// and take up to 8; later ones are told to take one.
+/// Limit of TX queues, and of RX queues, of an activation. Drivers of revision 1 decide themselves and use up to 8; later ones are limited
+/// to one.
 pub const QUEUES_MAX: u8 = 8;
-/// Most interrupts that the driver-shared area can describe.
+/// Limit of interrupts in the driver-shared area.
 pub const INTERRUPTS_MAX: u8 = 25;
-/// Most descriptors of a ring: its index has 12 bits in completions.
+/// Limit of descriptors of a ring: completions have 12 bits for an index.
 pub const RING_MAX: u32 = 4096;
-/// Most entries of a completion ring: RX has one per descriptor of both rings.
+/// Limit of entries of a completion ring: RX has one per descriptor of both rings.
 pub const COMPLETION_RING_MAX: u32 = 2 * RING_MAX;
 
 /// Interrupt mask registers, one every 8 bytes (BAR 0).
@@ -19,15 +19,15 @@ pub const RXPROD: u64 = 0x800;
 /// Producer index of ring 1 of RX queues (BAR 0).
 pub const RXPROD2: u64 = 0xA00;
 
-/// Revisions offered; writing chooses one (BAR 1).
+/// Offered revisions; a write selects one (BAR 1).
 pub const VRRS: u64 = 0x00;
-/// UPT versions offered (BAR 1).
+/// Offered UPT versions (BAR 1).
 pub const UVRS: u64 = 0x08;
 /// Address of the driver-shared area, low half (BAR 1).
 pub const DSAL: u64 = 0x10;
 /// Address of the driver-shared area, high half (BAR 1).
 pub const DSAH: u64 = 0x18;
-/// Commands; reading gives the result of the last one (BAR 1).
+/// Commands; a read returns the result of the last one (BAR 1).
 pub const CMD: u64 = 0x20;
 /// Station address, bytes 0 to 3 (BAR 1).
 pub const MACL: u64 = 0x28;
@@ -38,8 +38,8 @@ pub const ICR: u64 = 0x38;
 /// Acknowledges events (BAR 1).
 pub const ECR: u64 = 0x40;
 
-/// Value of VRRS: revisions 7 and 1. 7 limits the driver to one queue pair and declares no tunnel offload; 1 is
-/// for drivers that know nothing newer.
+/// Value of VRRS: revisions 7 and 1. Revision 7 limits the driver to one queue pair and declares no tunnel offload. Revision 1 is for
+/// drivers that support nothing newer.
 pub const REVISIONS: u32 = 0x41;
 /// Value of UVRS.
 pub const UPT_VERSIONS: u32 = 1;
@@ -48,23 +48,23 @@ pub const UPT_VERSIONS: u32 = 1;
 pub mod command {
     /// Starts the device from the driver-shared area.
     pub const ACTIVATE_DEV: u32 = 0xCAFE_0000;
-    /// Stops it; no DMA after the write returned.
+    /// Stops it; no DMA after the write returns.
     pub const QUIESCE_DEV: u32 = 0xCAFE_0001;
-    /// Forgets everything.
+    /// Resets the device.
     pub const RESET_DEV: u32 = 0xCAFE_0002;
-    /// Reads the receive mode anew.
+    /// Reads the receive mode again.
     pub const UPDATE_RX_MODE: u32 = 0xCAFE_0003;
-    /// Reads the table of group addresses anew.
+    /// Reads the table of group addresses again.
     pub const UPDATE_MAC_FILTERS: u32 = 0xCAFE_0004;
-    /// Reads the table of VLANs anew.
+    /// Reads the table of VLANs again.
     pub const UPDATE_VLAN_FILTERS: u32 = 0xCAFE_0005;
-    /// Reads the features anew.
+    /// Reads the features again.
     pub const UPDATE_FEATURE: u32 = 0xCAFE_0009;
     /// Writes queue states into guest memory.
     pub const GET_QUEUE_STATUS: u32 = 0xF00D_0000;
     /// Writes statistics into guest memory.
     pub const GET_STATS: u32 = 0xF00D_0001;
-    /// Link speed in Mbit/s times 65536, and 1 when up.
+    /// Link speed in Mbit/s times 65536, plus 1 when up.
     pub const GET_LINK: u32 = 0xF00D_0002;
     /// Built-in address, bytes 0 to 3.
     pub const GET_PERM_MAC_LO: u32 = 0xF00D_0003;
@@ -78,7 +78,7 @@ pub mod command {
     pub const GET_CONF_INTR: u32 = 0xF00D_0008;
     /// Bytes per entry of the TX data ring.
     pub const GET_TXDATA_DESC_SIZE: u32 = 0xF00D_000A;
-    /// Most queues: RX times 256 plus TX.
+    /// Limit of queues: RX times 256 plus TX.
     pub const GET_MAX_QUEUES_CONF: u32 = 0xF00D_000F;
 }
 
@@ -94,43 +94,43 @@ pub mod event {
 
 /// Bits of `uptFeatures`.
 pub mod feature {
-    /// Checksums of received frames are told.
+    /// The device reports checksums of received frames.
     pub const RXCSUM: u64 = 1;
-    /// VLAN tags of received frames are taken out of the data.
+    /// The device removes VLAN tags from received frames.
     pub const RXVLAN: u64 = 4;
 }
 
 /// Bits of `rxMode`.
 pub mod rx_mode {
-    /// Frames to the station address.
+    /// Accept frames to the station address.
     pub const UNICAST: u32 = 1;
-    /// Frames to groups in the table.
+    /// Accept frames to groups in the table.
     pub const MULTICAST: u32 = 2;
-    /// Frames to all.
+    /// Accept broadcast frames.
     pub const BROADCAST: u32 = 4;
-    /// Frames to any group.
+    /// Accept frames to any group.
     pub const ALL_MULTICAST: u32 = 8;
-    /// All frames.
+    /// Accept all frames.
     pub const PROMISCUOUS: u32 = 16;
 }
 
-/// Why a queue stopped, as its status says (Linux `VMXNET3_ERR_*`).
+/// Why a queue is stopped, in its status (Linux `VMXNET3_ERR_*`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum QueueError {
     /// A packet without a last descriptor.
     NoEop,
-    /// A packet of too many descriptors or bytes.
+    /// A packet with too many descriptors or bytes.
     BigPacket,
-    /// A kind of descriptor that this device doesn't have.
+    /// An unsupported kind of descriptor.
     NotSupported,
-    /// An RX buffer without room.
+    /// An RX buffer of length 0.
     SmallBuffer,
-    /// A descriptor or ring that points outside of the guest's memory.
+    /// A descriptor or ring outside of the guest's memory.
     Invalid,
 }
 
 impl QueueError {
-    /// As the guest reads it.
+    /// The code that the guest reads.
     #[must_use]
     pub fn code(self) -> u32 {
         match self {

@@ -1,15 +1,15 @@
-//! A thread that owns a segment with all its devices and ports, and handles to it for other threads.
+//! A thread that owns a segment with all its devices and ports, and handles for other threads.
 //!
 //! ```text
-//!  vfio-user thread of a NIC                         segment thread (owns all state, plain &mut)
-//!    │ NicHandle::bar_write ── message, eventfd ───────▶│ carries it out
-//!    │◀──────────────────────────────── answer ─────────│
-//!  guest ── store to a doorbell ── ioeventfd ──────────▶│ Segment::serve
-//!  host  ── frame at a tap ─────────────────────────────▶│
+//!   vfio-user thread of a NIC                         segment thread (owns all state, plain &mut)
+//!     │ NicHandle::bar_write ── message, eventfd ───────▶│ executes it
+//!     │◀────────────────────────────── response ─────────│
+//!   guest ── store to a doorbell ── ioeventfd ──────────▶│ Segment::serve
+//!   host  ── frame at a tap ─────────────────────────────▶│
 //! ```
 //!
-//! A call returns when it has been carried out, so a QUIESCE command, a reset, a change of memory or a drop of the
-//! handle has stopped all DMA when it returns. Calls wait for at most one round of bounded work of each port.
+//! A call returns after the thread has executed it. So when a QUIESCE command, a reset, a change of memory or a drop of the handle returns,
+//! all DMA has stopped. A call waits for at most one round of bounded work of each port.
 
 mod handle;
 
@@ -31,30 +31,30 @@ use crate::segment::{AttachError, FramePort, PortId, PortReport, PortRules, Segm
 
 pub use handle::{IoEvent, NicEvents, NicHandle};
 
-/// When frames that wait for buffers are tried again without a doorbell: first, and at most. A guest that is stopped
-/// must not keep us busy.
+/// First and longest interval of retries for frames that wait for buffers without a doorbell (exponential back-off). A stopped guest must
+/// not keep the thread busy.
 const RETRY: Duration = Duration::from_millis(5);
 const RETRY_MAX: Duration = Duration::from_millis(500);
-/// Epoll tag of the thread's own wake-up.
+/// Epoll tag of the thread's own eventfd.
 const WAKE: u64 = u64::MAX;
-/// Ports' tags are their index, and from this bit on which of their descriptors it is.
+/// A port's epoll tag is its index; from this bit on, the kind of the descriptor.
 const KIND_SHIFT: u32 = 32;
-/// Vectors whose unmasking can be an eventfd. Linux uses two with one queue.
+/// Number of vectors whose unmasking can be an eventfd. Linux uses two with one queue.
 const UNMASK_EVENTS: usize = 3;
-/// Most writes of one device that are under way without anybody waiting for them.
+/// Limit of posted writes of one device in flight, whose completion no thread waits for.
 const POSTED_MAX: usize = 32;
-/// Messages carried out before the segment has its turn again.
+/// Number of messages that the thread executes before it serves the segment again.
 const MESSAGES_PER_TURN: usize = 64;
 
-/// Something that the segment's thread was asked for.
+/// A request to the segment's thread.
 type Job<M> = Box<dyn FnOnce(&mut Worker<M>) + Send>;
 
-/// The segment's thread is gone: it was stopped, or it has failed and said so in the log.
+/// The segment's thread is gone: it was stopped, or it failed and logged why.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("The segment's thread has ended; create the segment and its devices anew")]
 pub struct SegmentGone;
 
-/// A device or port can't be added to a running segment.
+/// Why a device or port can't be added to a running segment.
 #[derive(Debug, thiserror::Error)]
 pub enum PlugError {
     /// The segment refuses it.
@@ -69,15 +69,15 @@ pub enum PlugError {
     /// The kernel refused.
     #[error("The kernel refused to {what}")]
     Kernel {
-        /// What was tried.
+        /// The failed operation.
         what: &'static str,
-        /// Why.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
 }
 
-/// Sends jobs to the thread. Cheap to clone.
+/// Sends requests to the thread. Cheap to clone.
 struct Mailbox<M> {
     jobs: Sender<Job<M>>,
     wake: Arc<OwnedFd>,
@@ -90,14 +90,14 @@ impl<M> Clone for Mailbox<M> {
 }
 
 impl<M> Mailbox<M> {
-    /// Has `job` carried out by the thread and waits for its result.
+    /// Makes the thread execute `job`, and waits for its result.
     fn call<R: Send + 'static>(
         &self,
         job: impl FnOnce(&mut Worker<M>) -> R + Send + 'static,
     ) -> Result<R, SegmentGone> {
         let (answer, result): (SyncSender<R>, Receiver<R>) = sync_channel(1);
         let job: Job<M> = Box::new(move |worker| {
-            // Whoever asked may have gone.
+            // The caller may be gone.
             let _ = answer.send(job(worker));
         });
         self.jobs.send(job).map_err(|_| SegmentGone)?;
@@ -105,16 +105,16 @@ impl<M> Mailbox<M> {
         result.recv().map_err(|_| SegmentGone)
     }
 
-    /// Has `job` carried out by the thread, after all that was asked before, and doesn't wait.
+    /// Makes the thread execute `job` after all earlier requests, without waiting.
     fn post(&self, job: impl FnOnce(&mut Worker<M>) + Send + 'static) {
-        // A thread that is gone has no registers.
+        // If the thread is gone, so are the registers.
         if self.jobs.send(Box::new(job)).is_ok() {
             ring(&self.wake);
         }
     }
 }
 
-/// A running segment. Dropping it stops the thread; handles of devices then answer like absent ones.
+/// A running segment. Dropping it stops the thread; handles of its devices then respond like absent devices.
 pub struct SegmentThread<M> {
     mailbox: Mailbox<M>,
     name: String,
@@ -158,7 +158,7 @@ impl<M: Dma + Send + 'static> SegmentThread<M> {
     /// Adds a new device.
     ///
     /// # Errors
-    /// When its address is taken, the segment is full, or the thread is gone.
+    /// When its address is in use, the segment is full, or the thread is gone.
     pub fn attach(
         &self,
         config: Vmxnet3Config,
@@ -168,7 +168,7 @@ impl<M: Dma + Send + 'static> SegmentThread<M> {
         self.attach_device(Vmxnet3::new(config, interrupts), rules, None)
     }
 
-    /// Adds a device with saved state. It stands still until it is given memory.
+    /// Adds a device with a saved state. It is suspended until [`NicHandle::set_memory`].
     ///
     /// # Errors
     /// As [`SegmentThread::attach`], and when the state is damaged.
@@ -182,7 +182,7 @@ impl<M: Dma + Send + 'static> SegmentThread<M> {
         self.attach_device(Vmxnet3::restore(config, interrupts, state)?, rules, None)
     }
 
-    /// As [`SegmentThread::attach_restored`], with eventfds that were handed out before the device came.
+    /// As [`SegmentThread::attach_restored`], with eventfds that were created and passed on before the device.
     ///
     /// # Errors
     /// As there.
@@ -215,7 +215,7 @@ impl<M: Dma + Send + 'static> SegmentThread<M> {
     /// Adds a port that isn't a device, for instance a [`crate::tap::Tap`].
     ///
     /// # Errors
-    /// When the segment is full, its descriptor can't be waited for, or the thread is gone.
+    /// When the segment is full, epoll refuses its descriptor, or the thread is gone.
     pub fn attach_port(
         &self,
         name: impl Into<String>,
@@ -226,7 +226,7 @@ impl<M: Dma + Send + 'static> SegmentThread<M> {
         self.mailbox.call(move |worker| worker.attach_port(name, port, rules))?
     }
 
-    /// Takes a port away that [`SegmentThread::attach_port`] added.
+    /// Removes a port that [`SegmentThread::attach_port`] added.
     ///
     /// # Errors
     /// When the thread is gone.
@@ -234,7 +234,7 @@ impl<M: Dma + Send + 'static> SegmentThread<M> {
         self.mailbox.call(move |worker| worker.detach(id))
     }
 
-    /// All ports with their counters.
+    /// Reports all ports with their counters.
     ///
     /// # Errors
     /// When the thread is gone.
@@ -254,13 +254,13 @@ impl<M> Drop for SegmentThread<M> {
     }
 }
 
-/// What the thread owns.
+/// State of the thread.
 struct Worker<M> {
     segment: Segment<M>,
     inbox: Receiver<Job<M>>,
     epoll: OwnedFd,
     wake: Arc<OwnedFd>,
-    /// What is waited for, by port.
+    /// Descriptors in the epoll set, by port.
     watched: Vec<Option<Watched>>,
     started: Instant,
     stopping: bool,
@@ -296,7 +296,7 @@ impl<M: Dma + Send + 'static> Worker<M> {
         }
     }
 
-    /// Waits for a port's descriptors from now on; without them the port can't stay.
+    /// Adds a port's descriptors to the epoll set; without them the port can't stay.
     fn watch(&mut self, id: PortId, watched: Watched) -> Result<PortId, PlugError> {
         let index = id.0 as u64;
         let result = watched.fds().try_for_each(|(kind, fd)| {
@@ -314,11 +314,11 @@ impl<M: Dma + Send + 'static> Worker<M> {
         Ok(id)
     }
 
-    /// Stops waiting for a port's descriptors.
+    /// Removes a port's descriptors from the epoll set.
     fn unwatch(&mut self, id: PortId) -> bool {
         let Some(watched) = self.watched.get_mut(id.0).and_then(Option::take) else { return false };
         for (_, fd) in watched.fds() {
-            // It fails for those that `watch` couldn't add.
+            // Fails for those that `watch` couldn't add.
             let _ = epoll::delete(&self.epoll, fd);
         }
         true
@@ -329,7 +329,7 @@ impl<M: Dma + Send + 'static> Worker<M> {
         self.segment.detach(id);
     }
 
-    /// Carries out the unmasking that a device's eventfds tell of.
+    /// Executes the unmasking that a device's eventfds signal.
     fn take_unmasks(&mut self, id: PortId) {
         let Some(Some(Watched::Device(events))) = self.watched.get(id.0) else { return };
         let Some(device) = self.segment.device(id) else { return };
@@ -352,7 +352,7 @@ impl<M: Dma + Send + 'static> Worker<M> {
                 job(self);
                 jobs += 1;
             }
-            // The wake-up that came with the request may be gone already: don't wait for another.
+            // The signal of the request may have been consumed already: don't wait for another.
             if self.stopping {
                 return Ok(());
             }
@@ -396,7 +396,7 @@ impl<M: Dma + Send + 'static> Worker<M> {
             Some(Some(Watched::Device(_))) => self.take_unmasks(id),
             Some(Some(Watched::Port(_))) => {
                 self.segment.readable(id);
-                // It would wake us for ever.
+                // A broken descriptor would wake the thread without end.
                 if broken && self.unwatch(id) {
                     let segment = self.segment.name();
                     tracing::error!(
@@ -409,14 +409,14 @@ impl<M: Dma + Send + 'static> Worker<M> {
     }
 }
 
-/// Descriptors of a port.
+/// Epoll descriptors of a port.
 enum Watched {
     Device(NicEvents),
     Port(OwnedFd),
 }
 
 impl Watched {
-    /// Each with its kind, which goes into the epoll tag.
+    /// Each with its kind, for the epoll tag.
     fn fds(&self) -> impl Iterator<Item = (u64, BorrowedFd<'_>)> {
         let fds: Vec<BorrowedFd<'_>> = match self {
             Self::Device(NicEvents { kick, unmask }) => {
@@ -432,12 +432,12 @@ fn new_event() -> io::Result<OwnedFd> {
     Ok(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?)
 }
 
-/// Signals an eventfd. It can only fail when it is signalled already, or full of signals.
+/// Signals an eventfd. Fails only if the counter is full, so that it is signalled anyway.
 fn ring(event: &OwnedFd) {
     let _ = rustix::io::write(event, &1_u64.to_ne_bytes());
 }
 
-/// Takes the signals of an eventfd; whether there were any.
+/// Consumes the signals of an eventfd; returns whether there were any.
 fn drain(event: &OwnedFd) -> bool {
     rustix::io::read(event, &mut [0_u8; 8]).is_ok()
 }

@@ -1,4 +1,4 @@
-//! Saved state: types of their own, versioned, and the constructor that takes them.
+//! Saved state, in versioned types of its own, and the constructor that restores it.
 
 use dma::Dma;
 
@@ -12,11 +12,11 @@ use crate::registers::{COMPLETION_RING_MAX, INTERRUPTS_MAX, QUEUES_MAX, RING_MAX
 use crate::shared_area::{QUEUE_ENTRY, RxLayout, TxLayout};
 use crate::transmit::{TxQueue, TxStats};
 
-/// Version that this code writes. It reads no other yet.
+/// Version that this code writes and reads.
 pub const VERSION: u32 = 1;
 
-/// Complete state of a device between two packets. What lies in guest memory (rings, shared area) isn't part of it.
-/// Field names are the format: rename none, give new ones a default.
+/// Complete state of a device between two packets, without its rings and shared area in guest memory. Field names are the format: rename
+/// none, and give new ones a default.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct SavedVmxnet3 {
     version: u32,
@@ -64,43 +64,43 @@ struct SavedRx {
     stats: RxStats,
 }
 
-/// Saved state can't be used.
+/// Why a saved state can't be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RestoreError {
-    /// Of another version.
+    /// The state has another version.
     #[error("The saved state of {name} has version {found}, this program reads version {VERSION}")]
     Version {
         /// The device.
         name: String,
-        /// Its version.
+        /// The state's version.
         found: u32,
     },
-    /// It isn't one that a device can be in.
+    /// The state is invalid for any device.
     #[error("The saved state of {name} is damaged: {what} is out of range")]
     Damaged {
         /// The device.
         name: String,
-        /// The field.
+        /// Name of the invalid field.
         what: &'static str,
     },
-    /// Of another device.
+    /// The state is another device's.
     #[error("The saved state is that of a device with address {saved}, but {name} has {own}")]
     OtherDevice {
         /// The device.
         name: String,
-        /// Its address.
+        /// The device's address.
         own: MacAddress,
-        /// The saved one's.
+        /// The state's address.
         saved: MacAddress,
     },
 }
 
-/// Bytes of the driver's shared area, its tables apart, and of each descriptor.
+/// Bytes of the driver-shared area without its tables, and of each descriptor.
 const SHARED_AREA: u64 = 720;
 const DESCRIPTOR: u64 = 16;
 
 impl SavedVmxnet3 {
-    /// The guest's memory that a device in this state counts on being there: addresses and lengths of its shared area and rings.
+    /// Passes `each` the guest memory that must be present for a device in this state: addresses and lengths of its shared area and rings.
     pub fn memory(&self, each: &mut dyn FnMut(u64, u64)) {
         let Some(active) = &self.active else { return };
         each(active.shared, SHARED_AREA);
@@ -124,7 +124,7 @@ impl SavedVmxnet3 {
 }
 
 impl<M: Dma> Vmxnet3<M> {
-    /// Complete state. The guest should be paused: what its driver does meanwhile may or may not be in it.
+    /// Saves the complete state. Pause the guest before: concurrent actions of its driver may or may not be included.
     #[must_use]
     pub fn save(&self) -> SavedVmxnet3 {
         SavedVmxnet3 {
@@ -142,11 +142,10 @@ impl<M: Dma> Vmxnet3<M> {
         }
     }
 
-    /// A device in saved state. It stands still until it is given memory; then interrupts that were pending are sent
-    /// and work that waits in the rings is done.
+    /// Restores a device. It is suspended until it gets memory. Then it raises pending interrupts and executes work in the rings.
     ///
     /// # Errors
-    /// When the state is of another version or device, or none that a device can be in.
+    /// When the state has another version, is another device's, or is invalid.
     pub fn restore(
         config: Vmxnet3Config,
         interrupts: Box<dyn Interrupts>,

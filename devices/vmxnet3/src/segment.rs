@@ -1,19 +1,18 @@
 //! An Ethernet segment within this process: a learning switch between devices and other ports.
 //!
-//! A frame's bytes are copied as rarely as what is to be done with it allows:
+//! A frame's payload is copied as rarely as its offloads permit:
 //!
 //! | from device to | copies of the payload |
 //! |---|---|
-//! | one device, nothing to be done, or the checksum may stay undone | 1: the sender's buffers to the receiver's |
-//! | one device, checksum to be made | 2: the checksum is made in between, while the bytes are in the cache |
-//! | one device, to be segmented | 3: as above, and each piece is put together with its headers |
-//! | a tap, or several ports | 1 into our memory, then 1 per receiver |
+//! | one device, no offload, or one that accepts partial checksums | 1: the sender's buffers to the receiver's |
+//! | one device, checksum offload | 2: the checksum is computed in between, while the bytes are in the cache |
+//! | one device, segmentation | 3: as above, and each piece is assembled with its headers |
+//! | a tap, or several ports | 1 into the daemon's memory, then 1 per receiver |
 //!
-//! The first 256 bytes always go through our memory: headers are read once, and only that copy is looked at and
-//! sent on.
+//! The first 256 bytes are always copied into the daemon's memory: headers are read once, and only that copy is parsed and forwarded.
 //!
-//! A segment does nothing by itself: [`Segment::serve`] is called when a doorbell rang, and always does a bounded
-//! amount of work, for all ports in turn.
+//! A segment does nothing by itself. Its owner calls [`Segment::serve`] after a doorbell. Each call does a bounded amount of work, for all
+//! ports in turn.
 
 use std::collections::VecDeque;
 use std::io;
@@ -35,32 +34,32 @@ mod sending;
 
 pub use companion::Companion;
 
-/// Bytes of each packet that are always copied: all headers lie in them.
+/// Bytes of each packet that are always copied; they hold all headers.
 const HEAD: usize = 256;
-/// Most ports of a segment.
+/// Limit of ports of a segment.
 pub const PORTS_MAX: usize = 1024;
-/// Packets that a port may send before the next one has its turn.
+/// Limit of packets that a port sends per turn.
 const TURN_PACKETS: usize = 64;
-/// Cost that a port may cause before the next one has its turn; one packet may exceed it. A byte costs 1.
+/// Limit of the cost of a port's turn, in bytes; one packet may exceed it.
 const TURN_COST: usize = 256 << 10;
-/// What each frame that a packet is cut into costs besides.
+/// Additional cost of each frame of a segmented packet, in bytes.
 const FRAME_COST: usize = 256;
 
-/// What a segment is made with.
+/// Configuration of a segment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SegmentConfig {
     /// Name, for logs and the thread.
     pub name: String,
-    /// How long a silent station is remembered (bridges: 300 s).
+    /// Aging time: how long the address of a silent station is kept (bridges: 300 s).
     pub aging: Duration,
-    /// Most frames that wait for a port whose guest has posted no buffers.
+    /// Limit of frames that wait for a port whose guest has posted no buffers.
     pub waiting_frames: usize,
-    /// Most bytes of those frames.
+    /// Limit of bytes of those frames.
     pub waiting_bytes: usize,
 }
 
 impl SegmentConfig {
-    /// The usual: 300 s, 512 frames, 1 MiB.
+    /// Defaults: 300 s, 512 frames, 1 MiB.
     #[must_use]
     pub fn new(name: impl Into<String>) -> Self {
         Self {
@@ -72,76 +71,75 @@ impl SegmentConfig {
     }
 }
 
-/// What a port may do.
+/// Rules of a port.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PortRules {
-    /// It may send from addresses that aren't its own, and is sent what goes to them: for taps, and for guests that
-    /// are bridges. Otherwise such frames are counted and dropped.
+    /// The port may send from any source address, and receives frames for those addresses: for taps, and for guests that are bridges.
+    /// Otherwise such frames are counted and dropped.
     pub any_source: bool,
-    /// It may be given frames whose checksum was left undone by their sender, told that it is good. Saves a pass
-    /// over the data, but a guest that forwards such frames to somebody else sends them on broken. Only for guests
-    /// that are end stations.
+    /// The port may receive frames with a partial checksum, reported as good. Saves a pass over the data, but a guest that forwards such
+    /// frames sends them broken. Only for guests that are end stations.
     pub partial_checksums: bool,
 }
 
-/// A port that isn't a device of ours.
+/// A port that isn't a device.
 pub trait FramePort: Send {
-    /// Receives one frame into `frame` (cleared before; at most [`LARGE_FRAME_MAX`] bytes). `None` when none waits.
+    /// Receives one frame into `frame` (empty before; at most [`LARGE_FRAME_MAX`] bytes). `None` when none waits.
     ///
     /// # Errors
     /// When receiving failed; the next call may succeed.
     fn receive(&mut self, frame: &mut Vec<u8>) -> io::Result<Option<Offload>>;
 
-    /// Sends one frame. `offload` is one that it [`FramePort::finishes`].
+    /// Sends one frame. `offload` is one that the port [`FramePort::finishes`].
     ///
     /// # Errors
     /// `WouldBlock` when there is no room: the frame is dropped.
     fn send(&mut self, frame: &[u8], offload: Offload) -> io::Result<()>;
 
-    /// Whether it makes checksums and segments itself.
+    /// Whether the port computes checksums and segments by itself.
     fn finishes(&self) -> bool;
 
-    /// What becomes readable when a frame waits.
+    /// A descriptor that is readable while a frame waits.
     fn fd(&self) -> Option<BorrowedFd<'_>>;
 }
 
-/// A port can't be added.
+/// Why a port can't be added.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AttachError {
-    /// Its address is taken, or is none.
+    /// Its address is in use, or isn't a unicast address.
     #[error(
         "{mac} can't be the address of {name}: it is another port's, or is no station's; give it an own one"
     )]
     Address {
-        /// The port.
+        /// Name of the port.
         name: String,
-        /// The address.
+        /// Address of the port.
         mac: MacAddress,
     },
     /// The segment is full.
     #[error("Segment {segment} has {PORTS_MAX} ports, more are not possible")]
     Full {
-        /// The segment.
+        /// Name of the segment.
         segment: String,
     },
 }
 
-/// A port's place in its segment, valid until it is detached.
+/// Identifier of a port in its segment, valid until it is detached.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PortId(pub(crate) usize);
 
-/// A port as `inspect` shows it.
+/// A port in `inspect`.
 #[derive(Debug, Clone)]
 pub struct PortReport {
     /// Name.
     pub name: String,
     /// Its own address, for devices.
     pub mac: Option<MacAddress>,
-    /// Addresses learnt behind it.
+    /// Addresses learnt at the port.
     pub learnt: Vec<MacAddress>,
-    /// What it may do.
+    /// Rules of the port.
     pub rules: PortRules,
-    /// Traffic.
+    /// Traffic counters.
     pub counters: Arc<PortCounters>,
 }
 
@@ -160,12 +158,12 @@ struct Port<M> {
     rules: PortRules,
     counters: Arc<PortCounters>,
     link: Link<M>,
-    /// Beside a device.
+    /// Companion of a device.
     companion: Option<Box<dyn Companion>>,
-    /// For devices without buffers.
+    /// Frames that wait for the device's buffers.
     waiting: VecDeque<Waiting>,
     waiting_bytes: usize,
-    /// It may have more to send.
+    /// Whether it may have more to send.
     ready: bool,
 }
 
@@ -177,7 +175,7 @@ impl<M: Dma> Port<M> {
         }
     }
 
-    /// Whether it takes a frame whose checksum is still to be made.
+    /// Whether it accepts a frame with a partial checksum.
     fn takes_partial(&self) -> bool {
         match &self.link {
             Link::Device(device) => self.rules.partial_checksums && device.checks_offloaded(),
@@ -185,7 +183,7 @@ impl<M: Dma> Port<M> {
         }
     }
 
-    /// Whether it takes a frame that is still to be segmented.
+    /// Whether it accepts a frame that still needs segmentation.
     fn takes_large(&self) -> bool {
         match &self.link {
             Link::Device(_) => false,
@@ -194,7 +192,7 @@ impl<M: Dma> Port<M> {
     }
 }
 
-/// Buffers that are used again for each frame.
+/// Buffers that are reused for each frame.
 #[derive(Default)]
 struct Scratch {
     pieces: Vec<Piece>,
@@ -203,7 +201,7 @@ struct Scratch {
     targets: Vec<usize>,
 }
 
-/// See the module.
+/// An Ethernet segment; see the module.
 pub struct Segment<M> {
     config: SegmentConfig,
     switch: Switch,
@@ -224,10 +222,10 @@ impl<M: Dma> Segment<M> {
         &self.config.name
     }
 
-    /// Plugs a device in. Its built-in address becomes the port's own.
+    /// Adds a device, whose built-in address becomes the port's own.
     ///
     /// # Errors
-    /// When the address or the segment is taken.
+    /// When the address is in use or the segment is full.
     pub fn attach_device(&mut self, device: Vmxnet3<M>, rules: PortRules) -> Result<PortId, AttachError> {
         let index = self.free_port()?;
         let (name, mac) = (device.config().name.clone(), device.config().mac);
@@ -238,7 +236,7 @@ impl<M: Dma> Segment<M> {
         Ok(self.place(index, name, rules, counters, Link::Device(Box::new(device))))
     }
 
-    /// Plugs something else in, for instance a tap.
+    /// Adds another port, for instance a tap.
     ///
     /// # Errors
     /// When the segment is full.
@@ -284,7 +282,7 @@ impl<M: Dma> Segment<M> {
         PortId(index)
     }
 
-    /// Unplugs a port and gives its device back, if it is one.
+    /// Removes a port, and returns its device if it is one.
     pub fn detach(&mut self, id: PortId) -> Option<Vmxnet3<M>> {
         let port = self.ports.get_mut(id.0)?.take()?;
         self.switch.remove_port(id.0);
@@ -299,21 +297,21 @@ impl<M: Dma> Segment<M> {
         self.ports.get_mut(id.0)?.as_mut()?.device()
     }
 
-    /// Changes what a port may do.
+    /// Sets the rules of a port.
     pub fn set_rules(&mut self, id: PortId, rules: PortRules) {
         if let Some(Some(port)) = self.ports.get_mut(id.0) {
             port.rules = rules;
         }
     }
 
-    /// Frames wait at a port that isn't a device, or at a device's companion.
+    /// Records that frames wait at a port that isn't a device, or at a device's companion.
     pub fn readable(&mut self, id: PortId) {
         if let Some(Some(port)) = self.ports.get_mut(id.0) {
             port.ready = true;
         }
     }
 
-    /// All ports.
+    /// Reports all ports.
     #[must_use]
     pub fn report(&self) -> Vec<PortReport> {
         let mut reports: Vec<(usize, PortReport)> = self
@@ -344,15 +342,15 @@ impl<M: Dma> Segment<M> {
         reports.into_iter().map(|(_, report)| report).collect()
     }
 
-    /// Whether frames wait for a guest's buffers: then [`Segment::serve`] should be called from time to time (some
-    /// milliseconds), in case that the guest's doorbell was lost to a race between it and us.
+    /// Whether frames wait for a guest's buffers. Then call [`Segment::serve`] every few milliseconds, since the guest's doorbell may have
+    /// been lost in a race with the segment.
     #[must_use]
     pub fn has_waiting(&self) -> bool {
         self.ports.iter().flatten().any(|port| !port.waiting.is_empty())
     }
 
-    /// Gives each port a turn: sends up to a bounded number of its packets, delivers what waited for it. `now` is
-    /// the time since any fixed moment. Returns whether more is left to do now.
+    /// Gives each port a turn: sends a bounded number of its packets, and delivers frames that wait for it. `now` is the time since any
+    /// fixed moment. Returns whether more work is left.
     pub fn serve(&mut self, now: Duration) -> bool {
         self.switch.sweep(now);
         for index in 0..self.ports.len() {

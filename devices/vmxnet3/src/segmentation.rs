@@ -3,15 +3,15 @@
 use crate::checksum;
 use crate::frame::{Transport, be16};
 
-/// Most pieces that one packet is cut into: 64 KiB with the smallest MSS that TCP stacks use. Guests that ask for more
-/// want to keep us busy.
+/// Limit of pieces of one packet: 64 KiB with the smallest MSS that TCP stacks use. A guest that requests more tries to keep the thread
+/// busy.
 pub(crate) const SEGMENTS_MAX: usize = 1024;
 
 const FIN: u8 = 0x01;
 const PSH: u8 = 0x08;
 const CWR: u8 = 0x80;
 
-/// How a large TCP packet is cut.
+/// How a large TCP packet is segmented.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Plan {
     pub transport: Transport,
@@ -23,8 +23,8 @@ pub(crate) struct Plan {
 }
 
 impl Plan {
-    /// For a packet of `len` bytes whose headers are in `head`. `None` when it isn't TCP over IP, its headers aren't
-    /// complete, or it would make more than [`SEGMENTS_MAX`] pieces.
+    /// Plans a packet of `len` bytes whose headers are in `head`. `None` when it isn't TCP over IP, its headers are incomplete, or it would
+    /// need more than [`SEGMENTS_MAX`] pieces.
     pub fn new(head: &[u8], len: usize, mss: u16) -> Option<Self> {
         let transport = Transport::parse(head).filter(|transport| !transport.udp)?;
         let words = usize::from(*head.get(transport.l4 + 12)? >> 4);
@@ -37,13 +37,13 @@ impl Plan {
         (count <= SEGMENTS_MAX).then_some(Self { transport, headers, mss, count })
     }
 
-    /// Payload bytes of piece `index`: from and to, from the start of the packet.
+    /// Payload range of piece `index`: start and end, from the start of the packet.
     pub fn payload(&self, len: usize, index: usize) -> (usize, usize) {
         let from = (self.headers + index * self.mss).min(len);
         (from, (from + self.mss).min(len))
     }
 
-    /// Writes piece `index` of `packet` into `into`, complete with all checksums.
+    /// Writes piece `index` of `packet` to `into`, complete with all checksums.
     pub fn segment(&self, packet: &[u8], index: usize, into: &mut Vec<u8>) {
         let (from, to) = self.payload(packet.len(), index);
         into.clear();
@@ -53,8 +53,7 @@ impl Plan {
         checksum::complete(into, self.transport.l4, checksum::field(&self.transport));
     }
 
-    /// Makes the packet's headers into those of a piece with `payload` bytes. The TCP checksum is left at the sum
-    /// of the pseudo-header.
+    /// Turns the packet's headers into those of a piece with `payload` bytes. The TCP checksum field keeps the sum of the pseudo-header.
     fn fix_headers(&self, headers: &mut [u8], payload: usize, index: usize) {
         let Transport { ip, l4, .. } = self.transport;
         let wrapping16 = |value: usize| {
@@ -81,8 +80,8 @@ impl Plan {
         checksum::store_pseudo_header(headers, &self.transport, l4_len);
     }
 
-    /// Prepares an uncut packet for a receiver that cuts it itself, as Linux expects it: lengths and IPv4 header
-    /// checksum right, and the sum of the pseudo-header, with the length, in the TCP checksum's place.
+    /// Prepares a packet for a receiver that segments it itself, as Linux requires. Lengths and IPv4 header checksum are right, and the TCP
+    /// checksum field holds the sum of the pseudo-header with the length.
     pub fn prepare_uncut(&self, packet: &mut [u8]) {
         let l4_len = packet.len() - self.transport.l4;
         set_lengths(packet, &self.transport, l4_len);
@@ -93,7 +92,7 @@ impl Plan {
     }
 }
 
-/// Lengths in the IP header for `l4_len` bytes behind it. IPv6 packets of more than 64 KiB get length 0.
+/// Sets lengths in the IP header for `l4_len` bytes behind it. IPv6 packets of more than 64 KiB get length 0.
 fn set_lengths(headers: &mut [u8], transport: &Transport, l4_len: usize) {
     let Transport { v6, ip, l4, .. } = *transport;
     let (at, len) = if v6 { (ip + 4, l4_len + l4 - ip - 40) } else { (ip + 2, l4_len + l4 - ip) };

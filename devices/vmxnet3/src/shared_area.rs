@@ -6,14 +6,14 @@ use dma::{Dma, DmaFault};
 use crate::pci::VECTORS;
 use crate::registers::{COMPLETION_RING_MAX, INTERRUPTS_MAX, QUEUES_MAX, RING_MAX};
 
-/// Bytes of the area that every driver has. Later drivers append what only devices with many queues need.
+/// Bytes of the area that every driver has. Later drivers append fields that only devices with many queues need.
 const AREA: usize = 720;
 /// First word of the area.
 pub(crate) const MAGIC: u32 = 0xBABE_FEE1;
 /// Bytes of a queue's entry in the queue table.
 pub(crate) const QUEUE_ENTRY: u64 = 256;
 
-/// Offsets in the area that are read or written again while the device runs.
+/// Offsets in the area that the device reads or writes again while it is active.
 pub(crate) mod offset {
     pub const FEATURES: u64 = 24;
     pub const INTERRUPT_CONTROL: u64 = 108;
@@ -37,51 +37,51 @@ pub(crate) mod offset {
 /// Why the device can't be activated. The guest gets a non-zero result, the log gets the text.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ActivationError {
-    /// No memory is mapped, or the function may not be bus master.
+    /// No memory is mapped, or bus mastering is disabled.
     #[error("The device has no guest memory; map it, and set the bus master bit")]
     NoMemory,
-    /// The area doesn't begin as it must.
+    /// The area doesn't begin with `MAGIC`.
     #[error("The driver-shared area at {address:#x} begins with {magic:#x} instead of 0xbabefee1")]
     Magic {
         /// Guest address.
         address: u64,
-        /// What is there.
+        /// Value found.
         magic: u32,
     },
     /// A number is out of range.
     #[error("The driver asks for {what} = {value}, possible are {low} to {high}")]
     Range {
-        /// The field.
+        /// Name of the field.
         what: &'static str,
         /// Its value.
         value: u64,
-        /// Smallest.
+        /// Lower bound.
         low: u64,
-        /// Largest.
+        /// Upper bound.
         high: u64,
     },
     /// An address isn't aligned.
     #[error("The driver's {what} at {address:#x} is not aligned to {alignment} bytes")]
     Alignment {
-        /// What lies there.
+        /// Name of the structure.
         what: &'static str,
         /// Guest address.
         address: u64,
-        /// Bytes.
+        /// Required alignment, bytes.
         alignment: u64,
     },
-    /// Something lies outside of the guest's memory.
+    /// A structure is outside of the guest's memory.
     #[error("The driver's {what} is not in the guest's memory")]
     Memory {
-        /// What it is.
+        /// Name of the structure.
         what: &'static str,
-        /// Where.
+        /// The failed access.
         #[source]
         source: DmaFault,
     },
 }
 
-/// What the device needs of the driver-shared area.
+/// The fields of the driver-shared area that the device uses.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct DriverShared {
     pub features: u64,
@@ -95,7 +95,7 @@ pub(crate) struct DriverShared {
     pub rx_mode: u32,
 }
 
-/// One TX queue as the driver laid it out.
+/// Layout of a TX queue, from the driver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) struct TxLayout {
     pub entry: u64,
@@ -106,7 +106,7 @@ pub(crate) struct TxLayout {
     pub vector: u8,
 }
 
-/// One RX queue as the driver laid it out.
+/// Layout of an RX queue, from the driver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) struct RxLayout {
     pub entry: u64,
@@ -262,8 +262,8 @@ fn ring(
     memory_of.check(address, u64::from(size) * 16).map_err(memory(what))
 }
 
-/// Reads the table of group addresses that the area at `shared` names at present. The driver frees the table when the
-/// command that asks for this returns, so it is copied here. At most 64 KiB.
+/// Reads the current table of group addresses of the area at `shared`, at most 64 KiB. The table is copied, since the driver frees it when
+/// the command returns.
 pub(crate) fn read_multicast(memory_of: &impl Dma, shared: u64) -> Result<Vec<crate::MacAddress>, DmaFault> {
     let len: [u8; 2] = read_array(memory_of, shared.wrapping_add(offset::MULTICAST_LENGTH))?;
     let table: [u8; 8] = read_array(memory_of, shared.wrapping_add(offset::MULTICAST_TABLE))?;
@@ -274,7 +274,7 @@ pub(crate) fn read_multicast(memory_of: &impl Dma, shared: u64) -> Result<Vec<cr
     Ok(bytes.chunks_exact(6).map(|chunk| crate::MacAddress(std::array::from_fn(|i| chunk[i]))).collect())
 }
 
-/// Reads the VLAN table that the area at `shared` holds at present: a bit per VLAN.
+/// Reads the current VLAN table of the area at `shared`: a bit per VLAN.
 pub(crate) fn read_vlans(memory_of: &impl Dma, shared: u64) -> Result<[u32; 128], DmaFault> {
     let bytes: [u8; 512] = read_array(memory_of, shared.wrapping_add(offset::VLAN_TABLE))?;
     Ok(std::array::from_fn(|i| u32_at(&bytes, 4 * i)))

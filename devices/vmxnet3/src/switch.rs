@@ -1,32 +1,32 @@
-//! Which port a frame goes to: a learning switch's table, without frames and ports themselves.
+//! A learning switch's table: the port for a destination address. It knows neither frames nor ports themselves.
 //!
-//! A port with a station address of its own (a device) keeps it for good: nobody else can learn it away. Other
-//! addresses are learnt, from ports that may send for others, and forgotten when they were silent for long.
+//! A port with a station address of its own (a device) keeps it for good: no other port can learn it. Other addresses are learnt from ports
+//! that may send from any address, and expire after a long silence.
 
 use std::collections::HashMap;
 use std::time::Duration;
 
 use crate::mac::MacAddress;
 
-/// Most learnt addresses of one port: a flood of made-up addresses pushes out nobody else's.
+/// Limit of learnt addresses of one port, so that a flood of forged addresses evicts no other port's.
 const LEARNT_MAX: usize = 1024;
 
-/// Where a station is.
+/// Location of a station.
 #[derive(Debug, Clone, Copy)]
 struct Station {
     port: usize,
-    /// When it was heard last; `None`: it is the port's own.
+    /// When it last sent; `None` for a port's own address.
     heard: Option<Duration>,
 }
 
-/// Where a frame goes.
+/// Route of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Route {
     /// To one port.
     Port(usize),
-    /// To all ports but the one it came from.
+    /// To all ports but the one that it came from.
     Flood,
-    /// Nowhere: its destination is behind the port it came from.
+    /// To none: its destination is at the port that it came from.
     Nowhere,
 }
 
@@ -34,19 +34,19 @@ pub(crate) enum Route {
 #[derive(Debug)]
 pub(crate) struct Switch {
     stations: HashMap<MacAddress, Station>,
-    /// Learnt addresses per port.
+    /// Number of learnt addresses per port.
     learnt: HashMap<usize, usize>,
     aging: Duration,
     swept: Duration,
 }
 
 impl Switch {
-    /// `aging`: how long a silent station is remembered.
+    /// An empty table. `aging` is how long the address of a silent station is kept.
     pub fn new(aging: Duration) -> Self {
         Self { stations: HashMap::new(), learnt: HashMap::new(), aging, swept: Duration::ZERO }
     }
 
-    /// A port with its own address comes. `false` when another port has that address as its own.
+    /// Adds a port with its own address. `false` when another port has that address as its own.
     pub fn add_own(&mut self, port: usize, address: MacAddress) -> bool {
         match self.stations.get(&address) {
             Some(Station { heard: None, .. }) => return false,
@@ -57,7 +57,7 @@ impl Switch {
         true
     }
 
-    /// A port goes.
+    /// Removes a port.
     pub fn remove_port(&mut self, port: usize) {
         self.stations.retain(|_, station| station.port != port);
         self.learnt.remove(&port);
@@ -69,8 +69,8 @@ impl Switch {
         }
     }
 
-    /// A frame from `source` came in at `port`. Whether it may: a port that may not send for others (`any_source`) sends
-    /// from its own address only, and nobody sends from an address that is another port's own.
+    /// Learns the source address of a frame from `port`, and returns whether the frame is permitted. A port without `any_source` may send
+    /// from its own address only. No port may send from another port's own address.
     pub fn admit(&mut self, port: usize, source: MacAddress, any_source: bool, now: Duration) -> bool {
         if source.is_group() {
             return false;
@@ -83,7 +83,7 @@ impl Switch {
                 return true;
             }
             Some(station) => {
-                // It has moved; see below for the count of this port.
+                // The station has moved; the count of the new port follows below.
                 let before = station.port;
                 self.forget_one(before);
                 self.stations.remove(&source);
@@ -98,7 +98,7 @@ impl Switch {
         true
     }
 
-    /// Where a frame from `port` to `destination` goes.
+    /// Route of a frame from `port` to `destination`.
     pub fn route(&self, port: usize, destination: MacAddress, now: Duration) -> Route {
         if destination.is_group() {
             return Route::Flood;
@@ -115,7 +115,7 @@ impl Switch {
         station.heard.is_some_and(|heard| now.saturating_sub(heard) > self.aging)
     }
 
-    /// Forgets silent stations; does something only when a quarter of the aging time has passed since.
+    /// Removes silent stations, at most once per quarter of the aging time.
     pub fn sweep(&mut self, now: Duration) {
         if now.saturating_sub(self.swept) < self.aging / 4 {
             return;
@@ -132,7 +132,7 @@ impl Switch {
         });
     }
 
-    /// Addresses and their ports, for `inspect`: own ones with `true`.
+    /// Addresses and their ports, for `inspect`; `true` for a port's own.
     pub fn stations(&self) -> impl Iterator<Item = (MacAddress, usize, bool)> {
         self.stations.iter().map(|(address, station)| (*address, station.port, station.heard.is_none()))
     }

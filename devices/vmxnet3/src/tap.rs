@@ -1,8 +1,8 @@
-//! A port that leads to a host's tap interface.
+//! A port for a host's tap interface.
 //!
-//! The tap has `IFF_VNET_HDR`: a header in front of each frame says what is left to do with it, so that checksums and
-//! segmentation are done once, by the last one who must.
-#![allow(unsafe_code)] // The ioctls of /dev/net/tun exist in no safe wrapper.
+//! The tap has `IFF_VNET_HDR`: a header in front of each frame describes its offload, so that checksums and segmentation are done once, by
+//! the last receiver that needs them.
+#![allow(unsafe_code)] // The ioctls of /dev/net/tun have no safe wrapper.
 
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -15,7 +15,7 @@ use crate::frame::{LARGE_FRAME_MAX, Offload};
 use crate::segment::FramePort;
 use crate::segmentation::Plan;
 
-/// System calls made with a tap by the segment's thread, after it was opened.
+/// System calls of the segment's thread on an open tap.
 pub const SYSCALLS: &[i64] = &[libc::SYS_read, libc::SYS_writev];
 
 /// Bytes of `struct virtio_net_hdr`.
@@ -27,33 +27,33 @@ const GSO_TCPV4: u8 = 1;
 const GSO_TCPV6: u8 = 4;
 const GSO_ECN: u8 = 0x80;
 const CWR: u8 = 0x80;
-/// What each tap of ours has.
+/// Flags of each tap.
 const FLAGS: i32 = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR;
 
-/// A tap can't be used.
+/// Why a tap can't be used.
 #[derive(Debug, thiserror::Error)]
 pub enum TapError {
-    /// The name can't be one.
+    /// The name is invalid.
     #[error("{ifname:?} can't be a network interface's name; use 1 to 15 letters, digits, '-', '_' or '.'")]
     Name {
-        /// The name.
+        /// Name of the interface.
         ifname: String,
     },
-    /// The tun driver isn't there or not open to this user.
+    /// The tun driver isn't loaded, or this user may not open it.
     #[error("/dev/net/tun can't be opened; load the kernel module tun, and let this user read and write it")]
     Driver(#[source] io::Error),
     /// The kernel refused the interface.
     #[error("Tap {ifname} can't be opened; {advice}")]
     Refused {
-        /// The interface.
+        /// Name of the interface.
         ifname: String,
-        /// What to do.
+        /// Advice for the user.
         advice: &'static str,
-        /// Why.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
-    /// A descriptor that was handed over is no tap of the kind that is needed.
+    /// The passed descriptor isn't a tap of the required kind.
     #[error("A descriptor that was handed over is no tap with IFF_NO_PI and IFF_VNET_HDR")]
     NoTap(#[source] io::Error),
 }
@@ -114,10 +114,10 @@ fn control_socket() -> io::Result<OwnedFd> {
 }
 
 impl Tap {
-    /// Opens an existing tap, or creates one that lasts as long as it is open and brings it up.
+    /// Opens an existing tap, or creates one that exists as long as it is open, and brings that up.
     ///
     /// # Errors
-    /// When the name is none, the driver is missing, or the kernel refuses.
+    /// When the name is invalid, the driver is missing, or the kernel refuses.
     pub fn open(ifname: &str) -> Result<Self, TapError> {
         let name = name_bytes(ifname)?;
         let existed = interface_flags(name).is_ok();
@@ -151,10 +151,10 @@ impl Tap {
         Ok(tap)
     }
 
-    /// Takes over one queue of an opened tap.
+    /// Adopts one queue of an open tap.
     ///
     /// # Errors
-    /// When it is no tap with `IFF_NO_PI` and `IFF_VNET_HDR`.
+    /// When it isn't a tap with `IFF_NO_PI` and `IFF_VNET_HDR`.
     pub fn from_fd(fd: OwnedFd) -> Result<Self, TapError> {
         let mut answer = request([0; libc::IFNAMSIZ], 0);
         ioctl_request(fd.as_fd(), libc::TUNGETIFF, &mut answer).map_err(TapError::NoTap)?;
@@ -173,7 +173,7 @@ impl Tap {
         Ok(tap)
     }
 
-    /// Header format, and what the host may leave for us to do.
+    /// Sets the header's format, and the offloads that the host may leave to the segment.
     fn set_up(&self) -> io::Result<()> {
         let offloads = libc::TUN_F_CSUM | libc::TUN_F_TSO4 | libc::TUN_F_TSO6 | libc::TUN_F_TSO_ECN;
         ioctl_int(self.fd.as_fd(), libc::TUNSETVNETHDRSZ, i32::try_from(HEADER).unwrap_or(0))?;
@@ -222,7 +222,7 @@ impl FramePort for Tap {
     }
 }
 
-/// What the host has left to do. `None` for segmentation other than of TCP, which was not offered.
+/// The offload of a frame from the host. `None` for segmentation other than of TCP, which was not offered.
 fn parse_header(header: &[u8; HEADER]) -> Option<Offload> {
     let word = |at: usize| u16::from_le_bytes([header[at], header[at + 1]]);
     match header[1] & !GSO_ECN {
@@ -236,7 +236,7 @@ fn parse_header(header: &[u8; HEADER]) -> Option<Offload> {
     }
 }
 
-/// The header for a frame. `None` when a packet to be segmented isn't TCP.
+/// The header for a frame. `None` when a packet for segmentation isn't TCP.
 fn make_header(frame: &[u8], offload: Offload) -> Option<[u8; HEADER]> {
     let (mut flags, mut gso, mut words) = (0, GSO_NONE, [0_u16; 4]);
     match offload {
@@ -250,7 +250,7 @@ fn make_header(frame: &[u8], offload: Offload) -> Option<[u8; HEADER]> {
             let plan = Plan::new(&frame[..frame.len().min(256)], frame.len(), mss)?;
             let l4 = plan.transport.l4;
             flags = NEEDS_CHECKSUM;
-            // A packet that fits into one segment needs none of it.
+            // A packet of a single segment needs no segmentation.
             if plan.count > 1 {
                 let congestion = if frame.get(l4 + 13)? & CWR != 0 { GSO_ECN } else { 0 };
                 gso = if plan.transport.v6 { GSO_TCPV6 } else { GSO_TCPV4 } | congestion;

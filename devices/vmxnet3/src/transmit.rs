@@ -1,4 +1,4 @@
-//! TX queues: packets out of descriptors, completions back.
+//! TX queues: fetching packets from descriptors, and completing them.
 
 use dma::Dma;
 
@@ -7,10 +7,10 @@ use crate::frame::{ETHERNET_HEADER, FRAME_MAX, LARGE_FRAME_MAX, MacKind, Offload
 use crate::registers::QueueError;
 use crate::shared_area::TxLayout;
 
-/// Most descriptors of a packet (Linux: 16, or 24 with segmentation).
+/// Limit of descriptors of a packet (Linux: 16, or 24 with segmentation).
 const PIECES_MAX: usize = 24;
 
-/// A queue while the device is active.
+/// A queue of an active device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct TxQueue {
     pub layout: TxLayout,
@@ -72,17 +72,17 @@ impl TxStats {
     }
 }
 
-/// A packet that waits in a queue. It stays there until it is completed.
+/// A packet in a queue, where it stays until it is completed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct TxPacket {
     pub queue: usize,
-    /// Bytes, without the tag to be inserted.
+    /// Length in bytes, without the tag to insert.
     pub len: usize,
     pub offload: Offload,
-    /// Bytes of headers that the driver claims a TSO packet has.
+    /// Bytes of headers of a TSO packet, as claimed by the driver.
     pub header_len: u16,
     pub vlan: Option<u16>,
-    /// Its contents make no sense: complete it and count an error.
+    /// It is malformed: complete it and count an error.
     pub bad: bool,
     last: u32,
     after: Cursor,
@@ -108,7 +108,7 @@ impl TxQueue {
             )
     }
 
-    /// The packet at the head of the queue, its pieces into `pieces`.
+    /// The packet at the head of the queue; puts its pieces into `pieces`.
     pub fn fetch(
         &self,
         queue: usize,
@@ -138,7 +138,7 @@ impl TxQueue {
             if at.next == self.next.next {
                 return Err(QueueError::NoEop);
             }
-            // The first descriptor was handed over last, so the others must be there.
+            // The driver passes the first descriptor on last, so the others must belong to the device already.
             descriptor = load(at)?.ok_or(QueueError::NoEop)?;
         }
         let offload = match first.mode {
@@ -167,7 +167,7 @@ impl TxQueue {
         }))
     }
 
-    /// Gives the packet that [`TxQueue::fetch`] returned last back to the driver.
+    /// Completes the packet that [`TxQueue::fetch`] returned last.
     pub fn complete(&mut self, memory: &impl Dma, packet: &TxPacket) -> Result<(), QueueError> {
         store_tx_completion(memory, self.layout.completion, self.completion, packet.last)?;
         self.completion = self.completion.after(self.layout.completion_size);

@@ -8,8 +8,8 @@ use crate::registers::command as c;
 use crate::shared_area::offset::{ERROR, STATISTICS, STOPPED};
 
 impl<M: Dma> Vmxnet3<M> {
-    /// Carries a command out and returns its result. Unknown commands do nothing and give 0: drivers of later
-    /// revisions ask for more than they need.
+    /// Executes a command and returns its result. Unknown commands do nothing and return 0: drivers of later revisions issue more commands
+    /// than they need.
     pub(super) fn execute(&mut self, code: u32) -> u32 {
         match code {
             c::ACTIVATE_DEV => self.restart(),
@@ -19,7 +19,7 @@ impl<M: Dma> Vmxnet3<M> {
                 0
             }
             c::RESET_DEV => {
-                // The area's address and the chosen revision last: the driver activates again without setting them.
+                // The area's address and the selected revision stay: the driver activates again without setting them.
                 self.active = None;
                 self.vectors = crate::interrupts::Vectors::new();
                 0
@@ -48,7 +48,7 @@ impl<M: Dma> Vmxnet3<M> {
         }
     }
 
-    /// Reads one part of the shared area anew. What can't be read stays as it was.
+    /// Reads one part of the shared area again. A part that can't be read keeps its value.
     fn update(&mut self, code: u32) {
         let memory = self.memory.as_ref().filter(|_| self.bus_master);
         let (Some(active), Some(memory)) = (self.active.as_mut(), memory) else { return };
@@ -95,15 +95,15 @@ impl<M: Dma> Vmxnet3<M> {
             for (chunk, word) in bytes.chunks_exact_mut(8).zip(words) {
                 chunk.copy_from_slice(&word.to_le_bytes());
             }
-            // The driver asked; if its memory is gone, nobody reads it.
+            // If the driver's memory is gone, the result is lost.
             let _ = memory.write(entry.wrapping_add(STATISTICS), &bytes);
         }
     }
 }
 
-/// Writes a queue's state into its entry.
+/// Writes a queue's state to its entry.
 pub(super) fn write_status(memory: &impl Dma, entry: u64, error: Option<u32>) {
-    // The entry may be what is at fault; then there is nobody to tell.
+    // The entry itself may be invalid; then the driver gets no status.
     let _ = memory.write(entry.wrapping_add(ERROR), &error.unwrap_or(0).to_le_bytes());
     let _ = memory.write(entry.wrapping_add(STOPPED), &[u8::from(error.is_some())]);
 }

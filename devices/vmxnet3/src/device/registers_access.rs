@@ -10,8 +10,8 @@ use crate::registers as r;
 use crate::shared_area::offset;
 
 impl<M: Dma> Vmxnet3<M> {
-    /// Reads `data.len()` bytes at `offset` of BAR 0 or 1. Registers have 4 bytes; what lies between them, and
-    /// everything of other BARs, reads 0. Never blocks.
+    /// Reads `data.len()` bytes at `offset` of BAR 0 or 1. Registers have 4 bytes; bytes between them, and other BARs, read as 0. Never
+    /// blocks.
     pub fn bar_read(&mut self, bar: u8, offset: u64, data: &mut [u8]) {
         for (at, byte) in (offset..).zip(data) {
             let lane = usize::try_from(at & 3).unwrap_or(0);
@@ -35,8 +35,8 @@ impl<M: Dma> Vmxnet3<M> {
         }
     }
 
-    /// Writes at `offset` of BAR 0 or 1. Only aligned writes of 4 bytes mean something; others are ignored. A
-    /// command is carried out when this returns. Never blocks; bounded by the size of the tables a command reads.
+    /// Writes at `offset` of BAR 0 or 1. Only aligned writes of 4 bytes have an effect. A command is complete when this returns. Never
+    /// blocks; bounded by the size of the tables that a command reads.
     pub fn bar_write(&mut self, bar: u8, offset: u64, data: &[u8]) {
         let Ok(bytes) = <[u8; 4]>::try_from(data) else {
             guest_warn!(
@@ -78,17 +78,17 @@ impl<M: Dma> Vmxnet3<M> {
         }
     }
 
-    /// Clears events that the driver has seen.
+    /// Clears events that the driver has acknowledged.
     fn acknowledge(&mut self, bits: u32) {
         let memory = self.memory.as_ref().filter(|_| self.bus_master);
         let (Some(active), Some(memory)) = (self.active.as_mut(), memory) else { return };
         active.events &= !bits;
-        // The driver asked; if its memory is gone, nobody reads it.
+        // If the driver's memory is gone, the result is lost.
         let _ = memory.store_u32(active.shared.wrapping_add(offset::EVENTS), active.events);
     }
 }
 
-/// The vector whose mask register lies at an offset of BAR 0.
+/// The vector whose mask register is at an offset of BAR 0.
 fn interrupt_at(offset: u64) -> Option<u8> {
     let index = offset.checked_sub(r::IMR)? / 8;
     let vector = u8::try_from(index).ok().filter(|vector| *vector < r::INTERRUPTS_MAX)?;

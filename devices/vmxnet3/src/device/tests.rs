@@ -106,7 +106,7 @@ fn group_addresses_and_vlans_are_read_when_the_command_comes() {
     assert!(!device.wants(&frame), "not the VLAN");
     driver.command(&mut device, command::UPDATE_VLAN_FILTERS);
     assert!(device.wants(&frame));
-    // The memory of the table may be anything afterwards.
+    // The driver may reuse the table's memory afterwards.
     driver.options.groups.clear();
     driver.write_filters();
     assert!(device.wants(&frame));
@@ -117,7 +117,7 @@ fn a_queue_that_stops_tells_status_event_and_interrupt() {
     let (mut device, mut driver, interrupts, memory) = device();
     assert_eq!(driver.open(&mut device), 0);
     let [tx, ..] = driver.rings();
-    // A packet without an end: all descriptors are the device's, none is the last.
+    // A packet without an end: the device owns all descriptors, and none is the last.
     for index in 0..16 {
         memory.store_u32(tx + index * DESCRIPTOR + 8, 64 | 1 << 14).unwrap();
     }
@@ -165,7 +165,7 @@ fn access() -> impl Strategy<Value = Access> {
             .prop_map(|(b, o, d)| Access::Store(b, o, d)),
         1 => (0..9_u64, any::<u32>()).prop_map(|(r, v)| Access::Store(1, 8 * r, v.to_le_bytes().to_vec())),
         3 => prop::sample::select(codes).prop_map(Access::Command),
-        // The shared area, the queue table, the groups and the five rings lie at the start of a page each.
+        // The shared area, the queue table, the groups and the five rings each start at a page.
         6 => (1..9_u64, 0..0xC8_u64, any::<u32>()).prop_map(|(p, w, v)| Access::Poke(0x1000 * p + 4 * w, v)),
         3 => Just(Access::Serve),
     ]
@@ -174,8 +174,8 @@ fn access() -> impl Strategy<Value = Access> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
-    /// Nothing that a guest does to registers, tables and rings panics, loops, or reaches beyond its memory; each
-    /// call's work is bounded.
+    /// No register access, table or ring of a guest causes a panic, an endless loop, or an access beyond its memory. Each call's work is
+    /// bounded.
     #[test]
     fn a_hostile_driver_only_harms_itself(accesses in prop::collection::vec(access(), 0..80)) {
         let (mut device, mut driver, _, memory) = device();

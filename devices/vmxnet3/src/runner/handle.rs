@@ -1,4 +1,4 @@
-//! A device of a running segment, for other threads: calls that its thread carries out, and the eventfds that reach it.
+//! A handle to a device of a running segment for other threads: calls that the segment's thread executes, and the device's eventfds.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -13,42 +13,42 @@ use crate::device::Vmxnet3;
 use crate::saved::SavedVmxnet3;
 use crate::segment::{Companion, PortId, PortRules};
 
-/// A device in a running segment, for the threads of its PCI shell; any of them may call at any time. Dropping it
-/// takes the device away: its memory isn't touched afterwards.
+/// A device in a running segment, for the threads of its PCI shell, which may call it concurrently. Dropping it removes the device, whose
+/// memory isn't accessed afterwards.
 ///
-/// When the segment's thread is gone, registers read all ones and writes go nowhere, as with an absent device.
+/// When the segment's thread is gone, registers read as all ones and writes are ignored, as with an absent device.
 pub struct NicHandle<M: Dma + Send + 'static> {
     pub(super) mailbox: Mailbox<M>,
     pub(super) id: PortId,
     pub(super) events: NicEvents,
     pub(super) counters: Arc<PortCounters>,
-    /// Writes under way that nobody waits for.
+    /// Number of posted writes in flight.
     pub(super) posted: Arc<AtomicUsize>,
 }
 
-/// A register write that only has to ring an eventfd: what a PCI shell makes an ioeventfd. All are writes of 4 bytes
-/// to [`crate::pci::BAR_DOORBELL`].
+/// A register write that only signals an eventfd: a PCI shell makes it an ioeventfd. All are writes of 4 bytes to
+/// [`crate::pci::BAR_DOORBELL`].
 #[derive(Debug, Clone)]
 pub struct IoEvent {
-    /// Offset within the BAR in bytes.
+    /// Offset within the BAR, bytes.
     pub offset: u64,
-    /// Only this value rings; others are register writes. `None`: all values do.
+    /// The only value that signals; others are register writes. `None`: all values do.
     pub value: Option<u32>,
     /// The eventfd.
     pub fd: Arc<OwnedFd>,
 }
 
-/// A device's eventfds. They can be handed out before there is a device ([`SegmentThread::attach_arrived`]).
+/// A device's eventfds. They may be passed on before the device exists ([`SegmentThread::attach_arrived`]).
 #[derive(Debug, Clone)]
 pub struct NicEvents {
-    /// Doorbells.
+    /// Signalled by doorbells.
     pub(super) kick: Arc<OwnedFd>,
-    /// "Unmask", of the first vectors.
+    /// Signalled by unmasking, for the first vectors.
     pub(super) unmask: [Arc<OwnedFd>; UNMASK_EVENTS],
 }
 
 impl NicEvents {
-    /// New ones.
+    /// Creates the eventfds.
     ///
     /// # Errors
     /// When the kernel has no descriptor left.
@@ -91,9 +91,9 @@ impl<M: Dma + Send + 'static> NicHandle<M> {
         }
     }
 
-    /// As [`Vmxnet3::bar_write`]. Doorbells, and mostly what unmasks an interrupt, are not waited for, but keep their order
-    /// with all other accesses. A shell that uses [`NicHandle::io_events`] for masks must have other writes to the masks
-    /// carried out before the guest goes on.
+    /// As [`Vmxnet3::bar_write`]. Doorbells, and mostly writes that unmask an interrupt, are posted: the call doesn't wait, but their order
+    /// with all other accesses is kept. A shell that uses [`NicHandle::io_events`] for masks must wait for other writes to the masks before
+    /// the guest continues.
     pub fn bar_write(&self, bar: u8, offset: u64, data: &[u8]) {
         let fast = bar == crate::pci::BAR_DOORBELL;
         if fast && crate::pci::doorbell_offsets().any(|doorbell| doorbell == offset) {
@@ -103,7 +103,7 @@ impl<M: Dma + Send + 'static> NicHandle<M> {
         let unmask = fast && data == [0; 4];
         let data = data.to_vec();
         let write = move |device: &mut Vmxnet3<M>| device.bar_write(bar, offset, &data);
-        // A mask must be in place before an eventfd can ring to take it away again.
+        // A mask must be set before an eventfd can signal its unmasking.
         if !unmask || self.posted.load(Ordering::Relaxed) >= POSTED_MAX {
             let _ = self.with(write);
             return;
@@ -117,15 +117,15 @@ impl<M: Dma + Send + 'static> NicHandle<M> {
         });
     }
 
-    /// The eventfd that doorbells ([`crate::pci::doorbell_offsets`]) ring: one for all of the device.
+    /// The eventfd that doorbells ([`crate::pci::doorbell_offsets`]) signal: one for the whole device.
     #[must_use]
     pub fn doorbell(&self) -> Arc<OwnedFd> {
         Arc::clone(&self.events.kick)
     }
 
-    /// All writes that can be ioeventfds: doorbells of the first queue (drivers of revision 7 have no other; those of
-    /// others arrive at [`NicHandle::bar_write`]), and writes of 0 to the mask registers of the first vectors, which the
-    /// driver does after each interrupt. None is lost, and their order with other accesses is kept.
+    /// All writes that can be ioeventfds. First, doorbells of the first queue: drivers of revision 7 have no other, and other drivers'
+    /// arrive at [`NicHandle::bar_write`]. Second, writes of 0 to the mask registers of the first vectors, which the driver does after each
+    /// interrupt. None is lost, and their order with other accesses is kept.
     #[must_use]
     pub fn io_events(&self) -> Vec<IoEvent> {
         use crate::registers::{IMR, RXPROD, RXPROD2, TXPROD};
@@ -139,7 +139,7 @@ impl<M: Dma + Send + 'static> NicHandle<M> {
         [TXPROD, RXPROD, RXPROD2].map(kick).into_iter().chain(unmasks).collect()
     }
 
-    /// As [`Vmxnet3::set_memory`]; the memory before isn't touched after this returned.
+    /// As [`Vmxnet3::set_memory`]; the previous memory isn't accessed after this returns.
     pub fn set_memory(&self, memory: Option<M>) {
         let _ = self.with(move |device| device.set_memory(memory));
     }
@@ -149,7 +149,7 @@ impl<M: Dma + Send + 'static> NicHandle<M> {
         let _ = self.with(move |device| device.set_bus_master(on));
     }
 
-    /// Returns when what the segment's thread did before is done.
+    /// Returns after the segment's thread has executed all earlier requests.
     pub fn catch_up(&self) {
         let _ = self.with(|_| ());
     }
@@ -164,24 +164,24 @@ impl<M: Dma + Send + 'static> NicHandle<M> {
         let _ = self.with(move |device| device.set_link(up));
     }
 
-    /// Changes what the port may do.
+    /// Sets the rules of the port.
     pub fn set_rules(&self, rules: PortRules) {
         let id = self.id;
         let _ = self.mailbox.call(move |worker| worker.segment.set_rules(id, rules));
     }
 
-    /// As [`Segment::set_companion`]; it is told of frames to send by [`NicHandle::waker`].
+    /// As [`Segment::set_companion`]; [`NicHandle::waker`] announces frames to send.
     pub fn set_companion(&self, companion: Option<Box<dyn Companion>>) {
         let id = self.id;
         let _ = self.mailbox.call(move |worker| worker.segment.set_companion(id, companion));
     }
 
-    /// What a companion's owner calls when there is something to send, from any thread.
+    /// A function for a companion's owner: call it, from any thread, when there is a frame to send.
     #[must_use]
     pub fn waker(&self) -> Box<dyn Fn() + Send + Sync> {
         let (mailbox, id, pending) = (self.mailbox.clone(), self.id, Arc::new(AtomicBool::new(false)));
         Box::new(move || {
-            // One message is enough for all that comes before it is carried out.
+            // One message suffices for all calls before it is executed.
             if !pending.swap(true, Ordering::SeqCst) {
                 let pending = Arc::clone(&pending);
                 mailbox.post(move |worker| {
@@ -192,14 +192,14 @@ impl<M: Dma + Send + 'static> NicHandle<M> {
         })
     }
 
-    /// Traffic counters, without asking the thread.
+    /// Traffic counters, without a call to the thread.
     #[must_use]
     pub fn counters(&self) -> &Arc<PortCounters> {
         &self.counters
     }
 
-    /// State to be restored by [`SegmentThread::attach_restored`]. The device should have been stopped before, by
-    /// pausing the guest; frames that wait for its buffers are not part of it and are lost, as on a wire.
+    /// Saves the state for [`SegmentThread::attach_restored`]. Pause the guest before, so that the device is idle. Frames that wait for the
+    /// guest's buffers aren't part of the state and are lost, as on a wire.
     ///
     /// # Errors
     /// When the thread is gone.

@@ -32,7 +32,7 @@ fn frames_pass_between_two_devices_while_their_drivers_run() {
     let (mut sent, mut got) = (0_u32, 0_u32);
     while got < 500 {
         assert!(Instant::now() < deadline, "{sent} sent, {got} came");
-        // Less than what the receiver's ring and queue hold.
+        // Fewer than the receiver's ring and queue hold.
         if sent < 500 && sent - got < 200 {
             let frame = ethernet([2, 0, 0, 0, 0, 2], [2, 0, 0, 0, 0, 1], &sent.to_le_bytes().repeat(100));
             if sender.send(&mut a, &frame, &TransmitRequest::default()) {
@@ -100,7 +100,7 @@ fn an_eventfd_unmasks_as_a_register_write_does_and_keeps_its_place_in_the_order(
         std::thread::sleep(Duration::from_millis(1));
     }
     for _ in 0..200 {
-        // Unmasked by an eventfd, then masked by a write: masked it is.
+        // Unmasked by an eventfd, then masked by a write: it stays masked.
         ring(&unmask.fd);
         nic.bar_write(0, 8, &1_u32.to_le_bytes());
         assert_eq!(masked(), 1);
@@ -108,7 +108,7 @@ fn an_eventfd_unmasks_as_a_register_write_does_and_keeps_its_place_in_the_order(
         ring(&unmask.fd);
         assert_eq!(masked(), 0);
     }
-    // More than what may be under way at once.
+    // More than the limit of posted writes.
     for turn in 0..1000_u32 {
         nic.bar_write(0, 8, &(turn % 2).to_le_bytes());
     }

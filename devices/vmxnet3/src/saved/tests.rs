@@ -1,4 +1,4 @@
-//! Saved state leads back to the same device, and damage is found.
+//! A restored device equals the saved one, and a damaged state is refused.
 
 use dma::HeapMemory;
 
@@ -26,7 +26,7 @@ fn a_device_goes_on_where_it_was_saved_in_the_middle_of_traffic() {
         let device = segment.device(id).unwrap();
         assert!(driver.send(device, &frame, &TransmitRequest::default()));
         if round % 3 == 0 {
-            // Before the packet is sent: what waits is in the rings alone.
+            // Saved before the packet is sent: it is in the rings alone.
             let old = segment.detach(id).unwrap();
             let state = old.save();
             let text = serde_json::to_string(&state).unwrap();

@@ -1,5 +1,5 @@
-//! What shares a device's address and port: it takes some of the frames for the device in its place, and sends others in its
-//! name. An RDMA function beside the Ethernet function of one NIC is such a companion.
+//! A companion shares a device's address and port: it receives some of the device's frames, and sends others with its address. For
+//! instance, an RDMA function is the companion of its NIC's Ethernet function.
 
 use std::time::Duration;
 
@@ -10,21 +10,20 @@ use super::{HEAD, Link, PortId, Scratch, Segment};
 use crate::device::Delivery;
 use crate::frame::{ETHERNET_HEADER, FRAME_MAX, Offload, destination, source};
 
-/// Beside a device. Called by the segment's thread; it must not wait.
+/// A companion of a device. The segment's thread calls it; it must not block.
 pub trait Companion: Send {
-    /// Whether a frame for the device is the companion's. `head` is the frame's beginning, 256 bytes or all of it; the
-    /// device's guest, or anyone else, may have written it.
+    /// Whether a frame for the device is the companion's. `head` is the frame's beginning, 256 bytes or all of it, and may be hostile.
     fn wants(&mut self, head: &[u8]) -> bool;
 
-    /// Takes a frame that it wants. Checksums may be left undone.
+    /// Receives a frame that it wants. Checksums may be partial.
     fn take(&mut self, frame: &[u8]);
 
-    /// The next frame to send, into `frame` (empty before). `false` when there is none.
+    /// Puts the next frame to send into `frame` (empty before). `false` when there is none.
     fn next(&mut self, frame: &mut Vec<u8>) -> bool;
 }
 
 impl<M: Dma> Segment<M> {
-    /// Puts a companion beside a device, or takes it away. It goes with the device's port.
+    /// Sets or removes a device's companion, which is removed with the device's port.
     pub fn set_companion(&mut self, id: PortId, companion: Option<Box<dyn Companion>>) {
         if let Some(Some(port)) = self.ports.get_mut(id.0)
             && matches!(port.link, Link::Device(_))
@@ -34,7 +33,7 @@ impl<M: Dma> Segment<M> {
         }
     }
 
-    /// Hands a frame for a device to its companion, if that wants it.
+    /// Passes a frame for a device to its companion, if that wants it.
     pub(super) fn divert(&mut self, to: usize, frame: &[u8]) -> bool {
         let Some(Some(port)) = self.ports.get_mut(to) else { return false };
         let Some(companion) = &mut port.companion else { return false };
@@ -46,7 +45,7 @@ impl<M: Dma> Segment<M> {
         true
     }
 
-    /// Sends one frame of a device's companion. Returns what it cost, `None` when there was none.
+    /// Sends one frame of a device's companion. Returns its cost, `None` when there was none.
     pub(super) fn send_for_companion(
         &mut self,
         index: usize,

@@ -1,4 +1,4 @@
-//! The last step: a finished frame into a port, or into the queue of one that has no room.
+//! Delivery: a finished frame goes to a port, or to the waiting queue of a device without buffers.
 
 use std::io;
 
@@ -10,8 +10,8 @@ use crate::device::Delivery;
 use crate::frame::{FrameBytes, Offload, destination};
 
 impl<M: Dma> Segment<M> {
-    /// Hands a frame to a port that takes it as it is. For a device, anything but "nobody has looked" means that the
-    /// checksums count as good.
+    /// Passes a frame to a port that accepts it as it is. For a device, any offload but "not verified" means that the checksums count as
+    /// good.
     pub(super) fn give(&mut self, to: usize, frame: &[u8], offload: Offload) {
         if self.divert(to, frame) {
             return;
@@ -45,7 +45,7 @@ impl<M: Dma> Segment<M> {
         }
     }
 
-    /// Keeps a frame for a device that has no buffers.
+    /// Queues a frame for a device without buffers.
     fn queue(&mut self, to: usize, frame: &[u8], good: bool) {
         let Some(Some(port)) = self.ports.get_mut(to) else { return };
         port.counters.rx_missed_errors.increment();
@@ -62,12 +62,12 @@ impl<M: Dma> Segment<M> {
             if let Some(device) = port.device() {
                 device.want_rx_doorbell(true);
             }
-            // Buffers may have come before the guest saw that.
+            // The guest may have posted buffers before it saw that doorbells are enabled.
             self.flush(to);
         }
     }
 
-    /// Delivers what waited for a device, as far as it has buffers.
+    /// Delivers queued frames to a device, as long as it has buffers.
     pub(super) fn flush(&mut self, index: usize) {
         let Some(Some(port)) = self.ports.get_mut(index) else { return };
         let Link::Device(device) = &mut port.link else { return };
@@ -91,7 +91,7 @@ impl<M: Dma> Segment<M> {
     }
 }
 
-/// Counts what became of a frame, at its receiver.
+/// Counts the outcome of a frame at its receiver.
 pub(super) fn count_delivery(counters: &PortCounters, delivery: Delivery, len: usize, group: bool) {
     match delivery {
         Delivery::Delivered => {

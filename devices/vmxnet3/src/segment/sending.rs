@@ -1,4 +1,4 @@
-//! A port's turn: its packets, and what has to be done with each before its receivers can have it.
+//! A port's turn: its packets, and the offloads that each needs before its receivers can get it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,14 +18,14 @@ use crate::switch::Route;
 use crate::transmit::TxPacket;
 
 impl<M: Dma> Segment<M> {
-    /// One port sends.
+    /// Gives a port its turn to send.
     pub(super) fn turn(&mut self, index: usize, now: Duration) {
         let mut scratch = std::mem::take(&mut self.scratch);
         let (mut packets, mut cost) = (0, 0);
         let mut more = true;
         while more && packets < TURN_PACKETS && cost < TURN_COST {
             let sent = match self.ports[index].as_ref().map(|port| &port.link) {
-                // In turn, so that neither keeps the other from sending.
+                // Alternate, so that neither starves the other.
                 Some(Link::Device(_)) if packets % 2 == 0 => self
                     .send_for_companion(index, now, &mut scratch)
                     .or_else(|| self.send_from_device(index, now, &mut scratch)),
@@ -49,11 +49,11 @@ impl<M: Dma> Segment<M> {
         }
     }
 
-    /// Sends one packet of a device. Returns what it cost, `None` when there was none or its queue stopped.
+    /// Sends one packet of a device. Returns its cost, `None` when there was none or its queue was stopped.
     fn send_from_device(&mut self, index: usize, now: Duration, scratch: &mut Scratch) -> Option<usize> {
         let device = self.ports[index].as_mut()?.device()?;
         let Some(packet) = device.fetch(&mut scratch.pieces) else {
-            // Perhaps a queue has just stopped, and others go on.
+            // One queue may just have been stopped, while others continue.
             return device.has_packets().then_some(0);
         };
         let outcome = self.route_packet(index, &packet, now, scratch);
@@ -76,7 +76,7 @@ impl<M: Dma> Segment<M> {
         Some(cost_of(packet.len, packet.offload))
     }
 
-    /// Reads a packet and sends it where it belongs. `None`: its queue has stopped, it must not be completed.
+    /// Reads a packet and forwards it. `None`: its queue was stopped, so it must not be completed.
     fn route_packet(
         &mut self,
         index: usize,
@@ -90,12 +90,12 @@ impl<M: Dma> Segment<M> {
         let rules = self.ports[index].as_ref()?.rules;
         let device = self.ports[index].as_mut()?.device()?;
         if device.is_late(&scratch.pieces) {
-            // As a frame that is lost on a wire: nobody behind it has to wait.
+            // Dropped as on a wire, so that packets behind it needn't wait.
             return Some(TxOutcome::Discarded);
         }
         let head = packet.len.min(HEAD);
         let frame = &mut scratch.frame;
-        // Room for a tag is left in front.
+        // Leaves room for a tag in front.
         frame.clear();
         frame.resize(VLAN_TAG + head, 0);
         if !device.read(packet, &scratch.pieces, 0, &mut frame[VLAN_TAG..]) {
@@ -132,8 +132,8 @@ impl<M: Dma> Segment<M> {
         Some(if done { sent } else { TxOutcome::Bad })
     }
 
-    /// Copies a packet from the sender's buffers straight into those of a receiver, if nothing is left to be done
-    /// with it. `None`: not possible, go the other way. `Some(false)`: the sender's queue has stopped.
+    /// Copies a packet from the sender's buffers directly into those of a receiver, if it needs no offload. `None`: not possible, use the
+    /// other way. `Some(false)`: the sender's queue was stopped.
     fn send_directly(
         &mut self,
         from: usize,
@@ -148,7 +148,7 @@ impl<M: Dma> Segment<M> {
             return None;
         }
         let head = &scratch.frame[start..];
-        // A companion is given whole frames.
+        // A companion receives whole frames.
         if to.companion.as_mut().is_some_and(|companion| companion.wants(head)) {
             return None;
         }
@@ -184,7 +184,7 @@ impl<M: Dma> Segment<M> {
         Some(true)
     }
 
-    /// Receives one frame of a port that isn't a device. Returns what it cost, `None` when there was none.
+    /// Receives one frame of a port that isn't a device. Returns its cost, `None` when there was none.
     fn receive_from_port(&mut self, index: usize, now: Duration, scratch: &mut Scratch) -> Option<usize> {
         let port = self.ports[index].as_mut()?;
         let rules = port.rules;
@@ -235,7 +235,7 @@ impl<M: Dma> Segment<M> {
         }
     }
 
-    /// Sends a frame to ports, finished as far as each needs it. `false`: it makes no sense.
+    /// Forwards a frame to ports, with the offloads that each needs. `false`: it is malformed.
     pub(super) fn dispatch(
         &mut self,
         frame: &mut [u8],
@@ -299,7 +299,7 @@ impl<M: Dma> Segment<M> {
     }
 }
 
-/// What a packet costs: its bytes, and something for each frame it becomes.
+/// The cost of a packet in bytes: its length, plus a constant for each frame that it becomes.
 fn cost_of(len: usize, offload: Offload) -> usize {
     match offload {
         Offload::Tso { mss } => len + FRAME_COST * len.div_ceil(usize::from(mss.max(1))).min(SEGMENTS_MAX),
@@ -307,8 +307,8 @@ fn cost_of(len: usize, offload: Offload) -> usize {
     }
 }
 
-/// Puts a VLAN tag into a frame that begins after [`VLAN_TAG`] free bytes, and says what is then left to do. `None` never
-/// happens for packets that were checked: offsets have room for 4 more.
+/// Inserts a VLAN tag into a frame with [`VLAN_TAG`] free bytes in front, and returns the adjusted offload. Never `None` for packets that
+/// were checked: offsets have room for 4 more.
 fn insert_tag(frame: &mut [u8], tag: u16, offload: Offload) -> Option<Offload> {
     frame.copy_within(VLAN_TAG..VLAN_TAG + 12, 0);
     frame[12..14].copy_from_slice(&crate::frame::ETHERTYPE_VLAN.to_be_bytes());
@@ -321,7 +321,7 @@ fn insert_tag(frame: &mut [u8], tag: u16, offload: Offload) -> Option<Offload> {
     })
 }
 
-/// Whether the checksum to be made is the one of TCP or UDP, so that a frame with it is good as a whole.
+/// Whether the partial checksum is the one of TCP or UDP, so that the whole frame counts as good with it.
 fn is_transport_checksum(head: &[u8], offload: Offload) -> bool {
     let Offload::Checksum { start, at } = offload else { return false };
     Transport::parse(&head[..head.len().min(HEAD)]).is_some_and(|transport| {

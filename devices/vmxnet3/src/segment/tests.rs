@@ -91,10 +91,10 @@ fn tcp(payload: usize) -> FrameSpec {
     }
 }
 
-/// Frames on their way.
+/// Frames in flight.
 type Frames = Arc<Mutex<VecDeque<(Vec<u8>, Offload)>>>;
 
-/// A port that keeps what it is given, and sends what it is told.
+/// A port that keeps received frames, and sends frames from the test.
 #[derive(Clone, Default)]
 struct Wire {
     out: Frames,
@@ -167,14 +167,14 @@ fn an_end_station_may_be_given_a_frame_with_its_checksum_undone() {
     assert_eq!(received[0].bytes, spec.partial());
     assert!(received[0].good);
     assert!(net.counter(1, "direct_bytes") > 0);
-    // A sum of something else isn't TCP's, and is made.
+    // A checksum of another protocol isn't TCP's, and is computed.
     let offload = Offload::Checksum { start: 40, at: 42 };
     assert!(net.send(0, &spec.complete(), &TransmitRequest { offload, ..Default::default() }));
     net.serve();
     let received = net.receive(1);
     assert!(!received[0].good);
     assert_ne!(received[0].bytes, spec.complete());
-    // A guest that looks at checksums itself gets them.
+    // A guest that verifies checksums itself gets complete ones.
     let device = net.segment.device(net.guests[1].id).unwrap();
     device.active.as_mut().unwrap().features = 0;
     assert!(net.send(0, &spec.partial(), &request));
@@ -223,7 +223,7 @@ fn large_packets_are_cut_for_guests_and_left_whole_for_taps() {
     let bytes: Vec<_> = received.iter().map(|frame| frame.bytes.clone()).collect();
     assert_eq!(bytes, spec.segments(1400));
     assert!(received.iter().all(|frame| frame.good));
-    // To an unknown station: the guest doesn't want it, the tap gets it whole.
+    // To an unknown station: the guest's filter drops it, the tap gets it whole.
     let spec = FrameSpec { to: [2, 9, 9, 9, 9, 9], ..spec };
     assert!(net.send(0, &spec.large(), &spec.large_request(1400)));
     net.serve();
@@ -254,7 +254,7 @@ fn what_a_tap_leaves_undone_is_done_for_the_guest() {
     assert_eq!(cut.iter().map(|frame| frame.bytes.clone()).collect::<Vec<_>>(), spec.segments(1000));
     assert_eq!(rest.iter().map(|frame| frame.good).collect::<Vec<_>>(), [true, true, false]);
     assert!(rest.iter().all(|frame| frame.bytes == small.complete()));
-    // The tap's station is known now, and the answer goes to it alone.
+    // The tap's station is learnt now, and the response goes to it alone.
     assert!(net.send(1, &ethernet([2, 9, 9, 9, 9, 9], B, &[1; 50]), &TransmitRequest::default()));
     net.serve();
     assert_eq!(wire.out.lock().unwrap().len(), 1);
@@ -292,11 +292,11 @@ fn frames_wait_for_buffers_up_to_a_limit_and_keep_their_order() {
     net.serve();
     assert_eq!(net.guests[0].driver.reap(), 20);
     assert!(net.segment.has_waiting());
-    // 3 buffers, 8 places in the queue, the rest is lost.
+    // 3 buffers and 8 places in the queue; the rest is dropped.
     assert_eq!(net.counter(1, "rx_dropped"), 9);
     let mut numbers = Vec::new();
     while numbers.len() < 11 {
-        // The driver's doorbell asks for more.
+        // The driver's doorbell delivers more.
         let received = net.receive(1);
         assert!(!received.is_empty());
         numbers.extend(received.iter().map(|frame| frame.bytes[20]));
@@ -386,7 +386,7 @@ fn an_address_is_plugged_in_once() {
     assert!(net.segment.device(id).is_none());
 }
 
-/// Wants frames of one Ethernet type.
+/// A companion that wants frames of one Ethernet type.
 #[derive(Clone, Default)]
 struct Beside {
     taken: Arc<Mutex<Vec<Vec<u8>>>>,
@@ -416,7 +416,7 @@ fn a_companion_takes_its_frames_and_sends_in_the_device_s_name() {
     let tap = net.segment.attach_port("wire", Box::new(wire.clone()), rules).unwrap();
     let id = net.guests[1].id;
     net.segment.set_companion(id, Some(Box::new(beside.clone())));
-    // Nobody else's, whatever it is.
+    // A port that isn't a device can't have a companion.
     net.segment.set_companion(tap, Some(Box::new(beside.clone())));
 
     let kind = |mut frame: Vec<u8>, kind: [u8; 2]| {
@@ -425,7 +425,7 @@ fn a_companion_takes_its_frames_and_sends_in_the_device_s_name() {
     };
     let others = [2, 0, 0, 0, 0, 9];
     let far = ethernet(B, others, &[1; 1000]);
-    // From outside, and from a device beside it, whose frames otherwise go from guest to guest.
+    // From outside, and from a neighbouring device, whose frames are otherwise copied from guest to guest.
     let (its, not) = (kind(far.clone(), [0x88, 0xB5]), kind(far, [0x88, 0xB6]));
     let near = kind(ethernet(B, A, &[2; 1000]), [0x88, 0xB5]);
     wire.coming.lock().unwrap().extend([(its.clone(), Offload::None), (not.clone(), Offload::None)]);
@@ -437,7 +437,7 @@ fn a_companion_takes_its_frames_and_sends_in_the_device_s_name() {
     let received: Vec<Vec<u8>> = net.receive(1).into_iter().map(|frame| frame.bytes).collect();
     assert_eq!(received, [not]);
 
-    // What it sends: to another device, to outside; a strange source and a frame that is none go nowhere.
+    // Frames that it sends: to another device, to outside. One with a foreign source address and a malformed one are dropped.
     let (to_a, out) = (ethernet(A, B, &[3; 100]), ethernet(others, B, &[4; 100]));
     let forged = ethernet(A, others, &[5; 100]);
     beside.to_send.lock().unwrap().extend([to_a.clone(), out.clone(), forged, vec![1, 2, 3]]);
@@ -447,7 +447,7 @@ fn a_companion_takes_its_frames_and_sends_in_the_device_s_name() {
     assert_eq!(received, [to_a]);
     assert_eq!(wire.out.lock().unwrap().drain(..).map(|(bytes, _)| bytes).collect::<Vec<_>>(), [out]);
     assert_eq!((net.counter(1, "tx_spoofed"), net.counter(1, "tx_errors")), (1, 1));
-    // Without a companion all frames are the device's.
+    // Without a companion the device gets all frames.
     net.segment.set_companion(id, None);
     let plain = kind(ethernet(B, A, &[6; 64]), [0x88, 0xB5]);
     assert!(net.send(0, &plain, &TransmitRequest::default()));
@@ -479,8 +479,8 @@ fn neither_a_device_nor_its_companion_keeps_the_other_from_sending() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Random frames with random offloads, tags and cuts, over small rings that wrap: the receiver has exactly what a
-    /// reference makes of them, in order.
+    /// Random frames with random offloads, tags and cuts, over small rings that wrap: the receiver gets exactly the reference's frames, in
+    /// order.
     #[test]
     fn frames_arrive_as_a_reference_makes_them(
         packets in prop::collection::vec(
@@ -496,7 +496,7 @@ proptest! {
         let rules = PortRules { partial_checksums: partial, ..PortRules::default() };
         let mut net = Net::new(&[(options.clone(), rules), (options, rules)]);
         for (spec, len, kind, cuts) in packets {
-            // The driver inserts tags by descriptor; a frame is built without.
+            // The driver inserts tags by descriptor, so the frame is built without.
             let inner = FrameSpec { vlan: None, to: B, from: A, payload: (0..=255).cycle().take(len).collect(), ..spec.clone() };
             let (frame, offload, expected) = match kind {
                 0 => (inner.complete(), Offload::None, vec![inner.complete()]),
@@ -525,7 +525,7 @@ proptest! {
         }
     }
 
-    /// Descriptors full of nonsense: nothing panics or stalls, the other guest's traffic goes on.
+    /// Random descriptors: nothing panics or stalls, and the other guest's traffic continues.
     #[test]
     fn hostile_descriptors_do_not_reach_the_neighbour(
         descriptors in prop::collection::vec(any::<([u32; 4], bool)>(), 1..32),
@@ -539,7 +539,7 @@ proptest! {
         memory.write(0x1000, &[&B[..], &A, &[8, 0, 0x45, 0, 0, 100, 0, 0, 0, 0, 64, 6]].concat()).unwrap();
         for (index, (words, tame)) in (0_u64..).zip(&descriptors) {
             let [a, b, c, d] = *words;
-            // Tame ones point into memory and belong to the device.
+            // Valid ones point into memory and belong to the device.
             let address = if *tame { 0x1000 } else { u64::from(a) | u64::from(b) << 32 };
             let word2 = if *tame { c & !(1 << 16) | 1 << 14 } else { c };
             memory.write(tx + 16 * index, &address.to_le_bytes()).unwrap();
@@ -556,7 +556,7 @@ proptest! {
         let frame = ethernet(B, [2, 0, 0, 0, 0, 3], &[seed; 900]);
         prop_assert!(net.send(2, &frame, &TransmitRequest::default()));
         net.serve();
-        // What the hostile one left waiting comes first.
+        // Frames that the hostile guest left in the queue come first.
         let mut received = net.receive(1);
         net.serve();
         received.extend(net.receive(1));

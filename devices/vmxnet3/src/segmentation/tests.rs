@@ -1,4 +1,4 @@
-//! Segmentation against the frames that the reference makes.
+//! Segmentation against the frames of the reference.
 
 use proptest::prelude::*;
 

@@ -1,4 +1,4 @@
-//! The switch against a plain list of what was heard where.
+//! The switch against a plain list of which port sent from which address.
 
 use proptest::prelude::*;
 
@@ -81,7 +81,7 @@ proptest! {
         let mut switch = Switch::new(AGING);
         prop_assert!(switch.add_own(0, mac(0)));
         let mut now = 0;
-        // Address, port, when.
+        // Address, port, time.
         let mut heard: Vec<(u8, usize, u64)> = Vec::new();
         for step in steps {
             match step {
@@ -108,7 +108,7 @@ proptest! {
                 Step::Sweep => switch.sweep(at(now)),
                 Step::Remove(gone) => {
                     switch.remove_port(gone);
-                    // What is heard last counts; earlier hearings elsewhere were overwritten.
+                    // The last sighting of an address counts; it overwrites earlier ones at other ports.
                     let mut kept: Vec<(u8, usize, u64)> = Vec::new();
                     for (address, port, when) in &heard {
                         kept.retain(|(other, ..)| other != address);

@@ -1,4 +1,4 @@
-//! Headers, and taps of a network namespace of their own, where the kernel has the last word on them.
+//! Headers, and taps in a network namespace of the test's own, whose kernel checks them.
 
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -32,7 +32,7 @@ fn a_descriptor_that_is_no_tap_is_refused() {
     assert!(matches!(Tap::from_fd(null), Err(TapError::NoTap(_))));
 }
 
-/// A thread in a network namespace of its own; `false` when this user may not have one.
+/// Runs a thread in a network namespace of its own; `false` when this user may not create one.
 fn in_namespace(test: impl FnOnce() + Send + 'static) -> bool {
     let run = move || {
         // SAFETY: the namespace is this thread's alone, which ends with the test.
@@ -50,7 +50,7 @@ fn ip(arguments: &str) {
     assert!(status.is_ok_and(|status| status.success()), "ip {arguments}");
 }
 
-/// A tap whose host side leaves nothing to do: the kernel makes checksums and segments before.
+/// A tap whose host side has no offloads: the kernel computes checksums and segments before.
 fn plain_tap(ifname: &str) -> OwnedFd {
     let fd = rustix::fs::open("/dev/net/tun", OFlags::RDWR | OFlags::NONBLOCK, Mode::empty()).unwrap();
     let flags = libc::IFF_TAP | libc::IFF_NO_PI;
@@ -58,13 +58,13 @@ fn plain_tap(ifname: &str) -> OwnedFd {
     fd
 }
 
-/// The next frame of the test's own, within some seconds.
+/// The next frame of the test, within some seconds.
 fn next<T>(mut receive: impl FnMut() -> Option<(Vec<u8>, T)>) -> (Vec<u8>, T) {
     let deadline = Instant::now() + Duration::from_secs(20);
     loop {
         match receive() {
             Some((frame, rest)) if frame[6..12] == FROM => return (frame, rest),
-            // The kernel's own.
+            // The kernel's own frames.
             Some(_) => {}
             None => {
                 assert!(Instant::now() < deadline, "no frame came");
@@ -76,7 +76,7 @@ fn next<T>(mut receive: impl FnMut() -> Option<(Vec<u8>, T)>) -> (Vec<u8>, T) {
 
 const FROM: [u8; 6] = [2, 0, 0, 0, 0, 1];
 
-/// What we leave undone, Linux does as the reference does it; what Linux leaves undone, we understand.
+/// Linux finishes our offloads as the reference does, and we understand Linux's.
 #[test]
 fn the_kernel_makes_of_our_packets_what_the_reference_makes() {
     let ran = in_namespace(|| {

@@ -11,10 +11,10 @@ use crate::registers::{self as r, command, feature, rx_mode};
 use crate::shared_area::{MAGIC, QUEUE_ENTRY, offset};
 
 const PAGE: u64 = 4096;
-/// Bytes per buffer slot, TX and BODY.
+/// Bytes of a TX or BODY buffer.
 const SLOT: u64 = 4096;
 
-/// How the driver sets the device up.
+/// Settings of the driver.
 #[derive(Debug, Clone)]
 pub struct DriverOptions {
     /// MTU in bytes.
@@ -29,16 +29,16 @@ pub struct DriverOptions {
     pub rx_mode: u32,
     /// Group addresses.
     pub groups: Vec<MacAddress>,
-    /// VLANs let in, besides frames without a tag.
+    /// Accepted VLANs, besides frames without a tag.
     pub vlans: Vec<u16>,
-    /// Below revision 7: ring 0 has a HEAD and a BODY buffer in turn.
+    /// Below revision 7: ring 0 alternates HEAD and BODY buffers.
     pub old_ring_layout: bool,
-    /// Interrupts: one for the queue pair and one for events.
+    /// Number of interrupts: one for the queue pair and one for events.
     pub interrupts: u8,
 }
 
 impl DriverOptions {
-    /// Bytes of memory that a driver with these options lays out.
+    /// Bytes of memory that a driver with these options needs.
     #[must_use]
     pub fn memory_needed(&self) -> usize {
         let end = Driver::new(dma::HeapMemory::new(0), 0, self.clone()).end();
@@ -62,29 +62,29 @@ impl Default for DriverOptions {
     }
 }
 
-/// How a frame is to be sent.
+/// How to send a frame.
 #[derive(Debug, Clone, Default)]
 pub struct TransmitRequest {
-    /// What the device has to do.
+    /// Offload for the device.
     pub offload: Offload,
     /// Bytes of headers, for segmentation.
     pub header_len: u16,
     /// VLAN tag to insert.
     pub vlan: Option<u16>,
-    /// Where the frame is cut into descriptors; at most one page each, the rest is cut at pages.
+    /// Where the frame is split into descriptors. A descriptor has at most one page; longer parts are split at pages.
     pub cuts: Vec<usize>,
 }
 
-/// A frame that came.
+/// A received frame.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReceivedFrame {
     /// Its bytes.
     pub bytes: Vec<u8>,
-    /// VLAN tag that the device took out.
+    /// VLAN tag that the device removed.
     pub vlan: Option<u16>,
-    /// The device says that its checksums are good.
+    /// Whether the device reports good checksums.
     pub good: bool,
-    /// Buffers it lay in.
+    /// Number of buffers that it filled.
     pub pieces: usize,
 }
 
@@ -114,19 +114,19 @@ impl Ring {
     }
 }
 
-/// A guest's driver with one queue pair, its memory laid out from a base address on.
+/// A guest's driver with one queue pair, whose memory begins at a base address.
 pub struct Driver<M> {
     memory: M,
-    /// Its options; changes count from the next [`Driver::open`] on.
+    /// Its options; changes take effect at the next [`Driver::open`].
     pub options: DriverOptions,
     shared: u64,
     queues: u64,
     groups: u64,
     tx: Ring,
     tx_completion: Ring,
-    /// Index of the first descriptor that the device still has.
+    /// Index of the first descriptor that the device still owns.
     tx_pending: u32,
-    /// Last descriptor of each packet under way.
+    /// Last descriptor of each packet in flight.
     tx_packets: std::collections::VecDeque<u32>,
     tx_buffers: u64,
     rx: [Ring; 2],
@@ -138,7 +138,7 @@ pub struct Driver<M> {
 }
 
 impl<M: Dma> Driver<M> {
-    /// Lays a driver's memory out from `base` (a page) on.
+    /// Lays out a driver's memory from `base` (a page) on.
     pub fn new(memory: M, base: u64, options: DriverOptions) -> Self {
         let mut next = base;
         let mut take = |bytes: u64| {
@@ -176,7 +176,7 @@ impl<M: Dma> Driver<M> {
         }
     }
 
-    /// First address behind the driver's memory.
+    /// First address after the driver's memory.
     #[must_use]
     pub fn end(&self) -> u64 {
         self.end
@@ -214,7 +214,7 @@ impl<M: Dma> Driver<M> {
 
     fn get(&self, address: u64) -> [u32; 4] {
         let word = |i: u64| self.memory.load_u32(address + 4 * i).expect("the driver's own memory");
-        // The generation is in word 3, and read first.
+        // The generation is in word 3, which is read first.
         let last = word(3);
         [word(0), word(1), word(2), last]
     }
@@ -225,7 +225,7 @@ impl<M: Dma> Driver<M> {
         registers.load(BAR_COMMAND, r::CMD)
     }
 
-    /// Probe and open, as far as the device sees it. Returns the result of the activation, 0 when it worked.
+    /// The driver's probe and open. Returns the result of the activation, 0 for success.
     pub fn open(&mut self, registers: &mut impl Registers) -> u32 {
         assert_eq!(registers.load(BAR_COMMAND, r::VRRS) & 0x41, 0x41, "revisions");
         registers.store(BAR_COMMAND, r::VRRS, if self.options.old_ring_layout { 1 } else { 0x40 });
@@ -284,7 +284,7 @@ impl<M: Dma> Driver<M> {
         self.write_filters();
 
         let (tx, rx) = self.queue_entries();
-        // txThreshold and updateRxProd are the device's: they stay as they are.
+        // The device owns txThreshold and updateRxProd: they stay as they are.
         self.put64(tx + 16, self.tx.base);
         self.put64(tx + 32, self.tx_completion.base);
         self.put32(tx + 56, self.tx.size);
@@ -301,7 +301,7 @@ impl<M: Dma> Driver<M> {
         self.fill(1);
     }
 
-    /// Writes receive mode, group addresses and VLANs into the shared area; the device is told by commands.
+    /// Writes receive mode, group addresses and VLANs to the shared area; commands make the device read them.
     pub fn write_filters(&self) {
         let s = self.shared;
         self.put32(s + offset::RX_MODE, self.options.rx_mode);
@@ -340,7 +340,7 @@ impl<M: Dma> Driver<M> {
         }
     }
 
-    /// Lets all interrupts through.
+    /// Unmasks all interrupts.
     pub fn unmask(&self, registers: &mut impl Registers) {
         self.put32(self.shared + offset::INTERRUPT_CONTROL, 0);
         for vector in 0..u64::from(self.options.interrupts) {
@@ -366,7 +366,7 @@ impl<M: Dma> Driver<M> {
         })
     }
 
-    /// Statistics of the TX and the RX queue, as the command GET_STATS has left them.
+    /// Statistics of the TX and the RX queue, as of the last command GET_STATS.
     #[must_use]
     pub fn statistics(&self) -> [[u64; 10]; 2] {
         let (tx, rx) = self.queue_entries();
@@ -378,12 +378,12 @@ impl<M: Dma> Driver<M> {
         })
     }
 
-    /// Free TX descriptors; one is always kept back.
+    /// Number of free TX descriptors; one always stays unused.
     fn tx_room(&self) -> u32 {
         (self.tx_pending + self.tx.size - self.tx.next - 1) % self.tx.size
     }
 
-    /// Sends a frame, and rings the doorbell if the device wants that. `false` when the ring is full.
+    /// Sends a frame, and writes the doorbell if the device has enabled it. `false` when the ring is full.
     pub fn send(&mut self, registers: &mut impl Registers, frame: &[u8], request: &TransmitRequest) -> bool {
         let page = usize::try_from(SLOT).expect("a page");
         let mut pieces: Vec<&[u8]> = Vec::new();
@@ -426,7 +426,7 @@ impl<M: Dma> Driver<M> {
                 word3 |= 1 << 12 | 1 << 13;
             }
             self.put32(descriptor + 12, word3);
-            // The first one gets the other generation until all is there.
+            // The first one keeps the other generation until all are written.
             word2 |= u32::from(self.tx.generation ^ sop) << 14;
             self.put32(descriptor + 8, word2);
             if sop {
@@ -449,7 +449,7 @@ impl<M: Dma> Driver<M> {
         true
     }
 
-    /// Takes completed packets back and returns how many.
+    /// Reclaims completed packets and returns their number.
     ///
     /// # Panics
     /// When a completion is out of order or isn't that of a packet's last descriptor (a `BUG_ON` in Linux).
@@ -469,13 +469,13 @@ impl<M: Dma> Driver<M> {
         }
     }
 
-    /// Packets that the device still has.
+    /// Number of packets that the device still owns.
     #[must_use]
     pub fn under_way(&self) -> usize {
         self.tx_packets.len()
     }
 
-    /// Takes received frames and posts their buffers again, ringing the doorbells if the device wants that.
+    /// Consumes received frames and posts their buffers again, with doorbells if the device has enabled them.
     ///
     /// # Panics
     /// Where Linux has a `BUG_ON`.
@@ -505,7 +505,7 @@ impl<M: Dma> Driver<M> {
             assert!(len > 0 && len <= buffer, "{len} bytes in a buffer of {buffer}");
             let mut bytes = vec![0; usize::try_from(len).expect("14 bits")];
             self.memory.read(address, &mut bytes).expect("the driver's own memory");
-            // What was read must not be seen again.
+            // Bytes that were read must not be read again.
             self.memory.zero(address, u64::from(len)).expect("the driver's own memory");
             if sop {
                 assert!(self.partial.is_none(), "a frame begins in another");

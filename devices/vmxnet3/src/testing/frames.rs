@@ -1,5 +1,5 @@
-//! Frames for tests, and a second opinion on their checksums: written byte by byte from RFC 1071, 793, 768 and 8200,
-//! without the code that is tested.
+//! Frames for tests, and an independent computation of their checksums, byte by byte from RFC 1071, 793, 768 and 8200, without the tested
+//! code.
 
 use crate::frame::Offload;
 
@@ -10,7 +10,7 @@ pub fn ethernet(to: [u8; 6], from: [u8; 6], payload: &[u8]) -> Vec<u8> {
     [&to[..], &from, &[0x88, 0xB5], payload].concat()
 }
 
-/// TCP or UDP over IP, as a guest hands it to its NIC.
+/// TCP or UDP over IP, as a guest passes it to its NIC.
 #[derive(Debug, Clone)]
 pub struct FrameSpec {
     /// Destination.
@@ -21,9 +21,9 @@ pub struct FrameSpec {
     pub v6: bool,
     /// UDP instead of TCP.
     pub udp: bool,
-    /// A tag in the frame itself.
+    /// A VLAN tag in the frame itself.
     pub vlan: Option<u16>,
-    /// Words of TCP options.
+    /// Number of 32-bit words of TCP options.
     pub options: u8,
     /// TCP flags.
     pub flags: u8,
@@ -52,7 +52,7 @@ impl FrameSpec {
         if self.vlan.is_some() { 4 } else { 0 }
     }
 
-    /// Where TCP or UDP begins.
+    /// Offset of the TCP or UDP header.
     #[must_use]
     pub fn l4(&self) -> usize {
         14 + self.tag() + if self.v6 { 40 } else { 20 }
@@ -64,13 +64,13 @@ impl FrameSpec {
         self.l4() + if self.udp { 8 } else { 20 + 4 * usize::from(self.options) }
     }
 
-    /// Where the checksum goes.
+    /// Offset of the checksum field.
     #[must_use]
     pub fn checksum_at(&self) -> usize {
         self.l4() + if self.udp { 6 } else { 16 }
     }
 
-    /// What the driver asks for with a checksum offload.
+    /// The checksum offload that the driver requests.
     #[must_use]
     pub fn checksum_offload(&self) -> Offload {
         Offload::Checksum {
@@ -135,7 +135,7 @@ impl FrameSpec {
         }
     }
 
-    /// With all checksums.
+    /// The frame with all checksums.
     #[must_use]
     pub fn complete(&self) -> Vec<u8> {
         self.build(|frame, len| {
@@ -146,7 +146,7 @@ impl FrameSpec {
         })
     }
 
-    /// With the sum of the pseudo-header in the checksum's place.
+    /// The frame with a partial checksum: the sum of the pseudo-header in the checksum field.
     #[must_use]
     pub fn partial(&self) -> Vec<u8> {
         self.build(|frame, len| {
@@ -156,7 +156,7 @@ impl FrameSpec {
         })
     }
 
-    /// As a driver hands over a packet to be segmented: no IPv4 checksum, pseudo-header without the length.
+    /// The frame as a driver passes it for segmentation: no IPv4 checksum, pseudo-header without the length.
     #[must_use]
     pub fn large(&self) -> Vec<u8> {
         self.build(|frame, _| {
@@ -165,7 +165,7 @@ impl FrameSpec {
         })
     }
 
-    /// The request that goes with [`FrameSpec::large`].
+    /// The request for [`FrameSpec::large`].
     #[must_use]
     pub fn large_request(&self, mss: u16) -> super::TransmitRequest {
         super::TransmitRequest {
@@ -175,7 +175,7 @@ impl FrameSpec {
         }
     }
 
-    /// What a large packet becomes: complete frames of at most `mss` bytes of payload.
+    /// The segments of a large packet: complete frames of at most `mss` bytes of payload.
     #[must_use]
     pub fn segments(&self, mss: usize) -> Vec<Vec<u8>> {
         let count = self.payload.len().div_ceil(mss).max(1);
@@ -204,7 +204,7 @@ impl FrameSpec {
     }
 }
 
-/// Whether all checksums of a frame are good, which must be TCP or UDP over IP without options and extensions.
+/// Whether all checksums of a frame are good. It must be TCP or UDP over IP without options and extensions.
 #[must_use]
 pub fn checksums_are_good(frame: &[u8]) -> bool {
     let ip = if frame[12..14] == [0x81, 0] { 18 } else { 14 };

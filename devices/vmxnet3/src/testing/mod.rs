@@ -1,7 +1,6 @@
-//! A model of the Linux driver, and frames, for tests of the device and of whatever stands around it.
+//! A model of the Linux driver, and frames, for tests of the device and its surroundings.
 //!
-//! [`Driver`] does what Linux' `vmxnet3` does with registers, rings and generation bits, including what would be a
-//! `BUG_ON` there: that is a panic here.
+//! [`Driver`] handles registers, rings and generation bits as Linux's `vmxnet3` does. Where that has a `BUG_ON`, the model panics.
 
 mod driver;
 mod frames;
@@ -18,7 +17,7 @@ use crate::device::Vmxnet3;
 use crate::interrupts::Interrupts;
 use crate::runner::NicHandle;
 
-/// How a driver reaches registers: directly, through a [`NicHandle`], or through whatever bus is to be tested.
+/// Access to registers: directly, through a [`NicHandle`], or through a tested bus.
 pub trait Registers {
     /// Loads a register.
     fn load(&mut self, bar: u8, offset: u64) -> u32;
@@ -54,18 +53,18 @@ impl<M: Dma + Send + 'static> Registers for NicHandle<M> {
 #[derive(Debug, Clone, Default)]
 pub struct CountedInterrupts {
     counts: Arc<[AtomicU64; 32]>,
-    /// Vectors in the order in which they came.
+    /// Vectors in order of arrival.
     order: Arc<Mutex<Vec<u16>>>,
 }
 
 impl CountedInterrupts {
-    /// How often a vector was raised.
+    /// Number of times that a vector was raised.
     #[must_use]
     pub fn count(&self, vector: u16) -> u64 {
         self.counts.get(usize::from(vector)).map_or(0, |count| count.load(Ordering::SeqCst))
     }
 
-    /// Takes the vectors raised since the last call, in order.
+    /// Returns and clears the vectors raised since the last call, in order.
     #[must_use]
     pub fn take(&self) -> Vec<u16> {
         std::mem::take(&mut *self.order.lock().unwrap_or_else(PoisonError::into_inner))
