@@ -1,4 +1,4 @@
-//! The trait that every virtio device implements, and what it is given when the driver starts it.
+//! The trait of virtio devices, and the parameters of their activation.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -6,22 +6,21 @@ use std::sync::Arc;
 use machine::memory::GuestMemorySpace;
 use virtio_queue::Queue;
 
-/// Tells the driver that something happened on a queue, or that the configuration changed. Cheap to
-/// clone, usable from any thread. Event suppression (`VIRTIO_F_EVENT_IDX`) is the caller's part
-/// (`Queue::needs_notification`).
+/// Interrupts to the driver, for used buffers or a configuration change. Cheap to clone, usable from any thread. The caller implements
+/// event suppression (`VIRTIO_F_EVENT_IDX`, `Queue::needs_notification`).
 pub trait VirtioInterrupt: Send + Sync {
     /// Interrupts for queue `index` (used buffers).
     fn queue(&self, index: u16);
     /// Interrupts for a configuration change.
     fn config(&self);
-    /// The device has failed: sets DEVICE_NEEDS_RESET and interrupts for a configuration change. The
-    /// transport logs `reason`, and `causeway inspect` shows it.
+    /// Fails the device: sets DEVICE_NEEDS_RESET and interrupts for a configuration change. The transport logs `reason`, and `causeway
+    /// inspect` reports it.
     fn failed(&self, reason: &str);
 }
 
-/// One queue as the driver set it up.
+/// A queue that the driver has set up.
 pub struct ActiveQueue {
-    /// Its index.
+    /// Index of the queue.
     pub index: u16,
     /// The ring.
     pub queue: Queue,
@@ -29,24 +28,24 @@ pub struct ActiveQueue {
     pub kick: Arc<OwnedFd>,
 }
 
-/// What a device is given when the driver sets DRIVER_OK.
+/// Parameters of an activation, when the driver sets DRIVER_OK.
 pub struct Activation {
     /// Guest memory.
     pub memory: GuestMemorySpace,
-    /// Features both sides agreed on.
+    /// Negotiated features.
     pub features: u64,
     /// The enabled queues, ascending by index.
     pub queues: Vec<ActiveQueue>,
-    /// How to interrupt.
+    /// Interrupts to the driver.
     pub interrupt: Arc<dyn VirtioInterrupt>,
 }
 
-/// A virtio device without its transport. The transport calls it under one lock, so `&mut self` methods
-/// never run at once; data-path work belongs to threads of the device's own, one or more per device.
+/// A virtio device without its transport. The transport calls it under one lock, so `&mut self` methods never run concurrently. Data-path
+/// work belongs to threads of the device's own, one or more per device.
 ///
 /// ```text
 /// created -> activate -> (stop -> activate)* -> dropped
-///               |  guest-caused error: interrupt.failed(reason), queues idle until stop
+///                |  guest-caused error: interrupt.failed(reason), queues idle until stop
 /// ```
 pub trait VirtioDevice: Send {
     /// Name, unique in the VM.
@@ -56,55 +55,54 @@ pub trait VirtioDevice: Send {
     /// Offered features, without the transport's own (`VERSION_1`, `EVENT_IDX`, `INDIRECT_DESC` included here when
     /// the device supports them).
     fn features(&self) -> u64;
-    /// Largest size of each queue, powers of two.
+    /// Limit of each queue's size, powers of two.
     fn queue_sizes(&self) -> Vec<u16>;
-    /// Reads device-specific configuration; bytes beyond it read as zero.
+    /// Reads device-specific configuration; bytes beyond its end read as zero.
     fn config_read(&self, offset: u64, data: &mut [u8]);
-    /// Writes it; what isn't writable is ignored.
+    /// Writes device-specific configuration; read-only fields are ignored.
     fn config_write(&mut self, offset: u64, data: &[u8]);
-    /// Starts the device's threads. On an error the transport marks the device as failed and calls `stop`, so threads
-    /// that did start end there.
+    /// Starts the device's threads. On an error the transport marks the device as failed and calls `stop`, which ends threads that did
+    /// start.
     fn activate(&mut self, activation: Activation) -> Result<(), DeviceError>;
-    /// Stops the threads and waits for requests in flight (completed or returned unserved, never lost
-    /// after being acknowledged). Returns the queues with their positions, so that a pause can go on
-    /// with `activate`. A device that isn't active returns an empty list.
+    /// Stops the threads after the requests in flight: each is completed or returned unserved, and never lost after it was acknowledged.
+    /// Returns the queues with their positions, so that `activate` can continue after a pause. An inactive device returns an empty list.
     fn stop(&mut self) -> Result<Vec<ActiveQueue>, DeviceError>;
-    /// Forgets driver-visible state after a reset by the driver (`stop` was called before).
+    /// Clears driver-visible state after a reset by the driver (`stop` was called before).
     fn reset(&mut self);
-    /// Device-specific saved state while stopped, versioned; `NotSaveable` names the reason.
+    /// Saves the device-specific state while stopped, versioned; `NotSaveable` has the reason.
     fn save(&self) -> Result<SavedDevice, DeviceError>;
-    /// The device as it was saved, made of one that is open here and was never active. What belongs to this host (files,
-    /// interfaces, sockets) stays; what the driver knows is taken over.
+    /// Restores a saved state into a device that is open on this host and was never active. Its files, interfaces and sockets stay this
+    /// host's; the driver-visible state is the saved one.
     ///
     /// # Errors
-    /// [`DeviceError::Saved`] when the state is damaged, or this device can't be what the driver knows.
+    /// [`DeviceError::Saved`] when the state is damaged, or this device can't provide what the driver has negotiated.
     fn restored(self: Box<Self>, saved: &SavedDevice) -> Result<Box<dyn VirtioDevice>, DeviceError>;
-    /// Makes what was written durable, while the device runs: what [`VirtioDevice::hand_over`] then has to wait for is less.
+    /// Makes written data durable while the device runs, so that a later [`VirtioDevice::hand_over`] takes less time.
     ///
     /// # Errors
     /// When the host refuses.
     fn settle(&self) -> Result<(), DeviceError>;
-    /// Gives up what only one host may hold, so that the VM can go on elsewhere: locks of images, behind everything that
-    /// was written. Called while stopped; the device can't be activated until [`VirtioDevice::take_over`].
+    /// Releases what only one host may hold, so that the VM can run on another host: locks of images, after written data is durable. Called
+    /// while stopped; the device can't be activated until [`VirtioDevice::take_over`].
     ///
     /// # Errors
-    /// When what was written can't be made durable, or the host refuses.
+    /// When written data can't be made durable, or the host refuses.
     fn hand_over(&mut self) -> Result<(), DeviceError>;
-    /// Takes what [`VirtioDevice::hand_over`] gave up, there or here. A device that has it keeps it.
+    /// Claims what [`VirtioDevice::hand_over`] released, on either host. Does nothing if the device holds it already.
     ///
     /// # Errors
-    /// When somebody else holds it.
+    /// When another process holds it.
     fn take_over(&mut self) -> Result<(), DeviceError>;
-    /// Tells the world outside the host that the guest is here now. Called after it has begun to run.
+    /// Announces the guest to the network of this host. Called after it has begun to run.
     ///
     /// # Errors
-    /// When the host refuses; the guest goes on all the same.
+    /// When the host refuses; the guest runs all the same.
     fn announce(&self) -> Result<(), DeviceError>;
-    /// State and counters.
+    /// Reports state and counters.
     fn inspect(&self) -> serde_json::Value;
 }
 
-/// Saved device state; restoring is a constructor of the concrete type.
+/// A saved device state; a constructor of the concrete type restores it.
 #[derive(Debug, Clone, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct SavedDevice {
     /// Version of `state`, per device type.
@@ -113,33 +111,33 @@ pub struct SavedDevice {
     pub state: Vec<u8>,
 }
 
-/// A device could not do what was asked; the guest never causes these.
+/// Why an operation on a device failed. Never caused by the guest.
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceError {
-    /// It can't be saved.
+    /// The device can't be saved.
     #[error("Device {name} can't be saved: {reason}")]
     NotSaveable {
         /// Device name.
         name: String,
-        /// Why.
+        /// The reason.
         reason: String,
     },
-    /// It can't become what was saved.
+    /// The device can't be restored from this state.
     #[error("Saved state of device {name} can't be used: {reason}")]
     Saved {
         /// Device name.
         name: String,
-        /// Why.
+        /// The reason.
         reason: String,
     },
-    /// The host refused something.
+    /// The host refused an operation.
     #[error("Device {name} could not {what}")]
     Host {
         /// Device name.
         name: String,
-        /// What was tried, with its values.
+        /// The failed operation, with its values.
         what: String,
-        /// Why.
+        /// The error.
         #[source]
         source: std::io::Error,
     },

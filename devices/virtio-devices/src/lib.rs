@@ -1,8 +1,8 @@
 //! virtio 1.2 devices over PCI.
 //!
-//! A device implements [`device::VirtioDevice`]; [`transport`] makes a PCI function of it. [`queue`] is what all
-//! of them use to talk to a driver safely, [`worker`] the thread that serves a device. Each device folder has
-//! the same files: `device`, `worker`, `request` or `packet`, and its tests.
+//! A device implements [`device::VirtioDevice`], and [`transport`] makes a PCI function of it. All devices use [`queue`] for safe access to
+//! the driver's rings, and [`worker`] for their threads. Each device folder has the same files: `device`, `worker`, `request` or `packet`,
+//! and its tests.
 
 pub mod block;
 pub mod device;

@@ -1,5 +1,4 @@
-//! How saved state becomes bytes: CBOR with field names, so that a version can leave out or add fields
-//! and still read the other's state.
+//! Encoding of saved states: CBOR with field names, so that a release can omit or add fields and still read another's state.
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -11,7 +10,7 @@ pub fn encode<T: Serialize>(state: &T) -> std::io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Reads saved state back. The error says where it is damaged.
+/// Decodes a saved state. The error names the damaged place.
 pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
     ciborium::from_reader(bytes).map_err(|error| error.to_string())
 }

@@ -1,9 +1,9 @@
-//! A device's own thread: waits for eventfds, serves queues, never takes the process down with it.
+//! A device's own thread: polls eventfds, serves queues, and never ends the process by a panic.
 //!
 //! ```text
 //! spawn ── state moves into the thread ── body(&mut state, &poller) until the stop event
-//!   body returns Err(reason) or panics: interrupt.failed(reason), the thread ends
-//! stop  ── signals, joins, hands the state back, whatever happened
+//!    body returns Err(reason) or panics: interrupt.failed(reason), the thread ends
+//! stop  ── signals, joins, returns the state, whatever happened
 //! ```
 
 use std::io;
@@ -18,8 +18,7 @@ use telemetry::containment::{self, contain};
 
 use crate::device::VirtioInterrupt;
 
-/// System calls that every worker thread makes here (waiting and its own end); a device adds those of its
-/// body.
+/// System calls of every worker thread (polling and its own end); a device adds those of its body.
 pub const SYSCALLS: &[i64] = &[
     libc::SYS_epoll_wait,
     libc::SYS_epoll_pwait,
@@ -51,12 +50,12 @@ pub const SYSCALLS: &[i64] = &[
     libc::SYS_getrandom,
     libc::SYS_exit,
     libc::SYS_restart_syscall,
-    // A driver without MSI-X is interrupted by a wire, which KVM drives by KVM_IRQ_LINE.
+    // A driver without MSI-X gets interrupts by a wire, which KVM asserts by KVM_IRQ_LINE.
     libc::SYS_ioctl,
 ];
 
-/// System calls that the thread which starts and stops workers makes: the one that handles the driver's
-/// DRIVER_OK and reset (a vCPU thread), and the API thread at a pause.
+/// System calls of a thread that starts and stops workers: the thread that handles the driver's DRIVER_OK and reset (a vCPU thread), and
+/// the API thread for a pause.
 pub const SPAWN_SYSCALLS: &[i64] = &[
     libc::SYS_epoll_create1,
     libc::SYS_epoll_ctl,
@@ -76,7 +75,7 @@ pub const SPAWN_SYSCALLS: &[i64] = &[
 
 const STOP: u64 = u64::MAX;
 
-/// A new eventfd as notifications use it: non-blocking, closed on exec.
+/// A new eventfd for notifications: non-blocking, closed on exec.
 pub fn new_event() -> io::Result<OwnedFd> {
     Ok(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?)
 }
@@ -86,12 +85,12 @@ pub fn signal(event: impl AsFd) {
     let _ = rustix::io::write(event, &1u64.to_ne_bytes());
 }
 
-/// Empties an eventfd; returns whether it was signalled.
+/// Consumes an eventfd's signals; returns whether there were any.
 pub fn take(event: impl AsFd) -> bool {
     rustix::io::read(event, &mut [0u8; 8]).is_ok()
 }
 
-/// What to wait for on a file descriptor.
+/// Events to poll for on a file descriptor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Interest {
     /// Data to read, or a signalled eventfd.
@@ -118,10 +117,10 @@ impl Interest {
     }
 }
 
-/// Something happened on a file descriptor.
+/// An event on a file descriptor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Ready {
-    /// Token it was added with.
+    /// Token from [`Poller::add`].
     pub token: u64,
     /// Readable.
     pub readable: bool,
@@ -131,16 +130,16 @@ pub struct Ready {
     pub closed: bool,
 }
 
-/// What [`Poller::wait`] brought.
+/// Result of [`Poller::wait`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wake {
-    /// Look at the events (none: the time is over).
+    /// There are events (none after the timeout).
     Events,
-    /// The device is being stopped: finish what is in flight and return.
+    /// The device is being stopped: complete requests in flight and return.
     Stop,
 }
 
-/// The wish to stop: a flag to look at and an event to wake up by.
+/// The request to stop: a flag, and an event that wakes the thread.
 struct Stop {
     asked: AtomicBool,
     event: OwnedFd,
@@ -153,7 +152,7 @@ impl Stop {
     }
 }
 
-/// Waits for several file descriptors and the stop event (level-triggered epoll).
+/// Polls several file descriptors and the stop event (level-triggered epoll).
 pub struct Poller {
     epoll: OwnedFd,
     stop: Arc<Stop>,
@@ -166,13 +165,13 @@ impl Poller {
         Ok(Self { epoll, stop })
     }
 
-    /// Adds a file descriptor. `token` comes back in [`Ready`]; `u64::MAX` is taken.
+    /// Adds a file descriptor. [`Ready`] contains `token`; `u64::MAX` is reserved.
     pub fn add(&self, fd: impl AsFd, token: u64, interest: Interest) -> io::Result<()> {
         debug_assert_ne!(token, STOP, "this token is the stop event's");
         Ok(epoll::add(&self.epoll, fd, epoll::EventData::new_u64(token), interest.flags())?)
     }
 
-    /// Changes what is waited for.
+    /// Changes the polled events.
     pub fn modify(&self, fd: impl AsFd, token: u64, interest: Interest) -> io::Result<()> {
         Ok(epoll::modify(&self.epoll, fd, epoll::EventData::new_u64(token), interest.flags())?)
     }
@@ -182,8 +181,8 @@ impl Poller {
         Ok(epoll::delete(&self.epoll, fd)?)
     }
 
-    /// Waits until something happens or `timeout` is over; `ready` is replaced by what happened.
-    /// [`Wake::Stop`] is reported every time from the stop on.
+    /// Waits for events or until `timeout` expires; replaces the contents of `ready`.
+    /// Returns [`Wake::Stop`] every time after the thread was stopped.
     pub fn wait(&self, ready: &mut Vec<Ready>, timeout: Option<Duration>) -> io::Result<Wake> {
         ready.clear();
         let timeout = timeout.and_then(|time| Timespec::try_from(time).ok());
@@ -210,8 +209,7 @@ impl Poller {
         Ok(wake)
     }
 
-    /// Whether a stop was asked for, without waiting and without a system call: for loops that a guest can
-    /// keep busy.
+    /// Whether the thread is being stopped. Doesn't wait and needs no system call: for loops that a guest can keep busy.
     pub fn stopping(&self) -> bool {
         self.stop.asked.load(Ordering::Acquire)
     }
@@ -225,8 +223,8 @@ pub struct Worker<S> {
 }
 
 impl<S: Send + 'static> Worker<S> {
-    /// Starts a thread called `name` (the kernel shows its first 15 bytes). `body` returns when
-    /// [`Poller::wait`] says [`Wake::Stop`], or earlier with the reason why the device has failed.
+    /// Starts a thread called `name` (the kernel shows its first 15 bytes). `body` returns after
+    /// [`Wake::Stop`] from [`Poller::wait`], or earlier with the reason why the device has failed.
     pub fn spawn<F>(name: &str, interrupt: Arc<dyn VirtioInterrupt>, state: S, body: F) -> io::Result<Self>
     where
         F: FnOnce(&mut S, &Poller) -> Result<(), String> + Send + 'static,
@@ -254,8 +252,8 @@ impl<S: Send + 'static> Worker<S> {
         &self.name
     }
 
-    /// Stops the thread and waits for its end; its state comes back even if the device had failed. `None` only
-    /// if the thread died while it reported a failure.
+    /// Stops the thread and waits for its end. Returns its state, even if the device had failed. `None` only if the thread panicked while
+    /// it reported a failure.
     pub fn stop(mut self) -> Option<S> {
         self.join()
     }

@@ -1,33 +1,33 @@
-//! Sets of a disk's chunks, and the set that a disk's writes are noted in while its content is copied elsewhere.
+//! Sets of a disk's chunks, and the log of chunks that a guest writes while a migration copies the disk.
 //!
 //! ```text
-//! write's data is in the image ─▶ note ─▶ the driver is told       any queue's thread, any number of them
-//! take ─▶ read the chunks that were taken                          the thread that copies
+//! write's data is in the image ─▶ note ─▶ the request completes    any queue's thread, concurrently
+//! take ─▶ read the chunks in the set                               the thread that copies
 //! ```
 //!
-//! A chunk is noted *after* its data is in the image and before its driver hears of it. So a copy that reads a chunk after it took the set
-//! either finds the data, or finds the chunk in a later set: after a last take with nothing in flight, both sides are equal.
+//! A queue's thread notes a chunk *after* its data is in the image, and before the request completes. A copier that reads a chunk after it
+//! took the set finds the data, or finds the chunk in a later set. So after a last take with nothing in flight, both sides are equal.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{PoisonError, RwLock};
 
-/// Bytes of a chunk; the last one of a disk may be shorter.
+/// Size of a chunk, bytes; the last one of a disk may be shorter.
 pub const CHUNK: u64 = 64 << 10;
 
 /// Some chunks of a disk.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Chunks {
     words: Vec<u64>,
-    /// Bytes of the disk.
+    /// Size of the disk, bytes.
     bytes: u64,
 }
 
-/// Words of a set for a disk of so many bytes.
+/// Number of words of a set for a disk of `bytes` bytes.
 fn words(bytes: u64) -> usize {
     usize::try_from(bytes.div_ceil(CHUNK).div_ceil(64)).unwrap_or(usize::MAX)
 }
 
-/// First and last chunk of a range that isn't empty and lies in the disk.
+/// First and last chunk of a range; `None` if it is empty or not in the disk.
 fn span(bytes: u64, start: u64, len: u64) -> Option<(u64, u64)> {
     let end = start.saturating_add(len).min(bytes);
     (start < end).then(|| (start / CHUNK, (end - 1) / CHUNK))
@@ -38,13 +38,13 @@ fn place(chunk: u64) -> (usize, u64) {
 }
 
 impl Chunks {
-    /// None of a disk of so many bytes.
+    /// The empty set of a disk of `bytes` bytes.
     #[must_use]
     pub fn none(bytes: u64) -> Self {
         Self { words: vec![0; words(bytes)], bytes }
     }
 
-    /// All of them.
+    /// The set of all chunks.
     #[must_use]
     pub fn all(bytes: u64) -> Self {
         let mut all = Self::none(bytes);
@@ -52,7 +52,7 @@ impl Chunks {
         all
     }
 
-    /// Adds the chunks that a range touches; what lies beyond the disk is ignored.
+    /// Adds the chunks of a range; bytes beyond the disk are ignored.
     pub fn insert(&mut self, start: u64, len: u64) {
         let Some((first, last)) = span(self.bytes, start, len) else { return };
         for chunk in first..=last {
@@ -63,12 +63,12 @@ impl Chunks {
         }
     }
 
-    /// Adds another set of the same disk.
+    /// Adds the chunks of another set of the same disk.
     pub fn add(&mut self, other: &Self) {
         self.words.iter_mut().zip(&other.words).for_each(|(to, from)| *to |= from);
     }
 
-    /// Whether a chunk is in it.
+    /// Whether the set has a chunk.
     #[must_use]
     pub fn contains(&self, chunk: u64) -> bool {
         let (word, bit) = place(chunk);
@@ -84,7 +84,7 @@ impl Chunks {
         chunks * CHUNK - if has_last { short } else { 0 }
     }
 
-    /// Its chunks, ascending.
+    /// The chunks of the set, ascending.
     pub fn iter(&self) -> impl Iterator<Item = u64> + '_ {
         let each = |(at, word): (u64, &u64)| {
             let word = *word;
@@ -94,11 +94,11 @@ impl Chunks {
     }
 }
 
-/// Writes that could not be waited for: it isn't known what they changed.
+/// The written chunks are unknown: requests were in flight whose completion could not be awaited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Unknown;
 
-/// Chunks of a disk that were written, while somebody wants to know. Thread-safe.
+/// Log of a disk's written chunks, while a migration copies it. Thread-safe.
 #[derive(Debug, Default)]
 pub(super) struct Written {
     on: AtomicBool,
@@ -108,7 +108,7 @@ pub(super) struct Written {
 }
 
 impl Written {
-    /// Notes from here on, with nothing noted yet. What is read from the disk afterwards has all that wasn't noted.
+    /// Starts the log, empty. Data read from the disk afterwards is current but for the noted chunks.
     pub(super) fn begin(&self, bytes: u64) {
         let mut words = self.words.write().unwrap_or_else(PoisonError::into_inner);
         *words = (0..self::words(bytes)).map(|_| AtomicU64::new(0)).collect();
@@ -116,13 +116,13 @@ impl Written {
         self.on.store(true, Ordering::SeqCst);
     }
 
-    /// No more.
+    /// Stops the log.
     pub(super) fn end(&self) {
         self.on.store(false, Ordering::SeqCst);
         *self.words.write().unwrap_or_else(PoisonError::into_inner) = Vec::new();
     }
 
-    /// These bytes may have changed; called when the image has them.
+    /// Notes a write of these bytes, which the image has already.
     pub(super) fn note(&self, start: u64, len: u64) {
         if !self.on.load(Ordering::SeqCst) {
             return;
@@ -137,12 +137,12 @@ impl Written {
         }
     }
 
-    /// Requests are in flight that nobody waits for.
+    /// Records that requests are in flight whose completion can't be awaited.
     pub(super) fn lose(&self) {
         self.unknown.store(true, Ordering::SeqCst);
     }
 
-    /// What was noted since the last call.
+    /// Returns and clears the chunks noted since the last call.
     pub(super) fn take(&self) -> Result<Chunks, Unknown> {
         if self.unknown.load(Ordering::SeqCst) {
             return Err(Unknown);

@@ -1,4 +1,4 @@
-//! What a disk has done, under the names of node_exporter's `node_disk_*`.
+//! Counters of a disk, under the names of node_exporter's `node_disk_*`.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -22,15 +22,15 @@ pub struct BlockCounters {
     pub discards: Counter,
     /// Write-zeroes requests completed without an error.
     pub write_zeroes: Counter,
-    /// Parts of requests that went around the page cache by way of a bounce buffer, as they were not aligned.
+    /// Parts of requests that used a bounce buffer with `O_DIRECT`, since they were not aligned.
     pub bounced: Counter,
-    /// Requests completed with an error, the driver's mistakes included.
+    /// Requests completed with an error, the driver's errors included.
     pub errors: Counter,
     in_flight: AtomicU64,
 }
 
 impl BlockCounters {
-    /// Requests taken off the rings and not yet completed.
+    /// Number of requests popped from the rings and not yet completed.
     pub fn in_flight(&self) -> u64 {
         self.in_flight.load(Ordering::Relaxed)
     }

@@ -31,69 +31,70 @@ use crate::worker::{Worker, signal};
 
 /// Entries of each queue.
 pub const QUEUE_SIZE: u16 = 256;
-/// Most queues.
+/// Limit of queues.
 pub const MAX_QUEUES: u16 = 64;
-/// Bytes that a logical block can have.
+/// Sizes of a logical block, bytes.
 const LOGICAL_BLOCK_SIZES: [u32; 2] = [512, 4096];
-/// Data buffers in one request: a chain of the queue's size, less header and status.
+/// Limit of data buffers in a request: a chain of the queue's size, less header and status.
 const SEG_MAX: u32 = QUEUE_SIZE as u32 - 2;
-/// Bytes of one data buffer.
+/// Limit of a data buffer, bytes.
 const SIZE_MAX: u32 = 4 << 20;
 const SAVED_VERSION: u32 = 1;
 
-/// How the bytes of an image are to be understood.
+/// Format of an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ImageFormat {
-    /// Nobody said: raw, but an image that begins like one of another format is refused, unless its VM runs elsewhere meanwhile. What it begins with never makes
-    /// it qcow2: a guest can write such a header to its raw disk.
+    /// Not specified: raw, but an image with another format's signature is refused, unless its VM still runs on another host. A signature
+    /// never makes an image qcow2: a guest can write such a header to its raw disk.
     #[default]
     Auto,
-    /// Byte for byte, whatever they look like.
+    /// Raw, whatever its contents.
     Raw,
     /// qcow2, read-only.
     Qcow2,
 }
 
-/// Who does the I/O.
+/// The I/O engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum EngineChoice {
-    /// io_uring where it works (raw images only), else synchronous; which one it is is logged and shown.
+    /// io_uring if it works (raw images only), else synchronous. The choice is logged and reported.
     #[default]
     Auto,
-    /// io_uring or an error.
+    /// io_uring, or an error.
     Uring,
-    /// One request at a time per queue.
+    /// Synchronous: one request at a time per queue.
     Synchronous,
 }
 
-/// What a disk is to be.
+/// Configuration of a disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BlockConfig {
     /// Device name, unique in the VM (`disk0`).
     pub name: String,
-    /// Regular file or block device.
+    /// Path of a regular file or block device.
     pub path: PathBuf,
-    /// Refuse writes. Required for qcow2.
+    /// Refuses writes. Required for qcow2.
     pub read_only: bool,
-    /// Serial number: 1 to 20 printable ASCII characters; without one, the name as far as it fits.
+    /// Serial number: 1 to 20 printable ASCII characters. Default: the name, truncated if needed.
     pub serial: Option<String>,
-    /// Queues, each with a thread: 1 to [`MAX_QUEUES`]. One per vCPU is a good choice.
+    /// Number of queues, each with a thread: 1 to [`MAX_QUEUES`]. One per vCPU is a good choice.
     pub queues: u16,
-    /// Go around the host's page cache. The guest sees no difference.
+    /// Bypasses the host's page cache (`O_DIRECT`). The guest sees no difference.
     pub direct: bool,
-    /// Bytes of the smallest block that the guest is to use: 512 or 4096. Default: 512, or a block device's own.
+    /// Logical block size of the guest's disk, bytes: 512 or 4096. Default: 512, or a block device's own.
     pub logical_block_size: Option<u32>,
     /// Format of the image.
     pub format: ImageFormat,
-    /// Who does the I/O.
+    /// I/O engine.
     pub engine: EngineChoice,
-    /// Take the image at once. Without, it is opened for a VM that still runs elsewhere, and can't be used before
+    /// Claims (locks) the image when it is opened. Otherwise it is opened for a VM that still runs on another host, and can't be used
+    /// before
     /// [`VirtioDevice::take_over`].
     pub claim: bool,
 }
 
 impl BlockConfig {
-    /// A writable disk with one queue and no wishes.
+    /// A writable disk with one queue and defaults.
     pub fn new(name: impl Into<String>, path: impl Into<PathBuf>) -> Self {
         Self {
             name: name.into(),
@@ -114,16 +115,16 @@ impl BlockConfig {
 pub struct Block {
     disk: Arc<Disk>,
     queues: u16,
-    /// One per queue while no thread has it. Made before the VM starts, so that the sandbox need not allow it.
+    /// Engine of each queue while no thread owns it. Created before the VM starts, so that the sandbox need not permit it.
     engines: Vec<Option<Engine>>,
     engine_choice: EngineChoice,
     engine_name: &'static str,
     workers: Vec<Worker<BlockQueue>>,
     /// The driver's choice of cache mode (`VIRTIO_BLK_F_CONFIG_WCE`); on at reset.
     writeback: bool,
-    /// Features of the present activation.
+    /// Features of the current activation.
     features: u64,
-    /// The first queue's notification, to wake its thread.
+    /// Kick eventfd of the first queue, which wakes its thread.
     kick: Option<Arc<OwnedFd>>,
 }
 
@@ -134,33 +135,33 @@ struct SavedBlock {
     serial: [u8; ID_BYTES],
     queues: u16,
     writeback: bool,
-    /// Bytes of a logical block; not in states of programs before.
+    /// Logical block size, bytes; absent in states of earlier releases.
     #[serde(default)]
     block_size: Option<u32>,
 }
 
 impl Block {
-    /// Opens and locks the image. Returns before anything is read from it but its format.
+    /// Opens and locks the image. Reads nothing from it but its format.
     pub fn open(config: BlockConfig) -> Result<Self, BlockError> {
         let serial = check(&config)?;
         let image = Image::open(&config)?;
         Self::with_image(config, serial, image)
     }
 
-    /// The same with a file that is open already (`config.path` is only shown).
+    /// As [`Block::open`], with a file that is open already (`config.path` is only displayed).
     pub fn from_file(file: File, config: BlockConfig) -> Result<Self, BlockError> {
         let serial = check(&config)?;
         let image = Image::from_file(file, &config)?;
         Self::with_image(config, serial, image)
     }
 
-    /// A disk as it was saved, over the image that `config` names (here, or at the destination of a migration).
+    /// Restores a disk over the image of `config` (on this host, or at the destination of a migration).
     pub fn restore(config: BlockConfig, saved: &SavedDevice) -> Result<Self, BlockError> {
         let name = config.name.clone();
         Self::open(config)?.with_saved(saved).map_err(|reason| BlockError::Restore { name, reason })
     }
 
-    /// Takes over saved state.
+    /// Applies a saved state.
     fn with_saved(mut self, saved: &SavedDevice) -> Result<Self, String> {
         if saved.version != SAVED_VERSION {
             return Err(format!("version {} is not {SAVED_VERSION}", saved.version));
@@ -221,17 +222,17 @@ impl Block {
         })
     }
 
-    /// What the disk has done.
+    /// Counters of the disk.
     pub fn counters(&self) -> &BlockCounters {
         &self.disk.counters
     }
 
-    /// Its content, for a copy of it elsewhere.
+    /// The disk's content, for a migration to copy it.
     pub fn content(&self) -> DiskContent {
         DiskContent::new(Arc::clone(&self.disk))
     }
 
-    /// As [`Block::open`], for a disk that needs at least this alignment where it goes around the page cache.
+    /// As [`Block::open`], for a disk that needs at least this alignment for `O_DIRECT`.
     #[cfg(test)]
     pub(super) fn open_with_alignment(config: BlockConfig, alignment: usize) -> Result<Self, BlockError> {
         let serial = check(&config)?;
@@ -243,8 +244,7 @@ impl Block {
         Self::with_image(config, serial, image)
     }
 
-    /// A queue of this disk without a thread, for tests and fuzzing: the caller calls [`BlockQueue::serve`]. The
-    /// engine is the synchronous one.
+    /// A queue of this disk without a thread, for tests and fuzzing: the caller calls [`BlockQueue::serve`]. Uses the synchronous engine.
     pub fn queue(&self, ring: Ring, memory: machine::memory::GuestMemorySpace) -> BlockQueue {
         let engine = Engine::Synchronous(Synchronous::default());
         BlockQueue::new(ring, Arc::clone(&self.disk), memory, engine)
@@ -254,7 +254,7 @@ impl Block {
         self.features & (1 << bit) != 0
     }
 
-    /// 5.2.5.2: with `CONFIG_WCE` the driver chooses; else a driver that can flush gets a write-back cache.
+    /// Virtio 1.2, 5.2.5.2: with `CONFIG_WCE` the driver chooses the cache mode. Otherwise a driver that can flush gets a write-back cache.
     fn apply_cache_mode(&self) {
         let writeback =
             if self.has(VIRTIO_BLK_F_CONFIG_WCE) { self.writeback } else { self.has(VIRTIO_BLK_F_FLUSH) };
@@ -273,7 +273,7 @@ impl Block {
         put(8, &SIZE_MAX.to_le_bytes());
         put(12, &SEG_MAX.to_le_bytes());
         put(20, &block.to_le_bytes());
-        // Topology, in blocks: exponent of the physical block, alignment, minimal and best I/O size.
+        // Topology, in blocks: exponent of the physical block, alignment, minimal and optimal I/O size.
         let physical = blocks(disk.image.physical_block).max(1);
         put(24, &[u8::try_from(physical.ilog2()).unwrap_or(0), 0]);
         put(26, &u16::try_from(physical).unwrap_or(1).to_le_bytes());
@@ -294,7 +294,7 @@ impl Block {
     }
 }
 
-/// Byte offset of `writeback` in the configuration.
+/// Offset of `writeback` in the configuration, bytes.
 const WRITEBACK: u64 = 32;
 
 fn check(config: &BlockConfig) -> Result<[u8; ID_BYTES], BlockError> {
@@ -401,8 +401,8 @@ impl VirtioDevice for Block {
         }
         let writeback = *value & 1 != 0;
         if self.writeback && !writeback {
-            // From now on completed means durable; that shall hold for what is completed already. A queue's
-            // thread does it: this one is a vCPU's.
+            // From now on a completed write is durable, which must include writes that are complete already. A queue's thread flushes: this
+            // thread is a vCPU's.
             self.disk.want_flush();
             if let Some(kick) = &self.kick {
                 signal(&**kick);
@@ -424,7 +424,7 @@ impl VirtioDevice for Block {
             let index = usize::from(active.index);
             let engine = match self.engines.get_mut(index).and_then(Option::take) {
                 Some(engine) => engine,
-                // Lost with a thread that died; made anew.
+                // Lost with a thread that panicked; created again.
                 None => match new_engine(self.engine_choice, &self.disk.name) {
                     Ok((engine, _)) => engine,
                     Err(error) => {
@@ -512,7 +512,7 @@ impl VirtioDevice for Block {
     }
 
     fn announce(&self) -> Result<(), DeviceError> {
-        // Nobody outside the host knows of it.
+        // No peer outside of the host needs an announcement.
         Ok(())
     }
 

@@ -1,14 +1,13 @@
-//! I/O around the host's page cache (`O_DIRECT`): what alignment it needs, and requests that don't have it.
+//! I/O that bypasses the host's page cache (`O_DIRECT`): required alignment, and unaligned requests.
 //!
 //! ```text
 //! guest's request          0 ··········[=====guest's bytes=====]·············
 //! blocks of the alignment  |-----------|-----------|-----------|-----------|
-//! bounce buffer            ·······[first block] … [last block]···   read before a write, where the guest has a part of it only
+//! bounce buffer            ·······[first block] … [last block]···   read before a write that covers them partly
 //! ```
 //!
-//! A request that isn't aligned goes through an aligned buffer rather than through the page cache: pages that a cached write has made
-//! dirty would be written back over what an aligned write has put beside it meanwhile. Such writes exclude others of the same blocks
-//! ([`super::gate`]).
+//! An unaligned request uses an aligned bounce buffer instead of the page cache. A dirty page of a cached write would be written back over
+//! a later aligned write beside it. Such writes exclude others of the same blocks ([`super::gate`]).
 #![allow(unsafe_code)] // statx with alignment fields and vectored writes with flags have no safe wrapper here.
 
 use std::fs::File;
@@ -23,13 +22,13 @@ use super::error::BlockError;
 use super::image::host;
 use super::request::SECTOR;
 
-/// Alignments that are tried, in bytes. The last one is taken where reads don't tell, as of a hole.
+/// Alignments to probe, in bytes. The last one is used where reads prove nothing, as in a hole.
 const TRIED: [usize; 4] = [512, 1024, 2048, 4096];
 const SAFE_ALIGNMENT: usize = 4096;
-/// The largest alignment that a file system may ask for, and what a bounce buffer holds.
+/// Limit of a file system's alignment, and size of a bounce buffer, bytes.
 pub(super) const BUFFER_BYTES: usize = 256 << 10;
 
-/// An image opened with `O_DIRECT`, beside the file that goes through the page cache.
+/// An image opened with `O_DIRECT`, beside the file that uses the page cache.
 pub(super) struct Direct {
     pub file: File,
     /// Alignment of buffers in bytes, a power of two.
@@ -39,7 +38,7 @@ pub(super) struct Direct {
 }
 
 impl Direct {
-    /// Opens the same file once more. Its alignment is what the kernel reports, else what reads show.
+    /// Opens the same file again. Uses the alignment that the kernel reports, else probes it by reads.
     pub(super) fn open(file: &File, path: &Path, read_only: bool) -> Result<Self, BlockError> {
         let link = format!("/proc/self/fd/{}", file.as_raw_fd());
         let direct = File::options()
@@ -70,7 +69,7 @@ impl Direct {
         })
     }
 
-    /// Whether the kernel takes this as it is.
+    /// Whether the kernel accepts this request unchanged.
     pub(super) fn takes(&self, vecs: &[libc::iovec], offset: u64) -> bool {
         let unit = usize::try_from(self.offset_alignment).unwrap_or(usize::MAX);
         offset.is_multiple_of(self.offset_alignment)
@@ -86,25 +85,25 @@ impl Direct {
             && (buffer.len() as u64).is_multiple_of(self.offset_alignment)
     }
 
-    /// The whole blocks around a range, as their first byte and the byte after them.
+    /// The whole blocks around a range: their first byte and the byte after them.
     pub(super) fn blocks(&self, offset: u64, len: u64) -> (u64, u64) {
         let unit = self.offset_alignment;
         (offset / unit * unit, offset.saturating_add(len).next_multiple_of(unit))
     }
 
-    /// Reads whole blocks from `offset`, less at the end of the file. Returns the bytes read.
+    /// Reads whole blocks from `offset`; fewer bytes at the end of the file. Returns the number of bytes.
     fn read_blocks(&self, offset: u64, buffer: &mut [u8]) -> io::Result<usize> {
         loop {
             match self.file.read_at(buffer, offset) {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                // A short read is the end of the file: blocks are read whole.
+                // A short read means the end of the file: blocks are read whole.
                 result => return result,
             }
         }
     }
 }
 
-/// Alignment of memory and of offsets that statx reports; `None` on kernels and file systems that don't.
+/// Alignment of memory and of offsets by statx; `None` on kernels and file systems that don't report it.
 fn reported(file: &File) -> Option<(usize, usize)> {
     // SAFETY: an all-zero statx is a valid value of that plain C struct.
     let mut statx: libc::statx = unsafe { std::mem::zeroed() };
@@ -119,9 +118,9 @@ fn reported(file: &File) -> Option<(usize, usize)> {
         .filter(|(memory, offset)| told && *memory > 0 && *offset > 0)
 }
 
-/// The same by trying, as QEMU does: the first alignment with which a read works.
+/// The same by probing, as QEMU does: the first alignment with which a read works.
 fn probed(file: &File) -> io::Result<(usize, usize)> {
-    // Of a device the sectors are known; of a file, reads may tell nothing.
+    // A device's sector size is known; for a file, reads may prove nothing.
     let least = match file.metadata()?.file_type().is_block_device() {
         true => usize::try_from(rustix::fs::ioctl_blksszget(file)?).unwrap_or(SAFE_ALIGNMENT),
         false => 1,
@@ -140,7 +139,7 @@ fn probed(file: &File) -> io::Result<(usize, usize)> {
 
 /// The first of [`TRIED`] that works.
 fn first_that(mut works: impl FnMut(usize) -> io::Result<bool>) -> io::Result<usize> {
-    // One byte is never aligned: a read of it works where nothing is read from the storage.
+    // One byte is never aligned: a read of it succeeds only if the storage isn't accessed.
     if works(1)? {
         return Ok(SAFE_ALIGNMENT);
     }
@@ -152,7 +151,7 @@ fn first_that(mut works: impl FnMut(usize) -> io::Result<bool>) -> io::Result<us
     Err(io::Error::other("no read with an alignment up to 4096 bytes works"))
 }
 
-/// Memory for I/O around the page cache.
+/// Aligned memory for `O_DIRECT`.
 pub(super) struct AlignedBuffer {
     memory: Vec<u8>,
     start: usize,
@@ -160,7 +159,7 @@ pub(super) struct AlignedBuffer {
 }
 
 impl AlignedBuffer {
-    /// `len` bytes, zero, from a multiple of `alignment` (a power of two).
+    /// `len` zero bytes, aligned to `alignment` (a power of two).
     pub(super) fn new(len: usize, alignment: usize) -> Self {
         let memory = vec![0; len + alignment - 1];
         let address = memory.as_ptr().addr();
@@ -172,20 +171,20 @@ impl AlignedBuffer {
     }
 }
 
-/// The next piece of an unaligned request.
+/// The next part of an unaligned request.
 pub(super) struct Piece {
-    /// First byte of the blocks.
+    /// First byte of its blocks.
     begin: u64,
-    /// Bytes of the blocks.
+    /// Length of its blocks, bytes.
     span: usize,
-    /// Where the guest's bytes begin in them.
+    /// Offset of the guest's bytes in the blocks.
     skip: usize,
-    /// The guest's bytes.
+    /// Number of the guest's bytes.
     pub len: usize,
 }
 
 impl Piece {
-    /// As much of `len` bytes at `offset` as a bounce buffer takes.
+    /// As many of `len` bytes at `offset` as a bounce buffer holds.
     pub(super) fn new(direct: &Direct, offset: u64, len: u64) -> Self {
         let (begin, _) = direct.blocks(offset, 0);
         let skip = usize::try_from(offset - begin).unwrap_or(0);
@@ -195,20 +194,20 @@ impl Piece {
         Self { begin, span: usize::try_from(end - begin).unwrap_or(BUFFER_BYTES), skip, len }
     }
 
-    /// Where the guest's bytes are in the buffer.
+    /// The guest's bytes in the buffer.
     fn place(&self) -> std::ops::Range<usize> {
         self.skip..self.skip + self.len
     }
 
-    /// Reads it. The bytes that came: less than [`Piece::len`] at the end of the file.
+    /// Reads it. Returns the guest's bytes: fewer than [`Piece::len`] at the end of the file.
     pub(super) fn read<'a>(&self, direct: &Direct, buffer: &'a mut [u8]) -> io::Result<&'a [u8]> {
         let buffer = &mut buffer[..self.span];
         let came = direct.read_blocks(self.begin, buffer)?;
         Ok(&buffer[self.skip.min(came)..(self.skip + self.len).min(came)])
     }
 
-    /// Writes what `fill` puts where the guest's bytes are. The rest of the first and last block is read before. Returns how many of the
-    /// guest's bytes are written. Nobody else may write the blocks meanwhile.
+    /// Writes the bytes that `fill` puts in the guest's place, after reading the rest of the first and last block. Returns how many of the
+    /// guest's bytes were written. No other request may write the blocks concurrently.
     pub(super) fn write(
         &self,
         direct: &Direct,
@@ -221,7 +220,7 @@ impl Piece {
         let state = rustix::fs::fstat(cached)?;
         let is_file = FileType::from_raw_mode(state.st_mode) == FileType::RegularFile;
         if is_file && self.begin + self.span as u64 > u64::try_from(state.st_size).unwrap_or(0) {
-            // A whole block would make the file longer than the disk. The page is clean again before others may write it.
+            // A whole block would make the file longer than the disk. The page is clean again before other requests may write it.
             let bytes = &mut buffer[self.place()];
             fill(bytes)?;
             let offset = self.begin + self.skip as u64;
@@ -261,7 +260,7 @@ fn write_at(file: &File, bytes: &[u8], offset: u64, flags: libc::c_int) -> io::R
 mod tests {
     use super::*;
 
-    /// Trying must not claim less than what the kernel reports: requests of that alignment would fail.
+    /// Probing must not yield less than the kernel reports: requests of that alignment would fail.
     #[test]
     fn probing_agrees_with_what_the_kernel_reports() {
         let directory = tempfile::tempdir().unwrap();
@@ -279,7 +278,7 @@ mod tests {
         let (memory, offset) = probed(&direct.file).unwrap();
         assert!(offset as u64 >= direct.offset_alignment && offset <= SAFE_ALIGNMENT, "{offset}");
         assert!(memory >= direct.memory_alignment.min(512) && memory <= SAFE_ALIGNMENT, "{memory}");
-        // A hole tells nothing.
+        // In a hole, reads prove nothing.
         let hole = File::options()
             .read(true)
             .write(true)

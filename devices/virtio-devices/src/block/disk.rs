@@ -1,4 +1,4 @@
-//! A disk as its queues share it: the image, its rules, its counters.
+//! A disk's shared state: image, rules, counters.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use super::gate::Gate;
 use super::image::{Backend, Image};
 use super::request::{ID_BYTES, Limits, SECTOR};
 
-/// What all queues of a disk share.
+/// State shared by all queues of a disk.
 pub struct Disk {
     /// Device name.
     pub(super) name: String,
@@ -22,17 +22,17 @@ pub struct Disk {
     pub(super) serial: [u8; ID_BYTES],
     pub(super) image: Image,
     pub(super) counters: BlockCounters,
-    /// What the guest writes while its content is copied elsewhere.
+    /// Log of written chunks while a migration copies the disk.
     pub(super) written: Written,
-    /// Who writes what around the page cache.
+    /// Ranges being written with `O_DIRECT`.
     pub(super) gate: Arc<Gate>,
-    /// What the guest causes is logged through this.
+    /// Rate-limited log for messages that the guest can cause.
     pub(super) log: GuestLog,
-    /// Every write is durable before it completes: the driver can't flush, or has asked for it.
+    /// Every write is durable before it completes: the driver can't flush, or has requested it.
     write_through: AtomicBool,
-    /// The driver turned the write cache off: what is completed shall become durable.
+    /// The driver disabled the write cache: completed writes must become durable.
     flush_wanted: AtomicBool,
-    /// The file system turned out to be unable to zero a range; zeroes are written instead.
+    /// The file system can't zero a range; zeroes are written instead.
     zero_by_writing: AtomicBool,
 }
 
@@ -63,7 +63,7 @@ impl Disk {
         &self.image.backend
     }
 
-    /// The image as it is used around the page cache, where that was asked for.
+    /// The image opened with `O_DIRECT`, if configured.
     pub(super) fn direct(&self) -> Option<&Direct> {
         match self.backend() {
             Backend::Raw { direct, .. } => direct.as_ref(),
@@ -79,12 +79,12 @@ impl Disk {
         self.write_through.store(on, Ordering::Relaxed);
     }
 
-    /// Asks the next thread that serves a queue for a flush.
+    /// Makes the next thread that serves a queue flush the image.
     pub(super) fn want_flush(&self) {
         self.flush_wanted.store(true, Ordering::Release);
     }
 
-    /// Flushes, where [`Disk::want_flush`] was called since the last time.
+    /// Flushes, if [`Disk::want_flush`] was called since the last time.
     pub(super) fn flush_if_wanted(&self) {
         if !self.flush_wanted.swap(false, Ordering::AcqRel) {
             return;
@@ -102,7 +102,7 @@ impl Disk {
         self.zero_by_writing.load(Ordering::Relaxed)
     }
 
-    /// Remembers, and says once, that ranges are zeroed by writing.
+    /// Switches to zeroing ranges by writing, and logs that once.
     pub(super) fn zero_by_writing(&self) {
         if !self.zero_by_writing.swap(true, Ordering::Relaxed) {
             tracing::info!(

@@ -3,25 +3,25 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// A disk image can't be used as asked. Never caused by the guest.
+/// Why a disk image can't be used. Never caused by the guest.
 #[derive(Debug, thiserror::Error)]
 pub enum BlockError {
-    /// No such file.
+    /// The file doesn't exist.
     #[error("Disk image {} does not exist; check the path, or create it: truncate -s 10G {}", .path.display(), .path.display())]
     Missing {
-        /// Where it was looked for.
+        /// Path of the image.
         path: PathBuf,
     },
-    /// A migration didn't fill it to the end.
+    /// A migration didn't fill it completely.
     #[error("Disk image {} is incomplete: a migration that was to fill it has not ended; move the VM again with --mirror, or use another image", .path.display())]
     Incomplete {
-        /// The image.
+        /// Path of the image.
         path: PathBuf,
     },
     /// No permission.
     #[error("Disk image {} can't be opened for {access}: permission denied; change its permissions{}", .path.display(), if *.access == "reading" { "" } else { " or attach it read-only" })]
     Permission {
-        /// The image.
+        /// Path of the image.
         path: PathBuf,
         /// "reading" or "reading and writing".
         access: &'static str,
@@ -29,7 +29,7 @@ pub enum BlockError {
     /// On a read-only file system.
     #[error("Disk image {} lies on a read-only file system; attach it read-only", .path.display())]
     ReadOnlyFileSystem {
-        /// The image.
+        /// Path of the image.
         path: PathBuf,
     },
     /// Neither a regular file nor a block device.
@@ -37,20 +37,20 @@ pub enum BlockError {
     WrongKind {
         /// The path.
         path: PathBuf,
-        /// What it is.
+        /// Kind of file.
         kind: &'static str,
     },
-    /// Not a block.
+    /// Smaller than a block.
     #[error("Disk image {} is {size} bytes long, but a disk has at least one block of {unit} bytes; extend it: truncate -s 10G {}", .path.display(), .path.display())]
     Empty {
-        /// The image.
+        /// Path of the image.
         path: PathBuf,
-        /// Its size in bytes.
+        /// Size in bytes.
         size: u64,
-        /// Bytes of a block.
+        /// Size of a block, bytes.
         unit: u64,
     },
-    /// Logical block size.
+    /// Invalid logical block size.
     #[error("Disk {name} can't have logical blocks of {bytes} bytes; give 512 or 4096")]
     BlockSize {
         /// Device name.
@@ -58,65 +58,65 @@ pub enum BlockError {
         /// As given.
         bytes: u32,
     },
-    /// Somebody else uses it.
+    /// Another process uses the image.
     #[error("Disk image {} is in use by another virtual machine{}; stop that one, or attach the image read-only to both", .path.display(), .pid.map(|pid| format!(" (process {pid})")).unwrap_or_default())]
     Locked {
-        /// The image.
+        /// Path of the image.
         path: PathBuf,
-        /// Who, where the kernel says.
+        /// Its process identifier, if the kernel reports it.
         pid: Option<i32>,
     },
     /// qcow2 opened for writing.
     #[error("Disk image {} is in qcow2 format, which can only be read; attach it read-only, convert it (qemu-img convert -O raw {} disk.raw), or give the format raw if that is what it is", .path.display(), .path.display())]
     Qcow2Writable {
-        /// The image.
+        /// Path of the image.
         path: PathBuf,
     },
-    /// Asked for qcow2, but it isn't.
+    /// Configured as qcow2, but isn't.
     #[error("Disk image {} is not in qcow2 format, as was asked for; give the format raw", .path.display())]
     NotQcow2 {
-        /// The image.
+        /// Path of the image.
         path: PathBuf,
     },
-    /// Begins like an image of another format, and nobody said that it is raw.
+    /// It has another format's signature, and no format is configured.
     #[error("Disk image {} begins like one in {format} format and would be used as a raw one; {}, or give the format raw if its bytes are the disk's", .path.display(), remedy(.path, .format))]
     FormatNotStated {
-        /// The image.
+        /// Path of the image.
         path: PathBuf,
         /// The format's name.
         format: &'static str,
     },
-    /// qcow2 that refers to other files.
+    /// A qcow2 image that refers to other files.
     #[error("Disk image {} needs another file ({other}), which is not opened for safety; make it one file: qemu-img convert -O raw {} disk.raw", .path.display(), .path.display())]
     Qcow2References {
-        /// The image.
+        /// Path of the image.
         path: PathBuf,
-        /// Name of the other file, as the header has it.
+        /// Name of the other file in the header.
         other: String,
     },
-    /// qcow2 with a feature that changes what is read.
+    /// A qcow2 image with a feature that changes what is read.
     #[error("Disk image {} uses a feature of qcow2 that is not supported ({feature}); make it a raw image: qemu-img convert -O raw {} disk.raw", .path.display(), .path.display())]
     Qcow2Feature {
-        /// The image.
+        /// Path of the image.
         path: PathBuf,
-        /// Which, in words.
+        /// Name of the feature.
         feature: String,
     },
     /// Damaged qcow2.
     #[error("Disk image {} is damaged; check it: qemu-img check {}", .path.display(), .path.display())]
     Qcow2Damaged {
-        /// The image.
+        /// Path of the image.
         path: PathBuf,
-        /// What the library said.
+        /// The library's error.
         #[source]
         source: io::Error,
     },
-    /// O_DIRECT isn't possible.
+    /// `O_DIRECT` isn't possible.
     #[error("Disk image {} can't be used with direct = true: {reason}; leave direct out", .path.display())]
     Direct {
-        /// The image.
+        /// Path of the image.
         path: PathBuf,
-        /// Why.
+        /// The reason.
         reason: &'static str,
     },
     /// Serial number too long, or not printable.
@@ -127,49 +127,49 @@ pub enum BlockError {
         /// As given.
         serial: String,
     },
-    /// Queue count.
+    /// Invalid number of queues.
     #[error("Disk {name} can't have {queues} queues; give 1 to {max}")]
     Queues {
         /// Device name.
         name: String,
         /// As given.
         queues: u16,
-        /// Most.
+        /// Upper bound.
         max: u16,
     },
-    /// io_uring was demanded and doesn't work.
+    /// io_uring is configured and doesn't work.
     #[error(
         "Disk {name} was to use io_uring, which this host refuses; set its engine to auto or synchronous"
     )]
     NoUring {
         /// Device name.
         name: String,
-        /// Why.
+        /// The reason.
         #[source]
         source: io::Error,
     },
-    /// Saved state doesn't fit the image.
+    /// The saved state doesn't fit the image.
     #[error("Saved state of disk {name} doesn't fit: {reason}")]
     Restore {
         /// Device name.
         name: String,
-        /// Why.
+        /// The reason.
         reason: String,
     },
-    /// Anything else the host refused.
+    /// Another error of the host.
     #[error("Disk image {} could not be {what}", .path.display())]
     Host {
-        /// The image.
+        /// Path of the image.
         path: PathBuf,
-        /// What was tried.
+        /// The failed operation.
         what: &'static str,
-        /// Why.
+        /// The error.
         #[source]
         source: io::Error,
     },
 }
 
-/// What to do with an image whose format wasn't given.
+/// Advice for an image whose format isn't configured.
 fn remedy(path: &Path, format: &str) -> String {
     let convert = format!("convert it (qemu-img convert -O raw {} disk.raw)", path.display());
     if format == "qcow2" {

@@ -1,16 +1,16 @@
-//! What format a disk image is in, by what it begins with.
+//! Detects the format of a disk image by its signature.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-/// Signature, where it begins, and the format's name. Sources: the probes of QEMU 10.2's `block/*.c`.
+/// Signature, its offset, and the format's name. Source: the probes of QEMU 10.2's `block/*.c`.
 const FORMATS: [(&[u8], usize, &str); 11] = [
     (b"QFI\xfb", 0, QCOW2),
     (b"KDMV", 0, "VMDK"),
     (b"COWD", 0, "VMDK"),
     (b"# Disk DescriptorFile", 0, "VMDK"),
     (b"vhdxfile", 0, "VHDX"),
-    // A fixed-size VHD has it at its end only, and is otherwise raw.
+    // A fixed-size VHD has its signature at the end only, and is otherwise raw.
     (b"conectix", 0, "VHD"),
     (&[0x7f, 0x10, 0xda, 0xbe], 64, "VDI"),
     (b"QED\0", 0, "QED"),
@@ -19,10 +19,10 @@ const FORMATS: [(&[u8], usize, &str); 11] = [
     (b"Bochs Virtual HD Image", 0, "Bochs"),
 ];
 const QCOW2: &str = "qcow2";
-/// Enough for each signature.
+/// Length that includes every signature, bytes.
 const HEAD_BYTES: usize = 68;
 
-/// The name of the format whose images begin like this file, if one does. A file that can't be read has none, and fails later with its error.
+/// The format whose signature this file has, if any. A file that can't be read has none, and fails later with its error.
 pub(super) fn recognized(file: &File) -> Option<&'static str> {
     let mut buffer = [0; HEAD_BYTES];
     let head = read_head(file, &mut buffer);
@@ -30,12 +30,12 @@ pub(super) fn recognized(file: &File) -> Option<&'static str> {
     FORMATS.iter().find(|(signature, at, _)| is(signature, *at)).map(|(_, _, name)| *name)
 }
 
-/// Whether `file` begins like a qcow2 image.
+/// Whether `file` has qcow2's signature.
 pub(super) fn is_qcow2(file: &File) -> bool {
     recognized(file) == Some(QCOW2)
 }
 
-/// Reads the beginning of a file into `buffer`, as much of it as there is and can be read.
+/// Reads the beginning of a file into `buffer`, as much as it has.
 pub(super) fn read_head<'a>(file: &File, buffer: &'a mut [u8]) -> &'a [u8] {
     let mut len = 0;
     while let Some(rest) = buffer.get_mut(len..).filter(|rest| !rest.is_empty()) {

@@ -1,23 +1,23 @@
-//! Which ranges of a disk are being written around the page cache, so that a read-modify-write has its blocks for itself.
+//! Range locks of a disk for `O_DIRECT`, so that a read-modify-write has its blocks exclusively.
 //!
-//! | held | a shared request of the same range | an exclusive one |
+//! | held | a shared claim of the same range | an exclusive one |
 //! |---|---|---|
-//! | shared: an aligned write, a discard, zeroes | enters | waits |
+//! | shared: an aligned write, a discard, zeroes | is granted | waits |
 //! | exclusive: a read-modify-write | waits | waits |
 //!
-//! A queue's thread that waits has no request in the kernel (its tickets are gone), and a thread that ends waits for its own: so all
-//! tickets that somebody waits for go in time, and nobody waits in a circle.
+//! A queue's thread that waits holds no ticket and has no request in the kernel, and a thread that ends first waits for its own requests.
+//! So every ticket that a thread waits for is released in time, without deadlock.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-/// A range and how it is wanted.
+/// A range, and whether the claim is exclusive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Claim {
     /// First byte.
     pub begin: u64,
     /// Byte after the last one.
     pub end: u64,
-    /// Nobody else may be in it.
+    /// Whether no other claim may overlap it.
     pub exclusive: bool,
 }
 
@@ -27,7 +27,7 @@ impl Claim {
     }
 }
 
-/// The claims of one disk. Any thread.
+/// The range locks of one disk. Usable from any thread.
 #[derive(Debug, Default)]
 pub(super) struct Gate {
     state: Mutex<State>,
@@ -40,7 +40,7 @@ struct State {
     next: u64,
 }
 
-/// A claim that holds until this is dropped.
+/// A granted claim, until it is dropped.
 #[derive(Debug)]
 pub(super) struct Ticket {
     gate: Arc<Gate>,
@@ -52,7 +52,7 @@ impl Gate {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Enters where nothing is in the way.
+    /// Grants the claim if nothing conflicts with it.
     pub(super) fn try_enter(self: &Arc<Self>, claim: Claim) -> Option<Ticket> {
         let mut state = self.state();
         if state.held.iter().any(|(_, held)| held.conflicts(&claim)) {
@@ -61,7 +61,7 @@ impl Gate {
         Some(self.admit(&mut state, claim))
     }
 
-    /// Waits until nothing is in the way. The calling thread holds no ticket.
+    /// Waits until nothing conflicts with the claim, and grants it. The calling thread must hold no ticket.
     pub(super) fn enter(self: &Arc<Self>, claim: Claim) -> Ticket {
         let blocked = |state: &mut State| state.held.iter().any(|(_, held)| held.conflicts(&claim));
         let mut state = self.left.wait_while(self.state(), blocked).unwrap_or_else(PoisonError::into_inner);

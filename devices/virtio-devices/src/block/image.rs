@@ -1,4 +1,4 @@
-//! Opening a disk image: what it is, whether it may be used, what it can do.
+//! Opening a disk image: its format, its locks, and its capabilities.
 #![allow(unsafe_code)] // OFD locks have no safe wrapper here.
 
 use std::fs::File;
@@ -20,57 +20,57 @@ use super::format;
 use super::mirror::Completeness;
 use super::qcow2;
 
-/// What requests are served from.
+/// The storage of a disk.
 pub(super) enum Backend {
     /// A file or block device, byte for byte.
     Raw {
         /// Through the page cache.
         file: File,
-        /// Around it, where asked for.
+        /// The file opened with `O_DIRECT`, if configured.
         direct: Option<Direct>,
     },
-    /// Read-only.
+    /// A read-only qcow2 image.
     Qcow2(Box<FormatAccess<imago::file::File>>),
 }
 
-/// An open image and what it can do.
+/// An open image and its capabilities.
 pub(super) struct Image {
     pub path: PathBuf,
     pub backend: Backend,
-    /// Bytes that the guest sees, whole blocks.
+    /// Size of the guest's disk in bytes, whole blocks.
     pub size: u64,
-    /// Bytes that the image had as it was opened. What lies behind them reads as zeroes until the guest writes it.
+    /// Size of the image in bytes when it was opened. Bytes behind it read as zeroes until the guest writes them.
     pub content_bytes: u64,
-    /// Where the zeroes behind the content of a raw image come from; `None` where it ends with a whole block.
+    /// Source of the zeroes behind the content of a raw image; `None` if it ends with a whole block.
     pub padding: Option<File>,
     pub read_only: bool,
-    /// Smallest unit the guest should use, bytes.
+    /// Logical block size, bytes.
     pub block_size: u32,
-    /// Unit that is cheap to write, bytes.
+    /// Physical block size, bytes.
     pub physical_block: u32,
-    /// Space can be given back so that it reads as zeroes (fallocate).
+    /// Holes can be punched, which then read as zeroes (fallocate).
     pub can_punch: bool,
-    /// The device has a discard of its own (BLKDISCARD), in units of so many bytes.
+    /// Granularity of the device's own discard (BLKDISCARD), bytes, if it has one.
     pub device_discard: Option<u64>,
     /// It is a block device.
     pub device: bool,
-    /// Whether a migration has left it half filled.
+    /// Whether a migration has left it incomplete.
     pub completeness: Completeness,
-    /// Whether other monitors are kept out (false where the file system has no locks).
+    /// Whether other monitors are locked out (false where the file system has no locks).
     locked: AtomicBool,
-    /// Whether it may be used: false until [`Image::claim`] where the image was opened for a VM that runs elsewhere.
+    /// Whether it may be used. False until [`Image::claim`] if the image was opened for a VM that runs on another host.
     claimed: AtomicBool,
 }
 
 impl Image {
-    /// Opens and locks the image that `config` names.
+    /// Opens and locks the image of `config`.
     pub(super) fn open(config: &BlockConfig) -> Result<Self, BlockError> {
         let path = config.path.clone();
         let file = open_file(&path, config.read_only)?;
         Self::from_file(file, config)
     }
 
-    /// The same with a file that is open already.
+    /// As [`Image::open`], with a file that is open already.
     pub(super) fn from_file(file: File, config: &BlockConfig) -> Result<Self, BlockError> {
         let path = config.path.clone();
         let metadata = file.metadata().map_err(host(&path, "examined"))?;
@@ -83,11 +83,11 @@ impl Image {
         } else if kind.is_char_device() {
             return Err(wrong("character device"));
         }
-        // Opened without blocking, in case it were a pipe; io_uring treats such files differently.
+        // It was opened without blocking, in case it is a pipe; io_uring treats such files differently.
         rustix::fs::fcntl_getfl(&file)
             .and_then(|flags| rustix::fs::fcntl_setfl(&file, flags - OFlags::NONBLOCK))
             .map_err(|error| host(&path, "set to blocking mode")(error.into()))?;
-        // Readers don't keep readers out, so these never wait for a VM that comes from elsewhere.
+        // Readers don't exclude readers, so these never wait for a VM of another host.
         let claimed = config.claim || config.read_only;
         let locked = claimed && lock(&file, config.read_only, &path)?;
 
@@ -98,7 +98,7 @@ impl Image {
         match config.format {
             ImageFormat::Qcow2 if !format::is_qcow2(&file) => return Err(BlockError::NotQcow2 { path }),
             ImageFormat::Qcow2 => return Self::qcow2(file, path, config, locked),
-            // The guest of a VM that comes from elsewhere has begun with it, whatever it has written since.
+            // The guest of a VM that migrates here uses the image already, whatever it has written.
             ImageFormat::Auto if config.claim => {
                 if let Some(format) = format::recognized(&file) {
                     return Err(BlockError::FormatNotStated { path, format });
@@ -132,7 +132,7 @@ impl Image {
             (512, u32::try_from(metadata.blksize()).unwrap_or(4096).clamp(512, 1 << 16))
         };
         let direct = if config.direct { Some(Direct::open(&file, &path, config.read_only)?) } else { None };
-        // What the guest sees doesn't depend on how the host does its I/O.
+        // The guest's block size doesn't depend on how the host does I/O.
         let block_size = config.logical_block_size.unwrap_or(logical);
         let size = disk_bytes(&path, content_bytes, block_size, device)?;
         let padding = if size > content_bytes {
@@ -172,11 +172,11 @@ impl Image {
         if let Some(feature) = qcow2::unsupported(&file) {
             return Err(BlockError::Qcow2Feature { path, feature });
         }
-        // The image may come from anywhere: what the library can't cope with must not end the process.
+        // The image may be hostile: a panic of the library must not end the process.
         let opened = contain(|| {
             let storage = imago::file::File::from_open_file(file, StorageOpenOptions::new().filename(&path))?;
-            // Nothing that the header names is opened: a guest that can write a header into a raw image
-            // could otherwise read any file of this user. The check below refuses such images.
+            // No file that the header names is opened. A guest that can write a header to a raw image could otherwise read any file of this
+            // user. The check below refuses such images.
             Qcow2::<imago::file::File>::builder(storage)
                 .backing(None)
                 .data_file(None)
@@ -221,7 +221,7 @@ impl Image {
 }
 
 impl Image {
-    /// Whether other monitors are kept out (false where the file system has no locks).
+    /// Whether other monitors are locked out (false where the file system has no locks).
     pub(super) fn locked(&self) -> bool {
         self.locked.load(Ordering::Acquire)
     }
@@ -231,7 +231,7 @@ impl Image {
         self.claimed.load(Ordering::Acquire)
     }
 
-    /// Takes the image for this monitor.
+    /// Claims the image for this monitor.
     pub(super) fn claim(&self) -> Result<(), BlockError> {
         self.completeness.check(&self.path)?;
         if !self.claimed() {
@@ -241,11 +241,11 @@ impl Image {
         Ok(())
     }
 
-    /// Keeps other monitors out; whether the file system could do that.
+    /// Locks other monitors out. Returns whether the file system has locks.
     pub(super) fn lock_only(&self) -> Result<bool, BlockError> {
         let Backend::Raw { file, .. } = &self.backend else { return Ok(self.locked()) };
         let locked = lock(file, self.read_only, &self.path).or_else(|error| {
-            // Half a lock would keep the other side from having its own back.
+            // A partial lock would keep the other side from reclaiming the image.
             unlock(file).map_err(host(&self.path, "unlocked"))?;
             Err(error)
         })?;
@@ -253,11 +253,11 @@ impl Image {
         Ok(locked)
     }
 
-    /// Reads bytes of the disk: zeroes where they lie behind the image's content.
+    /// Reads bytes of the disk: zeroes behind the image's content.
     pub(super) fn read(&self, offset: u64, into: &mut [u8]) -> io::Result<()> {
         let content = usize::try_from(self.content_bytes.saturating_sub(offset)).unwrap_or(usize::MAX);
         match &self.backend {
-            // Around the page cache as the guest does, where both fit: a copy shall not push out what the host has cached.
+            // Bypasses the page cache as the guest does, if both are aligned: a copy should not evict the host's cache.
             Backend::Raw { direct: Some(direct), .. } if direct.takes_buffer(into, offset) => {
                 self.read_padded(&direct.file, offset, into)
             }
@@ -288,7 +288,7 @@ impl Image {
         Ok(())
     }
 
-    /// Makes what was written durable.
+    /// Makes written data durable.
     pub(super) fn settle(&self) -> Result<(), BlockError> {
         match &self.backend {
             Backend::Raw { file, .. } if !self.read_only => {
@@ -298,7 +298,7 @@ impl Image {
         }
     }
 
-    /// Lets another monitor have it: what was written is made durable, then the locks go. Readers keep theirs.
+    /// Releases the image to another monitor: makes written data durable, then releases the locks. Readers keep theirs.
     pub(super) fn release(&self) -> Result<(), BlockError> {
         let Backend::Raw { file, .. } = &self.backend else { return Ok(()) };
         if self.read_only {
@@ -338,14 +338,14 @@ fn open_file(path: &Path, read_only: bool) -> Result<File, BlockError> {
     })
 }
 
-/// Whether the file system can punch holes: tried behind the end, where there is nothing to lose.
+/// Whether the file system can punch holes, tried behind the end of the image, where no data is lost.
 fn file_can_punch(file: &File, size: u64) -> bool {
     let behind = size.next_multiple_of(4096);
     rustix::fs::fallocate(file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, behind, 4096).is_ok()
 }
 
-/// Bytes of a disk over so many bytes of an image: whole blocks. As QEMU does, a file is padded; a device can't grow, so that a rest is left
-/// out.
+/// Size of the disk of an image of `content` bytes, in whole blocks. As in QEMU, a file is padded. A device can't grow, so a partial last
+/// block is left out.
 fn disk_bytes(path: &Path, content: u64, block: u32, device: bool) -> Result<u64, BlockError> {
     let block = u64::from(block);
     let size = match device {
@@ -365,12 +365,12 @@ fn disk_bytes(path: &Path, content: u64, block: u32, device: bool) -> Result<u64
     Ok(size)
 }
 
-/// Operations of a block device beside reads and writes.
+/// Operations of a block device besides reads and writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 struct DeviceOperations {
-    /// Gives back space, whatever it reads as afterwards.
+    /// Discard: deallocates space, with undefined contents afterwards.
     discard: bool,
-    /// Zeroes, and gives back space where it can.
+    /// Zeroes a range, and deallocates space where it can.
     write_zeroes: bool,
 }
 
@@ -378,12 +378,12 @@ impl DeviceOperations {
     fn of(metadata: &std::fs::Metadata) -> Self {
         let device = metadata.rdev();
         let base = format!("/sys/dev/block/{}:{}", libc::major(device), libc::minor(device));
-        // A partition has its queue one level up.
+        // A partition's queue is one level up.
         let queues = ["queue", "../queue"].map(|queue| Path::new(&base).join(queue));
         queues.iter().find(|queue| queue.exists()).map_or_else(Self::default, |queue| Self::of_queue(queue))
     }
 
-    /// By the limits that the kernel shows in a folder; a limit of 0 means that there is no such operation.
+    /// Reads the limits in the kernel's queue folder; a limit of 0 means that the operation doesn't exist.
     fn of_queue(queue: &Path) -> Self {
         let has = |limit: &str| {
             std::fs::read_to_string(queue.join(limit))
@@ -393,10 +393,9 @@ impl DeviceOperations {
     }
 }
 
-/// Keeps other monitors out, by the byte-range protocol that QEMU follows as well: a shared lock on byte
-/// 100 + p says "I use permission p", one on 200 + p "nobody else may". Both are set first and then
-/// checked against the others', so that of two that start together at least one sees the other.
-/// Permissions: 0 read, 1 write, 3 resize.
+/// Locks other monitors out, by QEMU's byte-range protocol. A shared lock on byte 100 + p means "this process uses permission p", one on
+/// 200 + p "no other process may". Both are set first and then checked against other processes', so of two that start together at least one
+/// fails. Permissions: 0 read, 1 write, 3 resize.
 fn lock(file: &File, read_only: bool, path: &Path) -> Result<bool, BlockError> {
     let used: &[i64] = if read_only { &[0] } else { &[0, 1] };
     let denied: &[i64] = &[1, 3];
@@ -427,11 +426,11 @@ fn lock(file: &File, read_only: bool, path: &Path) -> Result<bool, BlockError> {
     Ok(true)
 }
 
-/// Takes back what [`lock`] has set, also where it got stuck half-way.
+/// Releases the locks that [`lock`] has set, even if it failed half-way.
 fn unlock(file: &File) -> io::Result<()> {
     for byte in [100, 101, 201, 203] {
         match ofd_lock(file, libc::F_OFD_SETLK, libc::F_UNLCK, byte) {
-            // A file system without locks has none to give back.
+            // A file system without locks has none to release.
             Err(error)
                 if !matches!(error.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP | libc::ENOLCK)) =>
             {
@@ -443,7 +442,7 @@ fn unlock(file: &File) -> io::Result<()> {
     Ok(())
 }
 
-/// One byte, one fcntl; for `F_OFD_GETLK` the answer says who is in the way.
+/// A fcntl for one byte's lock; after `F_OFD_GETLK` the result describes the conflicting lock.
 fn ofd_lock(file: &File, command: i32, kind: i32, byte: i64) -> io::Result<libc::flock> {
     let mut lock = libc::flock {
         l_type: i16::try_from(kind).unwrap_or(0),
@@ -458,7 +457,7 @@ fn ofd_lock(file: &File, command: i32, kind: i32, byte: i64) -> io::Result<libc:
 }
 
 impl Backend {
-    /// The file behind a raw image.
+    /// The file of a raw image.
     pub(super) fn raw(&self) -> Option<&File> {
         match self {
             Self::Raw { file, .. } => Some(file),
@@ -471,7 +470,7 @@ impl Backend {
 mod tests {
     use super::DeviceOperations;
 
-    /// A device may have a discard without zeroing, and the other way round.
+    /// A device may have a discard without zeroing, and vice versa.
     #[test]
     fn a_devices_operations_are_told_apart() {
         let folder = tempfile::tempdir().unwrap();

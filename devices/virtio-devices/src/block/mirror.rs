@@ -1,7 +1,8 @@
-//! A disk's content, apart from its queues: read while the guest writes, to be the same elsewhere; or filled, for a guest that comes.
+//! A disk's content, apart from its queues. A migration's source reads it while the guest writes; its destination fills it before the guest
+//! starts there.
 //!
-//! An image that is being filled carries a mark (an extended attribute, where the file system has them) until the guest runs on it. With the mark
-//! nobody else uses it as a disk: half of one can't be told from a whole one by its bytes.
+//! An image that is being filled has a mark (an extended attribute, where the file system has them) until the guest runs on it. While it
+//! has the mark, no VM can use it as a disk: an incomplete image can't be distinguished from a complete one by its bytes.
 
 use std::fs::File;
 use std::io;
@@ -18,32 +19,32 @@ use super::disk::Disk;
 use super::error::BlockError;
 use super::image::{Image, host};
 
-/// The mark of an image that isn't whole.
+/// The mark of an incomplete image.
 const MARK: &std::ffi::CStr = c"user.causeway.incomplete";
-/// Zeroes are written in pieces of this many bytes, where an image can't have holes.
+/// Buffer for writing zeroes, where an image can't have holes.
 static ZEROES: [u8; 64 << 10] = [0; 64 << 10];
 
-/// What a migration has to do with an image's content.
+/// State of an image with regard to migrations.
 #[derive(Debug, Default)]
 pub(super) struct Completeness(AtomicU8);
 
-/// Nothing: it is a disk.
+/// Complete: it is a disk.
 const WHOLE: u8 = 0;
-/// A migration that was to fill it has ended before.
+/// Incomplete: an earlier migration ended while filling it.
 const LEFT: u8 = 1;
-/// It is being filled.
+/// A migration is filling it.
 const FILLING: u8 = 2;
-/// It was filled, and is marked all the same until the guest runs.
+/// Filled, and still marked until the guest runs.
 const FILLED: u8 = 3;
 
 impl Completeness {
-    /// Of an image that was just opened.
+    /// The state of an image that was just opened.
     pub(super) fn of(file: &File) -> Self {
         let marked = rustix::fs::fgetxattr(file, MARK, &mut [0u8; 64][..]).is_ok();
         Self(AtomicU8::new(if marked { LEFT } else { WHOLE }))
     }
 
-    /// Whether the guest may have it.
+    /// Whether a guest may use it.
     pub(super) fn check(&self, path: &Path) -> Result<(), BlockError> {
         match self.0.load(Ordering::Acquire) {
             WHOLE | FILLED => Ok(()),
@@ -89,13 +90,13 @@ impl DiskContent {
         &self.image().path
     }
 
-    /// Bytes that the guest sees.
+    /// Size of the guest's disk, bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.image().size
     }
 
-    /// Whether the guest may not write it.
+    /// Whether the disk is read-only for the guest.
     #[must_use]
     pub fn read_only(&self) -> bool {
         self.image().read_only
@@ -109,21 +110,21 @@ impl DiskContent {
 
     // While the guest uses it.
 
-    /// Notes from here on what the guest writes.
+    /// Starts the log of chunks that the guest writes.
     pub fn begin_noting(&self) {
         self.0.written.begin(self.bytes());
     }
 
-    /// No more.
+    /// Stops the log.
     pub fn end_noting(&self) {
         self.0.written.end();
     }
 
-    /// Chunks that the guest may have changed since the last call, or since [`DiskContent::begin_noting`]. What is read of them from here on has
-    /// all that was completed before, and what comes later is in the next set.
+    /// Returns and clears the chunks that the guest may have changed since the last call, or since [`DiskContent::begin_noting`]. A later
+    /// read of them includes every earlier completed write; later writes are in the next set.
     ///
     /// # Errors
-    /// When writes were in flight that could not be waited for.
+    /// When writes were in flight whose completion could not be awaited.
     pub fn take_written(&self) -> Result<Chunks, BlockError> {
         let lost = |_| {
             let text = "requests of the guest were in flight that could not be waited for";
@@ -132,7 +133,7 @@ impl DiskContent {
         self.0.written.take().map_err(lost)
     }
 
-    /// Chunks that have any data; the others are holes, and zero.
+    /// Chunks with data; the others are holes, which read as zero.
     ///
     /// # Errors
     /// When the host refuses.
@@ -144,7 +145,7 @@ impl DiskContent {
             let start = match rustix::fs::seek(file, SeekFrom::Data(at)) {
                 Ok(start) => start,
                 Err(Errno::NXIO) => break,
-                // Without a map of holes all may be data.
+                // Without a map of holes all chunks may have data.
                 Err(_) => return Ok(Chunks::all(bytes)),
             };
             let end = rustix::fs::seek(file, SeekFrom::Hole(start)).unwrap_or(bytes);
@@ -152,13 +153,13 @@ impl DiskContent {
                 return Ok(Chunks::all(bytes));
             }
             present.insert(start, end - start);
-            // The rest of a chunk that is in the set need not be looked at.
+            // The rest of a chunk that is in the set needs no look-up.
             at = end.next_multiple_of(CHUNK);
         }
         Ok(present)
     }
 
-    /// Reads bytes as the guest would.
+    /// Reads bytes of the guest's disk.
     ///
     /// # Errors
     /// When the host can't read them.
@@ -166,21 +167,20 @@ impl DiskContent {
         self.image().read(offset, into).map_err(host(self.path(), "read"))
     }
 
-    // Before a guest comes to it.
+    // Before a guest uses it.
 
-    /// Keeps other monitors from the image from here on. Whether the file system has locks, so that another user of the same image would have been
-    /// found.
+    /// Locks other monitors out. Returns whether the file system has locks, so that another user of the image would have been detected.
     ///
     /// # Errors
-    /// [`BlockError::Locked`] where another monitor has it, and when the host refuses.
+    /// [`BlockError::Locked`] if another monitor uses it, and when the host refuses.
     pub fn lock(&self) -> Result<bool, BlockError> {
         self.image().lock_only()
     }
 
-    /// The image, which was locked, is going to be filled: its content is undefined until [`DiskContent::filled`], and it is marked so.
+    /// Begins to fill the image, which must be locked. Its content is undefined until [`DiskContent::filled`], and it gets the mark.
     ///
     /// # Errors
-    /// For an image whose bytes aren't the disk's.
+    /// For an image whose bytes aren't the disk's (qcow2).
     pub fn begin_filling(&self) -> Result<(), BlockError> {
         let file = self.file()?;
         self.image().completeness.0.store(FILLING, Ordering::Release);
@@ -195,16 +195,16 @@ impl DiskContent {
         Ok(())
     }
 
-    /// Puts bytes where the guest would find them.
+    /// Writes bytes of the guest's disk.
     ///
     /// # Errors
-    /// When the range isn't in the disk, or the host can't take them.
+    /// When the range isn't in the disk, or the host can't write it.
     pub fn fill(&self, offset: u64, data: &[u8]) -> Result<(), BlockError> {
         self.inside(offset, data.len() as u64)?;
         self.file()?.write_all_at(data, offset).map_err(host(self.path(), "filled"))
     }
 
-    /// The same with zeroes, as a hole where there can be one.
+    /// Zeroes bytes of the guest's disk, as a hole where possible.
     ///
     /// # Errors
     /// As [`DiskContent::fill`].
@@ -215,7 +215,7 @@ impl DiskContent {
             let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
             match rustix::fs::fallocate(file, punch, offset, len) {
                 Ok(()) => return Ok(()),
-                // Not at this place (a device's own unit), or not at all.
+                // Not possible at this offset (a device's granularity), or at all.
                 Err(Errno::OPNOTSUPP | Errno::INVAL) => {}
                 Err(error) => return Err(host(self.path(), "filled with zeroes")(error.into())),
             }
@@ -237,7 +237,7 @@ impl DiskContent {
         Err(host(self.path(), "filled")(io::Error::other(text)))
     }
 
-    /// Makes durable what it was filled with.
+    /// Makes filled data durable.
     ///
     /// # Errors
     /// When the host can't.
@@ -245,13 +245,13 @@ impl DiskContent {
         self.file()?.sync_data().map_err(host(self.path(), "made durable"))
     }
 
-    /// All is there, and durable: a guest may have it. The mark stays until [`DiskContent::in_use`].
+    /// Records that the content is complete and durable: a guest may use it. The mark stays until [`DiskContent::in_use`].
     pub fn filled(&self) {
         self.image().completeness.0.store(FILLED, Ordering::Release);
     }
 
-    /// The guest runs on it from here on: takes the mark away, if it was filled. A host that fails before the guest's first flush may
-    /// leave the mark.
+    /// Records that the guest runs on it: removes the mark, if it was filled. A host crash before the guest's first flush may leave the
+    /// mark.
     pub fn in_use(&self) {
         let completeness = &self.image().completeness.0;
         if completeness.compare_exchange(FILLED, WHOLE, Ordering::AcqRel, Ordering::Acquire).is_err() {
@@ -272,7 +272,7 @@ impl DiskContent {
     }
 }
 
-/// A buffer for [`DiskContent::read`] whose bytes begin at a multiple of 4096, which every alignment that `O_DIRECT` asks for divides.
+/// A buffer for [`DiskContent::read`], aligned to 4096 bytes, which satisfies every alignment of `O_DIRECT`.
 #[derive(Debug)]
 pub struct Buffer {
     bytes: Vec<u8>,
@@ -281,7 +281,7 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// Of so many bytes, zero.
+    /// A buffer of `len` zero bytes.
     #[must_use]
     pub fn new(len: usize) -> Self {
         let bytes = vec![0u8; len + 4095];
@@ -289,7 +289,7 @@ impl Buffer {
         Self { bytes, start, len }
     }
 
-    /// Its first bytes; at most as many as it has.
+    /// The first `len` bytes, limited to the buffer's length.
     pub fn first(&mut self, len: usize) -> &mut [u8] {
         let end = self.start + len.min(self.len);
         &mut self.bytes[self.start..end]

@@ -1,8 +1,8 @@
 //! virtio-blk (virtio 1.2, 5.2): disks from raw images, block devices and (read-only) qcow2 images.
 //!
-//! Writes complete when they are in the host's page cache, so they survive the end of this process; a
-//! flush completes after `fdatasync`, so what it covers survives the end of the host. [`request`] parses and
-//! checks, `task` turns a request into system calls, two engines make them (io_uring, or one at a time),
+//! A write completes when it is in the host's page cache, so it survives the end of this process. A flush completes after `fdatasync`, so
+//! what it covers survives a crash of the host. [`request`] parses and checks, `task` turns a request into system calls, two engines
+//! execute them (io_uring, or one at a time), and
 //! [`worker`] connects a ring to an engine.
 
 mod chunks;

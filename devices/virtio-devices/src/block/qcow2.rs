@@ -1,25 +1,25 @@
-//! What a qcow2 header asks of its reader, looked at before the library opens the image.
+//! The features in a qcow2 header, checked before the library opens the image.
 //!
-//! The library knows no encryption: it would hand the ciphertext to the guest. It refuses unknown incompatible features by number; here
-//! they have names. What a reader may ignore by the format's rules stays: compatible and autoclear features, internal snapshots, persistent
-//! bitmaps and header extensions.
+//! The library knows no encryption: it would pass ciphertext to the guest. It refuses unknown incompatible features by number; here they
+//! have names. A reader may ignore compatible and autoclear features, internal snapshots, persistent bitmaps and header extensions, and so
+//! does this check.
 
 use std::fs::File;
 
 use super::format::read_head;
 
-/// Header of version 2: everything up to and with `snapshots_offset`.
+/// Length of a version 2 header, up to and with `snapshots_offset`.
 const VERSION_2_BYTES: usize = 72;
-/// Least header of version 3, which ends with `header_length`.
+/// Lower bound of a version 3 header, which ends with `header_length`.
 const VERSION_3_BYTES: usize = 104;
-/// The longest header that is known here ends with `compression_type` and its padding.
+/// Length of the longest known header, which ends with `compression_type` and its padding.
 const LONGEST_BYTES: usize = 112;
 
-/// Incompatible features that have a name, by bit. Bit 2, an external data file, is looked at with the other files that an image refers to.
+/// Incompatible features with a name, by bit. Bit 2, an external data file, is checked with the other files that an image refers to.
 const EXTERNAL_DATA_FILE: u32 = 2;
 const COMPRESSION_TYPE: u32 = 3;
 
-/// The feature for which the image can't be read, in words, if there is one. What is no header at all is the library's to refuse.
+/// The name of the feature for which the image can't be read, if any. An invalid header is left to the library.
 pub(super) fn unsupported(file: &File) -> Option<String> {
     unsupported_in(read_head(file, &mut [0; LONGEST_BYTES]))
 }
@@ -43,7 +43,7 @@ fn unsupported_in(header: &[u8]) -> Option<String> {
     }
     let incompatible = u64::from(word(header, 72)) << 32 | u64::from(word(header, 76));
     let header_len = usize::try_from(word(header, 100)).unwrap_or(usize::MAX);
-    // The field's byte exists where the header is long enough; its values: 0 deflate, 1 Zstandard.
+    // The field exists in headers that are long enough; 0 is deflate, 1 is Zstandard.
     let compression = if header_len > VERSION_3_BYTES { header.get(104).copied().unwrap_or(0) } else { 0 };
     let compression = match compression {
         0 => "a compression type".to_owned(),
@@ -102,7 +102,7 @@ mod tests {
         assert_eq!(header(|header| header[7] = 4).as_deref(), Some("version 4 of the format"));
         let zstd = header(|header| (header[79], header[104]) = (8, 1));
         assert_eq!(zstd.as_deref(), Some("Zstandard compression"));
-        // An external data file is refused with its name; compatible and autoclear features may be ignored.
+        // An external data file is refused by its name; compatible and autoclear features are ignored.
         assert_eq!(header(|header| header[79] = 4), None);
         assert_eq!(header(|header| (header[87], header[95]) = (0xff, 0xff)), None);
     }

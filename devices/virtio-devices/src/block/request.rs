@@ -1,20 +1,18 @@
-//! virtio-blk requests (virtio 1.2, 5.2.6): from a chain to a checked operation. Pure: reads guest memory,
-//! does no I/O.
+//! virtio-blk requests (virtio 1.2, 5.2.6): from a chain to a validated operation. Reads guest memory, does no I/O.
 
 use machine::memory::{GuestAddress, GuestMemory};
 
 use crate::queue::{self, Chain, RingError, Segment, part, total_len};
 
-/// Bytes of a sector in requests and in the capacity, whatever the block size.
+/// Size of a sector in requests and in the capacity, bytes, whatever the block size.
 pub const SECTOR: u64 = 512;
-/// Bytes of the identification string (`VIRTIO_BLK_T_GET_ID`).
+/// Length of the identification string (`VIRTIO_BLK_T_GET_ID`), bytes.
 pub const ID_BYTES: usize = 20;
-/// Most ranges in one discard or write-zeroes request.
+/// Limit of ranges in a discard or write-zeroes request.
 pub const MAX_RANGES: u32 = 16;
-/// Most sectors in one range of a discard request (1 GiB).
+/// Limit of sectors in a range of a discard request (1 GiB).
 pub const MAX_DISCARD_SECTORS: u32 = 1 << 21;
-/// Most sectors in one range of a write-zeroes request (4 MiB): where a file system can't zero, as many
-/// bytes are written.
+/// Limit of sectors in a range of a write-zeroes request (4 MiB): where a file system can't zero, as many bytes are written.
 pub const MAX_ZERO_SECTORS: u32 = 1 << 13;
 
 const HEADER: usize = 16;
@@ -27,7 +25,7 @@ const T_DISCARD: u32 = 11;
 const T_WRITE_ZEROES: u32 = 13;
 const RANGE_UNMAP: u32 = 1;
 
-/// What the driver is told about a request.
+/// Status of a request for the driver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Status {
@@ -39,16 +37,16 @@ pub enum Status {
     Unsupported = 2,
 }
 
-/// What a request is checked against.
+/// Limits for validating a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Sectors of 512 bytes.
+    /// Capacity, sectors of 512 bytes.
     pub capacity: u64,
-    /// Writes are refused.
+    /// Whether writes are refused.
     pub read_only: bool,
-    /// Discard was offered.
+    /// Whether discard was offered.
     pub discard: bool,
-    /// Write-zeroes was offered.
+    /// Whether write-zeroes was offered.
     pub write_zeroes: bool,
 }
 
@@ -57,76 +55,76 @@ pub struct Limits {
 pub struct Range {
     /// First byte.
     pub start: u64,
-    /// Bytes, not 0.
+    /// Length in bytes, not 0.
     pub len: u64,
-    /// Write-zeroes only: the space may be given back.
+    /// Write-zeroes only: the space may be deallocated.
     pub unmap: bool,
 }
 
-/// A checked operation; offsets in bytes, inside the disk.
+/// A validated operation; offsets in bytes, within the disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Operation {
     /// Read into guest buffers.
     Read {
         /// First byte of the disk.
         offset: u64,
-        /// Where to.
+        /// Guest buffers.
         data: Vec<Segment>,
     },
     /// Write from guest buffers.
     Write {
         /// First byte of the disk.
         offset: u64,
-        /// Where from.
+        /// Guest buffers.
         data: Vec<Segment>,
     },
-    /// Make all writes that were completed before durable.
+    /// Make all completed writes durable.
     Flush,
-    /// Give space back.
+    /// Deallocate space.
     Discard(Vec<Range>),
     /// Write zeroes.
     WriteZeroes(Vec<Range>),
     /// Copy the serial number.
     GetId {
-        /// Where to.
+        /// Guest buffers.
         data: Vec<Segment>,
     },
-    /// Nothing to do but to say so: the request was refused.
+    /// Nothing but a status: the request was refused.
     Refuse {
-        /// With this status.
+        /// The status.
         status: Status,
-        /// Why, for the log.
+        /// The reason, for the log.
         reason: Refusal,
     },
 }
 
-/// Why a well-formed chain is not served.
+/// Why a well-formed chain is refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    /// Request type that isn't offered.
+    /// A request type that wasn't offered.
     #[error("request type {0} is not supported")]
     Type(u32),
-    /// Not whole sectors.
+    /// A length that isn't whole sectors.
     #[error("{0} bytes are not whole sectors")]
     Length(u64),
-    /// Beyond the end.
+    /// Beyond the end of the disk.
     #[error("sectors {sector} to {sector} + {sectors} lie beyond the end of the disk")]
     Beyond {
         /// First sector.
         sector: u64,
-        /// Sectors.
+        /// Number of sectors.
         sectors: u64,
     },
-    /// Write to a read-only disk.
+    /// A write to a read-only disk.
     #[error("the disk is read-only")]
     ReadOnly,
-    /// Discard or write-zeroes with ranges that break its limits.
+    /// A discard or write-zeroes request with too many or incomplete ranges.
     #[error("a list of {0} bytes of ranges is too short, too long or not whole")]
     Ranges(u64),
     /// Unknown flags in a range.
     #[error("unknown flags {0:#x} in a range")]
     Flags(u32),
-    /// One range is larger than offered.
+    /// A range larger than the limit.
     #[error("a range of {0} sectors is larger than offered")]
     RangeSize(u32),
 }
@@ -136,17 +134,17 @@ pub enum Refusal {
 pub struct Request {
     /// Head of its chain.
     pub head: u16,
-    /// Where the status byte goes.
+    /// Guest address of the status byte.
     pub status: GuestAddress,
-    /// What to do.
+    /// The operation.
     pub operation: Operation,
-    /// Bytes of writable buffers in front of the status byte.
+    /// Length of the writable buffers before the status byte, bytes.
     pub writable: u32,
 }
 
 impl Request {
-    /// Parses a chain. The header and the ranges are read once. An error means that the chain has no
-    /// room for header or status: the driver is broken, the device stops.
+    /// Parses a chain. Reads the header and the ranges once. An error means that the chain has no room for header or status: the driver is
+    /// broken, and the device stops.
     pub fn parse(chain: &Chain, memory: &GuestMemory, limits: &Limits) -> Result<Self, RingError> {
         let readable = total_len(chain.readable());
         let writable = total_len(chain.writable());
@@ -199,7 +197,7 @@ fn io_error(reason: Refusal) -> Operation {
     refuse((Status::IoError, reason))
 }
 
-/// Byte offset of `len` bytes at `sector`, when they are whole sectors inside the disk.
+/// Byte offset of `len` bytes at `sector`, if they are whole sectors within the disk.
 fn extent(sector: u64, len: u64, limits: &Limits) -> Result<u64, Refusal> {
     if !len.is_multiple_of(SECTOR) {
         return Err(Refusal::Length(len));

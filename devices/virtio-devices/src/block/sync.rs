@@ -1,6 +1,6 @@
-//! The engine without io_uring: each request is finished before the next one is looked at. Serves
-//! qcow2 images always, raw ones where the host refuses io_uring.
-#![allow(unsafe_code)] // Vectored I/O straight into guest memory.
+//! The engine without io_uring: it completes each request before it starts the next one. Always serves qcow2 images, and raw ones where the
+//! host refuses io_uring.
+#![allow(unsafe_code)] // Vectored I/O directly to guest memory.
 
 use machine::memory::GuestMemory;
 use telemetry::guest_warn;
@@ -12,23 +12,23 @@ use super::request::Status;
 use super::task::{Op, Task, Transfer};
 use crate::queue;
 
-/// Bytes that are copied at once from a qcow2 image.
+/// Bytes copied at once from a qcow2 image.
 const BOUNCE: usize = 256 << 10;
 
 /// `_IO(0x12, 119)` of linux/fs.h.
 const BLKDISCARD: libc::Ioctl = 0x1277;
 
-/// State of the engine: buffers for what can't be moved between image and guest memory as it is.
+/// State of the engine: buffers for data that can't be moved directly between image and guest memory.
 #[derive(Default)]
 pub(super) struct Synchronous {
     /// For images that aren't raw.
     bounce: Vec<u8>,
-    /// For requests around the page cache that aren't aligned.
+    /// For unaligned requests with `O_DIRECT`.
     aligned: Option<AlignedBuffer>,
 }
 
 impl Synchronous {
-    /// Serves a request to its end.
+    /// Executes a request completely.
     pub(super) fn run(&mut self, task: &mut Task, memory: &GuestMemory, disk: &Disk) -> Status {
         loop {
             let result = match (task.transfer(), disk.backend()) {
@@ -39,7 +39,7 @@ impl Synchronous {
                     (Some(op), _) => perform(op),
                     (None, Backend::Qcow2(_)) => match task.pending_read() {
                         Some((offset, left)) => self.read_qcow2(task, offset, left, memory, disk),
-                        // Read-only: no other step exists.
+                        // qcow2 images are read-only: no other step exists.
                         None => Err(libc::EIO),
                     },
                     (None, Backend::Raw { .. }) => Ok(0),
@@ -69,13 +69,13 @@ impl Synchronous {
                 .filter(|errno| *errno != libc::EINTR && *errno != libc::EAGAIN)
                 .unwrap_or(libc::EIO)
         })?;
-        // What was checked as RAM when the chain was popped can only have gone by a change of the memory map.
+        // The buffer was RAM when the chain was popped, so only a change of the memory map can have removed it.
         queue::write(memory, task.incoming(), offset - task.first_byte(), buffer)
             .map_err(|_| libc::EFAULT)?;
         Ok(len)
     }
 
-    /// Moves the next part of a request by way of the aligned buffer.
+    /// Moves the next part of a request through the aligned buffer.
     fn transfer(
         &mut self,
         task: &Task,
@@ -87,7 +87,7 @@ impl Synchronous {
         let alignment = direct.memory_alignment;
         let buffer = self.aligned.get_or_insert_with(|| AlignedBuffer::new(BUFFER_BYTES, alignment)).bytes();
         let piece = Piece::new(direct, transfer.offset, transfer.len);
-        // What was checked as RAM when the chain was popped can only have gone by a change of the memory map.
+        // The buffer was RAM when the chain was popped, so only a change of the memory map can have removed it.
         let gone = |_| std::io::Error::from_raw_os_error(libc::EFAULT);
         let moved = match transfer.write {
             None => piece.read(direct, buffer).and_then(|bytes| {
@@ -103,7 +103,7 @@ impl Synchronous {
     }
 }
 
-/// Makes one system call.
+/// Executes one system call.
 pub(super) fn perform(op: Op) -> Result<usize, i32> {
     let off = |offset: u64| i64::try_from(offset).map_err(|_| libc::EFBIG);
     let count = |count: u32| i32::try_from(count).map_err(|_| libc::EINVAL);

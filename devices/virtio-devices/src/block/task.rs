@@ -1,9 +1,9 @@
-//! One request being served: which system call comes next, and what its result means. Knows neither
-//! io_uring nor threads; both engines drive it.
+//! One request in progress: its next system call, and the meaning of the result. Independent of io_uring and threads; both engines drive
+//! it.
 //!
 //! ```text
-//! Task::start ─▶ Running(task) ── op() ─▶ engine does it ─▶ advance(result) ─▶ None: next op()
-//!            └─▶ Done(status)                                              └─▶ Some(status)
+//! Task::start ─▶ Running(task) ── op() ─▶ engine executes ─▶ advance(result) ─▶ None: next op()
+//!             └─▶ Done(status)                                                └─▶ Some(status)
 //! ```
 
 use std::os::fd::{AsRawFd, RawFd};
@@ -20,14 +20,14 @@ use crate::queue::{self, GuestIoVecs, RingError, Segment, mark_written, total_le
 
 /// Bytes of a page of the page cache.
 const PAGE_BYTES: u64 = 4096;
-/// Most entries the kernel takes in one vectored request (`UIO_MAXIOV`).
+/// Limit of entries in a vectored request (`UIO_MAXIOV`).
 const MAX_VECS: usize = 1024;
-/// What is written where a file system can't zero a range.
+/// Zeroes to write where a file system can't zero a range.
 static ZEROES: [u8; 256 << 10] = [0; 256 << 10];
-/// A call that is interrupted this often in a row has failed.
+/// Limit of interruptions of a call in a row, after which it has failed.
 const MAX_RETRIES: u32 = 1000;
 
-/// A system call to make, on a raw image. Pointers and descriptors stay valid while the task lives.
+/// A system call on a raw image. Pointers and descriptors stay valid while the task lives.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Op {
     Readv {
@@ -43,7 +43,7 @@ pub(super) enum Op {
         offset: u64,
         durable: bool,
     },
-    /// From memory of this process that never goes away.
+    /// A write from static memory.
     WriteStatic {
         fd: RawFd,
         data: &'static [u8],
@@ -58,7 +58,7 @@ pub(super) enum Op {
         offset: u64,
         len: u64,
     },
-    /// BLKDISCARD of a block device. io_uring has none on older kernels.
+    /// BLKDISCARD of a block device, which io_uring lacks on older kernels.
     Discard {
         fd: RawFd,
         offset: u64,
@@ -66,16 +66,16 @@ pub(super) enum Op {
     },
 }
 
-/// What is left of a request that needs a bounce buffer.
+/// The rest of a request that needs a bounce buffer.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Transfer {
     /// First byte of the disk.
     pub offset: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub len: u64,
-    /// Where that is among the guest's buffers, in bytes.
+    /// Offset of this rest in the guest's buffers, bytes.
     pub done: u64,
-    /// `None`: a read. A write is durable before it completes, or not.
+    /// `None`: a read. `Some`: a write, and whether it is durable before it completes.
     pub write: Option<bool>,
 }
 
@@ -93,11 +93,11 @@ enum Step {
         durable: bool,
     },
     Sync,
-    /// Give space back by the device's own discard; may fail silently.
+    /// Deallocate space by the device's own discard; may fail silently.
     Discard {
         range: Range,
     },
-    /// Give space back; may fail silently unless `zeroing`.
+    /// Punch a hole; may fail silently unless `zeroing`.
     Punch {
         range: Range,
         zeroing: bool,
@@ -105,7 +105,7 @@ enum Step {
     Zero {
         range: Range,
     },
-    /// Zero by writing, from `start + done`.
+    /// Zero by writing, from `start + done` on.
     Overwrite {
         range: Range,
         done: u64,
@@ -122,42 +122,42 @@ enum Kind {
     Other,
 }
 
-/// A request being served.
+/// A request in progress.
 pub(super) struct Task {
     head: u16,
     status: GuestAddress,
     kind: Kind,
-    /// First byte of the disk and bytes, for the log.
+    /// First byte on the disk, and length in bytes, for the log.
     place: (u64, u64),
-    /// Bytes from the first to the last byte that the request is about: begin and end.
+    /// First byte, and byte after the last one, of all ranges of the request.
     hull: (u64, u64),
-    /// Guest buffers that are written.
+    /// Guest buffers for a read.
     incoming: Vec<Segment>,
-    /// Guest buffers that a write with a bounce buffer comes from.
+    /// Guest buffers of a write that needs a bounce buffer.
     outgoing: Vec<Segment>,
-    /// Goes around the page cache and isn't aligned for that.
+    /// Needs a bounce buffer: `O_DIRECT`, and not aligned.
     bounced: bool,
-    /// Keeps read-modify-writes of the same blocks away, or others from one.
+    /// Its claim in the disk's gate.
     ticket: Option<Ticket>,
-    /// Guest memory of a read or write that is still to be moved.
+    /// Guest memory that is still to be moved.
     vecs: Option<GuestIoVecs>,
     /// Remaining steps, the next one last.
     steps: Vec<Step>,
     retries: u32,
-    /// Bytes of writable buffers in front of the status byte.
+    /// Length of the writable buffers before the status byte, bytes.
     writable: u32,
 }
 
-/// What became of a chain.
+/// Result of starting a chain.
 pub(super) enum Start {
-    /// System calls are to be made.
+    /// System calls follow.
     Running(Box<Task>),
-    /// Nothing to do but [`Task::finish`].
+    /// Only [`Task::finish`] is left.
     Done(Box<Task>, Status),
 }
 
 impl Task {
-    /// Begins a parsed request.
+    /// Starts a parsed request.
     pub(super) fn start(
         request: Request,
         memory: &Arc<GuestMemory>,
@@ -202,7 +202,7 @@ impl Task {
             }
             Operation::Flush => {
                 task.kind = Kind::Flush;
-                // Nobody can write a read-only disk through us.
+                // A read-only disk has no writes to flush.
                 if !disk.limits.read_only {
                     task.steps.push(Step::Sync);
                 }
@@ -232,7 +232,7 @@ impl Task {
                 let len = usize::try_from(total_len(&data)).unwrap_or(usize::MAX).min(disk.serial.len());
                 queue::write(memory, &data, 0, &disk.serial[..len])?;
                 if total_len(&data) > disk.serial.len() as u64 {
-                    // There is a gap in front of the status byte: `finish` reports what lies before it.
+                    // There is a gap before the status byte, so `finish` reports only the bytes before the gap.
                     task.writable = u32::try_from(ID_BYTES).unwrap_or(1).saturating_sub(1);
                 }
                 return done(task, Status::Ok);
@@ -259,7 +259,7 @@ impl Task {
         );
         let ends = ranges.iter().map(|range| range.start + range.len);
         self.hull = (ranges.iter().map(|range| range.start).min().unwrap_or(0), ends.max().unwrap_or(0));
-        // Zeroes are written through the page cache; no page of them may be written back later over what goes around it.
+        // Zeroes are written through the page cache; none of their pages may be written back later over data of `O_DIRECT`.
         let cached = self.kind == Kind::WriteZeroes && disk.direct().is_some() && disk.zeroes_by_writing();
         if (disk.write_through() || cached) && !ranges.is_empty() {
             self.steps.push(Step::Sync);
@@ -267,7 +267,7 @@ impl Task {
         self.steps.extend(ranges.into_iter().rev().map(step));
     }
 
-    /// What the request needs for itself in [`Disk::gate`] while it is served, where the disk goes around the page cache.
+    /// The claim that the request needs in [`Disk::gate`] while it is in progress, if the disk uses `O_DIRECT`.
     pub(super) fn claim(&self, disk: &Disk) -> Option<Claim> {
         let direct = disk.direct()?;
         let exclusive = match self.kind {
@@ -277,12 +277,12 @@ impl Task {
             Kind::Read | Kind::Flush | Kind::Other => return None,
         };
         let (begin, end) = direct.blocks(self.hull.0, self.hull.1 - self.hull.0);
-        // What goes through the page cache touches whole pages.
+        // Writes through the page cache affect whole pages.
         let page = if exclusive { PAGE_BYTES } else { 1 };
         Some(Claim { begin: begin / page * page, end: end.next_multiple_of(page), exclusive })
     }
 
-    /// Takes what [`Task::claim`] asked for, until the request is at its end.
+    /// Keeps the ticket of [`Task::claim`] until the request is complete.
     pub(super) fn hold(&mut self, ticket: Ticket) {
         self.ticket = Some(ticket);
     }
@@ -292,7 +292,7 @@ impl Task {
         self.bounced
     }
 
-    /// The next part of a request that needs a bounce buffer; `None` for others, and for steps that need none.
+    /// The next part of a request that needs a bounce buffer; `None` for other requests and steps.
     pub(super) fn transfer(&self) -> Option<Transfer> {
         let (offset, write) = match *self.steps.last()? {
             Step::Read { offset } => (offset, None),
@@ -303,7 +303,7 @@ impl Task {
         self.bounced.then_some(Transfer { offset, len: self.place.1 - done, done, write })
     }
 
-    /// The next system call on a raw image; `None` when the image isn't one.
+    /// The next system call on a raw image; `None` for other images.
     pub(super) fn op(&self, disk: &Disk) -> Option<Op> {
         let Backend::Raw { file, direct } = disk.backend() else { return None };
         let fd = file.as_raw_fd();
@@ -311,7 +311,7 @@ impl Task {
             let vecs = self.vecs.as_ref().map_or(&[][..], GuestIoVecs::as_slice);
             let vecs = &vecs[..vecs.len().min(MAX_VECS)];
             let fd = match direct {
-                // What is left after a short read or write may not be aligned any more.
+                // The rest after a short read or write may be unaligned.
                 Some(direct) if direct.takes(vecs, offset) => direct.file.as_raw_fd(),
                 _ => fd,
             };
@@ -342,7 +342,7 @@ impl Task {
         })
     }
 
-    /// What is left of a read: its place on the disk and in [`Task::incoming`]. For images that aren't raw.
+    /// The rest of a read: its offset on the disk and in [`Task::incoming`]. For images that aren't raw.
     pub(super) fn pending_read(&self) -> Option<(u64, u64)> {
         match self.steps.last()? {
             Step::Read { offset } => Some((*offset, self.place.0 + self.place.1 - offset)),
@@ -350,22 +350,22 @@ impl Task {
         }
     }
 
-    /// Where the guest wants the data of a read.
+    /// Guest buffers for a read's data.
     pub(super) fn incoming(&self) -> &[Segment] {
         &self.incoming
     }
 
-    /// Where the data of a write is.
+    /// Guest buffers with a write's data.
     pub(super) fn outgoing(&self) -> &[Segment] {
         &self.outgoing
     }
 
-    /// First byte of the disk that the request is about.
+    /// First byte on the disk.
     pub(super) fn first_byte(&self) -> u64 {
         self.place.0
     }
 
-    /// Takes the result of the last [`Task::op`]: bytes or zero, or an errno. `None`: there is more to do.
+    /// Processes the result of the last [`Task::op`]: bytes or zero, or an errno. `None`: more calls follow.
     pub(super) fn advance(&mut self, disk: &Disk, result: Result<usize, i32>) -> Option<Status> {
         let status = self.after(disk, result);
         if status.is_some() {
@@ -376,7 +376,7 @@ impl Task {
 
     fn after(&mut self, disk: &Disk, result: Result<usize, i32>) -> Option<Status> {
         let Some(step) = self.steps.last().copied() else { return Some(Status::Ok) };
-        // Also what failed may have changed a part.
+        // A failed call may have changed a part as well.
         match step {
             Step::Write { offset, .. } => disk.written.note(offset, self.place.0 + self.place.1 - offset),
             Step::Punch { range, .. }
@@ -393,7 +393,7 @@ impl Task {
                 self.retries += 1;
                 return None;
             }
-            // EINVAL: not at this place, as of a device with a unit of its own.
+            // EINVAL: not possible at this offset, as on a device with a granularity of its own.
             Err(errno @ (libc::EOPNOTSUPP | libc::EINVAL))
                 if matches!(step, Step::Punch { .. } | Step::Zero { .. } | Step::Discard { .. }) =>
             {
@@ -413,7 +413,7 @@ impl Task {
                     {
                         return self.replace(Step::Pad { offset });
                     }
-                    // The image became shorter behind our back.
+                    // The image was truncated by another process.
                     return Some(self.failed(disk, libc::EIO));
                 }
                 if offset + moved < end {
@@ -480,8 +480,8 @@ impl Task {
         Status::IoError
     }
 
-    /// Tells the guest: writes the status byte, marks what was written as dirty, counts. Returns what goes
-    /// into the used ring: the head of the chain and the bytes written to it.
+    /// Completes the request: writes the status byte, marks written buffers as dirty, and counts. Returns the used element: the head of the
+    /// chain and the number of bytes written to it.
     pub(super) fn finish(
         &self,
         status: Status,
@@ -507,8 +507,8 @@ impl Task {
             (Status::Ok, Kind::Other) => {}
             _ => counters.errors.increment(),
         }
-        // 2.7.8: the length counts from the first writable byte, so the status byte is in it only when all in
-        // front of it was written as well.
+        // Virtio 1.2, 2.7.8: the length counts from the first writable byte. It includes the status byte only if all bytes before it were
+        // written as well.
         let whole = status == Status::Ok || self.writable == 0;
         Ok((self.head, if whole { self.writable.saturating_add(1) } else { 0 }))
     }
@@ -519,7 +519,7 @@ fn overwrite(fd: RawFd, range: Range, done: u64) -> Op {
     Op::WriteStatic { fd, data: &ZEROES[..left.min(ZEROES.len())], offset: range.start + done }
 }
 
-/// The whole units in each range; a device refuses a discard of others.
+/// The whole units in each range; a device refuses a discard of partial ones.
 fn whole_units(ranges: Vec<Range>, unit: u64) -> Vec<Range> {
     let whole = |range: Range| {
         let start = range.start.next_multiple_of(unit);

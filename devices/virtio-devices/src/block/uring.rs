@@ -1,5 +1,4 @@
-//! The engine over io_uring: many requests in flight per queue, data moved straight between the image
-//! and guest memory.
+//! The io_uring engine: many requests in flight per queue, data moved directly between the image and guest memory.
 #![allow(unsafe_code)] // Submissions carry raw pointers.
 
 use std::io;
@@ -12,10 +11,10 @@ use super::request::Status;
 use super::sync;
 use super::task::{Op, Task};
 
-/// Kernel threads that may serve one ring where the file system can't do I/O asynchronously.
+/// Limit of kernel threads that serve one ring where the file system can't do I/O asynchronously.
 const KERNEL_WORKERS: u32 = 4;
 
-/// One ring and the requests that are in it.
+/// One ring and its requests.
 pub(super) struct Uring {
     ring: IoUring,
     /// Indexed by the `user_data` of submissions. A task stays here, at one address, until its completion.
@@ -24,8 +23,8 @@ pub(super) struct Uring {
 }
 
 impl Uring {
-    /// A ring for `entries` requests at once. Fails where the host has no io_uring, forbids it, or lacks an
-    /// operation that disks need; a no-op is sent through to see that it works.
+    /// A ring for `entries` concurrent requests. Fails where the host has no io_uring, forbids it, or lacks an operation that disks need. A
+    /// no-op verifies that it works.
     pub(super) fn new(entries: u16) -> io::Result<Self> {
         let mut ring: IoUring = IoUring::builder().dontfork().build(u32::from(entries))?;
         let mut probe = Probe::new();
@@ -54,7 +53,7 @@ impl Uring {
         Ok(Self { ring, tasks: Vec::new(), free: Vec::new() })
     }
 
-    /// Becomes readable when requests complete.
+    /// Descriptor that is readable when requests complete.
     pub(super) fn fd(&self) -> BorrowedFd<'_> {
         // SAFETY: the ring owns the descriptor and lives as long as the borrow.
         unsafe { BorrowedFd::borrow_raw(self.ring.as_raw_fd()) }
@@ -64,13 +63,12 @@ impl Uring {
         self.tasks.len() - self.free.len()
     }
 
-    /// Whether the kernel refused calls for the moment; [`Uring::flush`] again soon.
+    /// Whether the kernel refused calls temporarily: call [`Uring::flush`] again soon.
     pub(super) fn stalled(&mut self) -> bool {
         !self.ring.submission().is_empty()
     }
 
-    /// Queues the next system call of a task; [`Uring::flush`] hands it to the kernel.
-    /// A task that was at its end without one goes to `done`.
+    /// Queues the next system call of a task; [`Uring::flush`] submits it. A task that needs none goes to `done`.
     pub(super) fn start(
         &mut self,
         task: Box<Task>,
@@ -87,7 +85,7 @@ impl Uring {
         self.go_on(task, slot, disk, done)
     }
 
-    /// Queues the next call of a task that has `slot`. Calls that io_uring doesn't have are made here.
+    /// Queues the next call of the task in `slot`. Executes a call that io_uring lacks directly.
     fn go_on(
         &mut self,
         mut task: Box<Task>,
@@ -117,9 +115,9 @@ impl Uring {
         let op = task.op(disk).ok_or_else(|| io::Error::other("a request has no operation"))?;
         let entry = entry(op).user_data(slot as u64);
         for _ in 0..2 {
-            // SAFETY: the pointers in `entry` belong to the task, which stays in `tasks` until the completion
-            // is seen (also when this engine is dropped), or to static memory; the disk keeps its files open
-            // for longer than any engine (`BlockQueue` drops the engine first).
+            // SAFETY: the pointers in `entry` belong to the task, which stays in `tasks` until its completion is processed (also when this
+            // engine is dropped), or to static memory. The disk keeps its files open for longer than any engine (`BlockQueue` drops the
+            // engine first).
             if unsafe { self.ring.submission().push(&entry) }.is_ok() {
                 return Ok(());
             }
@@ -128,12 +126,12 @@ impl Uring {
         Err(io::Error::other("the submission queue stays full"))
     }
 
-    /// Hands queued system calls to the kernel.
+    /// Submits queued system calls to the kernel.
     pub(super) fn flush(&mut self) -> io::Result<()> {
         self.enter(0)
     }
 
-    /// Waits until something has completed, when anything is in flight.
+    /// Waits until a request completes, if any is in flight.
     pub(super) fn wait(&mut self) -> io::Result<()> {
         if self.in_flight() == 0 { Ok(()) } else { self.enter(1) }
     }
@@ -144,8 +142,8 @@ impl Uring {
         }
         match self.ring.submit_and_wait(want) {
             Ok(_) => Ok(()),
-            // Interrupted, out of memory for the moment, or completions must be taken first: they are, and
-            // the queued calls go with the next pass.
+            // Interrupted, temporarily out of memory, or completions must be consumed first. The next pass consumes them and submits the
+            // queued calls.
             Err(error) if matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN | libc::EBUSY)) => {
                 Ok(())
             }
@@ -153,7 +151,7 @@ impl Uring {
         }
     }
 
-    /// Takes completions. Tasks with more to do are queued again; those at their end go to `done`.
+    /// Consumes completions. Queues tasks with further calls again; complete ones go to `done`.
     pub(super) fn reap(&mut self, disk: &Disk, done: &mut Vec<(Box<Task>, Status)>) -> io::Result<()> {
         let mut again = Vec::new();
         for completion in self.ring.completion() {
@@ -180,11 +178,11 @@ impl Uring {
 }
 
 impl Drop for Uring {
-    /// The kernel may still write to guest memory for what is in flight: waits for it.
+    /// Waits for requests in flight, since the kernel may still write to guest memory for them.
     fn drop(&mut self) {
         while self.in_flight() > 0 {
             if self.ring.submit_and_wait(1).is_err_and(|error| error.raw_os_error() != Some(libc::EINTR)) {
-                // Can't be waited for: the memory must outlive the process's interest in it.
+                // They can't be awaited: the memory must stay valid for the rest of the process's life.
                 std::mem::forget(std::mem::take(&mut self.tasks));
                 return;
             }
@@ -218,7 +216,7 @@ fn entry(op: Op) -> squeue::Entry {
         Op::Fallocate { fd, mode, offset, len } => {
             opcode::Fallocate::new(types::Fd(fd), len).offset(offset).mode(mode).build()
         }
-        // Made by `Uring::go_on`.
+        // `Uring::go_on` executes it.
         Op::Discard { .. } => opcode::Nop::new().build(),
     }
 }

@@ -1,9 +1,9 @@
-//! One queue of a disk and the thread that serves it.
+//! One queue of a disk and its thread.
 //!
 //! ```text
 //! kick ─▶ pop all ─▶ parse ─▶ engine ─▶ flush ─▶ reap ─▶ status byte, used ring ─▶ one interrupt
-//!          ▲                                       │
-//!          └── again while anything came ──────────┘  then ask for kicks and sleep
+//!           ▲                                       │
+//!           └── repeat while there are requests ────┘  then enable kicks and sleep
 //! ```
 
 use std::sync::Arc;
@@ -20,43 +20,43 @@ use crate::device::VirtioInterrupt;
 use crate::queue::Ring;
 use crate::worker::{Interest, Poller, Wake};
 
-/// System calls of this device's threads, beside [`crate::worker::SYSCALLS`].
+/// System calls of this device's threads, besides [`crate::worker::SYSCALLS`].
 pub const SYSCALLS: &[i64] = &[
-    // uring.rs; a ring is set up again only after a thread that had one died.
+    // uring.rs; a ring is set up again only after its thread panicked.
     libc::SYS_io_uring_enter,
     libc::SYS_io_uring_setup,
     libc::SYS_io_uring_register,
-    // sync.rs; block devices are discarded by ioctl.
+    // sync.rs; an ioctl discards on block devices.
     libc::SYS_preadv2,
     libc::SYS_pwritev2,
     libc::SYS_pwrite64,
     libc::SYS_fdatasync,
     libc::SYS_fallocate,
     libc::SYS_ioctl,
-    // direct.rs: how long the file is.
+    // direct.rs: length of the file.
     libc::SYS_fstat,
     // The qcow2 library.
     libc::SYS_preadv,
     libc::SYS_pread64,
     libc::SYS_lseek,
-    // Interrupts by eventfd.
+    // Interrupts through an eventfd.
     libc::SYS_write,
 ];
 
 const KICK: u64 = 0;
 const RING: u64 = 1;
 
-/// Who does the I/O of one queue.
+/// The I/O engine of one queue.
 pub(super) enum Engine {
     Uring(Box<Uring>),
     Synchronous(Synchronous),
 }
 
-/// One queue in use. Belongs to one thread at a time; no thread is needed to use it.
+/// A queue in use. Belongs to one thread at a time, and works without one.
 pub struct BlockQueue {
     // Dropped first: it waits for the kernel, which uses the disk's files.
     pub(super) engine: Engine,
-    /// For requests that need a bounce buffer, whatever the engine.
+    /// For requests that need a bounce buffer, with either engine.
     bouncing: Synchronous,
     ring: Ring,
     disk: Arc<Disk>,
@@ -69,8 +69,7 @@ impl BlockQueue {
         Self { engine, bouncing: Synchronous::default(), ring, disk, space, done: Vec::new() }
     }
 
-    /// Takes the queue apart. Requests that the kernel still works on are waited for; after an error they
-    /// are not answered.
+    /// Takes the queue apart. Waits for requests in the kernel; after an error they are not completed to the driver.
     pub(super) fn into_parts(mut self) -> (Ring, Engine) {
         let memory = self.space.memory().into_inner();
         if let Err(reason) = self.drain(&memory) {
@@ -87,9 +86,8 @@ impl BlockQueue {
         (self.ring, self.engine)
     }
 
-    /// Serves everything that is available, until nothing more is or `stopping` says so. What is in flight at
-    /// the return completes later ([`BlockQueue::serve`] again, or [`BlockQueue::finish`]). The error is the
-    /// reason why the device has failed.
+    /// Serves all available requests, until there are none or `stopping` returns true. Requests in flight at the return complete later
+    /// ([`BlockQueue::serve`] again, or [`BlockQueue::finish`]). The error is the reason why the device has failed.
     pub fn serve(
         &mut self,
         interrupt: &dyn VirtioInterrupt,
@@ -101,7 +99,7 @@ impl BlockQueue {
         loop {
             self.ring.disable_kicks(&memory).map_err(text)?;
             let mut progress = false;
-            // A queue's worth at most before completions are looked at and the driver is told.
+            // Limit of requests before completions are processed and the driver is interrupted.
             for _ in 0..self.ring.size() {
                 if stopping() {
                     break;
@@ -122,7 +120,7 @@ impl BlockQueue {
         }
     }
 
-    /// Begins to serve a request, once nothing that goes around the page cache is in its way.
+    /// Starts a request, once no `O_DIRECT` request conflicts with it.
     fn start(
         &mut self,
         mut task: Box<Task>,
@@ -133,7 +131,7 @@ impl BlockQueue {
             let ticket = match self.disk.gate.try_enter(claim) {
                 Some(ticket) => ticket,
                 None => {
-                    // Another queue may wait for what this one has in flight.
+                    // Another queue may wait for this one's requests in flight.
                     self.finish(interrupt)?;
                     self.disk.gate.enter(claim)
                 }
@@ -152,7 +150,7 @@ impl BlockQueue {
         Ok(())
     }
 
-    /// Waits for what is in flight and answers it; takes nothing new.
+    /// Completes all requests in flight; pops no new ones.
     pub fn finish(&mut self, interrupt: &dyn VirtioInterrupt) -> Result<(), String> {
         let memory = self.space.memory().into_inner();
         loop {
@@ -164,7 +162,7 @@ impl BlockQueue {
         }
     }
 
-    /// Hands over, takes and answers completions; whether there were any.
+    /// Submits calls and processes completions; returns whether there were any.
     fn collect(
         &mut self,
         memory: &Arc<GuestMemory>,
@@ -173,7 +171,7 @@ impl BlockQueue {
         if let Engine::Uring(uring) = &mut self.engine {
             uring.flush().map_err(text)?;
             uring.reap(&self.disk, &mut self.done).map_err(text)?;
-            // Second parts of requests that were cut short.
+            // Remaining calls of requests whose transfer was short.
             uring.flush().map_err(text)?;
         }
         let any = !self.done.is_empty();
@@ -196,7 +194,7 @@ impl BlockQueue {
             uring.reap(&self.disk, &mut self.done).map_err(text)?;
         }
         for (task, status) in self.done.drain(..) {
-            // Answered in guest memory where possible; the ring is broken, so it isn't told.
+            // The status is written to guest memory if possible, but not to the ring, which is corrupted.
             let _ = task.finish(status, memory, &self.disk);
         }
         Ok(())
@@ -207,18 +205,18 @@ fn text(error: impl std::fmt::Display) -> String {
     error.to_string()
 }
 
-/// A queue whose thread ends, for whatever reason, with nothing in flight: other queues may wait for that.
+/// Ensures that a queue's thread ends with nothing in flight, for whatever reason: other queues may wait for that.
 struct Settling<'a>(&'a mut BlockQueue);
 
 impl Drop for Settling<'_> {
     fn drop(&mut self) {
         let memory = self.0.space.memory().into_inner();
-        // A failure is told when the queue is taken apart.
+        // `into_parts` reports a failure.
         let _ = self.0.drain(&memory);
     }
 }
 
-/// The thread: serves the queue until it is stopped.
+/// The queue's thread: serves the queue until it is stopped.
 pub(super) fn run(
     queue: &mut BlockQueue,
     interrupt: &dyn VirtioInterrupt,
@@ -232,10 +230,10 @@ pub(super) fn run(
     }
     let mut ready = Vec::new();
     let stopping = || poller.stopping();
-    // What became available before the kick was listened to.
+    // Requests that became available before the thread waited for kicks.
     queue.serve(interrupt, &stopping)?;
     loop {
-        // The kernel was short of memory: try again soon.
+        // The kernel was short of memory: retry soon.
         let stalled = match &mut queue.engine {
             Engine::Uring(uring) => uring.stalled(),
             Engine::Synchronous(_) => false,

@@ -1,10 +1,10 @@
-//! How switches learn that a guest is behind another port now.
+//! The announcement by which switches learn a guest's new port after a migration.
 
 use super::header::HEADER_LEN;
 use super::mac::MacAddress;
 
-/// A reverse-ARP request in the guest's name behind an empty offload header: switches learn an address from it whatever
-/// protocols the guest speaks, and nobody answers (RFC 903; QEMU and libvirt announce with the same).
+/// A reverse-ARP request from the guest's address, with an empty offload header. Switches learn the address from it whatever protocols the
+/// guest uses, and no station responds (RFC 903; QEMU and libvirt announce with the same).
 pub(super) fn message(mac: MacAddress) -> [u8; HEADER_LEN + 60] {
     let mut message = [0; HEADER_LEN + 60];
     let frame = &mut message[HEADER_LEN..];

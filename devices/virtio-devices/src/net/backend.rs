@@ -1,4 +1,4 @@
-//! What a network back end is: where frames go and come from.
+//! Traits of network backends, which send and receive a device's frames.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -7,81 +7,79 @@ use super::frame::{FrameSink, FrameSource};
 use super::header::{HEADER_LEN, VnetHeader};
 use super::mac::MacAddress;
 
-/// A frame that was received.
+/// A received frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Received {
     /// Its offload header.
     pub header: VnetHeader,
-    /// Its bytes, without the header.
+    /// Length in bytes, without the header.
     pub length: usize,
 }
 
-/// What became of a frame that was sent.
+/// Result of sending a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Sent {
-    /// It was passed on or copied: its buffers are the guest's again.
+    /// It was passed on or copied: its buffers can be completed.
     Passed,
-    /// Its buffers are still read; [`NetChannel::returned`] says this number when they no longer are.
+    /// The backend still reads its buffers; [`NetChannel::returned`] returns this number when it no longer does.
     Lent(u32),
 }
 
-/// A back end as a whole. Called from the device's thread 0 and the transport's threads.
+/// A backend as a whole. The device's thread 0 and the transport's threads call it.
 pub trait NetBackend: Send + Sync {
-    /// One line for displays, for example `tap tap0`.
+    /// One line for reports, for example `tap tap0`.
     fn description(&self) -> String;
-    /// Offload features (`VIRTIO_NET_F_*` bits) that it can take part in.
+    /// Offload features (`VIRTIO_NET_F_*` bits) that it supports.
     fn offload_features(&self) -> u64;
-    /// Applies the negotiated features: which offloads the guest accepts in frames it receives.
+    /// Applies the negotiated features: the offloads that the guest accepts in received frames.
     fn set_guest_offloads(&self, features: u64) -> io::Result<()>;
-    /// Frames come and go through the first `pairs` channels only.
+    /// Limits the active channels to the first `pairs`.
     fn set_active_pairs(&self, pairs: u16) -> io::Result<()>;
-    /// Tells the host side whether the guest's link is up. Best effort where the host has no such notion.
+    /// Sets the carrier of the host side to the guest's link state. No effect where the host has no carrier.
     fn set_carrier(&self, up: bool) -> io::Result<()>;
-    /// Tells switches behind it where `mac` is now, after a VM has come from elsewhere. Nothing to tell where no switch
-    /// is.
+    /// Announces `mac` to the switches of this host, after a VM has migrated here. No effect without switches.
     fn announce(&self, mac: MacAddress) -> io::Result<()>;
-    /// Why it has gone, after a channel reported that it has, as far as it is known.
+    /// Why the backend has ended, if known, after a channel reported that it has.
     fn end_reason(&self) -> Option<String>;
 }
 
-/// One queue pair's way to the back end; belongs to that pair's thread. Never blocks.
+/// The channel of one queue pair to the backend; owned by that pair's thread. Never blocks.
 pub trait NetChannel: Send {
-    /// Readable when frames wait, writable when [`NetChannel::send`] or [`NetChannel::flush`] can go on.
+    /// Readable when frames wait, writable when [`NetChannel::send`] or [`NetChannel::flush`] can continue.
     fn fd(&self) -> BorrowedFd<'_>;
-    /// Takes the next frame. `WouldBlock` when there is none, `UnexpectedEof` when the other side has gone.
+    /// Receives the next frame. `WouldBlock` when there is none, `UnexpectedEof` when the other side has ended.
     fn receive(&mut self, sink: &mut FrameSink<'_>) -> io::Result<Received>;
-    /// Sends a frame whose header was sanitised. `WouldBlock`: nothing was taken, try again when writable.
+    /// Sends a frame with a sanitised header. `WouldBlock`: nothing was accepted, retry when writable.
     fn send(&mut self, header: &VnetHeader, frame: &FrameSource<'_>) -> io::Result<Sent>;
-    /// Sends the rest of a frame that was taken but not yet passed on whole. `WouldBlock`: there still is one.
+    /// Sends the rest of a frame that was accepted partly. `WouldBlock`: a rest is left.
     fn flush(&mut self) -> io::Result<()>;
-    /// Whether [`NetChannel::fd`] is an event that says that anything may have changed: frames, room, frames that came back. It is
-    /// always waited for then, and emptied by [`NetChannel::drain`] before the channel is looked at.
+    /// Whether [`NetChannel::fd`] is an event for any change: frames, room, returned frames. The thread then always waits for it, and
+    /// empties it by [`NetChannel::drain`] before it uses the channel.
     fn is_event(&self) -> bool {
         false
     }
     /// Empties the event.
     fn drain(&mut self) {}
-    /// Bytes of the frame that [`NetChannel::receive`] gives next, as far as that is known beforehand.
+    /// Length of the frame that [`NetChannel::receive`] returns next, in bytes, if known in advance.
     fn waiting(&mut self) -> Option<usize> {
         None
     }
-    /// A lent frame that has come back. Each is said once.
+    /// A lent frame that the backend has returned. Each is reported once.
     fn returned(&mut self) -> Option<u32> {
         None
     }
-    /// The device stops: waits a moment for lent frames, and takes back those that don't come. After it, [`NetChannel::returned`] says all
-    /// that were lent.
+    /// Recalls lent frames when the device stops: waits a moment for them, and revokes the others. Afterwards [`NetChannel::returned`]
+    /// reports all of them.
     fn recall(&mut self) {}
 }
 
-/// A channel that carries the 12-byte header in front of each frame and keeps message boundaries: a tap
-/// queue, or a sequenced-packet socket.
+/// A channel with the 12-byte header before each frame and message boundaries: a tap queue, or a sequenced-packet socket.
 pub struct PacketChannel {
     fd: OwnedFd,
 }
 
 impl PacketChannel {
-    /// `fd` is non-blocking.
+    /// `fd` must be non-blocking.
     pub fn new(fd: OwnedFd) -> Self {
         Self { fd }
     }
@@ -95,8 +93,7 @@ impl NetChannel for PacketChannel {
     fn receive(&mut self, sink: &mut FrameSink<'_>) -> io::Result<Received> {
         let mut header = [0; HEADER_LEN];
         let total = sink.read_from(self.fd.as_fd(), &mut header).map_err(|error| {
-            // A tap queue that was detached, perhaps just now by another thread; a tap that was deleted shows as a
-            // hang-up besides.
+            // A tap queue that was detached, perhaps just now by another thread. A deleted tap reports a hang-up as well.
             let detached = error.raw_os_error() == Some(libc::EBADFD);
             if detached { io::ErrorKind::WouldBlock.into() } else { error }
         })?;

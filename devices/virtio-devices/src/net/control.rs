@@ -1,4 +1,4 @@
-//! The control queue (virtio 1.2, section 5.1.6.5) and what the driver sets with it.
+//! The control queue (virtio 1.2, 5.1.6.5) and the state that the driver sets by it.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU16, Ordering};
@@ -17,7 +17,7 @@ use crate::device::VirtioInterrupt;
 use crate::queue::{self, Chain, Ring, total_len};
 use crate::worker;
 
-/// Features that say which frames the guest accepts; `VIRTIO_NET_CTRL_GUEST_OFFLOADS_SET` changes them.
+/// Features for frames that the guest accepts; `VIRTIO_NET_CTRL_GUEST_OFFLOADS_SET` changes them.
 pub const GUEST_OFFLOADS: u64 = 1 << b::VIRTIO_NET_F_GUEST_CSUM
     | 1 << b::VIRTIO_NET_F_GUEST_TSO4
     | 1 << b::VIRTIO_NET_F_GUEST_TSO6
@@ -26,41 +26,41 @@ pub const GUEST_OFFLOADS: u64 = 1 << b::VIRTIO_NET_F_GUEST_CSUM
     | 1 << b::VIRTIO_NET_F_GUEST_USO4
     | 1 << b::VIRTIO_NET_F_GUEST_USO6;
 
-/// Commands served between two looks at the data queues.
+/// Number of commands served before the data queues are served again.
 const BUDGET: usize = 16;
-/// Longest command, header included: a table of some 2,700 addresses.
+/// Limit of a command, header included, bytes: a table of some 2,700 addresses.
 const COMMAND_MAX: usize = 16 * 1024;
 
-/// What the driver has set, apart from the rings.
+/// State that the driver has set, apart from the rings.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DriverState {
-    /// Address of the device, as the configuration shows it.
+    /// The device's address in the configuration.
     pub mac: MacAddress,
-    /// Bit n: `VIRTIO_NET_CTRL_RX` command n is on. Displayed and saved; frames aren't filtered, which the
-    /// specification leaves to the device.
+    /// Bit n: `VIRTIO_NET_CTRL_RX` command n is on. Reported and saved; frames aren't filtered, which the specification leaves to the
+    /// device.
     pub receive_modes: u8,
-    /// Which frames the guest accepts; `None` until the first activation.
+    /// Frames that the guest accepts; `None` until the first activation.
     pub offloads: Option<u64>,
-    /// The link, as the configuration shows it.
+    /// Link state in the configuration.
     pub link_up: bool,
-    /// The driver is asked to announce itself, after a migration.
+    /// The driver should announce the guest, after a migration.
     pub announce: bool,
 }
 
-/// What the device's threads and the transport's threads share.
+/// State shared by the device's threads and the transport's threads.
 pub struct Shared {
     /// The back end.
     pub backend: Box<dyn NetBackend>,
-    /// Traffic.
+    /// Traffic counters.
     pub counters: Arc<Counters>,
-    /// For lines that the guest can cause.
+    /// Rate-limited log for messages that the guest can cause.
     pub log: Arc<GuestLog>,
     state: Mutex<DriverState>,
     active_pairs: AtomicU16,
 }
 
 impl Shared {
-    /// For a device with `mac`, link up, one active pair.
+    /// State of a device with address `mac`, link up, one active pair.
     pub fn new(backend: Box<dyn NetBackend>, mac: MacAddress) -> Self {
         let state = DriverState { mac, receive_modes: 0, offloads: None, link_up: true, announce: false };
         Self {
@@ -72,18 +72,17 @@ impl Shared {
         }
     }
 
-    /// The driver's settings.
+    /// The driver's state.
     pub fn state(&self) -> MutexGuard<'_, DriverState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Queue pairs in use.
+    /// Number of active queue pairs.
     pub fn active_pairs(&self) -> u16 {
         self.active_pairs.load(Ordering::SeqCst)
     }
 
-    /// Changes the number of queue pairs in use. A pair's thread finds its channel hung up only after it can see
-    /// that the pair is not in use any more.
+    /// Sets the number of active queue pairs. A pair's thread finds its channel hung up only after it can see that the pair is inactive.
     pub fn set_active_pairs(&self, pairs: u16) -> std::io::Result<()> {
         let before = self.active_pairs.fetch_min(pairs, Ordering::SeqCst);
         if let Err(error) = self.backend.set_active_pairs(pairs) {
@@ -95,19 +94,19 @@ impl Shared {
     }
 }
 
-/// The control queue, served by the thread of pair 0.
+/// The control queue, which the thread of pair 0 serves.
 pub struct ControlQueue {
     ring: Ring,
     features: u64,
     pairs: u16,
     memory: GuestMemorySpace,
     shared: Arc<Shared>,
-    /// The events that make the threads of all pairs look at the number of active pairs.
+    /// Events that make the threads of all pairs check the number of active pairs.
     wakes: Vec<Arc<OwnedFd>>,
 }
 
 impl ControlQueue {
-    /// `pairs` is the number that the device offers.
+    /// `pairs` is the number of pairs that the device offers.
     pub fn new(
         ring: Ring,
         features: u64,
@@ -124,12 +123,12 @@ impl ControlQueue {
         &self.ring
     }
 
-    /// Gives the ring back.
+    /// Returns the ring.
     pub fn into_ring(self) -> Ring {
         self.ring
     }
 
-    /// Serves up to 16 commands; true when more may wait. The kick was emptied before.
+    /// Serves up to 16 commands; returns whether more may wait. Empty the kick before.
     pub fn serve(&mut self, interrupt: &dyn VirtioInterrupt) -> Result<bool, GuestError> {
         let memory = self.memory.memory().into_inner();
         let mut more = true;
@@ -156,7 +155,7 @@ impl ControlQueue {
         Ok(more)
     }
 
-    /// Carries out one command and writes its acknowledgement.
+    /// Executes one command and writes its acknowledgement.
     fn answer(&self, memory: &GuestMemory, chain: &Chain) -> Result<u32, GuestError> {
         let counters = &self.shared.counters;
         let length = usize::try_from(total_len(chain.readable())).unwrap_or(usize::MAX);
@@ -186,7 +185,7 @@ impl ControlQueue {
         Ok(1)
     }
 
-    /// Whether the command was carried out. `data` is a copy.
+    /// Executes a command; returns whether it succeeded. `data` is a copy.
     fn run(&self, class: u8, command: u8, data: &[u8]) -> bool {
         let (class, command) = (u32::from(class), u32::from(command));
         match class {
@@ -270,7 +269,7 @@ impl ControlQueue {
     }
 }
 
-/// Whether `data` is a list of unicast addresses and a list of multicast addresses, each behind its count.
+/// Whether `data` is a list of unicast addresses and a list of multicast addresses, each after its count.
 fn mac_table_is_whole(data: &[u8]) -> bool {
     let mut rest = data;
     for _ in 0..2 {

@@ -1,4 +1,4 @@
-//! Traffic counters, seen from the guest and named like node_exporter's network statistics.
+//! Traffic counters from the guest's view, under the names of node_exporter's network statistics.
 
 use telemetry::Counter;
 
@@ -9,9 +9,9 @@ pub struct Counters {
     pub receive_packets: Counter,
     /// Bytes of those frames, Ethernet header included, virtio header not.
     pub receive_bytes: Counter,
-    /// Frames from the host that didn't fit what the guest provided.
+    /// Frames from the host that didn't fit the guest's buffers.
     pub receive_drop: Counter,
-    /// Errors of the back end while receiving.
+    /// Errors of the backend while receiving.
     pub receive_errs: Counter,
     /// Times that frames had to wait because the guest had posted no buffers.
     pub receive_no_buffers: Counter,
@@ -19,22 +19,22 @@ pub struct Counters {
     pub transmit_packets: Counter,
     /// Bytes of those frames.
     pub transmit_bytes: Counter,
-    /// Frames of the guest's that the host refused (link down, no memory).
+    /// Frames of the guest that the host refused (link down, no memory).
     pub transmit_drop: Counter,
-    /// Frames of the guest's with a malformed header or length.
+    /// Frames of the guest with a malformed header or length.
     pub transmit_errs: Counter,
-    /// Times that sending paused because the back end took no more.
+    /// Times that sending paused because the backend accepted no more.
     pub transmit_waits: Counter,
     /// Interrupts sent for used buffers.
     pub interrupts: Counter,
-    /// Control commands carried out.
+    /// Control commands executed.
     pub control_commands: Counter,
     /// Control commands refused.
     pub control_errs: Counter,
 }
 
 impl Counters {
-    /// Name and value of each.
+    /// Name and value of each counter.
     pub fn values(&self) -> [(&'static str, u64); 13] {
         [
             ("receive_packets", self.receive_packets.get()),

@@ -1,4 +1,4 @@
-//! The network device towards its transport.
+//! The network device.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -28,7 +28,7 @@ pub const QUEUE_SIZE: u16 = 512;
 const CONTROL_QUEUE_SIZE: u16 = 64;
 /// Version of the saved state.
 const SAVED_VERSION: u32 = 1;
-/// Smallest MTU of IPv4.
+/// Lower bound of the MTU (IPv4's).
 const MTU_MIN: u16 = 68;
 const CONFIG_LEN: usize = 12;
 
@@ -40,7 +40,7 @@ pub struct Net {
     mac: MacAddress,
     mtu: Option<u16>,
     pairs: u16,
-    /// The channel of each pair while its thread doesn't have it.
+    /// The channel of each pair, unless the pair's thread owns it.
     channels: Vec<Option<Box<dyn NetChannel>>>,
     workers: Vec<Worker<PairWorker>>,
     /// Queues of an active device that no thread serves.
@@ -49,11 +49,11 @@ pub struct Net {
     active: Option<(u64, Arc<dyn VirtioInterrupt>)>,
 }
 
-/// What is saved, apart from the rings; the transport saves those.
+/// Saved state without the rings, which the transport saves.
 #[derive(serde::Serialize, serde::Deserialize)]
 struct SavedNet {
     mac: MacAddress,
-    /// The address a reset returns to.
+    /// Address after a reset.
     reset_mac: MacAddress,
     mtu: Option<u16>,
     pairs: u16,
@@ -61,13 +61,12 @@ struct SavedNet {
     receive_modes: u8,
     offloads: Option<u64>,
     link_up: bool,
-    /// What the back end offered: the guest may have negotiated it.
+    /// Offload features that the backend offered, which the guest may have negotiated.
     offered: u64,
 }
 
 impl Net {
-    /// Opens the device and its back end. Call it from a thread that lives as long as the VM: passt ends with the
-    /// thread that started it.
+    /// Opens the device and its backend. Call it from a thread that lives as long as the VM: passt ends with the thread that started it.
     pub fn open(config: NetConfig) -> Result<Self, NetError> {
         let NetConfig { name, backend, mac, queue_pairs, mtu } = config;
         let range = |what, value: u16, allowed: String| NetError::Range {
@@ -122,7 +121,7 @@ impl Net {
         Ok(Self::with_backend(name, backend, channels, mac, mtu))
     }
 
-    /// A device over a back end of the caller's, with one queue pair per channel.
+    /// A device over a given backend, with one queue pair per channel.
     pub fn with_backend(
         name: String,
         backend: Box<dyn NetBackend>,
@@ -144,12 +143,12 @@ impl Net {
         }
     }
 
-    /// Opens the device as it was saved. `config` names the back end here; the address and the MTU are
-    /// those that the guest knows. The guest is asked to announce itself.
+    /// Opens the device with a saved state. `config` selects this host's backend; address and MTU are the saved ones. The driver should
+    /// announce the guest.
     pub fn restore(config: NetConfig, from: &SavedDevice) -> Result<Self, NetError> {
         let name = config.name.clone();
         let bad = |reason| NetError::Saved { name: name.clone(), reason };
-        // With the guest's MTU, so that a tap here that can't carry it is refused.
+        // With the saved MTU, so that a tap of this host with a smaller one is refused.
         let mtu = Self::decode(from).map_err(bad)?.mtu;
         Self::open(NetConfig { mtu, ..config })?.with_saved(from).map_err(bad)
     }
@@ -161,7 +160,7 @@ impl Net {
         saved::decode(&from.state)
     }
 
-    /// Takes over saved state.
+    /// Applies a saved state.
     pub fn with_saved(mut self, from: &SavedDevice) -> Result<Self, String> {
         let state = Self::decode(from)?;
         if state.pairs != self.pairs || !(1..=self.pairs).contains(&state.active_pairs) {
@@ -195,12 +194,12 @@ impl Net {
         Ok(self)
     }
 
-    /// Address that the guest sees.
+    /// The guest's address.
     pub fn mac(&self) -> MacAddress {
         self.shared.state().mac
     }
 
-    /// Connects or disconnects the guest's link, as if the cable was pulled.
+    /// Connects or disconnects the guest's link, like a cable.
     pub fn set_link(&mut self, up: bool) {
         let changed = std::mem::replace(&mut self.shared.state().link_up, up) != up;
         if changed {
@@ -213,7 +212,7 @@ impl Net {
 
     fn carrier(&self, up: bool) {
         if let Err(error) = self.shared.backend.set_carrier(up) {
-            // Linux has it since 5.0; without it only the guest sees the link.
+            // Linux has it since 5.0; otherwise only the guest learns of the link state.
             tracing::debug!("The carrier of {} can't be set: {error}", self.name);
         }
     }
@@ -300,7 +299,7 @@ impl VirtioDevice for Net {
     }
 
     fn config_write(&mut self, _offset: u64, _data: &[u8]) {
-        // The address was writable in legacy devices only; now the control queue sets it.
+        // The address is writable in legacy devices only; here the control queue sets it.
     }
 
     fn activate(&mut self, activation: Activation) -> Result<(), DeviceError> {
@@ -450,7 +449,7 @@ impl VirtioDevice for Net {
     }
 
     fn settle(&self) -> Result<(), DeviceError> {
-        // It keeps nothing.
+        // It holds no unwritten data.
         Ok(())
     }
 

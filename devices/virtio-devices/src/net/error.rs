@@ -2,22 +2,22 @@
 
 use std::io;
 
-/// Opening or restoring a network device failed; the guest never causes these.
+/// Why a network device can't be opened or restored. Never caused by the guest.
 #[derive(Debug, thiserror::Error)]
 pub enum NetError {
-    /// A number is outside what the device supports.
+    /// A number out of the supported range.
     #[error("Network device {name}: {what} is {value}; {allowed}")]
     Range {
         /// Device name.
         name: String,
-        /// Which setting.
+        /// Name of the setting.
         what: &'static str,
-        /// What was asked for.
+        /// Configured value.
         value: u64,
-        /// What is possible.
+        /// Supported range.
         allowed: String,
     },
-    /// The MAC address can't be a station's.
+    /// The MAC address isn't a unicast address.
     #[error(
         "Network device {name}: {mac} is no address of a single station; use one whose first byte is even and that isn't all zero"
     )]
@@ -30,79 +30,79 @@ pub enum NetError {
     /// `/dev/net/tun` doesn't open.
     #[error("/dev/net/tun can't be opened; {advice}")]
     TunDevice {
-        /// What to do.
+        /// Advice for the user.
         advice: &'static str,
-        /// Why.
+        /// The error.
         #[source]
         source: io::Error,
     },
-    /// The interface name is unusable.
+    /// The interface name is invalid.
     #[error("{ifname:?} is no interface name: 1 to 15 bytes without '/' and spaces are possible")]
     InterfaceName {
         /// The name.
         ifname: String,
     },
-    /// The tap doesn't exist, and creating it isn't permitted.
+    /// The tap doesn't exist, and this user may not create it.
     #[error(
         "Tap {ifname} doesn't exist and this process may not create it; create it as root with: ip tuntap add {ifname} mode tap user {user}{multi_queue} && ip link set {ifname} up"
     )]
     TapMissing {
-        /// The name.
+        /// Name of the interface.
         ifname: String,
-        /// Who runs this process.
+        /// User of this process.
         user: String,
-        /// ` multi_queue` when several queue pairs were asked for.
+        /// ` multi_queue` when several queue pairs are configured.
         multi_queue: &'static str,
-        /// Why.
+        /// The error.
         #[source]
         source: io::Error,
     },
-    /// The interface exists, but isn't ours to use.
+    /// The interface exists, but can't be used.
     #[error("Tap {ifname} can't be used: {advice}")]
     TapUnusable {
-        /// The name.
+        /// Name of the interface.
         ifname: String,
-        /// What is wrong and what to do.
+        /// The problem, and advice for the user.
         advice: String,
-        /// Why.
+        /// The error.
         #[source]
         source: io::Error,
     },
-    /// An interface of that name exists that is no tap.
+    /// The interface exists and isn't a tap.
     #[error("{ifname} is a network interface, but no tap; choose another name or remove it")]
     NotATap {
-        /// The name.
+        /// Name of the interface.
         ifname: String,
     },
-    /// A file descriptor that was passed in isn't a tap with the flags that are needed.
+    /// A passed file descriptor isn't a tap with the required flags.
     #[error("File descriptor {fd} is no tap opened with IFF_TAP, IFF_NO_PI and IFF_VNET_HDR")]
     NotATapFd {
-        /// Its number.
+        /// Number of the descriptor.
         fd: i32,
     },
-    /// The MTU of the tap is smaller than the one asked for.
+    /// The tap's MTU is smaller than the configured one.
     #[error(
         "Tap {ifname} has an MTU of {have}, less than the {want} asked for; raise it with: ip link set {ifname} mtu {want}"
     )]
     TapMtu {
-        /// The name.
+        /// Name of the interface.
         ifname: String,
         /// MTU of the tap.
         have: u16,
-        /// MTU asked for.
+        /// Configured MTU.
         want: u16,
     },
-    /// `passt` isn't there.
+    /// `passt` isn't installed.
     #[error(
         "--net user needs the program passt, which isn't installed; install it with: apt-get install passt"
     )]
     PasstMissing,
-    /// `passt` ended at once.
+    /// `passt` ended right after its start.
     #[error("passt ended at its start ({status}): {output}")]
     PasstEnded {
         /// Exit status.
         status: std::process::ExitStatus,
-        /// What it printed.
+        /// Its output.
         output: String,
     },
     /// A system call failed.
@@ -110,18 +110,18 @@ pub enum NetError {
     Host {
         /// Device name.
         name: String,
-        /// What was tried.
+        /// The failed operation.
         what: String,
-        /// Why.
+        /// The error.
         #[source]
         source: io::Error,
     },
-    /// Saved state that doesn't fit.
+    /// The saved state doesn't fit.
     #[error("Network device {name}: the saved state can't be used: {reason}")]
     Saved {
         /// Device name.
         name: String,
-        /// Why.
+        /// The reason.
         reason: String,
     },
 }

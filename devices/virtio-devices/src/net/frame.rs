@@ -1,5 +1,4 @@
-//! One frame as the kernel reads or writes it: guest buffers (and a spill buffer of the host's) without a
-//! copy.
+//! One frame as an iovec for the kernel: guest buffers (and a spill buffer of the host's) without a copy.
 #![allow(unsafe_code)] // Vectored I/O on guest memory: rustix takes Rust slices, which guest memory can't be.
 
 use std::io;
@@ -8,7 +7,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 
 use crate::queue::{GuestIoVecs, Segment};
 
-/// Most entries of one vectored call (`UIO_MAXIOV`).
+/// Limit of entries in a vectored call (`UIO_MAXIOV`).
 const IOVECS_MAX: usize = 1024;
 
 fn entry(bytes: &mut [u8]) -> libc::iovec {
@@ -19,17 +18,16 @@ fn transferred(result: isize) -> io::Result<usize> {
     usize::try_from(result).map_err(|_| io::Error::last_os_error())
 }
 
-/// The allocation of a [`FrameSink`] between two frames.
+/// The allocation of a [`FrameSink`], kept between two frames.
 #[derive(Default)]
 pub struct Storage(Vec<libc::iovec>);
 
 // SAFETY: It is empty: the pointers of the last frame were cleared.
 unsafe impl Send for Storage {}
 
-/// Where a frame from the host goes: guest buffers in order, then the host's spill buffer for what they
-/// can't hold.
+/// Destination of a frame from the host: guest buffers in order, then the host's spill buffer for the rest.
 pub struct FrameSink<'a> {
-    /// Entry 0 is kept free for the header of the back end.
+    /// Entry 0 is reserved for the backend's header.
     vecs: Vec<libc::iovec>,
     guest: usize,
     spill: usize,
@@ -38,8 +36,7 @@ pub struct FrameSink<'a> {
 }
 
 impl<'a> FrameSink<'a> {
-    /// Guest buffers `parts`, of which the first `skip` bytes are left out, then `spill`.
-    /// `storage` is an allocation to use again.
+    /// Guest buffers `parts` without their first `skip` bytes, then `spill`. `storage` is an allocation to reuse.
     pub fn new(
         storage: Storage,
         parts: impl Iterator<Item = &'a GuestIoVecs>,
@@ -49,7 +46,7 @@ impl<'a> FrameSink<'a> {
         let mut vecs = storage.0;
         vecs.push(libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 });
         let (mut skip, mut guest) = (skip, 0);
-        // Two entries are kept for the header and the spill buffer.
+        // Two entries are reserved for the header and the spill buffer.
         for vec in parts.flat_map(|part| part.as_slice()) {
             if vecs.len() > IOVECS_MAX - 2 {
                 break;
@@ -68,17 +65,17 @@ impl<'a> FrameSink<'a> {
         Self { vecs, guest, spill: spill.len(), _lent: PhantomData }
     }
 
-    /// Bytes that the guest buffers hold; what is longer goes to the spill buffer.
+    /// Capacity of the guest buffers, bytes; the rest of a frame goes to the spill buffer.
     pub fn guest_capacity(&self) -> usize {
         self.guest
     }
 
-    /// Bytes that fit altogether.
+    /// Total capacity, bytes.
     pub fn capacity(&self) -> usize {
         self.guest + self.spill
     }
 
-    /// Reads one message: `header.len()` bytes to `header`, the rest to the buffers. Returns the bytes of both.
+    /// Reads one message: `header.len()` bytes to `header`, the rest to the buffers. Returns the total number of bytes.
     pub fn read_from(&mut self, fd: BorrowedFd<'_>, header: &mut [u8]) -> io::Result<usize> {
         self.vecs[0] = entry(header);
         let count = libc::c_int::try_from(self.vecs.len()).unwrap_or(0);
@@ -89,7 +86,7 @@ impl<'a> FrameSink<'a> {
         transferred(result)
     }
 
-    /// Copies a frame from host memory; false when it doesn't fit (then nothing is written).
+    /// Copies a frame from host memory; false, with nothing written, when it doesn't fit.
     pub fn fill(&mut self, frame: &[u8]) -> bool {
         if frame.len() > self.capacity() {
             return false;
@@ -105,10 +102,10 @@ impl<'a> FrameSink<'a> {
         true
     }
 
-    /// Copies a frame from memory that others may write meanwhile; false when it doesn't fit (then nothing is written).
+    /// Copies a frame from memory that others may write concurrently; false, with nothing written, when it doesn't fit.
     ///
     /// # Safety
-    /// Each part is an address with as many bytes that may be read while this is called, and none is in the guest memory of this sink.
+    /// Each part is an address with as many readable bytes during this call, and none is in the guest memory of this sink.
     pub unsafe fn gather(&mut self, parts: &[(*const u8, usize)]) -> bool {
         if parts.iter().map(|(_, len)| *len).sum::<usize>() > self.capacity() {
             return false;
@@ -124,8 +121,8 @@ impl<'a> FrameSink<'a> {
                     continue;
                 }
                 let now = len.min(room);
-                // SAFETY: `now` bytes may be read by the caller's word, and written as the entry is lent to `self`; both pointers stay in
-                // or at the end of their memory.
+                // SAFETY: `now` bytes are readable by the caller's contract, and writable since the entry is lent to `self`; both pointers
+                // stay within or at the end of their memory.
                 unsafe {
                     std::ptr::copy_nonoverlapping(from, to, now);
                     (from, to) = (from.add(now), to.add(now));
@@ -136,8 +133,8 @@ impl<'a> FrameSink<'a> {
         true
     }
 
-    /// Makes the checksum that a sender left open: the Internet checksum (RFC 1071) of the `length - start` bytes from `start` on goes to
-    /// `start + offset`, where the sender has put that of the pseudo-header. False when that isn't in a frame of `length` bytes.
+    /// Completes a partial checksum. The Internet checksum (RFC 1071) of the `length - start` bytes from `start` on goes to `start +
+    /// offset`, where the sender has stored the sum of the pseudo-header. False when that isn't in a frame of `length` bytes.
     pub fn finish_checksum(&mut self, length: usize, start: usize, offset: usize) -> bool {
         let Some(place) =
             start.checked_add(offset).filter(|at| at.checked_add(2).is_some_and(|end| end <= length))
@@ -152,7 +149,7 @@ impl<'a> FrameSink<'a> {
             sum = (sum & 0xffff) + (sum >> 16);
         }
         let sum = u16::try_from(sum).unwrap_or(0);
-        // All ones means the same, and zero that there is none (UDP).
+        // All ones is equivalent, and zero means no checksum (UDP).
         let check = if sum == 0xffff { 0xffff } else { !sum };
         let mut bytes = check.to_be_bytes().into_iter();
         self.walk(place, place + 2, |_, byte| {
@@ -163,12 +160,12 @@ impl<'a> FrameSink<'a> {
         true
     }
 
-    /// Copies the first bytes of what was put here.
+    /// Copies the first bytes of the received frame.
     pub fn copy_head(&mut self, out: &mut [u8]) {
         self.walk(0, out.len(), |at, byte| out[at] = *byte);
     }
 
-    /// Visits the frame's bytes from `start` to before `end`, by their number.
+    /// Visits the frame's bytes in `start..end`, with their offsets.
     fn walk(&mut self, start: usize, end: usize, mut visit: impl FnMut(usize, &mut u8)) {
         let mut at = 0;
         for vec in &self.vecs[1..] {
@@ -191,14 +188,14 @@ impl<'a> FrameSink<'a> {
         }
     }
 
-    /// The allocation, to use again.
+    /// Returns the allocation for reuse.
     pub fn into_storage(mut self) -> Storage {
         self.vecs.clear();
         Storage(self.vecs)
     }
 }
 
-/// A frame of the guest's, in guest memory.
+/// A frame of the guest, in guest memory.
 pub struct FrameSource<'a> {
     frame: &'a GuestIoVecs,
     segments: &'a [Segment],
@@ -206,17 +203,17 @@ pub struct FrameSource<'a> {
 }
 
 impl<'a> FrameSource<'a> {
-    /// The bytes of `frame`, which are those of `segments`; `None` when they have too many pieces for one call.
+    /// The frame in `frame` and `segments`, which are the same bytes; `None` when it has too many pieces for one call.
     pub fn new(frame: &'a GuestIoVecs, segments: &'a [Segment]) -> Option<Self> {
         (frame.as_slice().len() < IOVECS_MAX).then(|| Self { frame, segments, length: frame.total() })
     }
 
-    /// Where in the guest's memory it lies.
+    /// Its guest memory.
     pub fn segments(&self) -> &[Segment] {
         self.segments
     }
 
-    /// Copies its first bytes; returns how many there were.
+    /// Copies its first bytes; returns their number.
     pub fn copy_head(&self, out: &mut [u8]) -> usize {
         let mut done = 0;
         for vec in self.frame.as_slice() {
@@ -235,12 +232,12 @@ impl<'a> FrameSource<'a> {
         done
     }
 
-    /// Bytes of the frame.
+    /// Length in bytes.
     pub fn length(&self) -> usize {
         self.length
     }
 
-    /// Writes `prefix` and the frame with one call. Returns the bytes of both that were taken.
+    /// Writes `prefix` and the frame with one call. Returns the number of bytes of both that were accepted.
     pub fn write_to(&self, fd: BorrowedFd<'_>, prefix: &[u8]) -> io::Result<usize> {
         let mut vecs = Vec::with_capacity(1 + self.frame.as_slice().len());
         vecs.push(libc::iovec { iov_base: prefix.as_ptr().cast_mut().cast(), iov_len: prefix.len() });
@@ -250,7 +247,7 @@ impl<'a> FrameSource<'a> {
         transferred(unsafe { libc::writev(fd.as_raw_fd(), vecs.as_ptr(), count) })
     }
 
-    /// Writes `prefix` and the frame to a stream socket; a reader that has gone is an error, not a signal.
+    /// Writes `prefix` and the frame to a stream socket; a closed reader is an error, not a signal.
     pub fn send_to(&self, fd: BorrowedFd<'_>, prefix: &[u8]) -> io::Result<usize> {
         let mut vecs = Vec::with_capacity(1 + self.frame.as_slice().len());
         vecs.push(libc::iovec { iov_base: prefix.as_ptr().cast_mut().cast(), iov_len: prefix.len() });

@@ -1,21 +1,20 @@
-//! The 12-byte header in front of every frame (virtio 1.2, section 5.1.6), and its checks.
+//! The 12-byte header before every frame (virtio 1.2, 5.1.6), and its validation.
 //!
-//! A header from the guest is copied once ([`VnetHeader::parse`]), made harmless
-//! ([`VnetHeader::sanitize`]), and only the copy goes to the back end: what the guest writes to its own
-//! buffer afterwards reaches nobody.
+//! A header from the guest is copied once ([`VnetHeader::parse`]) and sanitised ([`VnetHeader::sanitize`]). Only the copy goes to the
+//! backend, so later stores of the guest to its buffer have no effect.
 
 use virtio_bindings::virtio_net as b;
 
 /// Bytes of the header when `VIRTIO_F_VERSION_1` is negotiated, which this device requires.
 pub const HEADER_LEN: usize = 12;
-/// Shortest Ethernet frame that has a destination, a source and a type.
+/// Lower bound of a frame: destination, source and type, bytes.
 pub const FRAME_MIN: usize = 14;
-/// Longest frame: 64 KiB of segmentation-offloaded payload and headers behind an Ethernet header with one tag.
+/// Limit of a frame, bytes: 64 KiB of segmentation-offloaded payload and headers after an Ethernet header with one tag.
 pub const FRAME_MAX: usize = 65_535 + 14 + 4;
 
-/// Feature: the guest may leave checksums of frames that it sends to be made.
+/// Feature: the guest may send frames with a partial checksum.
 pub const FEATURE_CSUM: u64 = 1 << b::VIRTIO_NET_F_CSUM;
-/// Feature: it takes frames whose checksum isn't made.
+/// Feature: the guest accepts frames with a partial checksum.
 pub const FEATURE_GUEST_CSUM: u64 = 1 << b::VIRTIO_NET_F_GUEST_CSUM;
 
 /// The header's fields are bytes, the bindings' constants aren't.
@@ -24,9 +23,9 @@ const fn byte(constant: u32) -> u8 {
     constant.to_le_bytes()[0]
 }
 
-/// Flag: the checksum is still to be made.
+/// Flag: the checksum is partial.
 pub const NEEDS_CSUM: u8 = byte(b::VIRTIO_NET_HDR_F_NEEDS_CSUM);
-/// Flag of a received frame: its first checksum has been verified. Without this and [`NEEDS_CSUM`] the guest verifies it.
+/// Flag of a received frame: its first checksum is verified. Without this and [`NEEDS_CSUM`] the guest verifies it.
 pub const DATA_VALID: u8 = byte(b::VIRTIO_NET_HDR_F_DATA_VALID);
 const GSO_NONE: u8 = byte(b::VIRTIO_NET_HDR_GSO_NONE);
 const GSO_TCPV4: u8 = byte(b::VIRTIO_NET_HDR_GSO_TCPV4);
@@ -42,31 +41,31 @@ pub struct VnetHeader {
     pub flags: u8,
     /// `VIRTIO_NET_HDR_GSO_*`.
     pub gso_type: u8,
-    /// Bytes of headers to repeat in front of each segment: a hint.
+    /// Length of the headers to repeat in each segment, bytes: a hint.
     pub hdr_len: u16,
     /// Payload bytes per segment.
     pub gso_size: u16,
-    /// Where checksumming starts.
+    /// Offset where the checksum starts.
     pub csum_start: u16,
-    /// Where, from `csum_start`, the checksum goes.
+    /// Offset of the checksum field from `csum_start`.
     pub csum_offset: u16,
-    /// Descriptor chains that hold the frame; device to driver only.
+    /// Number of descriptor chains that hold the frame; device to driver only.
     pub num_buffers: u16,
 }
 
-/// Why a frame of the guest's isn't sent.
+/// Why a frame of the guest isn't sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum BadHeader {
     /// Too short or too long to be an Ethernet frame.
     #[error("The frame has {length} bytes; {FRAME_MIN} to {FRAME_MAX} are possible")]
     FrameLength {
-        /// Its length without the header.
+        /// Length in bytes, without the header.
         length: usize,
     },
-    /// A checksum was asked for without `VIRTIO_NET_F_CSUM`.
+    /// A partial checksum without `VIRTIO_NET_F_CSUM`.
     #[error("The header asks for a checksum, which was not negotiated")]
     ChecksumNotNegotiated,
-    /// The checksum would lie outside the frame.
+    /// The checksum field would be outside of the frame.
     #[error("The checksum at {start} + {offset} lies outside a frame of {length} bytes")]
     ChecksumRange {
         /// `csum_start`.
@@ -76,7 +75,7 @@ pub enum BadHeader {
         /// Frame length.
         length: usize,
     },
-    /// An unknown kind of segmentation, or one that wasn't negotiated.
+    /// A kind of segmentation that is unknown or wasn't negotiated.
     #[error("Segmentation type {gso_type:#x} was not negotiated or doesn't exist")]
     GsoType {
         /// `gso_type`.
@@ -94,13 +93,13 @@ pub enum BadHeader {
     },
 }
 
-/// Whether `features` has feature bit `bit`.
+/// Whether `features` has bit `bit`.
 pub(crate) const fn has(features: u64, bit: u32) -> bool {
     features & (1 << bit) != 0
 }
 
 impl VnetHeader {
-    /// Reads the wire form.
+    /// Decodes the wire format.
     pub fn parse(bytes: &[u8; HEADER_LEN]) -> Self {
         let word = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
         Self {
@@ -114,7 +113,7 @@ impl VnetHeader {
         }
     }
 
-    /// The wire form.
+    /// Encodes the wire format.
     pub fn to_bytes(self) -> [u8; HEADER_LEN] {
         let mut bytes = [0; HEADER_LEN];
         bytes[0] = self.flags;
@@ -126,14 +125,13 @@ impl VnetHeader {
         bytes
     }
 
-    /// Checks a header of the guest's against the negotiated `features` and the length of its frame, and
-    /// returns what may go to the host (virtio 1.2, section 5.1.6.2.1). Fields that carry no meaning are
-    /// cleared, the header length hint is brought into the frame.
+    /// Validates a header of the guest against the negotiated `features` and the length of its frame. Returns the header for the host
+    /// (virtio 1.2, 5.1.6.2.1): unused fields are cleared, and the header length hint is clamped to the frame.
     pub fn sanitize(self, features: u64, length: usize) -> Result<Self, BadHeader> {
         if !(FRAME_MIN..=FRAME_MAX).contains(&length) {
             return Err(BadHeader::FrameLength { length });
         }
-        // Only NEEDS_CSUM means something in this direction; the rest MUST be zero, and is made so.
+        // Only NEEDS_CSUM has a meaning in this direction; the rest must be zero, and is cleared.
         let mut clean = Self { flags: self.flags & NEEDS_CSUM, ..Self::default() };
         let mut headers_end = 0;
         if clean.flags & NEEDS_CSUM != 0 {
@@ -175,9 +173,8 @@ impl VnetHeader {
         Ok(clean)
     }
 
-    /// What the guest is told about a frame that came from the host with this header. `num_buffers` is set
-    /// by the caller. Offload fields are cleared when the guest didn't negotiate them: the kernel has
-    /// finished the frame in that case.
+    /// The header for the guest of a frame from the host with this header. The caller sets `num_buffers`. Offload fields are cleared when
+    /// the guest didn't negotiate them: the kernel has finished the frame then.
     pub fn for_guest(self, features: u64) -> Self {
         let mut header = self;
         let checksums = has(features, b::VIRTIO_NET_F_GUEST_CSUM);

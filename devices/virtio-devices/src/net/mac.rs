@@ -8,15 +8,14 @@ use std::str::FromStr;
 #[serde(try_from = "String", into = "String")]
 pub struct MacAddress(pub [u8; 6]);
 
-/// A text is no MAC address.
+/// A text that isn't a MAC address.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is no MAC address; write six bytes like 02:00:00:12:34:56")]
 pub struct BadMac(String);
 
 impl MacAddress {
-    /// An address for a device that was given none: locally administered, and the same each time for the same
-    /// machine, interface and device, so that leases and names survive a restart of the VM.
-    /// Without `/etc/machine-id` it is random.
+    /// An address for a device without a configured one. It is locally administered, and the same each time for the same machine, interface
+    /// and device, so that leases and names survive a restart of the VM. Without `/etc/machine-id` it is random.
     pub fn stable(interface: &str, device: &str) -> Self {
         let mut hash = Fnv::new();
         match std::fs::read("/etc/machine-id") {
@@ -28,12 +27,12 @@ impl MacAddress {
         hash.add(device.as_bytes());
         let [_, _, bytes @ ..] = hash.0.to_be_bytes();
         let mut address = Self(bytes);
-        // Locally administered, one station.
+        // Locally administered, unicast.
         address.0[0] = address.0[0] & 0xfc | 0x02;
         address
     }
 
-    /// Whether it can be the address of one station.
+    /// Whether it is a unicast address.
     pub fn is_unicast(self) -> bool {
         self.0[0] & 1 == 0 && self.0 != [0; 6]
     }
@@ -41,7 +40,7 @@ impl MacAddress {
 
 fn random_bytes() -> [u8; 8] {
     let mut bytes = [0; 8];
-    // Never fails for so few bytes once the kernel has started; zero bytes are still a valid seed here.
+    // Never fails for so few bytes once the kernel has started; zero bytes would still be a valid seed.
     let _ = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
     bytes
 }

@@ -8,16 +8,15 @@
 //!
 //! - [`header`]: the offload header of a frame. Read once, checked, and only the copy reaches the host.
 //! - [`queue_pair`]: the data path without a thread, as tests and the fuzz target `net_frame` use it.
-//! - [`worker`]: when the data path runs: backpressure in both directions without spinning.
+//! - [`worker`]: the data path's thread: backpressure in both directions without spinning.
 //! - [`control`]: the control queue.
-//! - [`tap`], [`passt`], [`pair`]: back ends behind [`backend::NetBackend`] and [`backend::NetChannel`].
+//! - [`tap`], [`passt`], [`pair`]: backends behind [`backend::NetBackend`] and [`backend::NetChannel`].
 //!
-//! The lists of system calls, for the sandbox: [`worker::SYSCALLS`] in every device's threads and those of
-//! its back end, [`tap::SYSCALLS`] or [`passt::SYSCALLS`].
+//! The lists of system calls, for the sandbox: [`worker::SYSCALLS`] in every device's threads and its backend's, [`tap::SYSCALLS`] or
+//! [`passt::SYSCALLS`].
 //!
-//! Frames longer than what the guest has posted (a segmentation-offloaded frame over many mergeable
-//! buffers) spill into a buffer of the host's and are finished when buffers come; nothing is truncated
-//! silently, every frame is delivered or counted as dropped.
+//! A frame longer than the posted buffers (a segmentation-offloaded frame over many mergeable buffers) spills into a buffer of the host,
+//! and is completed when the guest posts more. No frame is truncated silently: each is delivered or counted as dropped.
 
 mod announcement;
 pub mod backend;
@@ -42,32 +41,32 @@ pub use frame::{FrameSink, FrameSource, Storage};
 pub use mac::{BadMac, MacAddress};
 pub use queue_pair::QueuePair;
 
-/// A network device to be opened.
+/// Configuration of a network device.
 #[derive(Debug)]
 pub struct NetConfig {
     /// Name of the device, unique in the VM.
     pub name: String,
-    /// Where its frames go.
+    /// Backend that sends and receives its frames.
     pub backend: Backend,
-    /// Its address; [`MacAddress::stable`] when not given.
+    /// MAC address; default: [`MacAddress::stable`].
     pub mac: Option<MacAddress>,
-    /// Queue pairs, 1 to 256; 1 where the back end has no more. One thread each.
+    /// Number of queue pairs, 1 to 256, each with a thread; 1 if the backend has no more.
     pub queue_pairs: u16,
-    /// Largest packet that the guest is told, in bytes, 68 to 65535. Not given: that of the tap.
+    /// MTU reported to the guest, in bytes, 68 to 65535. Default: that of the tap.
     pub mtu: Option<u16>,
 }
 
-/// Where the frames of a network device go.
+/// Backend of a network device.
 #[derive(Debug)]
 pub enum Backend {
-    /// A tap interface by name; created while the VM runs when it doesn't exist and the process may.
+    /// A tap interface by name. If it doesn't exist and the process may, it is created while the VM runs.
     Tap {
         /// Interface name.
         ifname: String,
     },
     /// Opened taps, one file descriptor per queue pair (`fd=N`).
     TapFd(Vec<OwnedFd>),
-    /// User-mode networking through passt, without any privilege.
+    /// User-mode networking by passt, without privileges.
     User,
 }
 

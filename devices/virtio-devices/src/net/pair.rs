@@ -1,4 +1,4 @@
-//! An in-process back end for tests: the other end is a socket in the same process.
+//! An in-process backend for tests: its other end is a socket in the same process.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -10,8 +10,8 @@ use super::announcement;
 use super::backend::{NetBackend, NetChannel, PacketChannel};
 use super::mac::MacAddress;
 
-/// A back end that carries every offload to its other end, which is one sequenced-packet socket per queue
-/// pair: a message is the 12-byte header and the frame.
+/// A backend that passes every offload to its other end. That is one sequenced-packet socket per queue pair: a message is the 12-byte
+/// header and the frame.
 pub struct PairBackend {
     ends: Vec<OwnedFd>,
     offloads: u64,
@@ -19,7 +19,7 @@ pub struct PairBackend {
 }
 
 impl PairBackend {
-    /// A back end of `pairs` queue pairs that offers the offload features `offloads`, and its other ends.
+    /// A backend of `pairs` queue pairs with the offload features `offloads`, and its other ends.
     pub fn new(pairs: u16, offloads: u64) -> io::Result<(Self, Vec<OwnedFd>)> {
         let (mut ends, mut others) = (Vec::new(), Vec::new());
         for _ in 0..pairs {

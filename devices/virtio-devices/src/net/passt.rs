@@ -1,8 +1,7 @@
-//! `--net user`: a network without root through the program passt.
+//! `--net user`: a network without root privileges, by the program passt.
 //!
-//! passt speaks Ethernet over a stream socket: each frame behind its length, four bytes, big-endian. It knows
-//! no offloads. It ends when the socket closes, when it is told so at the end of the VM, and at the latest
-//! by the signal that the kernel sends when the monitor dies.
+//! passt carries Ethernet over a stream socket: each frame after its length, four bytes, big-endian. It has no offloads. It ends when the
+//! socket closes or the monitor signals it at the end of the VM. If the monitor dies, the kernel signals it.
 #![allow(unsafe_code)] // Preparing the child between fork and exec is unsafe in the standard library.
 
 use std::fs::File;
@@ -23,13 +22,13 @@ use super::frame::{FrameSink, FrameSource};
 use super::header::{FRAME_MAX, FRAME_MIN, VnetHeader};
 use super::mac::MacAddress;
 
-/// System calls made by the threads of a device with this back end, after it was opened.
+/// System calls of the threads of a device with this backend, after it was opened.
 pub const SYSCALLS: &[i64] = &[
     libc::SYS_recvfrom,
     libc::SYS_sendmsg,
     libc::SYS_sendto,
     libc::SYS_close,
-    // To say why passt has ended.
+    // For the reason why passt has ended.
     libc::SYS_wait4,
     libc::SYS_waitid,
     libc::SYS_lseek,
@@ -38,7 +37,7 @@ pub const SYSCALLS: &[i64] = &[
     libc::SYS_clock_nanosleep,
 ];
 
-/// System calls made when the device is dropped and passt ends.
+/// System calls when the device is dropped and passt ends.
 pub const END_SYSCALLS: &[i64] = &[
     libc::SYS_shutdown,
     libc::SYS_wait4,
@@ -49,18 +48,18 @@ pub const END_SYSCALLS: &[i64] = &[
     libc::SYS_close,
 ];
 
-/// Bytes in front of each frame.
+/// Length of the prefix of each frame, bytes.
 pub const PREFIX: usize = 4;
-/// What one read takes from the socket at most.
+/// Limit of bytes that one read receives from the socket.
 const READ_BUFFER: usize = 256 * 1024;
-/// How much of its output is kept.
+/// Limit of bytes of its output that are kept.
 const OUTPUT_MAX: u64 = 8192;
-/// How long a passt that can't start is waited for: it looks at interfaces and routes first.
+/// Time to wait for an early failure of passt, which first examines interfaces and routes.
 const START_TIME: Duration = Duration::from_millis(25);
-/// How long it gets to end by itself.
+/// Time for passt to end by itself.
 const END_TIME: Duration = Duration::from_millis(250);
 
-/// A running passt.
+/// A running passt process.
 pub struct Passt {
     child: Mutex<Child>,
     socket: OwnedFd,
@@ -68,10 +67,9 @@ pub struct Passt {
 }
 
 impl Passt {
-    /// Starts passt for one guest. `mtu` is announced to it by DHCP.
+    /// Starts passt for one guest, to which it announces `mtu` by DHCP.
     ///
-    /// The kernel ends passt together with the *thread* that called this, so call it from one that lives as long as
-    /// the VM.
+    /// The kernel ends passt together with the *thread* that called this, so call it from one that lives as long as the VM.
     pub fn start(name: &str, mtu: Option<u16>) -> Result<Self, NetError> {
         Self::start_program("passt", name, mtu, START_TIME)
     }
@@ -125,7 +123,7 @@ impl Passt {
         Ok(passt)
     }
 
-    /// A passt that can't start closes the socket soon; one that runs says nothing.
+    /// Detects a failed start: passt then closes the socket soon.
     fn check_start(&self, start_time: Duration) -> Result<(), NetError> {
         let mut fds = [PollFd::new(&self.socket, PollFlags::empty())];
         let timeout = Timespec::try_from(start_time).ok();
@@ -150,7 +148,7 @@ impl Passt {
         }
     }
 
-    /// What passt printed, on one line.
+    /// The output of passt, on one line.
     fn output(&self) -> String {
         let mut file = self.output.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let mut bytes = Vec::new();
@@ -172,7 +170,7 @@ impl Passt {
         self.child.lock().unwrap_or_else(std::sync::PoisonError::into_inner).id()
     }
 
-    /// Its one channel.
+    /// Its only channel.
     pub fn channel(&self) -> io::Result<Box<dyn NetChannel>> {
         Ok(Box::new(StreamChannel::new(self.socket.try_clone()?)))
     }
@@ -180,7 +178,7 @@ impl Passt {
 
 impl NetBackend for Passt {
     fn announce(&self, _mac: MacAddress) -> io::Result<()> {
-        // passt is the guest's only neighbour.
+        // passt is the guest's only neighbour, so there is no switch.
         Ok(())
     }
 
@@ -221,8 +219,8 @@ impl Drop for Passt {
     }
 }
 
-/// Our end, which never blocks, and passt's, which does: when the socket takes a frame only in part, passt sends the rest
-/// in a blocking call. Where that call fails for want of room, the rest is lost, and with it the place in the stream.
+/// The monitor's end, which never blocks, and passt's, which does. When the socket accepts only part of a frame, passt sends the rest in a
+/// blocking call. If that call failed for lack of room, the rest would be lost, and the stream out of sync.
 fn socket_pair() -> io::Result<(OwnedFd, OwnedFd)> {
     let (ours, theirs) =
         rustix::net::socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
@@ -231,7 +229,7 @@ fn socket_pair() -> io::Result<(OwnedFd, OwnedFd)> {
     Ok((ours, theirs))
 }
 
-/// A file in memory that can't grow: a passt that prints without end fills nothing.
+/// A file in memory that can't grow, so that passt's output is bounded.
 fn bounded_file() -> io::Result<File> {
     let fd = rustix::fs::memfd_create("passt-output", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
     rustix::fs::ftruncate(&fd, OUTPUT_MAX)?;
@@ -239,12 +237,12 @@ fn bounded_file() -> io::Result<File> {
     Ok(File::from(fd))
 }
 
-/// A length in the stream that no frame has: the position in the stream is lost.
+/// An invalid length in the stream: the stream is out of sync.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("passt sent a frame of {0} bytes; the stream can't be followed any more")]
 pub struct BadLength(pub u32);
 
-/// Cuts a byte stream into frames.
+/// Splits a byte stream into frames.
 pub struct FrameReader {
     buffer: Box<[u8]>,
     start: usize,
@@ -258,7 +256,7 @@ impl Default for FrameReader {
 }
 
 impl FrameReader {
-    /// Where the next bytes of the stream go; never empty after [`FrameReader::frame`] returned `None`.
+    /// The buffer for the next bytes of the stream; never empty after [`FrameReader::frame`] returned `None`.
     pub fn space(&mut self) -> &mut [u8] {
         if self.start == self.end {
             (self.start, self.end) = (0, 0);
@@ -269,12 +267,12 @@ impl FrameReader {
         &mut self.buffer[self.end..]
     }
 
-    /// `count` bytes were put into the space.
+    /// Records that `count` bytes were put into the space.
     pub fn filled(&mut self, count: usize) {
         self.end = (self.end + count).min(self.buffer.len());
     }
 
-    /// The next whole frame, if there is one; it counts as taken.
+    /// Consumes and returns the next whole frame, if there is one.
     pub fn frame(&mut self) -> Result<Option<&[u8]>, BadLength> {
         let waiting = &self.buffer[self.start..self.end];
         let Some((prefix, rest)) = waiting.split_first_chunk::<PREFIX>() else { return Ok(None) };
@@ -296,13 +294,13 @@ impl FrameReader {
 pub struct StreamChannel {
     socket: OwnedFd,
     reader: FrameReader,
-    /// The rest of a frame that the socket took only in part; at most one frame.
+    /// The rest of a frame that the socket accepted partly; at most one frame.
     pending: Vec<u8>,
     sent: usize,
 }
 
 impl StreamChannel {
-    /// `socket` is non-blocking.
+    /// `socket` must be non-blocking.
     pub fn new(socket: OwnedFd) -> Self {
         Self { socket, reader: FrameReader::default(), pending: Vec::new(), sent: 0 }
     }

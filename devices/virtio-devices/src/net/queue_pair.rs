@@ -1,5 +1,5 @@
-//! One queue pair without its thread: moves frames between two rings and a channel. The thread calls it
-//! when something happens; tests and the fuzz target `net_frame` call it directly.
+//! One queue pair without its thread: moves frames between two rings and a channel. The thread calls it on events; tests and the fuzz
+//! target `net_frame` call it directly.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
@@ -16,39 +16,39 @@ use super::header::{FRAME_MAX, FRAME_MIN, HEADER_LEN, VnetHeader, has};
 use crate::device::{ActiveQueue, VirtioInterrupt};
 use crate::queue::{self, Chain, GuestIoVecs, Ring, RingError, part, total_len};
 
-/// Frames moved in one direction before the other has its turn and the guest its interrupt.
+/// Limit of frames moved in one direction before the other gets its turn and the guest its interrupt.
 pub const BUDGET: usize = 64;
 
-/// A guest broke the device's rules, not just those of one frame: the device stops.
+/// A guest error that concerns more than one frame: the device stops.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum GuestError {
-    /// Of the ring.
+    /// A corrupted ring.
     #[error(transparent)]
     Ring(#[from] RingError),
-    /// A receive buffer that can't be written, or not even hold the header.
+    /// A receive buffer that isn't writable, or too small for the header.
     #[error(
         "Queue {queue}: a receive buffer has {readable} readable buffers and {writable} writable bytes; at least {HEADER_LEN} writable bytes and nothing readable are allowed"
     )]
     ReceiveBuffer {
-        /// Queue index.
+        /// Index of the queue.
         queue: u16,
-        /// Readable descriptors.
+        /// Number of readable descriptors.
         readable: usize,
-        /// Writable bytes.
+        /// Number of writable bytes.
         writable: u64,
     },
 }
 
-/// What there is to do next.
+/// The next step of a direction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Progress {
-    /// The budget is used up; more work waits.
+    /// The budget is used up; more frames wait.
     More,
-    /// The ring is empty: go on at a kick.
+    /// The ring is empty: continue after a kick.
     NeedsKick,
-    /// The back end has no frame, or takes none: go on when its descriptor is ready.
+    /// The backend has no frame, or accepts none: continue when its descriptor is ready.
     NeedsBackend,
-    /// The back end is gone.
+    /// The backend has ended.
     Lost,
 }
 
@@ -59,12 +59,11 @@ struct Posted {
     capacity: usize,
 }
 
-/// A frame of which the first bytes lie in the posted buffers and the rest in the spill buffer: it waits for
-/// more buffers.
+/// A frame whose first bytes are in the posted buffers and the rest in the spill buffer: it waits for more buffers.
 #[derive(Clone, Copy)]
 struct Waiting {
     received: Received,
-    /// Bytes of it that lie in the spill buffer.
+    /// Number of its bytes in the spill buffer.
     spilled: usize,
 }
 
@@ -83,13 +82,13 @@ pub struct QueuePair {
     waiting: Option<Waiting>,
     spill: Box<[u8]>,
     storage: Storage,
-    /// Transmit chains whose buffers the back end still reads, by the channel's number.
+    /// Transmit chains whose buffers the backend still reads, by the channel's number.
     lent: BTreeMap<u32, u16>,
     lost: bool,
 }
 
 impl QueuePair {
-    /// Joins two rings that the driver set up under `features` with a channel.
+    /// Connects two rings, set up by the driver under `features`, with a channel.
     pub fn new(
         receive: ActiveQueue,
         transmit: ActiveQueue,
@@ -117,17 +116,17 @@ impl QueuePair {
         }
     }
 
-    /// Checks the rings; call once before anything else.
+    /// Checks the rings; call it once before anything else.
     pub fn check(&mut self) -> Result<(), GuestError> {
         let memory = self.memory.memory().into_inner();
         self.receive.check(&memory)?;
         self.transmit.check(&memory)?;
-        // Receive buffers are looked at when frames come, not when they are posted.
+        // Receive buffers are popped when frames arrive, not when they are posted.
         self.receive.disable_kicks(&memory)?;
         Ok(())
     }
 
-    /// The channel, to wait for it.
+    /// The channel, to poll it.
     pub fn channel(&self) -> &dyn NetChannel {
         &*self.channel
     }
@@ -142,7 +141,7 @@ impl QueuePair {
         &self.transmit
     }
 
-    /// The channel reported an error or a hang-up, and nothing more can be read from it.
+    /// Records an error or a hang-up of the channel, from which nothing more can be read.
     pub fn hung_up(&mut self) {
         self.lose(&io::ErrorKind::UnexpectedEof.into());
     }
@@ -152,24 +151,24 @@ impl QueuePair {
         self.channel.drain();
     }
 
-    /// Whether the back end still reads frames of the guest's.
+    /// Whether the backend still reads buffers of the guest.
     pub fn has_lent(&self) -> bool {
         !self.lent.is_empty()
     }
 
-    /// Takes back what is lent, before the queue stops.
+    /// Recalls lent buffers, before the queue stops.
     pub fn recall(&mut self) -> Result<(), GuestError> {
         self.channel.recall();
         let memory = self.memory.memory().into_inner();
         self.take_returned(&memory)?;
-        // A channel that doesn't say so has no claim on them any more.
+        // A frame that the channel doesn't report has been revoked, too.
         while let Some((_, head)) = self.lent.pop_first() {
             self.transmit.complete(&memory, head, 0)?;
         }
         Ok(())
     }
 
-    /// Completes what has come back; whether anything had.
+    /// Completes returned buffers; returns whether there were any.
     fn take_returned(&mut self, memory: &Arc<GuestMemory>) -> Result<bool, GuestError> {
         let mut any = false;
         while let Some(number) = self.channel.returned() {
@@ -181,13 +180,12 @@ impl QueuePair {
         Ok(any)
     }
 
-    /// Whether the back end is gone.
+    /// Whether the backend has ended.
     pub fn is_lost(&self) -> bool {
         self.lost
     }
 
-    /// Gives back unused receive buffers, drops a frame that waits for more of them, and returns the queues and the
-    /// channel.
+    /// Returns unused receive buffers to the ring, drops a frame that waits for more of them, and returns the queues and the channel.
     pub fn into_parts(mut self) -> (ActiveQueue, ActiveQueue, Box<dyn NetChannel>) {
         self.unpost();
         (self.receive.into_active(), self.transmit.into_active(), self.channel)
@@ -208,7 +206,7 @@ impl QueuePair {
         has(self.features, b::VIRTIO_NET_F_MRG_RXBUF)
     }
 
-    /// Bytes that buffers are gathered for before a frame is read: the longest frame that the guest lets come.
+    /// Capacity of the buffers that are popped before a frame is read, bytes: the longest frame that the guest accepts.
     fn wanted(&mut self) -> usize {
         if !self.mergeable() {
             return 1;
@@ -226,12 +224,12 @@ impl QueuePair {
         if long.iter().any(|bit| has(self.features, *bit)) {
             HEADER_LEN + FRAME_MAX
         } else {
-            // An ordinary frame; a longer one (jumbo) spills over and is finished from there.
+            // An ordinary frame; a longer one (jumbo) uses the spill buffer and is completed from there.
             HEADER_LEN + 1518
         }
     }
 
-    /// Sends up to [`BUDGET`] frames of the guest's. The ring's kick was emptied before.
+    /// Sends up to [`BUDGET`] frames of the guest. Empty the ring's kick before.
     pub fn transmit(&mut self) -> Result<Progress, GuestError> {
         let memory = self.memory.memory().into_inner();
         if !self.lost {
@@ -247,7 +245,7 @@ impl QueuePair {
                 if self.transmit.enable_kicks(&memory)? {
                     continue;
                 }
-                // From now on the channel's event says what comes back.
+                // From now on the channel's event reports returned frames.
                 self.take_returned(&memory)?;
                 return Ok(Progress::NeedsKick);
             };
@@ -280,7 +278,7 @@ impl QueuePair {
         Ok(Progress::More)
     }
 
-    /// Sends one frame, or counts why not; `None` when the back end takes nothing at present.
+    /// Sends one frame, or counts why not; `None` when the backend accepts nothing at present.
     fn send(&mut self, memory: &Arc<GuestMemory>, chain: &Chain) -> Result<Option<Sent>, RingError> {
         let queue = self.transmit.index();
         let whole = total_len(chain.readable());
@@ -331,7 +329,7 @@ impl QueuePair {
                         self.counters.transmit_drop.increment();
                         Ok(Some(Sent::Passed))
                     }
-                    // The kernel looks into the frame and refuses what it can't segment, or the link is down.
+                    // The kernel parses the frame and refuses one that it can't segment, or the link is down.
                     _ => {
                         self.counters.transmit_drop.increment();
                         Ok(Some(Sent::Passed))
@@ -341,7 +339,7 @@ impl QueuePair {
         }
     }
 
-    /// Brings up to [`BUDGET`] frames to the guest. The ring's kick was emptied before.
+    /// Delivers up to [`BUDGET`] frames to the guest. Empty the ring's kick before.
     pub fn receive(&mut self) -> Result<Progress, GuestError> {
         if self.lost {
             return Ok(Progress::Lost);
@@ -356,7 +354,7 @@ impl QueuePair {
             let starved = self.posted.is_empty() || (self.waiting.is_some() && self.capacity < wanted);
             if starved {
                 if self.waiting.is_some() && self.posted.len() >= usize::from(self.receive.size()) {
-                    // All the buffers there can be don't hold it.
+                    // All buffers of the ring together can't hold it.
                     self.waiting = None;
                     self.counters.receive_drop.increment();
                     continue;
@@ -393,7 +391,7 @@ impl QueuePair {
         Ok(Progress::More)
     }
 
-    /// Takes receive buffers off the ring until they hold `wanted` bytes or there are no more.
+    /// Pops receive buffers until they hold `wanted` bytes or there are none.
     fn post(&mut self, memory: &Arc<GuestMemory>, wanted: usize) -> Result<(), GuestError> {
         while self.capacity < wanted || self.posted.is_empty() {
             if self.posted.len() >= usize::from(self.receive.size()) {
@@ -422,12 +420,12 @@ impl QueuePair {
             return Err(GuestError::ReceiveBuffer { queue, readable, writable });
         }
         let vecs = GuestIoVecs::new(memory, chain.writable())?;
-        // More than a frame never counts, so the sum over a ring can't overflow.
+        // Capped at the longest frame, so that the sum over a ring can't overflow.
         let capacity = usize::try_from(writable).unwrap_or(usize::MAX).min(HEADER_LEN + FRAME_MAX);
         Ok(Posted { chain, vecs, capacity })
     }
 
-    /// Reads a frame from the back end into the posted buffers and the spill buffer.
+    /// Reads a frame from the backend into the posted buffers and the spill buffer.
     fn read(&mut self) -> io::Result<Waiting> {
         let usable = if self.mergeable() { self.posted.len() } else { 1 };
         let parts = self.posted.iter().take(usable).map(|posted| &posted.vecs);
@@ -440,7 +438,7 @@ impl QueuePair {
         Ok(Waiting { received, spilled: received.length.saturating_sub(held) })
     }
 
-    /// Hands a frame to the guest, or keeps it until there are enough buffers.
+    /// Delivers a frame to the guest, or keeps it until there are enough buffers.
     fn deliver(&mut self, memory: &Arc<GuestMemory>, waiting: Waiting) -> Result<(), GuestError> {
         let Waiting { received, spilled } = waiting;
         let length = received.length;
@@ -483,7 +481,7 @@ impl QueuePair {
         for (posted, now) in self.posted.iter().zip(&sizes) {
             let (segments, end) = (posted.chain.writable(), at + now);
             if end > spill_at {
-                // This part of the frame came when these buffers weren't there yet.
+                // The spill buffer received this part before these buffers were posted.
                 let from = spill_at.max(at);
                 let bytes = &self.spill[from - spill_at..end - spill_at];
                 queue::write(memory, segments, (from - at) as u64, bytes)?;
@@ -504,7 +502,7 @@ impl QueuePair {
         Ok(())
     }
 
-    /// The other side of the channel has gone.
+    /// Records that the other side of the channel has ended.
     fn lose(&mut self, error: &io::Error) {
         if !self.lost {
             self.lost = true;
@@ -513,7 +511,7 @@ impl QueuePair {
         }
     }
 
-    /// Sends the interrupts that the driver wants for what was completed.
+    /// Raises the interrupts that the driver wants for completed buffers.
     pub fn interrupt(&mut self, interrupt: &dyn VirtioInterrupt) -> Result<(), GuestError> {
         let memory = self.memory.memory().into_inner();
         for ring in [&mut self.receive, &mut self.transmit] {

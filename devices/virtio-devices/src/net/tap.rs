@@ -1,8 +1,8 @@
 //! Linux tap interfaces: opening, offloads, queues.
 //!
-//! A tap with `IFF_VNET_HDR` takes and gives the virtio header in front of each frame, so that checksums
-//! and segmentation are done once, by the last one who must.
-#![allow(unsafe_code)] // The ioctls of /dev/net/tun exist in no safe wrapper.
+//! A tap with `IFF_VNET_HDR` has the virtio header before each frame in both directions. So checksums and segmentation are done once, by
+//! the last receiver that needs them.
+#![allow(unsafe_code)] // The ioctls of /dev/net/tun have no safe wrapper.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -17,14 +17,14 @@ use super::error::NetError;
 use super::header::{HEADER_LEN, has};
 use super::mac::MacAddress;
 
-/// System calls made by the threads of a device with a tap, after it was opened.
+/// System calls of the threads of a device with a tap, after it was opened.
 pub const SYSCALLS: &[i64] =
     &[libc::SYS_readv, libc::SYS_writev, libc::SYS_ioctl, libc::SYS_read, libc::SYS_write, libc::SYS_close];
 
-/// Most queues of one tap (`MAX_TAP_QUEUES`).
+/// Limit of queues of a tap (`MAX_TAP_QUEUES`).
 pub const QUEUES_MAX: u16 = 256;
 
-/// What every tap of ours has.
+/// Flags of each tap.
 const FLAGS: i32 = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR;
 
 /// A network interface name, NUL-terminated.
@@ -80,13 +80,13 @@ fn ioctl_value(fd: BorrowedFd<'_>, number: libc::Ioctl, value: libc::c_ulong) ->
 pub struct Tap {
     ifname: String,
     queues: Vec<OwnedFd>,
-    /// Which queues are attached; `TUNSETQUEUE` refuses to do it twice.
+    /// Whether each queue is attached; `TUNSETQUEUE` refuses to attach one twice.
     attached: Mutex<Vec<bool>>,
     offloads: u64,
 }
 
 impl Tap {
-    /// Opens an existing tap, or creates one for as long as it is open, with `pairs` queues.
+    /// Opens an existing tap, or creates one that exists as long as it is open, with `pairs` queues.
     pub fn open(ifname: &str, pairs: u16) -> Result<Self, NetError> {
         let name = name_bytes(ifname)?;
         let existed = interface_flags(name).is_ok();
@@ -97,13 +97,13 @@ impl Tap {
         let invalid = |error: &io::Error| error.raw_os_error() == Some(libc::EINVAL);
         let mut flags = if pairs > 1 { several } else { one };
         let mut result = attach(&first, flags);
-        // An existing tap decides whether it may have several queues, and the flag must agree.
+        // An existing tap determines whether it may have several queues, and the flag must match.
         if existed && result.as_ref().is_err_and(invalid) {
             let other = if pairs > 1 { attach(&open_tun()?, one) } else { attach(&first, several) };
             match other {
                 Err(error) if invalid(&error) => return Err(NetError::NotATap { ifname: ifname.to_owned() }),
                 other if pairs == 1 => (flags, result) = (several, other),
-                // It is a tap with one queue.
+                // The tap has one queue.
                 _ => {}
             }
         }
@@ -127,7 +127,7 @@ impl Tap {
         Self::with_queues(ifname.to_owned(), queues)
     }
 
-    /// Takes over opened taps, one file descriptor per queue pair.
+    /// Adopts open taps, one file descriptor per queue pair.
     pub fn from_fds(fds: Vec<OwnedFd>) -> Result<Self, NetError> {
         let mut ifname = String::new();
         for fd in &fds {
@@ -177,7 +177,7 @@ impl Tap {
         &self.ifname
     }
 
-    /// MTU of the interface, if it lies in this network namespace.
+    /// MTU of the interface, if it is in this network namespace.
     pub fn mtu(&self) -> io::Result<u16> {
         let name = name_bytes(&self.ifname).map_err(|_| io::ErrorKind::InvalidInput)?;
         let mut answer = request(name, 0);
@@ -187,7 +187,7 @@ impl Tap {
         Ok(u16::try_from(mtu).unwrap_or(u16::MAX))
     }
 
-    /// The first queue: messages of a header of [`HEADER_LEN`] bytes and a frame, not blocking.
+    /// The first queue: messages of a header of [`HEADER_LEN`] bytes and a frame, non-blocking.
     pub fn queue(&self) -> io::Result<OwnedFd> {
         self.queues.first().ok_or(io::ErrorKind::NotFound)?.try_clone()
     }
@@ -247,7 +247,7 @@ impl NetBackend for Tap {
     }
 }
 
-/// What the guest accepts, as the tap's flags. The kernel refuses segmentation without checksums.
+/// The guest's offloads as flags of the tap. The kernel refuses segmentation without checksums.
 fn tun_offloads(features: u64) -> libc::c_ulong {
     if !has(features, b::VIRTIO_NET_F_GUEST_CSUM) {
         return 0;
@@ -265,7 +265,7 @@ fn tun_offloads(features: u64) -> libc::c_ulong {
     if has(features, b::VIRTIO_NET_F_GUEST_ECN) && flags & tso != 0 {
         flags |= libc::TUN_F_TSO_ECN;
     }
-    // USO comes for both address families or not at all.
+    // The kernel accepts USO for both address families or not at all.
     let uso = libc::TUN_F_USO4 | libc::TUN_F_USO6;
     if flags & uso != uso {
         flags &= !uso;
@@ -273,7 +273,7 @@ fn tun_offloads(features: u64) -> libc::c_ulong {
     libc::c_ulong::from(flags)
 }
 
-/// Finds out which offloads this kernel has; all are off afterwards.
+/// Probes the offloads of this kernel; all are off afterwards.
 fn probe_offloads(fd: BorrowedFd<'_>) -> io::Result<u64> {
     let bits = |list: &[u32]| list.iter().fold(0, |bits, bit| bits | 1u64 << bit);
     let basic = bits(&[

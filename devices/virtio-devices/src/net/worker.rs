@@ -1,12 +1,12 @@
 //! The thread of a queue pair.
 //!
 //! ```text
-//!            kick ──▶ transmit ──▶ channel full ──▶ wait until it is writable
-//! channel readable ──▶ receive  ──▶ no buffers  ──▶ leave the channel alone until a kick
+//!             kick ──▶ transmit ──▶ channel full ──▶ wait until it is writable
+//! channel readable ──▶ receive  ──▶ no buffers  ──▶ don't poll the channel until a kick
 //! ```
 //!
-//! Each direction is in one [`Progress`] state; the thread sleeps when neither is `More`. A channel that
-//! nobody waits for isn't in the poll set, so a busy back end can't spin the thread of an idle guest.
+//! Each direction is in one [`Progress`] state; the thread sleeps when neither is `More`. A channel that neither direction waits for isn't
+//! in the poll set, so a busy backend can't spin the thread of an idle guest.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use super::queue_pair::{GuestError, Progress, QueuePair};
 use crate::device::VirtioInterrupt;
 use crate::worker::{self, Interest, Poller, Ready, Wake};
 
-/// System calls of these threads besides those of [`crate::worker::SYSCALLS`] and of the back end.
+/// System calls of these threads, besides those of [`crate::worker::SYSCALLS`] and of the backend.
 pub const SYSCALLS: &[i64] = &[libc::SYS_epoll_ctl];
 
 const RECEIVE: u64 = 0;
@@ -26,33 +26,33 @@ const CONTROL: u64 = 2;
 const CHANNEL: u64 = 3;
 const WAKE: u64 = 4;
 
-/// What the thread of pair `index` owns.
+/// State that the thread of pair `index` owns.
 pub struct PairWorker {
     /// Number of the pair.
     pub index: u16,
     /// The pair.
     pub pair: QueuePair,
-    /// The control queue, at pair 0.
+    /// The control queue; pair 0 only.
     pub control: Option<ControlQueue>,
-    /// What all threads of the device share.
+    /// State shared by all threads of the device.
     pub shared: Arc<Shared>,
-    /// How to interrupt.
+    /// Interrupts to the driver.
     pub interrupt: Arc<dyn VirtioInterrupt>,
-    /// Signalled when the number of active pairs changed.
+    /// Signalled when the number of active pairs changes.
     pub wake: Arc<OwnedFd>,
 }
 
-/// What is to be done next.
+/// Next steps.
 struct Pending {
     receive: Progress,
     transmit: Progress,
     control: bool,
-    /// The channel hung up; what is left in it is still read.
+    /// The channel hung up; remaining frames are still read.
     hung_up: bool,
 }
 
 impl PairWorker {
-    /// Serves the pair until the stop.
+    /// Serves the pair until the thread is stopped.
     pub fn run(&mut self, poller: &Poller) -> Result<(), String> {
         self.serve(poller).map_err(|error| match error {
             Failure::Guest(error) => error.to_string(),
@@ -93,7 +93,7 @@ impl PairWorker {
             let timeout = more.then_some(Duration::ZERO);
             if poller.wait(&mut ready, timeout)? == Wake::Stop {
                 self.pair.recall()?;
-                // Completions are never left without their interrupt.
+                // Completed buffers always get their interrupt.
                 self.pair.interrupt(&*self.interrupt)?;
                 return Ok(());
             }
@@ -193,7 +193,7 @@ impl PairWorker {
         Ok(())
     }
 
-    /// The guest sees a link that went down; it goes on running.
+    /// Takes the guest's link down; the guest continues to run.
     fn report_loss(&self) {
         let reason = self.shared.backend.end_reason();
         tracing::error!(

@@ -1,5 +1,5 @@
-//! Copying to and from lists of guest buffers, and handing them to the kernel without a copy.
-#![allow(unsafe_code)] // An iovec is a raw pointer; sending one between threads needs a promise.
+//! Copying to and from lists of guest buffers, and passing them to the kernel without a copy.
+#![allow(unsafe_code)] // An iovec is a raw pointer; `Send` for it needs a promise.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use machine::memory::{Address, Bitmap, Bytes, GuestMemory, GuestMemoryBackend};
 use super::chain::{Segment, part, total_len};
 use super::error::RingError;
 
-/// Copies `out.len()` bytes from `offset` of a list of guest buffers: the one read of these bytes.
+/// Copies `out.len()` bytes from `offset` of a list of guest buffers. Reads each byte once.
 pub fn read(
     memory: &GuestMemory,
     segments: &[Segment],
@@ -47,8 +47,8 @@ fn exactly(segments: &[Segment], offset: u64, len: usize) -> Result<Vec<Segment>
         .ok_or_else(|| RingError::Short { have: total_len(segments).saturating_sub(offset), want: len })
 }
 
-/// Marks the first `len` bytes of a list of guest buffers as written, after the kernel wrote them through
-/// [`GuestIoVecs`]. Buffers that aren't RAM any more are skipped: there is nothing to migrate.
+/// Marks the first `len` bytes of a list of guest buffers as dirty, after the kernel wrote them through
+/// [`GuestIoVecs`]. Skips buffers that aren't RAM any more, which a migration needn't copy.
 pub fn mark_written(memory: &GuestMemory, segments: &[Segment], len: u64) {
     let mut left = len;
     for segment in segments {
@@ -66,8 +66,7 @@ pub fn mark_written(memory: &GuestMemory, segments: &[Segment], len: u64) {
     }
 }
 
-/// A list of guest buffers as the kernel takes it (`readv`, io_uring). It holds the memory it points
-/// into, so the pointers stay mapped for as long as it lives.
+/// A list of guest buffers as an iovec (`readv`, io_uring). It holds the guest memory, so its pointers stay mapped while it lives.
 #[derive(Debug)]
 pub struct GuestIoVecs {
     vecs: Vec<libc::iovec>,
@@ -80,8 +79,7 @@ pub struct GuestIoVecs {
 unsafe impl Send for GuestIoVecs {}
 
 impl GuestIoVecs {
-    /// Translates a list of buffers. A buffer that crosses from one memory region to the next becomes several
-    /// entries.
+    /// Translates a list of buffers. A buffer that crosses from one memory region to the next becomes several entries.
     pub fn new(memory: &Arc<GuestMemory>, segments: &[Segment]) -> Result<Self, RingError> {
         let mut vecs = Vec::with_capacity(segments.len());
         for segment in segments {
@@ -96,17 +94,17 @@ impl GuestIoVecs {
         Ok(Self { vecs, _memory: Arc::clone(memory) })
     }
 
-    /// The entries. They point to guest memory: only the kernel may follow them, while `self` lives.
+    /// The entries. They point to guest memory: only the kernel may access it, while `self` lives.
     pub fn as_slice(&self) -> &[libc::iovec] {
         &self.vecs
     }
 
-    /// Bytes left.
+    /// Number of remaining bytes.
     pub fn total(&self) -> usize {
         self.vecs.iter().map(|vec| vec.iov_len).sum()
     }
 
-    /// Drops the first `done` bytes, to go on after a short read or write.
+    /// Drops the first `done` bytes, to continue after a short read or write.
     pub fn advance(&mut self, done: usize) {
         let mut left = done;
         let mut whole = 0;

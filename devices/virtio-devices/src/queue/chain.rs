@@ -1,11 +1,10 @@
-//! Descriptor chains, collected and checked before anybody uses them.
+//! Descriptor chains, copied and validated before use.
 
 use machine::memory::{Address, Bytes, GuestAddress, GuestMemory, GuestMemoryBackend, is_writable};
 
 use super::error::RingError;
 
-/// Most buffers in one chain, whatever the indirect table says: the kernel's limit for one vectored
-/// request (`UIO_MAXIOV`).
+/// Limit of buffers in a chain, whatever the indirect table contains: the kernel's limit for a vectored request (`UIO_MAXIOV`).
 pub const MAX_SEGMENTS: usize = 1024;
 
 const DESCRIPTOR_SIZE: u32 = 16;
@@ -13,18 +12,17 @@ const F_NEXT: u16 = 1;
 const F_WRITE: u16 = 2;
 const F_INDIRECT: u16 = 4;
 
-/// One buffer of a chain: a checked copy of a descriptor.
+/// One buffer of a chain: a validated copy of a descriptor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Segment {
     /// Guest-physical address.
     pub address: GuestAddress,
-    /// Bytes, never 0.
+    /// Length in bytes, never 0.
     pub len: u32,
 }
 
-/// A request as the driver made it available: owned, bounded by [`MAX_SEGMENTS`], every byte of it in RAM at
-/// the time it was popped, at most 2^32 - 1 bytes in total. What the device may read may also lie in a neighbour's memory that the
-/// guest sees; what it may write may not.
+/// A chain that the driver made available: owned, with at most [`MAX_SEGMENTS`] buffers and 2^32 - 1 bytes. All its bytes were in RAM when
+/// it was popped. Readable buffers may also be in a neighbour's memory that the guest has mapped; writable ones may not.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Chain {
     head: u16,
@@ -33,7 +31,7 @@ pub struct Chain {
 }
 
 impl Chain {
-    /// Index to hand back with `Ring::complete`.
+    /// Index for `Ring::complete`.
     pub fn head(&self) -> u16 {
         self.head
     }
@@ -49,12 +47,12 @@ impl Chain {
     }
 }
 
-/// Bytes in a list of buffers.
+/// Total length of a list of buffers, bytes.
 pub fn total_len(segments: &[Segment]) -> u64 {
     segments.iter().map(|segment| u64::from(segment.len)).sum()
 }
 
-/// The `len` bytes at `offset` of a list of buffers, as a list of its own; `None` when the list is shorter.
+/// The `len` bytes at `offset` of a list of buffers, as a list; `None` when the list is shorter.
 pub fn part(segments: &[Segment], offset: u64, len: u64) -> Option<Vec<Segment>> {
     let end = offset.checked_add(len)?;
     if end > total_len(segments) {
@@ -76,7 +74,7 @@ pub fn part(segments: &[Segment], offset: u64, len: u64) -> Option<Vec<Segment>>
     Some(out)
 }
 
-/// Where chains are found: one queue's descriptor table and rules.
+/// Source of chains: one queue's descriptor table and rules.
 pub(super) struct Source<'a> {
     pub memory: &'a GuestMemory,
     pub queue: u16,
@@ -94,7 +92,7 @@ struct Descriptor {
 }
 
 impl Source<'_> {
-    /// Walks the chain at `head`. Each descriptor is read exactly once.
+    /// Walks the chain at `head`. Reads each descriptor exactly once.
     pub(super) fn collect(&self, head: u16) -> Result<Chain, RingError> {
         let queue = self.queue;
         let mut segments: Vec<Segment> = Vec::with_capacity(8);

@@ -1,7 +1,6 @@
-//! What a guest can do wrong with a ring.
+//! A guest's errors in using a ring.
 
-/// A driver broke the rules of split virtqueues. The device can't trust the ring any more: it stops, with
-/// this text as the reason.
+/// A driver violated the rules of split virtqueues. The device can't trust the ring any more: it stops, with this text as the reason.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RingError {
     /// The queue isn't enabled.
@@ -10,24 +9,24 @@ pub enum RingError {
         /// Queue index.
         queue: u16,
     },
-    /// A part of the ring lies outside RAM.
+    /// A part of the ring is outside of RAM.
     #[error("Queue {queue}: the {part} at {address:#x} lies outside guest RAM")]
     RingOutsideRam {
         /// Queue index.
         queue: u16,
-        /// Which part.
+        /// Name of the part.
         part: &'static str,
         /// Guest-physical address.
         address: u64,
     },
-    /// The available index jumped by more than the queue holds.
+    /// The available index advanced by more than the queue's size.
     #[error("Queue {queue}: the available index moved from {from} to {to}, but the queue has {size} entries")]
     AvailableIndex {
         /// Queue index.
         queue: u16,
-        /// Position of the device.
+        /// The device's position.
         from: u16,
-        /// Index that the driver wrote.
+        /// The driver's index.
         to: u16,
         /// Queue size.
         size: u16,
@@ -47,7 +46,7 @@ pub enum RingError {
         queue: u16,
         /// Descriptor index.
         index: u16,
-        /// Entries of the table.
+        /// Number of entries of the table.
         table: u32,
     },
     /// The chain is longer than its table: it loops.
@@ -58,7 +57,7 @@ pub enum RingError {
         /// Head of the chain.
         head: u16,
     },
-    /// Longer than [`super::MAX_SEGMENTS`].
+    /// The chain is longer than [`super::MAX_SEGMENTS`].
     #[error("Queue {queue}: the chain at descriptor {head} has more than {limit} buffers")]
     TooManySegments {
         /// Queue index.
@@ -83,10 +82,10 @@ pub enum RingError {
         queue: u16,
         /// Guest-physical address.
         address: u64,
-        /// Bytes.
+        /// Length in bytes.
         len: u32,
     },
-    /// 2.7.4.2: readable buffers come first.
+    /// A readable buffer follows a writable one (2.7.4.2).
     #[error("Queue {queue}: the chain at descriptor {head} has a readable buffer behind a writable one")]
     Order {
         /// Queue index.
@@ -94,7 +93,7 @@ pub enum RingError {
         /// Head of the chain.
         head: u16,
     },
-    /// 2.7.5.2: not more than 2^32 bytes.
+    /// The chain has more than 2^32 - 1 bytes (2.7.5.2).
     #[error("Queue {queue}: the chain at descriptor {head} holds more than 4 GiB")]
     TooLong {
         /// Queue index.
@@ -102,25 +101,25 @@ pub enum RingError {
         /// Head of the chain.
         head: u16,
     },
-    /// An indirect table where none may be.
+    /// An indirect table that isn't permitted.
     #[error("Queue {queue}: the indirect table at descriptor {head} is refused: {reason}")]
     Indirect {
         /// Queue index.
         queue: u16,
         /// Head of the chain.
         head: u16,
-        /// What is wrong.
+        /// The violated rule.
         reason: &'static str,
     },
-    /// A chain is shorter than the device's request format asks for.
+    /// The chain is shorter than the device's request format.
     #[error("A request ends after {have} of {want} bytes")]
     Short {
-        /// Bytes there are.
+        /// Number of bytes in the chain.
         have: u64,
-        /// Bytes needed.
+        /// Number of bytes needed.
         want: u64,
     },
-    /// Guest memory that was RAM when the chain was checked isn't any more.
+    /// Guest memory that was RAM when the chain was validated isn't any more.
     #[error("Guest memory at {address:#x} was removed while a device used it")]
     MemoryGone {
         /// Guest-physical address.
@@ -131,7 +130,7 @@ pub enum RingError {
     Library {
         /// Queue index.
         queue: u16,
-        /// Its text.
+        /// The library's error.
         what: String,
     },
 }

@@ -1,8 +1,8 @@
 //! Split virtqueues (virtio 1.2, 2.7) over hostile guest memory.
 //!
-//! Everything a guest writes is read once and copied: a [`Chain`] owns its list of [`Segment`]s, checked
-//! against guest RAM when it was taken off the ring. What a guest does wrong is a [`RingError`]; the
-//! device that meets one calls `VirtioInterrupt::failed` with its text and stops serving its queues.
+//! The device reads everything from the guest once, and copies it. A [`Chain`] owns its list of [`Segment`]s, which was validated against
+//! guest RAM when the chain was popped. A guest's error is a [`RingError`]; the device then calls `VirtioInterrupt::failed` with its text
+//! and stops serving its queues.
 //!
 //! ```text
 //! driver: avail ring ──pop──▶ Chain ──read / write / GuestIoVecs──▶ device

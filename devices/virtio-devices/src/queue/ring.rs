@@ -15,9 +15,9 @@ use crate::device::ActiveQueue;
 
 const AVAIL_F_NO_INTERRUPT: u16 = 1;
 
-/// A queue with the rules that were negotiated for it. Belongs to one thread at a time.
+/// A queue with its negotiated rules. Belongs to one thread at a time.
 ///
-/// After any [`RingError`] the ring must not be used again, apart from [`Ring::into_active`].
+/// After any [`RingError`] the ring must not be used again, except for [`Ring::into_active`].
 pub struct Ring {
     active: ActiveQueue,
     indirect: bool,
@@ -26,14 +26,14 @@ pub struct Ring {
     signalled: Wrapping<u16>,
 }
 
-/// `features` as a bit test.
+/// Whether `features` has bit `bit`.
 fn has(features: u64, bit: u32) -> bool {
     features & (1 << bit) != 0
 }
 
 impl Ring {
-    /// Takes a queue that the transport activated under `features`. The transport has set event
-    /// suppression on the queue; setting it again here makes rings right that a test or a fuzzer built.
+    /// Uses a queue that the transport activated under `features`. The transport has enabled event suppression on the queue. Enabling it
+    /// again here corrects rings of tests and fuzzers.
     pub fn new(mut active: ActiveQueue, features: u64) -> Self {
         debug_assert!(has(features, VIRTIO_F_VERSION_1), "legacy drivers are never activated");
         active.queue.set_event_idx(has(features, VIRTIO_RING_F_EVENT_IDX));
@@ -46,12 +46,12 @@ impl Ring {
         self.active.index
     }
 
-    /// Entries, as the driver chose.
+    /// Number of entries that the driver chose.
     pub fn size(&self) -> u16 {
         self.active.queue.size()
     }
 
-    /// Chains popped and not yet completed.
+    /// Number of chains popped and not completed.
     pub fn in_flight(&self) -> u16 {
         self.in_flight
     }
@@ -61,19 +61,18 @@ impl Ring {
         self.active.kick.as_fd()
     }
 
-    /// Empties the kick eventfd. Call before looking at the ring, so that a kick that comes later wakes again.
+    /// Empties the kick eventfd. Call it before polling the ring, so that a later kick wakes the thread again.
     pub fn drain_kick(&self) {
-        // EAGAIN (no kick) is as good as success; the counter has no other way to fail.
+        // EAGAIN (no kick) is as good as success; the read has no other error.
         let _ = rustix::io::read(&*self.active.kick, &mut [0u8; 8]);
     }
 
-    /// Gives the queue back with its positions. Nothing may be in flight, unless the device has failed: what is, stays
-    /// unanswered.
+    /// Returns the queue with its positions. Nothing may be in flight, unless the device has failed: those chains are never completed.
     pub fn into_active(self) -> ActiveQueue {
         self.active
     }
 
-    /// Checks that the whole ring lies in RAM (2.7.1). Call once per activation.
+    /// Checks that the whole ring is in RAM (2.7.1). Call once per activation.
     pub fn check(&self, memory: &GuestMemory) -> Result<(), RingError> {
         let queue = self.active.index;
         let q = &self.active.queue;
@@ -93,7 +92,7 @@ impl Ring {
         Ok(())
     }
 
-    /// Takes the next chain that the driver made available, `None` when there is no more.
+    /// Pops the next available chain; `None` when there is none.
     pub fn pop(&mut self, memory: &GuestMemory) -> Result<Option<Chain>, RingError> {
         let queue = self.active.index;
         let q = &mut self.active.queue;
@@ -102,7 +101,7 @@ impl Ring {
         }
         let size = q.size();
         let outside = RingError::RingOutsideRam { queue, part: "available ring", address: q.avail_ring() };
-        // Acquire: the ring entries and descriptors were written before the index.
+        // Acquire: the driver wrote the ring entries and descriptors before the index.
         let Ok(available) = q.avail_idx(memory, Ordering::Acquire) else { return Err(outside) };
         let from = q.next_avail();
         let waiting = (available - Wrapping(from)).0;
@@ -126,8 +125,7 @@ impl Ring {
         Ok(Some(chain))
     }
 
-    /// Puts a chain into the used ring. `written` is the number of bytes the device wrote to the chain's writable
-    /// buffers, from their start.
+    /// Puts a chain into the used ring. `written` is the number of bytes written to the chain's writable buffers, from their start.
     pub fn complete(&mut self, memory: &GuestMemory, head: u16, written: u32) -> Result<(), RingError> {
         let queue = self.active.index;
         self.active
@@ -138,8 +136,8 @@ impl Ring {
         Ok(())
     }
 
-    /// Puts several chains into the used ring at once: the driver sees all of them or none, as it must when
-    /// they hold one frame together (5.1.6.4).
+    /// Puts several chains into the used ring at once: the driver sees all or none of them, as required when they hold one frame together
+    /// (5.1.6.4).
     pub fn complete_together(&mut self, memory: &GuestMemory, done: &[(u16, u32)]) -> Result<(), RingError> {
         let Some(((head, written), earlier)) = done.split_last() else { return Ok(()) };
         let queue = self.active.index;
@@ -161,19 +159,19 @@ impl Ring {
         }
         q.set_next_used(next);
         self.in_flight = self.in_flight.saturating_sub(u16::try_from(earlier.len()).unwrap_or(u16::MAX));
-        // Publishes the index with release order, behind all the entries.
+        // Publishes the index with release order, after all the entries.
         self.complete(memory, *head, *written)
     }
 
-    /// Takes back the last [`Ring::pop`], for a device that can't serve the chain yet (a receive queue whose buffer
-    /// is too small so far). Only while nothing popped later is in flight.
+    /// Undoes the last [`Ring::pop`], for a device that can't serve the chain yet (a receive queue whose buffer is too small so far). Only
+    /// while nothing popped later is in flight.
     pub fn undo_pop(&mut self) {
         let q = &mut self.active.queue;
         q.set_next_avail(q.next_avail().wrapping_sub(1));
         self.in_flight = self.in_flight.saturating_sub(1);
     }
 
-    /// Whether the driver wants an interrupt for what was completed since the last call (2.7.7).
+    /// Whether the driver wants an interrupt for the chains completed since the last call (2.7.7).
     pub fn should_interrupt(&mut self, memory: &GuestMemory) -> Result<bool, RingError> {
         let queue = self.active.index;
         let q = &self.active.queue;
@@ -185,7 +183,7 @@ impl Ring {
         // The used index must be visible before the driver's suppression fields are read.
         fence(Ordering::SeqCst);
         let address = q.avail_ring();
-        // The library counts completions one by one, which `complete_together` doesn't do: decided here.
+        // The library counts completions one by one, unlike `complete_together`, so this decides by itself.
         let offset = if q.event_idx_enabled() { 4 + 2 * u64::from(q.size()) } else { 0 };
         let field = GuestAddress(address)
             .checked_add(offset)
@@ -200,7 +198,7 @@ impl Ring {
         Ok(field & AVAIL_F_NO_INTERRUPT == 0)
     }
 
-    /// Asks the driver to notify again. Returns whether chains became available meanwhile: then serve them first.
+    /// Enables the driver's notifications. Returns whether chains became available meanwhile: serve them first then.
     pub fn enable_kicks(&mut self, memory: &GuestMemory) -> Result<bool, RingError> {
         let queue = self.active.index;
         self.active
@@ -209,7 +207,7 @@ impl Ring {
             .map_err(|error| RingError::Library { queue, what: error.to_string() })
     }
 
-    /// Tells the driver that it need not notify; a hint only.
+    /// Disables the driver's notifications; a hint only.
     pub fn disable_kicks(&mut self, memory: &GuestMemory) -> Result<(), RingError> {
         let queue = self.active.index;
         self.active
@@ -218,7 +216,7 @@ impl Ring {
             .map_err(|error| RingError::Library { queue, what: error.to_string() })
     }
 
-    /// The library's queue, for state displays.
+    /// The library's queue, for reports.
     pub fn queue(&self) -> &Queue {
         &self.active.queue
     }

@@ -3,16 +3,16 @@
 use machine::memory::GuestAddress;
 use virtio_queue::{Queue, QueueT};
 
-/// Where a queue stands, as the driver set it up.
+/// Positions of a queue, and its set-up by the driver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct SavedQueue {
     /// Index within the device.
     pub index: u16,
-    /// Largest size that the device offers.
+    /// Limit of the size that the device offers.
     pub max_size: u16,
     /// Size that the driver chose.
     pub size: u16,
-    /// Enabled by the driver.
+    /// Whether the driver enabled it.
     pub ready: bool,
     /// Guest-physical address of the descriptor table.
     pub descriptors: u64,
@@ -20,28 +20,28 @@ pub struct SavedQueue {
     pub available: u64,
     /// Guest-physical address of the used ring.
     pub used: u64,
-    /// Next entry of the available ring to be taken.
+    /// Index of the next entry of the available ring to pop.
     pub next_available: u16,
-    /// Next entry of the used ring to be written.
+    /// Index of the next entry of the used ring to write.
     pub next_used: u16,
     /// Whether event suppression by index was negotiated.
     pub event_index: bool,
 }
 
-/// A saved queue doesn't make sense.
+/// An invalid saved queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("Saved queue {index} has a bad {field}: {value:#x}; the saved state is damaged")]
 pub struct SavedQueueError {
     /// Queue index.
     pub index: u16,
-    /// Which field.
+    /// Name of the field.
     pub field: &'static str,
     /// Its value.
     pub value: u64,
 }
 
 impl SavedQueue {
-    /// Takes down `queue`.
+    /// Saves `queue`.
     pub fn of(index: u16, queue: &Queue) -> Self {
         Self {
             index,
@@ -57,7 +57,7 @@ impl SavedQueue {
         }
     }
 
-    /// Makes the queue again.
+    /// Restores the queue.
     pub fn restore(&self) -> Result<Queue, SavedQueueError> {
         let bad = |field, value| SavedQueueError { index: self.index, field, value };
         let mut queue =

@@ -1,4 +1,4 @@
-//! Rings that follow the rules, rings that break each of them, and rings of random bytes.
+//! Rings that follow the rules, rings that violate each of them, and rings of random bytes.
 
 #![allow(clippy::cast_possible_truncation)] // Small numbers of the tests' own.
 
@@ -56,8 +56,8 @@ fn an_indirect_chain_is_the_same_as_a_direct_one() {
     assert_eq!(chain.writable(), [Segment { address: GuestAddress(0x300), len: 64 }]);
 }
 
-/// A neighbour's memory, which the guest sees read-only: a device may read a buffer there, and nothing that it writes, or that the
-/// ring itself is made of, can lie there.
+/// A neighbour's memory, which the guest has mapped read-only. A device may read a buffer there. Neither buffers that it writes nor the
+/// ring itself can be there.
 #[test]
 fn a_window_holds_what_is_read_and_nothing_else() {
     const WINDOW: u64 = 1 << 39;
@@ -85,7 +85,7 @@ fn a_window_holds_what_is_read_and_nothing_else() {
     assert!(matches!(Ring::new(rings, RINGS).check(&space.memory()), Err(RingError::RingOutsideRam { .. })));
 }
 
-/// Each broken rule has an error of its own, and none is fatal to more than the ring.
+/// Each violated rule has an error of its own, and invalidates only the ring.
 #[test]
 fn broken_chains_are_refused_by_name() {
     let data = raw(0x100, 16, 0, 0);
@@ -149,7 +149,7 @@ fn broken_chains_are_refused_by_name() {
 
 #[test]
 fn a_chain_of_more_than_4_gib_is_refused() {
-    // The same megabyte, 16 times 256 MiB wide, needs RAM of that size: reserve it, touch nothing.
+    // 16 buffers of 256 MiB at the same address need RAM of that size: reserved, and never accessed.
     let space = memory(&[(0, 512 << 20)]);
     let mut driver = MockDriver::new(&space, 0, 32, BASE, PLAIN);
     let buffers: Vec<_> = (0..17).map(|_| (0x10_0000, 256 << 20, true)).collect();
@@ -166,7 +166,7 @@ fn an_index_that_jumps_is_refused() {
     assert_eq!(error, RingError::AvailableIndex { queue: 0, from: 0, to: 17, size: 16 });
 }
 
-/// A driver that makes one descriptor available again and again can't make the device hold ever more requests.
+/// A driver that makes one descriptor available repeatedly can't make the device hold ever more requests.
 #[test]
 fn what_is_in_flight_is_bounded_by_the_queue() {
     let mut driver = driver(PLAIN);
@@ -276,7 +276,7 @@ fn a_saved_queue_is_the_same_again_and_a_damaged_one_is_refused() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
 
-    /// Whatever a guest writes into its rings: chains that are accepted lie in RAM and are bounded; nothing panics.
+    /// Whatever a guest writes to its rings, accepted chains are in RAM and bounded, and nothing panics.
     #[test]
     fn random_rings_are_refused_or_safe(
         table in prop::collection::vec((any::<u64>(), any::<u32>(), 0u16..8, 0u16..20), 16),
@@ -310,7 +310,7 @@ proptest! {
         }
     }
 
-    /// A part of a list of buffers is the same bytes, whatever the cuts.
+    /// A part of a list of buffers has the same bytes, whatever the boundaries.
     #[test]
     fn parts_are_the_same_bytes(lens in prop::collection::vec(1u32..50, 1..8), offset in 0u64..300, len in 0u64..300) {
         let mut at = 0x100u64;
@@ -329,7 +329,7 @@ proptest! {
         }
     }
 
-    /// Going on after any number of short transfers covers each byte once.
+    /// Continuing after any number of short transfers covers each byte once.
     #[test]
     fn advancing_covers_each_byte_once(lens in prop::collection::vec(1u32..50, 1..8), steps in prop::collection::vec(1usize..60, 1..20)) {
         let space = memory(&[(0, 1 << 16)]);

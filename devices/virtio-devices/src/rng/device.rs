@@ -1,4 +1,4 @@
-//! The entropy device towards its transport.
+//! The entropy device.
 
 use std::sync::Arc;
 
@@ -39,7 +39,7 @@ impl Rng {
         }
     }
 
-    /// A device as it was saved: random bytes have no state beyond the queue, so only the version is checked.
+    /// Restores a device. It has no state besides the queue, so only the version is checked.
     pub fn restore(name: impl Into<String>, saved: &SavedDevice) -> Result<Self, RngRestoreError> {
         let name = name.into();
         if saved.version != SAVED_VERSION || !saved.state.is_empty() {
@@ -53,7 +53,7 @@ impl Rng {
     }
 }
 
-/// Saved state of another version.
+/// The saved state has another version.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "Entropy device {name}: saved state of version {version} with {bytes} bytes can't be used; version 1 has none"
@@ -61,9 +61,9 @@ impl Rng {
 pub struct RngRestoreError {
     /// Device name.
     pub name: String,
-    /// Version found.
+    /// Version in the state.
     pub version: u32,
-    /// Bytes found.
+    /// Length of the state, bytes.
     pub bytes: usize,
 }
 
@@ -126,7 +126,7 @@ impl VirtioDevice for Rng {
     }
 
     fn reset(&mut self) {
-        // Nothing is kept between requests.
+        // It has no state between requests.
     }
 
     fn save(&self) -> Result<SavedDevice, DeviceError> {
@@ -141,12 +141,12 @@ impl VirtioDevice for Rng {
     }
 
     fn settle(&self) -> Result<(), DeviceError> {
-        // It keeps nothing.
+        // It holds no unwritten data.
         Ok(())
     }
 
     fn hand_over(&mut self) -> Result<(), DeviceError> {
-        // It holds nothing.
+        // It holds no resources of the host.
         Ok(())
     }
 

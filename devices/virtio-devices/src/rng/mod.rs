@@ -1,7 +1,7 @@
-//! The virtio entropy device (virtio 1.2, section 5.4): random bytes of the host's kernel.
+//! The virtio entropy device (virtio 1.2, 5.4): random bytes of the host's kernel.
 //!
-//! One thread serves the queue. A request gets at most [`REQUEST_MAX`] bytes, whatever its buffers hold;
-//! the driver learns how many it got and asks again.
+//! One thread serves the queue. A request gets at most [`REQUEST_MAX`] bytes, whatever its buffers hold. The driver learns their number,
+//! and posts another request for more.
 
 mod device;
 mod worker;

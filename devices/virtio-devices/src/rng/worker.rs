@@ -12,14 +12,14 @@ use crate::device::VirtioInterrupt;
 use crate::queue::{self, Chain, Ring, total_len};
 use crate::worker::{Interest, Poller, Wake};
 
-/// System calls of this thread besides those of [`crate::worker::SYSCALLS`].
+/// System calls of this thread, besides those of [`crate::worker::SYSCALLS`].
 pub const SYSCALLS: &[i64] = &[libc::SYS_getrandom];
 
-/// Most bytes that one request gets.
+/// Limit of bytes of a request.
 pub const REQUEST_MAX: usize = 64 * 1024;
-/// Requests served between two looks at the stop event.
+/// Number of requests served between two checks of the stop event.
 const BUDGET: usize = 64;
-/// Bytes asked of the kernel at once: longer calls can be interrupted half-way.
+/// Limit of bytes per system call: longer calls can be interrupted half-way.
 const CALL_MAX: usize = 256;
 
 /// Counters of the device.
@@ -27,28 +27,28 @@ const CALL_MAX: usize = 256;
 pub struct RngCounters {
     /// Requests served.
     pub requests: Counter,
-    /// Bytes given.
+    /// Random bytes delivered.
     pub bytes: Counter,
     /// Requests without a writable buffer.
     pub errors: Counter,
 }
 
-/// What the thread owns.
+/// State that the thread owns.
 pub struct RngQueue {
     /// The queue.
     pub ring: Ring,
     /// Guest memory.
     pub memory: GuestMemorySpace,
-    /// How to interrupt.
+    /// Interrupts to the driver.
     pub interrupt: Arc<dyn VirtioInterrupt>,
     /// Counters.
     pub counters: Arc<RngCounters>,
-    /// For lines that the guest can cause.
+    /// Rate-limited log for messages that the guest can cause.
     pub log: Arc<GuestLog>,
 }
 
 impl RngQueue {
-    /// Serves the queue until the stop.
+    /// Serves the queue until the thread is stopped.
     pub fn run(&mut self, poller: &Poller) -> Result<(), String> {
         let wait_failed = |error: std::io::Error| format!("its thread can't wait for events: {error}");
         poller.add(self.ring.kick(), 0, Interest::READ).map_err(wait_failed)?;
@@ -63,7 +63,7 @@ impl RngQueue {
         }
     }
 
-    /// Serves some requests; true when more may wait.
+    /// Serves some requests; returns whether more may wait.
     pub fn serve(&mut self) -> Result<bool, String> {
         let memory = self.memory.memory().into_inner();
         let mut more = true;
@@ -98,7 +98,7 @@ impl RngQueue {
         }
         let mut bytes = vec![0; wanted];
         for chunk in bytes.chunks_mut(CALL_MAX) {
-            // Up to 256 bytes come whole and without interruption once the kernel's pool is ready.
+            // Up to 256 bytes are returned at once and without interruption, once the kernel's pool is ready.
             match getrandom(&mut *chunk, GetRandomFlags::empty()) {
                 Ok(count) if count == chunk.len() => {}
                 Ok(count) => return Err(format!("getrandom gave {count} of {} bytes", chunk.len())),

@@ -1,8 +1,6 @@
-//! The driver's side of virtqueues, for tests, fuzz targets and benchmarks: builds rings and chains in
-//! ordinary memory, well-formed or broken.
+//! The driver's side of virtqueues, for tests, fuzz targets and benchmarks: builds rings and chains in ordinary memory, valid or corrupted.
 //!
-//! Public rather than `cfg(test)`, since the fuzz targets are a package of their own. Its functions panic
-//! on misuse by the test.
+//! Public rather than `cfg(test)`, since the fuzz targets are a package of their own. Its functions panic when a test misuses them.
 #![allow(clippy::unwrap_used, clippy::missing_panics_doc)] // Test support: a failure ends the test.
 
 mod pci;
@@ -22,16 +20,16 @@ use crate::worker;
 
 pub use self::pci::{COMMON, DEVICE, ISR, MSIX_TABLE, NOTIFY, PciDriver};
 
-/// `VERSION_1` and nothing else.
+/// Features: `VERSION_1` alone.
 pub const PLAIN: u64 = 1 << VIRTIO_F_VERSION_1;
-/// What Linux negotiates for rings.
+/// Features that Linux negotiates for rings.
 pub const RINGS: u64 = PLAIN | 1 << VIRTIO_RING_F_EVENT_IDX | 1 << VIRTIO_RING_F_INDIRECT_DESC;
 
-/// Descriptor flags.
+/// Descriptor flag: another descriptor follows.
 pub const NEXT: u16 = 1;
-/// The device writes this buffer.
+/// Descriptor flag: the device writes this buffer.
 pub const WRITE: u16 = 2;
-/// The buffer is a table of descriptors.
+/// Descriptor flag: the buffer is a table of descriptors.
 pub const INDIRECT: u16 = 4;
 
 /// RAM of these regions (start, bytes).
@@ -45,11 +43,11 @@ pub fn memory(regions: &[(u64, usize)]) -> GuestMemorySpace {
 pub struct RawDescriptor {
     /// Guest-physical address.
     pub address: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub len: u32,
     /// [`NEXT`], [`WRITE`], [`INDIRECT`].
     pub flags: u16,
-    /// Successor.
+    /// Index of the next descriptor.
     pub next: u16,
 }
 
@@ -64,16 +62,15 @@ impl RawDescriptor {
     }
 }
 
-/// The driver of one queue. Its rings lie at `base`: descriptors, available ring, used ring, each on pages of
-/// their own.
+/// The driver of one queue. Its rings are at `base`: descriptors, available ring, used ring, each on pages of their own.
 pub struct MockDriver {
     /// Queue index.
     pub index: u16,
-    /// Entries.
+    /// Number of entries.
     pub size: u16,
     /// Guest memory.
     pub space: GuestMemorySpace,
-    /// The notification.
+    /// The notification's eventfd.
     pub kick: Arc<OwnedFd>,
     base: u64,
     features: u64,
@@ -84,7 +81,7 @@ pub struct MockDriver {
 }
 
 impl MockDriver {
-    /// A queue of `size` entries whose rings take [`MockDriver::ring_bytes`] from `base` (page-aligned).
+    /// A queue of `size` entries whose rings use [`MockDriver::ring_bytes`] from `base` (page-aligned).
     pub fn new(space: &GuestMemorySpace, index: u16, size: u16, base: u64, features: u64) -> Self {
         Self {
             index,
@@ -100,7 +97,7 @@ impl MockDriver {
         }
     }
 
-    /// Bytes that the rings of a queue of `size` entries take.
+    /// Bytes that the rings of a queue of `size` entries use.
     pub fn ring_bytes(size: u16) -> u64 {
         let size = u64::from(size);
         (16 * size).next_multiple_of(4096)
@@ -123,7 +120,7 @@ impl MockDriver {
         self.available_ring() + (6 + 2 * u64::from(self.size)).next_multiple_of(4096)
     }
 
-    /// The queue as the transport would hand it to the device.
+    /// The queue as the transport would pass it to the device.
     pub fn active_queue(&self) -> ActiveQueue {
         let mut queue = Queue::new(self.size).unwrap();
         queue.try_set_desc_table_address(GuestAddress(self.descriptors())).unwrap();
@@ -147,13 +144,13 @@ impl MockDriver {
         self.set_available_index(self.available);
     }
 
-    /// Writes the available index, also a wrong one.
+    /// Writes the available index, even an invalid one.
     pub fn set_available_index(&self, index: u16) {
         let memory = self.memory();
         memory.store(index.to_le(), GuestAddress(self.available_ring() + 2), Ordering::Release).unwrap();
     }
 
-    /// Sets the driver's flag against interrupts (without `EVENT_IDX`).
+    /// Sets the driver's flag that suppresses interrupts (without `EVENT_IDX`).
     pub fn set_no_interrupt(&self, off: bool) {
         self.put(self.available_ring(), &u16::from(off).to_le_bytes());
     }
@@ -163,7 +160,7 @@ impl MockDriver {
         self.put(self.available_ring() + 4 + 2 * u64::from(self.size), &index.to_le_bytes());
     }
 
-    /// Makes a chain of buffers (address, bytes, device writes) available; `None` when descriptors are short.
+    /// Makes a chain of buffers (address, length, whether the device writes it) available; `None` without enough descriptors.
     pub fn push(&mut self, buffers: &[(u64, u32, bool)]) -> Option<u16> {
         if buffers.is_empty() || self.free.len() < buffers.len() {
             return None;
@@ -181,7 +178,7 @@ impl MockDriver {
         Some(head)
     }
 
-    /// The same through an indirect table that is written at `table`.
+    /// The same through an indirect table, written at `table`.
     pub fn push_indirect(&mut self, table: u64, buffers: &[(u64, u32, bool)]) -> Option<u16> {
         let head = self.free.pop()?;
         let count = u16::try_from(buffers.len()).unwrap();
@@ -204,8 +201,8 @@ impl MockDriver {
         worker::signal(&*self.kick);
     }
 
-    /// Takes the next used element (head, bytes written), if there is one. Moves `used_event` on: a device that
-    /// reads it only then sends no interrupt for this element, so a test that wants one waits for it first.
+    /// Consumes the next used element (head, bytes written), if there is one. Advances `used_event`: a device that reads it only afterwards
+    /// sends no interrupt for this element. So a test that needs the interrupt waits for it first.
     pub fn pop_used(&mut self) -> Option<(u16, u32)> {
         let memory = self.memory();
         let index: u16 =
@@ -217,7 +214,7 @@ impl MockDriver {
         let slot = self.used_ring() + 4 + 8 * u64::from(self.used % self.size);
         memory.read_slice(&mut raw, GuestAddress(slot)).unwrap();
         self.used = self.used.wrapping_add(1);
-        // Ask for an interrupt at the next one; harmless without EVENT_IDX.
+        // Request an interrupt for the next one; no effect without EVENT_IDX.
         self.set_used_event(self.used);
         let head = u16::try_from(u32::from_le_bytes([raw[0], raw[1], raw[2], raw[3]])).unwrap();
         if let Some(taken) = self.chains.remove(&head) {
@@ -229,7 +226,7 @@ impl MockDriver {
     /// Waits for the next used element.
     ///
     /// # Panics
-    /// When nothing comes within 10 seconds.
+    /// When none arrives within 10 seconds.
     pub fn wait_used(&mut self) -> (u16, u32) {
         let start = Instant::now();
         loop {
@@ -273,17 +270,17 @@ impl MockInterrupt {
         Arc::default()
     }
 
-    /// Queue interrupts so far.
+    /// Number of queue interrupts so far.
     pub fn queues(&self) -> u64 {
         self.queues.load(Ordering::SeqCst)
     }
 
-    /// Configuration interrupts so far.
+    /// Number of configuration interrupts so far.
     pub fn configs(&self) -> u64 {
         self.configs.load(Ordering::SeqCst)
     }
 
-    /// Why the device failed, if it has.
+    /// The reason why the device failed, if it has.
     pub fn failure(&self) -> Option<String> {
         self.failure.lock().unwrap().clone()
     }
@@ -314,7 +311,7 @@ impl VirtioInterrupt for MockInterrupt {
     }
 }
 
-/// What a transport would hand to a device for these queues.
+/// The activation that a transport would pass to a device for these queues.
 pub fn activation(
     space: &GuestMemorySpace,
     features: u64,

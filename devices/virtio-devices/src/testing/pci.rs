@@ -1,4 +1,4 @@
-//! The driver's side of virtio over PCI: what a guest driver does to bring a function to life.
+//! The driver's side of virtio over PCI: how a guest driver sets a function up.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use pci::testing::FakeMsi;
 use super::MockDriver;
 use crate::transport::VirtioPciFunction;
 
-/// Offsets in BAR 0, as the capabilities say; a test of the transport checks them against the capabilities.
+/// Offsets in BAR 0 from the capabilities; a test of the transport compares them.
 pub const COMMON: u64 = 0;
 /// ISR status.
 pub const ISR: u64 = 0x1000;
@@ -28,7 +28,7 @@ pub struct PciDriver {
 }
 
 impl PciDriver {
-    /// Drives `function`, whose vectors came from `msi`.
+    /// Drives `function`, whose vectors are `msi`'s.
     pub fn new(function: Arc<VirtioPciFunction>, msi: Arc<FakeMsi>) -> Self {
         Self { function, msi }
     }
@@ -65,7 +65,7 @@ impl PciDriver {
         half(0) | half(1) << 32
     }
 
-    /// Resets, then agrees on the offered ones of `features`; whether the device accepted.
+    /// Resets, then negotiates the offered ones of `features`; returns whether the device accepted.
     pub fn negotiate(&self, features: u64) -> bool {
         self.set_status(0);
         self.set_status(1);
@@ -122,7 +122,7 @@ impl PciDriver {
         self.write(COMMON + 0x10, &vector.to_le_bytes());
     }
 
-    /// The whole way from reset to DRIVER_OK.
+    /// All steps from reset to DRIVER_OK.
     pub fn start(&self, features: u64, queues: &[&MockDriver]) -> bool {
         if !self.negotiate(features) {
             return false;

@@ -1,4 +1,4 @@
-//! Why a virtio function can't be made.
+//! Why a virtio function can't be created.
 
 use std::io;
 
@@ -8,7 +8,7 @@ use pci::msix::MsixError;
 
 use super::layout::MAX_QUEUES;
 
-/// A virtio function can't be made, or not from this saved state.
+/// Why a virtio function can't be created or restored.
 #[derive(Debug, thiserror::Error)]
 pub enum TransportError {
     /// The device has too many queues.
@@ -16,53 +16,53 @@ pub enum TransportError {
     Queues {
         /// Device name.
         name: String,
-        /// As the device says.
+        /// Number of queues.
         queues: usize,
     },
-    /// Interrupt vectors.
+    /// Interrupt vectors can't be allocated.
     #[error("Device {name} could not get {vectors} interrupt vectors")]
     Vectors {
         /// Device name.
         name: String,
-        /// How many.
+        /// Number of vectors.
         vectors: u16,
-        /// Why.
+        /// The error.
         #[source]
         source: InterruptError,
     },
-    /// MSI-X state.
+    /// The MSI-X state is invalid.
     #[error("Device {name} could not set up MSI-X")]
     Msix {
         /// Device name.
         name: String,
-        /// Why.
+        /// The error.
         #[source]
         source: MsixError,
     },
-    /// Configuration space.
+    /// The configuration space can't be built.
     #[error("Device {name} could not set up its configuration space")]
     Config {
         /// Device name.
         name: String,
-        /// Why.
+        /// The error.
         #[source]
         source: ConfigError,
     },
-    /// Eventfds.
+    /// Eventfds can't be created.
     #[error("Device {name} could not create an eventfd for its notifications")]
     Event {
         /// Device name.
         name: String,
-        /// Why.
+        /// The error.
         #[source]
         source: io::Error,
     },
-    /// Saved state that doesn't fit.
+    /// The saved state doesn't fit.
     #[error("Saved state of device {name} doesn't fit: {reason}")]
     Saved {
         /// Device name.
         name: String,
-        /// Why.
+        /// The reason.
         reason: String,
     },
 }

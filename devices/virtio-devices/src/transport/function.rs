@@ -37,27 +37,27 @@ pub struct VirtioPciFunction {
     window: u16,
     config: Mutex<ConfigSpace>,
     state: Mutex<State>,
-    /// Notifications that came as exits rather than through an ioeventfd.
+    /// Notifications that caused an exit instead of signalling an ioeventfd.
     exits: Counter,
-    /// A driver can start and reset a device that doesn't start as often as it wants.
+    /// Rate-limited log: a driver can start and reset a device that fails to start any number of times.
     log: GuestLog,
-    /// Where devices are activated; the calling thread before it is set.
+    /// Where devices are activated; the calling thread until it is set.
     threads: OnceLock<Arc<dyn DeviceThreads>>,
 }
 
 struct State {
     registers: Registers,
     device: SharedDevice,
-    /// The device has been activated and not stopped since.
+    /// Whether the device has been activated and not stopped since.
     running: bool,
     quiesced: bool,
-    /// Made from saved state and not started since.
+    /// Whether it was restored and not started since.
     restored: bool,
 }
 
 impl VirtioPciFunction {
-    /// Makes a function of `device`: one 64-bit memory BAR of 32 KiB, a vector per queue and one for
-    /// configuration changes, INTA where the driver doesn't use MSI-X.
+    /// Creates a function of `device`: one 64-bit memory BAR of 32 KiB, a vector per queue and one for configuration changes, and INTA for
+    /// drivers without MSI-X.
     pub fn new(
         device: Box<dyn VirtioDevice>,
         memory: GuestMemorySpace,
@@ -66,13 +66,13 @@ impl VirtioPciFunction {
         Self::build(device, memory, msi, None).map(Arc::new)
     }
 
-    /// Has the device activated by way of `threads` from now on. Once set, it stays.
+    /// Makes `threads` activate the device from now on. Can be set once.
     pub fn activate_on(&self, threads: Arc<dyn DeviceThreads>) {
         self.threads.get_or_init(|| threads);
     }
 
-    /// Makes it from saved state. `device` was restored by its own constructor from
-    /// [`VirtioPciFunction::saved_device`]. The function is quiesced, like the one that was saved:
+    /// Restores a function. `device` was restored by its own constructor from
+    /// [`VirtioPciFunction::saved_device`]. The function is quiesced, like the saved one;
     /// [`PciFunction::unquiesce`] starts it.
     pub fn restore(
         device: Box<dyn VirtioDevice>,
@@ -99,7 +99,7 @@ impl VirtioPciFunction {
             if sizes(&state.registers) != sizes(&own.registers) {
                 return Err(bad("it has other queues".to_owned()));
             }
-            // The driver may go on only with what both sides still offer.
+            // The driver may continue only with features that both sides still offer.
             let missing = state.registers.driver_features & !own.registers.offered;
             if missing != 0 {
                 return Err(bad(format!(
@@ -128,7 +128,7 @@ impl VirtioPciFunction {
         Ok(Arc::new(function))
     }
 
-    /// [`VirtioDevice::settle`] of the device. Accesses of its registers wait meanwhile.
+    /// [`VirtioDevice::settle`] of the device. Register accesses wait meanwhile.
     ///
     /// # Errors
     /// As for the device.
@@ -223,7 +223,7 @@ impl VirtioPciFunction {
         })
     }
 
-    /// Carries out what a register write asked for.
+    /// Executes the action of a register write.
     fn act(&self, state: &mut State, action: Action) {
         match action {
             Action::None => {}
@@ -238,8 +238,7 @@ impl VirtioPciFunction {
         }
     }
 
-    /// Activates the device, when the driver wants it and nothing is in the way. Failure leaves a device that
-    /// needs a reset.
+    /// Activates the device, if the driver has set DRIVER_OK and nothing prevents it. A failure leaves a device that needs a reset.
     fn start(&self, state: &mut State) {
         let wanted = state.registers.status & DRIVER_OK != 0;
         if !wanted || state.running || state.quiesced || self.interrupts.has_failed() {
@@ -276,19 +275,19 @@ impl VirtioPciFunction {
             self.stop(state);
             return;
         }
-        // What was kicked before, or while paused, is looked at.
+        // Serve chains that were made available before, or during a pause.
         for index in &active {
             self.kick(usize::from(*index));
         }
         if std::mem::take(&mut state.restored) {
-            // An interrupt that KVM had not delivered yet when the vCPUs were saved stayed behind; one too many does no harm.
+            // An interrupt that KVM had not delivered when the vCPUs were saved is lost; a spurious one does no harm.
             for index in active {
                 self.interrupts.queue(index);
             }
         }
     }
 
-    /// Stops the device and takes down where its queues stand.
+    /// Stops the device and saves the positions of its queues.
     fn stop(&self, state: &mut State) {
         if !std::mem::take(&mut state.running) {
             return;
@@ -315,7 +314,7 @@ impl VirtioPciFunction {
         }
     }
 
-    /// The driver (or the machine) resets the device.
+    /// Resets the device, for the driver or the machine.
     fn reset_device(&self, state: &mut State) {
         self.stop(state);
         lock(&state.device).reset();
@@ -332,8 +331,7 @@ impl VirtioPciFunction {
         }
     }
 
-    /// BAR, offset and length that the driver set in the PCI configuration access capability, when they are
-    /// possible (4.1.4.9).
+    /// BAR, offset and length that the driver set in the PCI configuration access capability, if they are valid (4.1.4.9).
     fn window_target(&self, config: &ConfigSpace) -> Option<(u64, usize)> {
         let (bar, offset, len) =
             (config.u8(self.window + 4), config.u32(self.window + 8), config.u32(self.window + 12));
@@ -343,7 +341,7 @@ impl VirtioPciFunction {
         (bar == BAR && inside && offset.is_multiple_of(u64::try_from(len).ok()?)).then_some((offset, len))
     }
 
-    /// Whether an access of configuration space touches the window's data.
+    /// Whether an access to configuration space overlaps the window's data.
     fn touches_window(&self, offset: u16, len: usize) -> bool {
         let data = usize::from(self.window) + 16;
         let start = usize::from(offset);
@@ -358,7 +356,7 @@ impl VirtioPciFunction {
         FunctionError::Failed { name: self.name.clone(), what: what.to_owned(), source: source.into() }
     }
 
-    /// Indices of a ring, as the driver sees them.
+    /// Index of a ring in guest memory.
     fn ring_index(&self, ring: u64) -> Option<u16> {
         let mut index = [0; 2];
         self.memory.memory().read_slice(&mut index, GuestAddress(ring.checked_add(2)?)).ok()?;

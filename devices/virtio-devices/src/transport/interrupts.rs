@@ -1,6 +1,5 @@
-//! How the device interrupts: MSI-X or INTx, the ISR status, and what a failed device leaves behind. Shared
-//! by the transport and the device's threads; never takes the transport's lock, so that a device can be
-//! stopped while it interrupts.
+//! Interrupts of the device: MSI-X or INTx, the ISR status, and the reason of a failed device. Shared by the transport and the device's
+//! threads. Never locks the transport, so that a device can be stopped while it interrupts.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU16, Ordering};
 use std::sync::{Arc, Mutex};
@@ -20,16 +19,16 @@ use crate::device::VirtioInterrupt;
 const ISR_QUEUE: u8 = 1;
 const ISR_CONFIG: u8 = 2;
 
-/// The interrupting side of a function.
+/// The interrupt side of a function.
 pub(super) struct Interrupts {
     name: String,
     pub msix: Msix,
     pub intx: IntxPin,
-    /// Held while the pin follows it, so that a read of the status and a new interrupt don't cross.
+    /// Locked while the pin follows it, so that a read of the status and a new interrupt don't race.
     isr: Mutex<u8>,
     config_vector: AtomicU16,
     queue_vectors: Vec<AtomicU16>,
-    /// The driver has set DRIVER_OK: it may be interrupted.
+    /// The driver has set DRIVER_OK: interrupts are permitted.
     live: AtomicBool,
     generation: AtomicU8,
     failure: Mutex<Option<String>>,
@@ -88,7 +87,7 @@ impl Interrupts {
         lock(&self.failure).clone()
     }
 
-    /// Takes over a failure from saved state.
+    /// Applies a failure from a saved state.
     pub(super) fn restore_failure(&self, reason: Option<String>) {
         self.failed.store(reason.is_some(), Ordering::Release);
         *lock(&self.failure) = reason;
@@ -104,7 +103,7 @@ impl Interrupts {
         self.drive(value);
     }
 
-    /// The driver reads the ISR status: it is cleared, and the wire with it (4.1.4.5).
+    /// Handles the driver's read of the ISR status: clears it, and deasserts the wire (4.1.4.5).
     pub(super) fn read_isr(&self) -> u8 {
         let mut isr = lock(&self.isr);
         let value = std::mem::take(&mut *isr);
@@ -112,7 +111,7 @@ impl Interrupts {
         value
     }
 
-    /// Forgets everything that a reset forgets, apart from MSI-X.
+    /// Clears the state that a reset clears, apart from MSI-X.
     pub(super) fn reset(&self) {
         self.set_live(false);
         self.set_config_vector(NO_VECTOR);
@@ -124,7 +123,7 @@ impl Interrupts {
         let _ = self.read_isr();
     }
 
-    /// After each change of configuration space.
+    /// Updates after each change of configuration space.
     pub(super) fn follow(&self, config: &ConfigSpace) {
         self.msix.follow(config);
         self.report(self.intx.follow(config));

@@ -1,4 +1,4 @@
-//! Where the virtio structures lie in the function's BAR, and its configuration space (virtio 1.2, 4.1).
+//! Layout of the virtio structures in the function's BAR, and its configuration space (virtio 1.2, 4.1).
 //!
 //! | BAR 0 at | holds |
 //! |---|---|
@@ -28,7 +28,7 @@ pub(super) const NOTIFY_STEP: u64 = 4;
 const REGION: u64 = 0x1000;
 const MSIX_TABLE: u32 = 0x4000;
 const MSIX_PENDING: u32 = 0x7000;
-/// So that each queue can have a vector, and configuration changes one more.
+/// Each queue can have a vector, and configuration changes one more.
 pub(super) const MAX_QUEUES: usize = 512;
 
 const VENDOR: u16 = 0x1AF4;
@@ -58,7 +58,7 @@ pub(super) enum Region {
 }
 
 impl Region {
-    /// What lies at `offset`; MSI-X is looked for elsewhere.
+    /// The structure at `offset`; MSI-X is handled elsewhere.
     pub(super) fn of(offset: u64) -> Self {
         match offset {
             COMMON..ISR => Self::Common(offset - COMMON),
@@ -74,7 +74,7 @@ pub(super) fn msix(vectors: u16) -> Result<MsixLayout, MsixError> {
     MsixLayout::new(vectors, (BAR, MSIX_TABLE), (BAR, MSIX_PENDING))
 }
 
-/// Class by virtio device id.
+/// PCI class of a virtio device id.
 fn class(device_id: u16) -> ClassCode {
     match device_id {
         1 => ClassCode::ETHERNET,
@@ -84,7 +84,7 @@ fn class(device_id: u16) -> ClassCode {
     }
 }
 
-/// Offset and length of a structure as its capability says, from the capability's fourth byte on.
+/// A capability with the offset and length of a structure, from its fourth byte on.
 fn capability(kind: u8, offset: u64, len: u64, more: &[u8]) -> Result<CapabilityBuilder, ConfigError> {
     let word = |value: u64| u32::try_from(value).unwrap_or(0).to_le_bytes();
     let mut data = vec![kind, BAR, 0, 0, 0];
@@ -94,7 +94,7 @@ fn capability(kind: u8, offset: u64, len: u64, more: &[u8]) -> Result<Capability
     CapabilityBuilder::vendor_specific(&data)
 }
 
-/// Builds the configuration space; returns it with the offset of the PCI configuration access capability.
+/// Builds the configuration space. Also returns the offset of the PCI configuration access capability.
 pub(super) fn config_space(device_id: u16, msix: &MsixLayout) -> Result<(ConfigSpace, u16), ConfigError> {
     let id = FIRST_DEVICE.wrapping_add(device_id);
     let mut builder = ConfigSpace::builder(Identity {
@@ -113,7 +113,7 @@ pub(super) fn config_space(device_id: u16, msix: &MsixLayout) -> Result<(ConfigS
     builder.capability(capability(CFG_DEVICE, DEVICE, REGION, &[])?)?;
     let step = u32::try_from(NOTIFY_STEP).unwrap_or(4).to_le_bytes();
     builder.capability(capability(CFG_NOTIFY, NOTIFY, REGION, &step)?)?;
-    // The driver chooses BAR, offset and length, and reaches them through the data at 16.
+    // The driver sets BAR, offset and length, and accesses them through the data at 16.
     let window = capability(CFG_PCI, 0, 0, &[0; 4])?
         .writable(4, &[0xFF])
         .writable(8, &[0xFF; 8])

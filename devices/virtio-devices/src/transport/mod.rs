@@ -26,7 +26,7 @@ pub use error::TransportError;
 pub use function::VirtioPciFunction;
 pub use threads::DeviceThreads;
 
-/// Locks, also after a panic of another thread: what is guarded is valid between any two statements.
+/// Locks a mutex, even after a panic of another thread: the guarded data is valid between any two statements.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,5 +1,5 @@
-//! The common configuration structure (virtio 1.2, 4.1.4.3) as a register file: what the driver negotiates
-//! and how it sets up queues. Pure state; what has effects is returned as an [`Action`].
+//! The common configuration structure (virtio 1.2, 4.1.4.3) as a register file: feature negotiation and queue set-up. Pure state; a write
+//! with effects returns an [`Action`].
 
 use machine::memory::GuestAddress;
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
@@ -18,7 +18,7 @@ pub(super) const FAILED: u8 = 0x80;
 /// No interrupt vector.
 pub(super) const NO_VECTOR: u16 = 0xFFFF;
 
-/// What a write asks the transport to do.
+/// The effect of a register write.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Action {
     None,
@@ -28,7 +28,7 @@ pub(super) enum Action {
     Start,
     ConfigVector(u16),
     QueueVector(u16, u16),
-    /// The driver broke a rule that the device can't work with.
+    /// The driver violated a rule, and the device can't work.
     Broken(String),
 }
 
@@ -42,7 +42,7 @@ pub(super) struct QueueRegisters {
     pub descriptors: u64,
     pub available: u64,
     pub used: u64,
-    /// Where the device stands while its thread doesn't have the queue.
+    /// The device's position while its thread doesn't own the queue.
     pub next_available: u16,
     pub next_used: u16,
 }
@@ -62,7 +62,7 @@ impl QueueRegisters {
         }
     }
 
-    /// What is wrong with the set-up, in words; 2.7 and 4.1.4.3.2.
+    /// The error of the queue's set-up, if any (2.7 and 4.1.4.3.2).
     fn mistake(&self) -> Option<String> {
         if !self.size.is_power_of_two() || self.size > self.max_size {
             return Some(format!("size {} is no power of two up to {}", self.size, self.max_size));
@@ -111,7 +111,7 @@ pub(super) struct Registers {
     device_feature_select: u32,
     driver_feature_select: u32,
     queue_select: u16,
-    /// Vectors that exist.
+    /// Number of vectors.
     vectors: u16,
 }
 
@@ -130,7 +130,7 @@ impl Registers {
         }
     }
 
-    /// Back to the state after a reset.
+    /// Returns to the state after a reset.
     pub(super) fn reset(&mut self) {
         let sizes: Vec<u16> = self.queues.iter().map(|queue| queue.max_size).collect();
         *self = Self::new(self.offered, &sizes, self.vectors);
@@ -148,7 +148,7 @@ impl Registers {
         self.queues.get(usize::from(self.queue_select))
     }
 
-    /// Reads any bytes of the structure; beyond it they are 0.
+    /// Reads bytes of the structure; beyond its end they are 0.
     pub(super) fn read(&self, offset: u64, data: &mut [u8], generation: u8, needs_reset: bool) {
         let image = self.image(generation, needs_reset);
         for (at, byte) in (offset..).zip(data.iter_mut()) {
@@ -168,7 +168,7 @@ impl Registers {
         put(0x12, &u16::try_from(self.queues.len()).unwrap_or(u16::MAX).to_le_bytes());
         put(0x14, &[self.status | if needs_reset { NEEDS_RESET } else { 0 }, generation]);
         put(0x16, &self.queue_select.to_le_bytes());
-        // A queue that isn't there reads as zero (size 0: unavailable), but has no vector.
+        // A queue that doesn't exist reads as zero (size 0: unavailable), but has no vector.
         put(0x1A, &self.selected().map_or(NO_VECTOR, |queue| queue.vector).to_le_bytes());
         if let Some(queue) = self.selected() {
             put(0x18, &queue.size.to_le_bytes());
@@ -181,7 +181,7 @@ impl Registers {
         image
     }
 
-    /// A write by the driver. Only fields in their natural width (and halves of 64-bit ones) are taken (4.1.3.1).
+    /// Handles a write by the driver. Accepts only fields in their natural width, and halves of 64-bit ones (4.1.3.1).
     pub(super) fn write(&mut self, offset: u64, data: &[u8]) -> Action {
         let mut raw = [0u8; 8];
         if data.len() > raw.len() {
@@ -238,7 +238,7 @@ impl Registers {
         }
     }
 
-    /// Changes the selected queue, unless it is enabled already (the driver must not then).
+    /// Changes the selected queue, unless it is enabled already: the driver must not change it then.
     fn set_queue(&mut self, change: impl FnOnce(&mut QueueRegisters)) {
         if let Some(queue) = self.queues.get_mut(usize::from(self.queue_select))
             && !queue.enabled
@@ -268,12 +268,12 @@ impl Registers {
         if value == 0 {
             return Action::Reset;
         }
-        // Bits are only ever added until a reset (2.1.1); DEVICE_NEEDS_RESET is the device's.
+        // The driver only adds bits until a reset (2.1.1); DEVICE_NEEDS_RESET is the device's.
         let mut added = value & !self.status & (ACKNOWLEDGE | DRIVER | DRIVER_OK | FEATURES_OK | FAILED);
         if added & FEATURES_OK != 0 {
             let acceptable = self.driver_features & !self.offered == 0 && self.negotiated(VIRTIO_F_VERSION_1);
             if !acceptable {
-                // The driver reads the status back and sees that the bit isn't set.
+                // The driver reads the status back and finds the bit clear.
                 added &= !FEATURES_OK;
             }
         }
@@ -286,8 +286,8 @@ impl Registers {
     }
 }
 
-/// The 32 bits that a feature selector shows.
-#[allow(clippy::cast_possible_truncation)] // Takes halves on purpose.
+/// The 32 bits of a feature selector.
+#[allow(clippy::cast_possible_truncation)] // Truncates on purpose.
 fn half(features: u64, select: u32) -> u32 {
     match select {
         0 => features as u32,

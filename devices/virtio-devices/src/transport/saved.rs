@@ -9,21 +9,21 @@ use crate::device::SavedDevice;
 /// Version of [`SavedTransport`].
 pub(super) const VERSION: u32 = 1;
 
-/// Everything, while quiesced: the registers hold the queues' positions.
+/// The whole state while quiesced: the registers hold the queues' positions.
 #[derive(Debug, Clone, PartialEq, serde::Serialize, serde::Deserialize)]
 pub(super) struct SavedTransport {
     pub device_id: u16,
     pub registers: Registers,
     pub isr: u8,
     pub generation: u8,
-    /// Why the device has failed, where it has.
+    /// The reason why the device has failed, if it has.
     pub failure: Option<String>,
     pub config: SavedConfig,
     pub msix: SavedMsix,
     pub device: SavedDevice,
 }
 
-/// Name of the function's type for a virtio device id.
+/// Name of the function's type, by virtio device id.
 pub(super) fn kind(device_id: u16) -> String {
     match device_id {
         1 => "virtio-net".to_owned(),

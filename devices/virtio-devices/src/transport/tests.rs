@@ -1,4 +1,4 @@
-//! The transport against a driver that follows the rules, one that doesn't, and the contract of PCI functions.
+//! The transport with a driver that follows the rules, one that doesn't, and the contract of PCI functions.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -14,13 +14,13 @@ use crate::queue::Ring;
 use crate::testing::{COMMON, DEVICE, ISR, MockDriver, PciDriver, RINGS, memory};
 use crate::worker::{Interest, Poller, Wake, Worker};
 
-/// Completes every chain with no bytes written; its configuration is 8 bytes that the driver may write.
+/// Completes every chain with no bytes written; its configuration is 8 writable bytes.
 struct Echo {
     queues: Vec<u16>,
     config: [u8; 8],
     features: u64,
     workers: Vec<Worker<(Ring, GuestMemorySpace)>>,
-    /// It doesn't start.
+    /// Whether activation fails.
     broken: bool,
     served: Arc<AtomicU64>,
     interrupt: Arc<Mutex<Option<Arc<dyn VirtioInterrupt>>>>,
@@ -172,7 +172,7 @@ fn wait(what: &str, mut condition: impl FnMut() -> bool) {
     }
 }
 
-/// A driver can reset and start a device that doesn't start as often as it wants, and fills no log with it.
+/// A driver can reset and start a device that fails to start any number of times without filling the log.
 #[test]
 fn what_a_driver_makes_a_device_log_has_a_limit() {
     const STARTS: usize = 2000;
@@ -194,7 +194,7 @@ fn what_a_driver_makes_a_device_log_has_a_limit() {
     }
 }
 
-/// What Linux looks for: vendor, device, revision, class, and five structures inside BAR 0.
+/// The structures that Linux requires: vendor, device, revision, class, and five structures inside BAR 0.
 #[test]
 fn the_capabilities_lead_to_the_structures() {
     let machine = machine(&[16]);
@@ -222,7 +222,7 @@ fn the_capabilities_lead_to_the_structures() {
     assert_eq!(found, [(1, 0, 0), (3, 0, 0x1000), (4, 0, 0x2000), (2, 0, 0x3000), (5, 0, 0)]);
 }
 
-/// A driver that follows the rules gets its buffers back, with one MSI-X interrupt on the queue's vector.
+/// A driver that follows the rules gets its buffers completed, with one MSI-X interrupt on the queue's vector.
 #[test]
 fn a_chain_makes_the_round_trip_with_msix() {
     let machine = machine(&[16, 16]);
@@ -231,7 +231,7 @@ fn a_chain_makes_the_round_trip_with_msix() {
     assert!(machine.driver.start(RINGS, &[&queue]));
     queue.push(&[(0x8000, 16, false)]).unwrap();
     machine.driver.notify(1);
-    // The interrupt first: taking the element moves `used_event` on, and the device then owes none.
+    // The interrupt first: consuming the element advances `used_event`, and the device then sends none.
     let vectors = machine.driver.msi.vectors();
     wait("the interrupt", || vectors[1].count() == 1);
     queue.wait_used();
@@ -239,7 +239,7 @@ fn a_chain_makes_the_round_trip_with_msix() {
     assert_eq!(vectors[1].sent()[0].data, 1);
 }
 
-/// Without MSI-X the ISR status says why, and reading it takes the wire down.
+/// Without MSI-X the ISR status has the cause, and reading it deasserts the wire.
 #[test]
 fn intx_is_level_triggered_and_cleared_by_reading_the_isr() {
     let machine = machine(&[16]);
@@ -249,7 +249,7 @@ fn intx_is_level_triggered_and_cleared_by_reading_the_isr() {
     assert!(machine.driver.start(RINGS, &[&queue]));
     queue.push(&[(0x8000, 16, true)]).unwrap();
     machine.driver.notify(0);
-    // The interrupt first: taking the element moves `used_event` on, and the device then owes none.
+    // The interrupt first: consuming the element advances `used_event`, and the device then sends none.
     wait("the interrupt", || line.asserted());
     queue.wait_used();
     assert_eq!(machine.driver.read::<1>(ISR), [1]);
@@ -263,7 +263,7 @@ fn intx_is_level_triggered_and_cleared_by_reading_the_isr() {
     assert_ne!(machine.driver.read::<1>(COMMON + 0x15), before, "the generation moves on");
 }
 
-/// No kick and no completion is lost over many pauses, wherever they fall.
+/// No kick and no completion is lost over many pauses, at whatever moment.
 #[test]
 fn pauses_lose_nothing() {
     const CHAINS: u64 = 2000;
@@ -302,7 +302,7 @@ fn pauses_lose_nothing() {
     assert_eq!(machine.served.load(Ordering::SeqCst), CHAINS);
 }
 
-/// A saved function goes on where it stood, in another function, with what was available served there.
+/// A restored function continues in another function, and serves the chains that were available.
 #[test]
 fn a_saved_function_goes_on_elsewhere() {
     let machine = machine(&[16]);
@@ -316,7 +316,7 @@ fn a_saved_function_goes_on_elsewhere() {
     let function = &machine.driver.function;
     assert!(function.save().is_err(), "a running function isn't saved");
     function.quiesce().unwrap();
-    // Made available during the pause: belongs to the successor.
+    // Made available during the pause: the restored function serves it.
     queue.push(&[(0x8000, 16, false)]).unwrap();
     machine.driver.notify(0);
     let saved = function.save().unwrap();
@@ -336,7 +336,7 @@ fn a_saved_function_goes_on_elsewhere() {
     assert_eq!(other.status(), 0xF);
 }
 
-/// Saved state for another device, damaged, or with features that are gone, is refused in words.
+/// A saved state of another device, a damaged one, or one with missing features is refused with a reason.
 #[test]
 fn unfitting_saved_state_is_refused() {
     let machine = machine(&[16]);
@@ -364,7 +364,7 @@ fn unfitting_saved_state_is_refused() {
     }
 }
 
-/// A ring outside RAM stops the device with DEVICE_NEEDS_RESET and a reason; a reset brings it back.
+/// A ring outside of RAM stops the device with DEVICE_NEEDS_RESET and a reason; after a reset it works again.
 #[test]
 fn a_broken_ring_fails_the_device_until_it_is_reset() {
     let machine = machine(&[16]);
@@ -395,7 +395,7 @@ fn a_broken_ring_fails_the_device_until_it_is_reset() {
 fn the_configuration_window_reaches_the_bar() {
     let machine = machine(&[16]);
     let function = &machine.driver.function;
-    // The last of the vendor-specific capabilities; five of them lie before PCI Express.
+    // The last of the vendor-specific capabilities; five of them precede PCI Express.
     let window = (0x40u16..0x100)
         .step_by(4)
         .find(|at| {
@@ -415,7 +415,7 @@ fn the_configuration_window_reaches_the_bar() {
     assert_eq!(&data, b"virt");
     function.config_write(window + 16, b"VIRT");
     assert_eq!(machine.driver.read::<8>(DEVICE), *b"VIRTio!!");
-    // Impossible lengths and places do nothing.
+    // Invalid lengths and offsets have no effect.
     for (offset, len) in [(0x2000, 3), (0x2001, 2), (0x7FFF, 2), (u32::MAX, 4), (0x2000, 0)] {
         set(offset, len);
         function.config_write(window + 16, &[0xEE; 4]);
@@ -423,7 +423,7 @@ fn the_configuration_window_reaches_the_bar() {
     assert_eq!(machine.driver.read::<8>(DEVICE), *b"VIRTio!!");
 }
 
-/// The machine's reset forgets everything, in the middle of work as well.
+/// The machine's reset clears everything, even with work in progress.
 #[test]
 fn a_machine_reset_in_the_middle_of_work() {
     let machine = machine(&[16]);

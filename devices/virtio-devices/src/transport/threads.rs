@@ -1,23 +1,23 @@
-//! Who starts the threads of devices.
+//! Where devices' threads are started.
 //!
-//! A driver starts its device with a register write, so the call comes from a vCPU thread. A thread made there
-//! would inherit that thread's seccomp filter, which allows less than devices need; or the filter would have to
-//! allow vCPUs what only devices need. So activation runs on a thread of the monitor's choice.
+//! A driver starts its device with a register write, so the call comes from a vCPU thread. A thread created there would inherit that
+//! thread's seccomp filter, which permits less than devices need. Otherwise the filter would have to permit vCPUs what only devices need.
+//! So activation runs on a thread that the monitor chooses.
 
 use std::sync::{Arc, Mutex, mpsc};
 
 use crate::device::{Activation, DeviceError, VirtioDevice};
 
-/// Runs a job to its end on another thread, whose confinement suits threads of devices.
+/// Runs a job on another thread, whose sandbox suits threads of devices.
 pub trait DeviceThreads: Send + Sync {
-    /// Returns when `job` has run. A job that could not be run is dropped.
+    /// Returns after `job` has run. A job that can't be run is dropped.
     fn run(&self, job: Box<dyn FnOnce() + Send>);
 }
 
-/// A device that the transport shares with whoever activates it; never contended.
+/// A device that the transport shares with the activating thread; never contended.
 pub(super) type SharedDevice = Arc<Mutex<Box<dyn VirtioDevice>>>;
 
-/// Activates `device` by way of `threads`, or right here without them.
+/// Activates `device` through `threads`, or on the calling thread without them.
 pub(super) fn activate(
     threads: Option<&dyn DeviceThreads>,
     device: &SharedDevice,

@@ -1,9 +1,9 @@
 //! One connection: a Unix stream on the host's side, credit and half-closes towards the guest.
 //!
 //! ```text
-//!   host connects: Requested ──RESPONSE──▶ Established ─┬─ SHUTDOWN(both) sent ──RST──▶ gone
-//!  guest connects: ───────────────────────▶ Established ─┤
-//!                                                         └─ RST either way, timeout  ──▶ gone
+//!    host connects: Requested ──RESPONSE──▶ Established ─┬─ SHUTDOWN(both) sent ──RST──▶ gone
+//!   guest connects: ───────────────────────▶ Established ─┤
+//!                                                          └─ RST from either, timeout ──▶ gone
 //! ```
 
 use std::num::Wrapping;
@@ -16,10 +16,10 @@ use rustix::net::{RecvFlags, SendFlags, Shutdown};
 use super::packet::{Header, Op, PAYLOAD_MAX, shutdown};
 use crate::worker::Interest;
 
-/// Bytes that the guest may send before the host's program has taken them.
+/// Credit of the guest, bytes: what it may send before the host's program has received it.
 pub const BUFFER: u32 = 256 * 1024;
 
-/// Who is at both ends: the host's port and the guest's.
+/// Both ends of a connection: the host's port and the guest's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Key {
     /// Port on the host's side.
@@ -28,12 +28,12 @@ pub struct Key {
     pub guest: u32,
 }
 
-/// How far a connection has come.
+/// State of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum State {
-    /// The guest has been asked.
+    /// A request was sent to the guest.
     Requested,
-    /// Data flows.
+    /// Data may be sent.
     Established,
 }
 
@@ -48,10 +48,10 @@ pub struct Owed {
     pub credit: bool,
 }
 
-/// What became of a connection after an event.
+/// State of a connection after an event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fate {
-    /// It goes on.
+    /// It continues.
     Lives,
     /// It is over: the guest gets a reset.
     Reset,
@@ -63,41 +63,41 @@ pub struct Connection {
     pub key: Key,
     /// How far it has come.
     pub state: State,
-    /// When it is given up.
+    /// When it is aborted.
     pub deadline: Option<Instant>,
-    /// What is polled for at present; `None`: it isn't in the poll set.
+    /// The polled events; `None`: it isn't in the poll set.
     pub watched: Option<Interest>,
-    /// It waits in the muxer's list of connections with something to send.
+    /// Whether it is in the muxer's list of connections with packets to send.
     pub queued: bool,
-    /// Packets it owes.
+    /// Packets that it has to send.
     pub owed: Owed,
     socket: OwnedFd,
-    /// From the guest, not yet taken by the socket; at most [`BUFFER`] bytes.
+    /// Bytes from the guest that the socket has not accepted yet; at most [`BUFFER`].
     pending: Vec<u8>,
     pending_from: usize,
-    /// Bytes at the front of `pending` that are the host's own line "OK ...", not the guest's.
+    /// Number of bytes at the front of `pending` that are the host's own line "OK ...", not the guest's.
     own: usize,
-    /// Bytes from the guest, and how many of them the socket took; and what of the latter the guest knows.
+    /// Number of bytes from the guest; how many of them the socket accepted; and how many of those were reported to the guest.
     received: Wrapping<u32>,
     forwarded: Wrapping<u32>,
     told: Wrapping<u32>,
-    /// Bytes to the guest, and what it said about its buffer.
+    /// Number of bytes to the guest, and the guest's last report of its buffer.
     sent: Wrapping<u32>,
     guest_buffer: u32,
     guest_forwarded: Wrapping<u32>,
     /// CREDIT_REQUEST was sent since the guest's credit ran out.
     asked: bool,
-    /// What the guest has shut down.
+    /// Halves that the guest has shut down.
     guest_closed: u32,
-    /// The write half of the socket was shut down.
+    /// Whether the write half of the socket is shut down.
     write_closed: bool,
-    /// The socket has bytes or its end to read.
+    /// Whether the socket has bytes, or its end, to read.
     readable: bool,
     /// The host's program sends no more.
     ended: bool,
-    /// The host's program takes no more: what the guest still sends is discarded.
+    /// The host's program receives no more: further data of the guest is discarded.
     deaf: bool,
-    /// What the guest was told about closed halves.
+    /// Closed halves that were reported to the guest.
     told_closed: u32,
 }
 
@@ -130,7 +130,7 @@ impl Connection {
         }
     }
 
-    /// The host has connected; the guest is to be asked, and has until `deadline`.
+    /// A connection from the host. The guest gets a request, and must respond before `deadline`.
     pub fn from_host(key: Key, socket: OwnedFd, deadline: Instant) -> Self {
         let mut connection = Self::new(key, State::Requested, socket);
         connection.owed.request = true;
@@ -138,7 +138,7 @@ impl Connection {
         connection
     }
 
-    /// The guest has connected with `request`.
+    /// A connection from the guest, by `request`.
     pub fn from_guest(key: Key, socket: OwnedFd, request: &Header) -> Self {
         let mut connection = Self::new(key, State::Established, socket);
         connection.owed.response = true;
@@ -146,17 +146,17 @@ impl Connection {
         connection
     }
 
-    /// The socket, to poll it.
+    /// The socket, for polling.
     pub fn socket(&self) -> &OwnedFd {
         &self.socket
     }
 
-    /// Bytes of the guest's that wait for the host's program.
+    /// Number of the guest's bytes that wait for the host's program.
     pub fn pending(&self) -> usize {
         self.pending.len() - self.pending_from
     }
 
-    /// Takes over what each packet says about the guest's buffer.
+    /// Applies a packet's report of the guest's buffer.
     pub fn update_credit(&mut self, header: &Header) {
         self.guest_buffer = header.buf_alloc;
         self.guest_forwarded = Wrapping(header.fwd_cnt);
@@ -165,13 +165,13 @@ impl Connection {
         }
     }
 
-    /// Bytes that the guest has room for. A guest that claims to have taken more than it was sent has none.
+    /// Free bytes in the guest's buffer. 0 for a guest that claims to have received more than was sent.
     fn credit(&self) -> usize {
         let outstanding = (self.sent - self.guest_forwarded).0;
         usize::try_from(self.guest_buffer.saturating_sub(outstanding)).unwrap_or(0)
     }
 
-    /// The guest accepted: the host's program is told the port. The deadline no longer holds.
+    /// Handles the guest's acceptance: the host's program gets the port, and the deadline ends.
     pub fn established(&mut self) {
         self.state = State::Established;
         self.deadline = None;
@@ -180,7 +180,7 @@ impl Connection {
         self.own = line.len() - taken;
     }
 
-    /// Data of the guest's.
+    /// Handles data from the guest.
     pub fn data(&mut self, payload: &[u8]) -> Fate {
         let length = u32::try_from(payload.len()).unwrap_or(u32::MAX);
         let occupied = (self.received - self.forwarded).0;
@@ -194,17 +194,17 @@ impl Connection {
         Fate::Lives
     }
 
-    /// `bytes` of the guest's data left the buffer.
+    /// Records that `bytes` of the guest's data left the buffer.
     fn took(&mut self, bytes: usize) {
         self.forwarded += u32::try_from(bytes).unwrap_or(0);
-        // Tell before the guest has to ask: when it believes that half of the buffer is full.
+        // Report before the guest has to request it: when half of the buffer is full by its last information.
         let believes_used = (self.received - self.told).0;
         if self.forwarded != self.told && believes_used >= BUFFER / 2 {
             self.owed.credit = true;
         }
     }
 
-    /// Gives bytes to the socket and keeps what it doesn't take. Returns how many it took.
+    /// Passes bytes to the socket and keeps those that it doesn't accept. Returns how many it accepted.
     fn push(&mut self, bytes: &[u8]) -> usize {
         let taken = if self.pending() == 0 { self.write(bytes) } else { 0 };
         if self.deaf {
@@ -221,7 +221,7 @@ impl Connection {
         taken
     }
 
-    /// Writes what the socket takes at present. A reader that has gone makes the connection deaf.
+    /// Writes as many bytes as the socket accepts. A closed reader makes the connection deaf.
     fn write(&mut self, bytes: &[u8]) -> usize {
         let mut done = 0;
         while done < bytes.len() && !self.deaf {
@@ -236,7 +236,7 @@ impl Connection {
         done
     }
 
-    /// Goes on with what waits for the socket.
+    /// Writes pending bytes to the socket.
     pub fn flush(&mut self) -> Fate {
         if self.pending() > 0 {
             let pending = std::mem::take(&mut self.pending);
@@ -247,7 +247,7 @@ impl Connection {
             self.own -= own;
             self.took(gone - own);
             if gone == waiting {
-                // A burst's buffer isn't kept.
+                // Releases the memory of a burst.
                 self.pending_from = 0;
             } else {
                 self.pending_from += gone;
@@ -258,11 +258,11 @@ impl Connection {
         self.verdict()
     }
 
-    /// The guest shut halves down.
+    /// Handles a shutdown by the guest.
     pub fn guest_shutdown(&mut self, flags: u32) -> Fate {
         self.guest_closed |= flags & shutdown::BOTH;
         if self.guest_closed & shutdown::RECEIVE != 0 {
-            // The host's program learns it when it writes.
+            // The host's program learns of it when it writes.
             let _ = rustix::net::shutdown(&self.socket, Shutdown::Read);
             self.readable = false;
         }
@@ -277,33 +277,33 @@ impl Connection {
         }
     }
 
-    /// A connection that the guest has closed both ways ends when its last bytes are delivered.
+    /// A connection that the guest has closed in both directions ends when its last bytes are delivered.
     fn verdict(&self) -> Fate {
         let over = self.guest_closed == shutdown::BOTH && self.pending() == 0;
         if over { Fate::Reset } else { Fate::Lives }
     }
 
-    /// The socket has something to read, its end included.
+    /// Records that the socket has bytes, or its end, to read.
     pub fn mark_readable(&mut self) {
         if self.guest_closed & shutdown::RECEIVE == 0 && !self.ended {
             self.readable = true;
         }
     }
 
-    /// The poll set reported a hang-up: the host's program is gone altogether, apart from what it left to be read.
+    /// Records a hang-up: the host's program has closed the socket, but data may be left to read.
     pub fn mark_hung_up(&mut self) {
         self.deaf = true;
         self.mark_readable();
     }
 
-    /// What to poll for; `None`: nothing, not even a hang-up, which would wake without use.
+    /// Events to poll for. `None`: not even a hang-up, which would wake the thread needlessly.
     pub fn interest(&self) -> Option<Interest> {
         let writable = self.pending() > 0 && !self.deaf;
         let reads = self.state == State::Established
             && self.guest_closed & shutdown::RECEIVE == 0
             && !self.ended
             && !self.readable;
-        // After the end of its data, a program may still read; then only its going away is of interest.
+        // After the end of its data, a program may still read; then only its hang-up matters.
         let lingers = self.ended && !self.deaf;
         (reads || writable || lingers).then_some(Interest { readable: reads, writable })
     }
@@ -327,8 +327,8 @@ impl Connection {
         (self.readable && (self.credit() > 0 || !self.asked)) || self.host_closed() & !self.told_closed != 0
     }
 
-    /// The next packet to the guest without the addresses, and its payload, read into `buffer`, of which at most
-    /// `space` bytes are used. `None`: nothing to say after all.
+    /// The next packet to the guest without the addresses, and its payload, read into at most `space` bytes of `buffer`. `None`: there is
+    /// none after all.
     pub fn next(&mut self, space: usize, buffer: &mut [u8]) -> Option<Header> {
         let owed = std::mem::take(&mut self.owed);
         let simple = |connection: &mut Self, op| Some(connection.header(op));
@@ -361,7 +361,7 @@ impl Connection {
                 }
                 Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => self.readable = false,
                 Err(_) => {
-                    // ECONNRESET: it went away without reading everything.
+                    // ECONNRESET: the program closed the socket without reading everything.
                     self.readable = false;
                     (self.ended, self.deaf) = (true, true);
                 }
@@ -377,7 +377,7 @@ impl Connection {
         None
     }
 
-    /// Whether the guest was told that the host has closed both halves: it is to answer with a reset.
+    /// Whether both closed halves of the host were reported to the guest, which should respond with a reset.
     pub fn is_closing(&self) -> bool {
         self.told_closed == shutdown::BOTH
     }

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use telemetry::Counter;
 
-/// Traffic and connections; "receive" and "transmit" as the guest sees them.
+/// Traffic and connections; "receive" and "transmit" are from the guest's view.
 #[derive(Debug, Default)]
 pub struct Counters {
     /// Packets to the guest.
@@ -15,9 +15,9 @@ pub struct Counters {
     pub transmit_packets: Counter,
     /// Their payload bytes.
     pub transmit_bytes: Counter,
-    /// Connections made, either way.
+    /// Connections established, in either direction.
     pub opened: Counter,
-    /// Connections refused: nobody listens, or there are too many.
+    /// Connections refused: no listener, or too many connections.
     pub refused: Counter,
     /// Resets sent to the guest.
     pub resets: Counter,
@@ -27,7 +27,7 @@ pub struct Counters {
 }
 
 impl Counters {
-    /// Connections at present.
+    /// Current number of connections.
     pub fn connections(&self) -> usize {
         self.connections.load(Ordering::Relaxed)
     }
@@ -36,7 +36,7 @@ impl Counters {
         self.connections.store(count, Ordering::Relaxed);
     }
 
-    /// Name and value of each.
+    /// Name and value of each counter.
     pub fn values(&self) -> [(&'static str, u64); 8] {
         [
             ("receive_packets", self.receive_packets.get()),

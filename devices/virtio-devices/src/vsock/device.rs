@@ -1,4 +1,4 @@
-//! The vsock device towards its transport.
+//! The vsock device.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -19,52 +19,51 @@ use crate::worker::Worker;
 
 /// Entries of each queue.
 pub const QUEUE_SIZE: u16 = 256;
-/// First context id that a guest can have.
+/// Lower bound of a guest's context id.
 pub const CID_MIN: u32 = 3;
-/// Last one: the highest number means "any".
+/// Upper bound of a guest's context id: the next number means "any".
 pub const CID_MAX: u32 = u32::MAX - 1;
 const QUEUES: usize = 3;
 const SAVED_VERSION: u32 = 1;
 
-/// A vsock device to be opened.
+/// Configuration of a vsock device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct VsockConfig {
     /// Name of the device, unique in the VM.
     pub name: String,
-    /// The guest's context id, from 3; unique on the host by convention only, since the host's side is a socket
-    /// file of the VM's own.
+    /// The guest's context id, from 3 on. Needs to be unique on the host by convention only, since the host's side is a socket file of this
+    /// VM.
     pub cid: u32,
-    /// Unix socket that programs of the host connect to, at most 96 bytes. Guest connections to port P go to
-    /// `<socket>_P`.
+    /// Unix socket for connections from the host's programs, path of at most 96 bytes. A guest's connection to port P goes to `<socket>_P`.
     pub socket: PathBuf,
 }
 
-/// The device can't be opened or restored; the guest never causes these.
+/// Why the device can't be opened or restored. Never caused by the guest.
 #[derive(Debug, thiserror::Error)]
 pub enum VsockError {
-    /// Reserved or impossible context id.
+    /// A reserved or invalid context id.
     #[error("Vsock device {name}: the context id is {cid}; {CID_MIN} to {CID_MAX} are possible")]
     Cid {
         /// Device name.
         name: String,
-        /// What was asked for.
+        /// Configured context id.
         cid: u32,
     },
-    /// The host's side can't be opened.
+    /// The socket can't be opened.
     #[error("Vsock device {name} can't be opened")]
     Socket {
         /// Device name.
         name: String,
-        /// Why.
+        /// The error.
         #[source]
         source: SocketError,
     },
-    /// Saved state that doesn't fit.
+    /// The saved state doesn't fit.
     #[error("Vsock device {name}: the saved state can't be used: {reason}")]
     Saved {
         /// Device name.
         name: String,
-        /// Why.
+        /// The reason.
         reason: String,
     },
 }
@@ -76,11 +75,11 @@ pub struct Vsock {
     socket: PathBuf,
     counters: Arc<Counters>,
     log: Arc<GuestLog>,
-    /// The connections while no thread has them.
+    /// The connections, unless a thread owns them.
     muxer: Option<Muxer>,
     worker: Option<Worker<VsockQueues>>,
     idle: Vec<ActiveQueue>,
-    /// The guest is to be told at the next activation that its connections are gone.
+    /// Whether the next activation reports to the guest that its connections are gone.
     announce_reset: bool,
 }
 
@@ -90,7 +89,7 @@ struct SavedVsock {
 }
 
 impl Vsock {
-    /// Opens the device and its socket; the file is removed with the device.
+    /// Opens the device and its socket, whose file is removed with the device.
     pub fn open(config: VsockConfig) -> Result<Self, VsockError> {
         let VsockConfig { name, cid, socket } = config;
         if !(CID_MIN..=CID_MAX).contains(&cid) {
@@ -113,8 +112,8 @@ impl Vsock {
         })
     }
 
-    /// Opens the device as it was saved: with the guest's context id, whatever `config` says, and without the
-    /// connections, of which the guest is told.
+    /// Opens the device with a saved state: with the guest's context id, whatever `config` has, and without the connections. The guest gets
+    /// a transport reset event.
     pub fn restore(config: VsockConfig, from: &SavedDevice) -> Result<Self, VsockError> {
         let bad = |reason| VsockError::Saved { name: config.name.clone(), reason };
         let state = Self::decode(from).map_err(bad)?;
@@ -240,12 +239,12 @@ impl VirtioDevice for Vsock {
     }
 
     fn settle(&self) -> Result<(), DeviceError> {
-        // It keeps nothing.
+        // It holds no unwritten data.
         Ok(())
     }
 
     fn hand_over(&mut self) -> Result<(), DeviceError> {
-        // Its socket is this host's; connections end with the move, and the guest is told.
+        // Its socket is this host's. Connections end with a migration, and the guest gets a transport reset event.
         Ok(())
     }
 
@@ -271,7 +270,7 @@ impl VirtioDevice for Vsock {
 }
 
 impl Vsock {
-    /// The queues and connections that a thread had.
+    /// Takes queues and connections back from a thread.
     fn take_back(&mut self, queues: VsockQueues) {
         let VsockQueues { receive, transmit, event, muxer, announce_reset, .. } = queues;
         self.muxer = Some(muxer);

@@ -1,7 +1,7 @@
-//! All connections of one device: which packet belongs to which, who may send next, how many there may be.
+//! All connections of one device: dispatch of packets, fairness, and limits.
 //!
-//! Knows neither rings nor threads: packets go in through [`Muxer::packet`], readiness of sockets through
-//! [`Muxer::ready`], time through [`Muxer::expire`]; packets come out of [`Muxer::next`].
+//! Independent of rings and threads: [`Muxer::packet`] receives packets,
+//! [`Muxer::ready`] readiness of sockets, [`Muxer::expire`] the time; [`Muxer::next`] returns packets to send.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::io;
@@ -18,37 +18,37 @@ use super::packet::{HOST_CID, Header, Op, TYPE_STREAM};
 use super::socket::Listener;
 use crate::worker::{Interest, Poller, Ready};
 
-/// Most connections at once.
+/// Limit of connections.
 pub const CONNECTIONS_MAX: usize = 1024;
-/// Most programs that have connected to the socket and not yet said to which port.
+/// Limit of host programs that have connected and not yet sent a port.
 pub const GREETERS_MAX: usize = 128;
-/// Most bytes of guests' data that wait for programs of the host, over all connections.
+/// Limit of guests' bytes that wait for programs of the host, over all connections.
 pub const PENDING_MAX: usize = 32 << 20;
-/// Resets that may wait for receive buffers before no more packets of the guest's are taken.
+/// Limit of resets that wait for receive buffers; beyond it no more packets of the guest are processed.
 pub const RESETS_MAX: usize = 256;
-/// How long a program has to say `CONNECT <port>`.
+/// Timeout for a program's `CONNECT <port>`.
 pub const GREETING_TIME: Duration = Duration::from_secs(5);
-/// How long the guest has to answer a request.
+/// Timeout for the guest's response to a request.
 pub const REQUEST_TIME: Duration = Duration::from_secs(5);
-/// How long the guest has to confirm that a connection is over.
+/// Timeout for the guest's confirmation that a connection is over.
 pub const CLOSING_TIME: Duration = Duration::from_secs(10);
-/// How long the listening socket is left alone when the process has no descriptors left.
+/// How long the listening socket isn't polled when the process has no descriptors left.
 const LISTENER_PAUSE: Duration = Duration::from_secs(1);
-/// Longest greeting: `CONNECT 4294967295` and a line end.
+/// Limit of a greeting: `CONNECT 4294967295` and a line end.
 const GREETING_MAX: usize = 32;
-/// First port given to programs of the host; above what Linux guests choose from for themselves by default.
+/// First port for programs of the host; above the default range of Linux guests.
 const FIRST_HOST_PORT: u32 = 1 << 30;
 
 /// Token of the listening socket; connections have higher ones.
 pub const LISTENER_TOKEN: u64 = 15;
 
-/// Where the sockets that are waited for are registered: a [`Poller`], or nothing in tests.
+/// Registration of polled sockets: a [`Poller`], or a test's own.
 pub trait Watch {
-    /// Waits for `fd`.
+    /// Adds `fd` to the poll set.
     fn add(&self, fd: BorrowedFd<'_>, token: u64, interest: Interest) -> io::Result<()>;
-    /// Waits for something else.
+    /// Changes the polled events.
     fn modify(&self, fd: BorrowedFd<'_>, token: u64, interest: Interest) -> io::Result<()>;
-    /// Waits no more.
+    /// Removes `fd` from the poll set.
     fn remove(&self, fd: BorrowedFd<'_>) -> io::Result<()>;
 }
 
@@ -66,7 +66,7 @@ impl Watch for Poller {
     }
 }
 
-/// A program of the host that has connected and not yet said to which port.
+/// A host program that has connected and not yet sent a port.
 struct Greeter {
     socket: OwnedFd,
     said: Vec<u8>,
@@ -78,7 +78,7 @@ struct Greeter {
 pub struct Muxer {
     cid: u64,
     listener: Listener,
-    /// Whether the listening socket is polled; else since when not.
+    /// Whether the listening socket is polled; otherwise it is polled again from `listen_again` on.
     listening: bool,
     listen_again: Option<Instant>,
     connections: HashMap<u64, Connection>,
@@ -86,18 +86,18 @@ pub struct Muxer {
     greeters: HashMap<u64, Greeter>,
     next_token: u64,
     next_port: u32,
-    /// Connections that have something to send, each once.
+    /// Connections with packets to send, each once.
     senders: VecDeque<u64>,
     resets: VecDeque<Header>,
     deadlines: BTreeSet<(Instant, u64)>,
-    /// Sum over all connections.
+    /// Number of pending bytes over all connections.
     pending: usize,
     counters: Arc<Counters>,
     log: Arc<GuestLog>,
 }
 
 impl Muxer {
-    /// For a guest with `cid`.
+    /// A muxer for a guest with `cid`.
     pub fn new(cid: u64, listener: Listener, counters: Arc<Counters>, log: Arc<GuestLog>) -> Self {
         Self {
             cid,
@@ -118,7 +118,7 @@ impl Muxer {
         }
     }
 
-    /// Registers all sockets with a fresh poll set, after a pause.
+    /// Registers all sockets with a new poll set, after a pause.
     pub fn watch_all(&mut self, watch: &dyn Watch) -> io::Result<()> {
         (self.listening, self.listen_again) = (false, None);
         self.listen(watch)?;
@@ -149,19 +149,19 @@ impl Muxer {
         Ok(())
     }
 
-    /// Connections at present.
+    /// Current number of connections.
     pub fn connections(&self) -> usize {
         self.connections.len()
     }
 
-    /// Whether no more packets of the guest's should be taken before it has received some.
+    /// Whether the guest must receive packets before more of its own are processed.
     pub fn is_congested(&self) -> bool {
         self.resets.len() >= RESETS_MAX
     }
 
-    /// Forgets everything, after a reset of the device.
+    /// Closes all connections, after a reset of the device.
     pub fn clear(&mut self) {
-        // Closing the sockets takes them out of the poll set, if there is one.
+        // Closing the sockets removes them from the poll set, if there is one.
         self.connections.clear();
         self.keys.clear();
         self.greeters.clear();
@@ -178,7 +178,7 @@ impl Muxer {
 
     // From the guest.
 
-    /// A packet of the guest's: copies of the header and the payload.
+    /// Processes a packet of the guest: copies of the header and the payload.
     pub fn packet(&mut self, watch: &dyn Watch, header: &Header, payload: &[u8], now: Instant) {
         if header.src_cid != self.cid {
             self.counters.errors.increment();
@@ -238,7 +238,7 @@ impl Muxer {
         }
     }
 
-    /// Answers a packet whose payload can't be understood.
+    /// Responds to a packet with an invalid payload.
     pub fn refuse(&mut self, watch: &dyn Watch, header: &Header) {
         self.counters.errors.increment();
         let key = Key { host: header.dst_port, guest: header.src_port };
@@ -288,7 +288,7 @@ impl Muxer {
         token
     }
 
-    /// Brings the poll set and the list of senders up to date with a connection.
+    /// Updates the poll set and the list of senders for a connection.
     fn settle(&mut self, watch: &dyn Watch, token: u64) {
         let Some(connection) = self.connections.get_mut(&token) else { return };
         let wanted = connection.interest();
@@ -314,7 +314,7 @@ impl Muxer {
         }
     }
 
-    /// Gives a connection that both sides have closed its deadline.
+    /// Sets the deadline of a connection that both sides have closed.
     fn note_deadline(&mut self, token: u64, now: Instant) {
         let Some(connection) = self.connections.get_mut(&token) else { return };
         if connection.is_closing() && connection.deadline.is_none() {
@@ -345,7 +345,7 @@ impl Muxer {
     fn end(&mut self, watch: &dyn Watch, token: u64) {
         if let Some(connection) = self.remove(watch, token) {
             if connection.owed.request {
-                // The guest doesn't know of it yet.
+                // The guest doesn't know the connection yet.
                 return;
             }
             self.counters.resets.increment();
@@ -373,7 +373,7 @@ impl Muxer {
         !self.resets.is_empty() || !self.senders.is_empty()
     }
 
-    /// The next packet for the guest, with at most `space` bytes of payload, which lie at the start of `buffer`.
+    /// The next packet for the guest, with at most `space` bytes of payload at the start of `buffer`.
     pub fn next(
         &mut self,
         watch: &dyn Watch,
@@ -384,7 +384,7 @@ impl Muxer {
         if let Some(reset) = self.resets.pop_front() {
             return Some(reset);
         }
-        // Once around the list: whoever had nothing to say after all isn't asked twice.
+        // Once around the list, so that a connection without a packet isn't tried twice.
         for _ in 0..self.senders.len() {
             let Some(token) = self.senders.pop_front() else { break };
             let Some(connection) = self.connections.get_mut(&token) else { continue };
@@ -392,7 +392,7 @@ impl Muxer {
             let packet = connection.next(space, buffer);
             let key = connection.key;
             self.note_deadline(token, now);
-            // Puts it at the end of the list if it has more to say: everybody gets a turn.
+            // Appends it to the list again if it has more packets: round robin.
             self.settle(watch, token);
             if let Some(packet) = packet {
                 return Some(Header {
@@ -410,7 +410,7 @@ impl Muxer {
 
     // From the host.
 
-    /// Something happened on a socket.
+    /// Handles an event of a socket.
     pub fn ready(&mut self, watch: &dyn Watch, event: Ready, now: Instant) -> io::Result<()> {
         if event.token == LISTENER_TOKEN {
             self.accept(watch, now);
@@ -468,7 +468,7 @@ impl Muxer {
         }
     }
 
-    /// Reads what a program says; the line's end and nothing beyond it is taken from the socket.
+    /// Reads a program's greeting; consumes nothing beyond the line end.
     fn greeting(&mut self, watch: &dyn Watch, token: u64, now: Instant) {
         let Some(greeter) = self.greeters.get_mut(&token) else { return };
         let mut bytes = [0; GREETING_MAX];
@@ -516,7 +516,7 @@ impl Muxer {
         Some(greeter)
     }
 
-    /// A host port that no connection to `guest` has. There are far more ports than connections.
+    /// A host port without a connection to `guest`. There are far more ports than connections.
     fn free_key(&mut self, guest: u32) -> Key {
         loop {
             let key = Key { host: self.next_port, guest };
@@ -530,12 +530,12 @@ impl Muxer {
 
     // Time.
 
-    /// When [`Muxer::expire`] has to be called next.
+    /// Time of the next [`Muxer::expire`].
     pub fn deadline(&self) -> Option<Instant> {
         self.deadlines.first().map(|(deadline, _)| *deadline)
     }
 
-    /// Gives up what took too long.
+    /// Aborts what has exceeded its timeout.
     pub fn expire(&mut self, watch: &dyn Watch, now: Instant) -> io::Result<()> {
         while let Some((deadline, token)) = self.deadlines.first().copied() {
             if deadline > now {
@@ -554,7 +554,7 @@ impl Muxer {
     }
 }
 
-/// The port of `CONNECT <port>\n`.
+/// Parses the port of `CONNECT <port>\n`.
 pub fn parse_greeting(line: &[u8]) -> Option<u32> {
     let text = std::str::from_utf8(line).ok()?.strip_suffix('\n')?;
     let text = text.strip_suffix('\r').unwrap_or(text);

@@ -1,60 +1,60 @@
-//! The header of a vsock packet (virtio 1.2, section 5.10.6).
+//! The header of a vsock packet (virtio 1.2, 5.10.6).
 //!
-//! Parsed from a copy. The crate `virtio-vsock` knows the same header, but only packets of one or two
-//! descriptors; Linux sends more for zero-copy buffers. A test compares the two.
+//! Parsed from a copy. The crate `virtio-vsock` has the same header, but only packets of one or two descriptors; Linux sends more for
+//! zero-copy buffers. A test compares the two.
 
 /// Bytes of a header.
 pub const HEADER_LEN: usize = 44;
-/// Most payload of one packet.
+/// Limit of the payload of one packet, bytes.
 pub const PAYLOAD_MAX: usize = 64 * 1024;
 /// The host's context id.
 pub const HOST_CID: u64 = 2;
 /// Connection-oriented byte stream.
 pub const TYPE_STREAM: u16 = 1;
 
-/// Half of a connection that is closed for good, as the sender of a shutdown sees it.
+/// Closed halves of a connection, from the view of the sender of a shutdown.
 pub mod shutdown {
-    /// It receives no more.
+    /// The sender receives no more.
     pub const RECEIVE: u32 = 1;
-    /// It sends no more.
+    /// The sender sends no more.
     pub const SEND: u32 = 2;
     /// Both.
     pub const BOTH: u32 = RECEIVE | SEND;
 }
 
-/// What a packet is for; open, since the number comes from the guest.
+/// Operation of a packet. Any number is representable, since it comes from the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Op(pub u16);
 
 impl Op {
-    /// Asks for a connection.
+    /// Requests a connection.
     pub const REQUEST: Self = Self(1);
-    /// Accepts it.
+    /// Accepts the connection.
     pub const RESPONSE: Self = Self(2);
-    /// Refuses or ends it.
+    /// Refuses or ends the connection.
     pub const RST: Self = Self(3);
-    /// Closes halves of it.
+    /// Closes halves of the connection.
     pub const SHUTDOWN: Self = Self(4);
     /// Carries data.
     pub const RW: Self = Self(5);
-    /// Tells about buffer space.
+    /// Reports buffer space.
     pub const CREDIT_UPDATE: Self = Self(6);
-    /// Asks about buffer space.
+    /// Requests a report of buffer space.
     pub const CREDIT_REQUEST: Self = Self(7);
 }
 
 /// `struct virtio_vsock_hdr`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Header {
-    /// Sender's context.
+    /// Sender's context id.
     pub src_cid: u64,
-    /// Receiver's context.
+    /// Receiver's context id.
     pub dst_cid: u64,
     /// Sender's port.
     pub src_port: u32,
     /// Receiver's port.
     pub dst_port: u32,
-    /// Bytes of payload.
+    /// Length of the payload, bytes.
     pub len: u32,
     /// Socket type.
     pub kind: u16,
@@ -62,14 +62,14 @@ pub struct Header {
     pub op: Op,
     /// Operation's flags.
     pub flags: u32,
-    /// Sender's buffer for this connection.
+    /// Size of the sender's buffer for this connection, bytes.
     pub buf_alloc: u32,
-    /// Bytes that the sender has taken out of that buffer so far, wrapping.
+    /// Number of bytes that the sender has removed from that buffer so far, wrapping.
     pub fwd_cnt: u32,
 }
 
 impl Header {
-    /// Reads the wire form.
+    /// Decodes the wire format.
     pub fn parse(bytes: &[u8; HEADER_LEN]) -> Self {
         let mut rest = &bytes[..];
         Self {
@@ -86,7 +86,7 @@ impl Header {
         }
     }
 
-    /// The wire form.
+    /// Encodes the wire format.
     pub fn to_bytes(&self) -> [u8; HEADER_LEN] {
         let mut bytes = [0; HEADER_LEN];
         bytes[..8].copy_from_slice(&self.src_cid.to_le_bytes());
@@ -102,7 +102,7 @@ impl Header {
         bytes
     }
 
-    /// The reset that answers this packet.
+    /// The reset in response to this packet.
     pub fn reset(&self) -> Self {
         Self {
             src_cid: self.dst_cid,
@@ -116,7 +116,7 @@ impl Header {
     }
 }
 
-/// Takes `N` bytes off the front; the fields add up to the header's length.
+/// Removes `N` bytes from the front; the fields add up to the header's length.
 fn take<const N: usize>(rest: &mut &[u8]) -> [u8; N] {
     let (now, later) = rest.split_first_chunk::<N>().unwrap_or((&[0; N], &[]));
     *rest = later;

@@ -1,5 +1,4 @@
-//! The Unix sockets of the host's side: the one that programs on the host connect to, and those that guest
-//! connections go to.
+//! The Unix sockets of the host's side: the one for connections from the host's programs, and those for guest connections.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -10,52 +9,52 @@ use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect, listen, socket_with,
 };
 
-/// Connections that wait to be accepted.
+/// Limit of connections that wait to be accepted.
 const BACKLOG: i32 = 128;
-/// Bytes of a socket path in `struct sockaddr_un`, less the terminator and the `_<port>` of guest connections.
+/// Limit of a socket path, bytes: `struct sockaddr_un` less the terminator and the `_<port>` of guest connections.
 pub const PATH_MAX: usize = 107 - 11;
 
-/// The socket can't be made.
+/// Why the socket can't be created.
 #[derive(Debug, thiserror::Error)]
 pub enum SocketError {
-    /// The path doesn't fit.
+    /// The path is too long.
     #[error("Socket path {path} has {length} bytes; at most {PATH_MAX} are possible, choose a shorter one")]
     TooLong {
         /// The path.
         path: String,
-        /// Its length.
+        /// Its length, bytes.
         length: usize,
     },
-    /// Somebody listens there.
+    /// Another process listens there.
     #[error("Socket {path} is in use by another process; stop that VM or choose another path")]
     InUse {
         /// The path.
         path: String,
     },
-    /// Something else is there.
+    /// The file there isn't a socket.
     #[error("{path} exists and is no socket; remove it or choose another path")]
     NotASocket {
         /// The path.
         path: String,
     },
-    /// The system refused it.
+    /// The kernel refused an operation.
     #[error("Socket {path} can't be {what}")]
     Host {
         /// The path.
         path: String,
-        /// What was tried.
+        /// The failed operation.
         what: &'static str,
-        /// Why.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
 }
 
-/// A listening Unix socket whose file is removed at the end.
+/// A listening Unix socket, whose file is removed when it is dropped.
 pub struct Listener {
     fd: OwnedFd,
     path: PathBuf,
-    /// Device and inode of the file: another's isn't removed.
+    /// Device and inode of the file, so that no other file is removed.
     identity: Option<(u64, u64)>,
 }
 
@@ -65,7 +64,7 @@ fn stream() -> io::Result<OwnedFd> {
 }
 
 impl Listener {
-    /// Listens at `path`. A socket that a dead process left behind is replaced.
+    /// Listens at `path`. Replaces a socket that a dead process left.
     pub fn open(path: &Path) -> Result<Self, SocketError> {
         let shown = || path.display().to_string();
         let length = path.as_os_str().len();
@@ -80,7 +79,7 @@ impl Listener {
                 return Err(SocketError::NotASocket { path: shown() });
             }
             Ok(_) => match connect_to(path) {
-                // EAGAIN: somebody listens and is busy.
+                // EAGAIN: another process listens and is busy.
                 Ok(_) => return Err(SocketError::InUse { path: shown() }),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     return Err(SocketError::InUse { path: shown() });
@@ -107,12 +106,12 @@ impl Listener {
         Ok(listener)
     }
 
-    /// Readable when somebody connects.
+    /// Descriptor that is readable when a program connects.
     pub fn fd(&self) -> &OwnedFd {
         &self.fd
     }
 
-    /// Where it listens.
+    /// Path of the socket.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -122,7 +121,7 @@ impl Listener {
         Ok(accept_with(&self.fd, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)?)
     }
 
-    /// Connects to who serves guest connections to `port`: `<path>_<port>`. Never waits.
+    /// Connects to the program that serves guest connections to `port`: `<path>_<port>`. Never blocks.
     pub fn connect_to_port(&self, port: u32) -> io::Result<OwnedFd> {
         let mut path = self.path.clone().into_os_string();
         path.push(format!("_{port}"));

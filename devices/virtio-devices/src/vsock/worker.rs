@@ -13,7 +13,7 @@ use crate::device::VirtioInterrupt;
 use crate::queue::{self, Chain, Ring, RingError, total_len};
 use crate::worker::{Interest, Poller, Wake};
 
-/// System calls of this thread besides those of [`crate::worker::SYSCALLS`].
+/// System calls of this thread, besides those of [`crate::worker::SYSCALLS`].
 pub const SYSCALLS: &[i64] = &[
     libc::SYS_accept4,
     libc::SYS_socket,
@@ -27,7 +27,7 @@ pub const SYSCALLS: &[i64] = &[
     libc::SYS_close,
 ];
 
-/// Packets moved in one direction before the other has its turn.
+/// Limit of packets moved in one direction before the other gets its turn.
 const BUDGET: usize = 256;
 /// `VIRTIO_VSOCK_EVENT_TRANSPORT_RESET`.
 const TRANSPORT_RESET: u32 = 0;
@@ -36,25 +36,25 @@ const RECEIVE: u64 = 0;
 const TRANSMIT: u64 = 1;
 const EVENT: u64 = 2;
 
-/// A guest broke the device's rules; the device stops.
+/// A guest's error, which stops the device.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum GuestError {
-    /// Of a ring.
+    /// A corrupted ring.
     #[error(transparent)]
     Ring(#[from] RingError),
-    /// A buffer is too small to be of use.
+    /// A buffer that is too small.
     #[error("Queue {queue}: a buffer has {bytes} writable bytes; at least {needed} are needed")]
     Buffer {
         /// Queue index.
         queue: u16,
-        /// Its size.
+        /// Its length, bytes.
         bytes: u64,
-        /// What is needed.
+        /// Required length, bytes.
         needed: u64,
     },
 }
 
-/// What the thread owns.
+/// State that the thread owns.
 pub struct VsockQueues {
     /// Packets to the guest.
     pub receive: Ring,
@@ -66,13 +66,13 @@ pub struct VsockQueues {
     pub muxer: Muxer,
     /// Guest memory.
     pub memory: GuestMemorySpace,
-    /// How to interrupt.
+    /// Interrupts to the driver.
     pub interrupt: Arc<dyn VirtioInterrupt>,
     /// Counters.
     pub counters: Arc<Counters>,
-    /// For lines that the guest can cause.
+    /// Rate-limited log for messages that the guest can cause.
     pub log: Arc<GuestLog>,
-    /// The guest is to be told that all its connections are gone.
+    /// Whether the guest is to get the transport reset event.
     pub announce_reset: bool,
     /// One packet's payload.
     pub buffer: Box<[u8]>,
@@ -84,13 +84,13 @@ pub fn payload_buffer() -> Box<[u8]> {
 }
 
 impl VsockQueues {
-    /// Checks that the rings lie in RAM.
+    /// Checks that the rings are in RAM.
     pub fn check(&self) -> Result<(), RingError> {
         let memory = self.memory.memory();
         [&self.receive, &self.transmit, &self.event].into_iter().try_for_each(|ring| ring.check(&memory))
     }
 
-    /// Serves the queues until the stop.
+    /// Serves the queues until the thread is stopped.
     pub fn run(&mut self, poller: &Poller) -> Result<(), String> {
         let failed = |error: std::io::Error| format!("its thread can't wait for events: {error}");
         poller.add(self.receive.kick(), RECEIVE, Interest::READ).map_err(failed)?;
@@ -122,7 +122,7 @@ impl VsockQueues {
         }
     }
 
-    /// Moves packets both ways; true when more may be moved at once.
+    /// Moves packets both ways; returns whether more can be moved at once.
     pub fn serve(&mut self, watch: &dyn Watch) -> Result<bool, GuestError> {
         let memory = self.memory.memory().into_inner();
         let now = Instant::now();
@@ -136,11 +136,11 @@ impl VsockQueues {
                 self.interrupt.queue(ring.index());
             }
         }
-        // Packets that were refused for congestion are taken when the guest has made room.
+        // Packets refused for congestion are processed when the guest has made room.
         Ok(more)
     }
 
-    /// Takes packets of the guest's.
+    /// Processes packets from the guest.
     fn take_packets(
         &mut self,
         memory: &GuestMemory,
@@ -149,7 +149,7 @@ impl VsockQueues {
     ) -> Result<bool, GuestError> {
         for _ in 0..BUDGET {
             if self.muxer.is_congested() {
-                // `give_packets` comes next; what it can't send waits for a kick of the receive queue.
+                // `give_packets` follows; packets that it can't send wait for a kick of the receive queue.
                 return Ok(false);
             }
             let Some(chain) = self.transmit.pop(memory)? else {
@@ -200,7 +200,7 @@ impl VsockQueues {
         Ok(())
     }
 
-    /// Gives packets to the guest.
+    /// Sends packets to the guest.
     fn give_packets(
         &mut self,
         memory: &GuestMemory,
@@ -231,7 +231,7 @@ impl VsockQueues {
         Ok(true)
     }
 
-    /// Fills one receive buffer; false when there was nothing to send after all.
+    /// Fills one receive buffer; false when there was no packet after all.
     fn give_packet(
         &mut self,
         memory: &GuestMemory,
@@ -258,7 +258,7 @@ impl VsockQueues {
         Ok(true)
     }
 
-    /// Tells the guest that its connections are gone, as soon as it has posted a buffer for events.
+    /// Sends the transport reset event, as soon as the guest has posted a buffer for events.
     fn send_event(&mut self, memory: &GuestMemory) -> Result<(), GuestError> {
         loop {
             if let Some(chain) = self.event.pop(memory)? {

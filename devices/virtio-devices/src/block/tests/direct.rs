@@ -1,4 +1,4 @@
-//! Disks around the host's page cache: what the guest sees of it, and what others of the same block keep.
+//! Disks with `O_DIRECT`: the guest's view, and concurrent writes to the same block.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ fn direct(path: &Path) -> BlockConfig {
     config
 }
 
-/// A file system that doesn't report its alignment (or a kernel that doesn't) has it found out.
+/// If a file system (or kernel) doesn't report its alignment, it is probed.
 #[test]
 fn a_file_system_that_does_not_report_its_alignment_is_probed() {
     let directory = tempfile::tempdir_in("/dev/shm").unwrap();
@@ -27,7 +27,7 @@ fn a_file_system_that_does_not_report_its_alignment_is_probed() {
             assert_eq!(bench.write(3, &[6; 512]), OK);
             assert_eq!(bench.read(2, 1536).1, [vec![5; 512], vec![6; 512], vec![5; 512]].concat());
         }
-        // A tmpfs of older kernels.
+        // A tmpfs of an older kernel.
         Err(error @ BlockError::Direct { .. }) => {
             facilities::missing(facilities::Facility::DirectIo, error);
         }
@@ -84,7 +84,7 @@ impl Drop for LargeSectors {
     }
 }
 
-/// The guest's disk is the same whether or not the host goes around its page cache, and has the blocks that it is told to have.
+/// The guest's disk is the same with and without `O_DIRECT`, and has the configured block size.
 #[test]
 fn the_guests_sectors_do_not_depend_on_how_the_host_does_its_io() {
     let Some(storage) = LargeSectors::new() else { return };
@@ -110,7 +110,7 @@ fn the_guests_sectors_do_not_depend_on_how_the_host_does_its_io() {
     }
 }
 
-/// Two queues write sectors of the same blocks, each sector by one of them: none gets lost in the other's read-modify-write.
+/// Two queues write different sectors of the same blocks: neither loses a sector in the other's read-modify-write.
 #[test]
 fn writes_of_one_block_by_two_queues_keep_each_others_sectors() {
     const ROUNDS: u8 = 150;

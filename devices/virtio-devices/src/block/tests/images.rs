@@ -1,4 +1,4 @@
-//! What can be attached, and what is refused with which sentence.
+//! Which images are accepted, and the errors for others.
 
 use std::path::Path;
 
@@ -61,7 +61,7 @@ fn wishes_that_cannot_be_are_refused() {
     assert!(matches!(refused(config(|c| c.format = ImageFormat::Qcow2)), BlockError::NotQcow2 { .. }));
 }
 
-/// Two monitors can't write one image, nor one write what the other reads; two may read.
+/// Two monitors can't write one image, nor can one write what the other reads; two may read.
 #[test]
 fn images_are_locked_against_a_second_writer() {
     let directory = tempfile::tempdir().unwrap();
@@ -84,7 +84,8 @@ fn images_are_locked_against_a_second_writer() {
     Block::open(config(false)).unwrap();
 }
 
-/// An image goes from one monitor to the other and back: at each moment one may use it, and one that can't have it leaves no lock behind.
+/// An image is handed over to another monitor and back. At each moment one may use it, and a monitor that fails to claim it leaves no lock
+/// behind.
 #[test]
 fn an_image_is_handed_over_and_taken_back() {
     let directory = tempfile::tempdir().unwrap();
@@ -106,7 +107,7 @@ fn an_image_is_handed_over_and_taken_back() {
     assert_eq!(source.inspect()["locked"], true);
 }
 
-/// QEMU follows the same protocol: it can't write what this monitor writes.
+/// QEMU uses the same protocol: it can't write an image of this monitor.
 #[test]
 fn qemu_respects_the_lock() {
     let directory = tempfile::tempdir().unwrap();
@@ -149,7 +150,7 @@ fn qcow2(path: &Path, size: u64, data: &[u8], backing: bool) {
     }
 }
 
-/// To read a qcow2 image.
+/// Configuration to read a qcow2 image.
 fn qcow2_config(path: &Path) -> BlockConfig {
     BlockConfig { read_only: true, format: ImageFormat::Qcow2, ..BlockConfig::new("disk0", path) }
 }
@@ -172,13 +173,13 @@ fn qcow2_is_read_and_never_written() {
     assert_eq!(bench.read(64 * MIB / 512 - 1, 512), (OK, vec![0; 512]));
     assert_eq!(bench.write(0, &[1; 512]), IOERR);
     assert_eq!(bench.request(FLUSH, 0, &[]), OK);
-    // As raw, the same file is its header.
+    // As raw, the same file begins with its header.
     config.format = ImageFormat::Raw;
     let raw = Block::open(config).unwrap();
     assert_eq!(Bench::new(&raw).read(0, 512).1[..4], *b"QFI\xfb");
 }
 
-/// Images as qemu-img makes them, with compressed clusters and of both versions, read as what went in.
+/// Images by qemu-img, of both versions and with compressed clusters, read as the data written.
 #[test]
 fn images_of_qemu_img_are_read() {
     let directory = tempfile::tempdir().unwrap();
@@ -213,7 +214,7 @@ fn images_of_qemu_img_are_read() {
     }
 }
 
-/// An image as qemu-img makes it with these options; `None` without qemu-img.
+/// An image by qemu-img with these options; `None` without qemu-img.
 fn qemu_image(path: &Path, options: &[&str]) -> Option<()> {
     let made = std::process::Command::new("qemu-img")
         .args(["create", "-q", "-f", "qcow2"])
@@ -233,7 +234,7 @@ fn qemu_image(path: &Path, options: &[&str]) -> Option<()> {
     }
 }
 
-/// A guest must never get what it can't tell from its data: ciphertext, or clusters that mean something else.
+/// A guest must never read bytes that aren't its data: ciphertext, or clusters with another meaning.
 #[test]
 fn images_with_features_that_are_not_understood_are_refused_by_name() {
     let directory = tempfile::tempdir().unwrap();
@@ -255,7 +256,7 @@ fn images_with_features_that_are_not_understood_are_refused_by_name() {
     }
 }
 
-/// Images of other formats aren't given to the guest as if their headers were its data; with `raw` they are.
+/// Images of unsupported formats aren't passed to the guest as raw data, unless `raw` is configured.
 #[test]
 fn images_of_formats_that_are_not_read_are_refused_by_name() {
     let directory = tempfile::tempdir().unwrap();
@@ -285,7 +286,7 @@ fn images_of_formats_that_are_not_read_are_refused_by_name() {
     ));
 }
 
-/// What a reader may ignore by the format's rules is no reason to refuse an image.
+/// Features that a reader may ignore by the format's rules don't make an image unreadable.
 #[test]
 fn bitmaps_snapshots_and_lazy_counts_of_qemu_img_are_no_obstacle() {
     let directory = tempfile::tempdir().unwrap();
@@ -305,7 +306,7 @@ fn bitmaps_snapshots_and_lazy_counts_of_qemu_img_are_no_obstacle() {
     assert_eq!(Bench::new(&block).read(0, 4096), (OK, vec![0; 4096]));
 }
 
-/// A guest that writes a qcow2 header into its raw disk can't make the next start read another file.
+/// A guest that writes a qcow2 header to its raw disk can't make the next start read another file.
 #[test]
 fn files_that_a_header_names_are_never_opened() {
     let directory = tempfile::tempdir().unwrap();
@@ -316,7 +317,7 @@ fn files_that_a_header_names_are_never_opened() {
     assert!(matches!(&error, BlockError::Qcow2References { other, .. } if other == "/etc/passwd"), "{error}");
 }
 
-/// Truncated and bit-flipped images end in an error, or in a disk that answers every read with a status.
+/// Truncated and bit-flipped images end in an error, or in a disk that completes every read with a status.
 #[test]
 fn damaged_qcow2_images_are_survived() {
     let directory = tempfile::tempdir().unwrap();
@@ -351,7 +352,7 @@ fn damaged_qcow2_images_are_survived() {
     }
 }
 
-/// An image whose last block is cut is padded with zeroes, as QEMU does it; the guest can write there.
+/// An image whose last block is partial is padded with zeroes, as in QEMU; the guest can write there.
 #[test]
 fn an_image_that_ends_in_a_block_is_padded() {
     let directory = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! A disk's content copied while its guest writes: whatever is written when, both sides are equal after the last round.
+//! Copying a disk while its guest writes: both sides are equal after the last round, whatever the order of events.
 
 use std::collections::VecDeque;
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -12,7 +12,7 @@ use super::*;
 use crate::device::VirtioDevice;
 use crate::testing::activation;
 
-/// What happens next. Writes have three moments: they begin, their data lands in the image, they are noted.
+/// The next event. A write has three: it begins, its data is in the image, it is noted.
 #[derive(Debug, Clone)]
 enum Moment {
     Begin { start: u64, len: u64 },
@@ -30,7 +30,7 @@ fn moment() -> impl Strategy<Value = Moment> {
     prop_oneof![4 => write, 4 => Just(Moment::Land), 4 => Just(Moment::Note), 1 => Just(Moment::Take), 6 => Just(Moment::Copy)]
 }
 
-/// A disk of a stamp per sector, its copy, and writes under way.
+/// A disk with a stamp per sector, its copy, and writes in flight.
 struct Model {
     written: Written,
     here: Vec<u32>,
@@ -94,7 +94,7 @@ impl Model {
         }
     }
 
-    /// The guest stands still: everything in flight is waited for, then the last round.
+    /// Suspends the guest: waits for everything in flight, then runs the last round.
     fn end(&mut self) {
         while !self.landing.is_empty() {
             self.land();
@@ -112,7 +112,7 @@ impl Model {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 1000, ..ProptestConfig::default() })]
 
-    /// Whatever the moments of writes, takes and copies: after the last round both are equal.
+    /// Whatever the order of writes, takes and copies, both sides are equal after the last round.
     #[test]
     fn a_copy_is_equal_after_the_last_round(moments in prop::collection::vec(moment(), 0..200)) {
         let mut model = Model::new();
@@ -121,7 +121,7 @@ proptest! {
         prop_assert!(model.here == model.there);
     }
 
-    /// A set is what was put in, chunk by chunk, and covers as many bytes as the disk has there.
+    /// A set has exactly the inserted chunks, and covers as many bytes as the disk has there.
     #[test]
     fn a_set_is_the_chunks_that_were_touched(ranges in prop::collection::vec((0..BYTES + CHUNK, 0..2 * CHUNK), 0..8)) {
         let (mut set, mut model) = (Chunks::none(BYTES), vec![false; BYTES.div_ceil(CHUNK) as usize]);
@@ -138,7 +138,7 @@ proptest! {
     }
 }
 
-/// The property can fail: where a write is noted before its data lands, a take and a copy in between lose it.
+/// The property can fail: if a write is noted before its data is in the image, a take and a copy in between lose it.
 #[test]
 fn a_write_that_is_noted_too_early_would_be_lost() {
     let mut model = Model::new();
@@ -153,7 +153,7 @@ fn a_write_that_is_noted_too_early_would_be_lost() {
     assert_ne!(model.here, model.there);
 }
 
-/// Requests that nobody waited for are an error, not an equal copy.
+/// Requests whose completion can't be awaited cause an error, not an equal copy.
 #[test]
 fn lost_requests_are_said() {
     let written = Written::default();
@@ -177,8 +177,8 @@ fn copy_round(disk: &DiskContent, to: &File, chunks: &Chunks) {
     }
 }
 
-/// A driver writes, zeroes and discards all over a disk with threads of its own while its content is copied, round by round; it stops in
-/// the middle of whatever it does, and what was copied is what the image has. With either engine, and around the page cache.
+/// A driver writes, zeroes and discards on a disk with threads of its own while its content is copied, round by round. The disk stops at
+/// any moment, and the copy equals the image. With either engine, and with `O_DIRECT`.
 #[test]
 fn a_disk_is_copied_while_its_driver_writes() {
     let bytes = 6 * super::MIB + 4096;
@@ -206,7 +206,7 @@ fn a_disk_is_copied_while_its_driver_writes() {
         std::thread::scope(|scope| {
             let writer = scope.spawn(|| {
                 let (mut number, mut seed) = (0u64, 12345u64);
-                // Several in flight: nobody waits for one before the next.
+                // Several in flight: none waits for another.
                 while !over.load(Ordering::Relaxed) {
                     seed =
                         seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -244,9 +244,9 @@ fn a_disk_is_copied_while_its_driver_writes() {
             });
             content.begin_noting();
             let mut left = content.present().unwrap();
-            // Holes are zero at the other side, too.
+            // Holes are zero on the other side, too.
             let mut rounds = 0;
-            // However slow the host is, the driver does some work meanwhile.
+            // Even on a slow host the driver completes some requests meanwhile.
             while rounds < 12 || (requests.load(Ordering::Relaxed) <= 20 && !writer.is_finished()) {
                 rounds += 1;
                 copy_round(&content, &copy, &left);
@@ -267,7 +267,7 @@ fn a_disk_is_copied_while_its_driver_writes() {
     }
 }
 
-/// An image that is being filled is nobody else's, and no disk until it is whole: half of one is refused by name. Zeroes are holes.
+/// An image that is being filled is locked, and no disk until it is complete: an incomplete one is refused by name. Zeroes are holes.
 #[test]
 fn an_image_is_no_disk_until_it_is_filled() {
     let directory = tempfile::tempdir().unwrap();

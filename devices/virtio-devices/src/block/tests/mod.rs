@@ -18,7 +18,7 @@ use super::{Block, BlockConfig, EngineChoice};
 use crate::testing::{MockDriver, MockInterrupt, RINGS, memory};
 
 const MIB: u64 = 1 << 20;
-/// Where the tests put headers, data and status.
+/// Guest addresses of headers, data and status.
 const HEADER: u64 = 0x1000;
 const STATUS: u64 = 0x1800;
 const DATA: u64 = 0x10_0000;
@@ -78,7 +78,7 @@ impl Bench {
         self.driver.put(STATUS, &[0xAA]);
     }
 
-    /// One request with these data buffers; its status.
+    /// Executes a request with these data buffers; returns its status.
     fn request(&mut self, kind: u32, sector: u64, data: &[(u64, u32, bool)]) -> u8 {
         self.header(kind, sector);
         let mut buffers = vec![(HEADER, 16, false)];

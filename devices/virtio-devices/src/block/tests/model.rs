@@ -1,5 +1,5 @@
-//! Random requests against a disk and against a vector of bytes: both must answer the same, with either
-//! engine, direct or not, whatever the buffers' cuts.
+//! Random requests on a disk and on a vector of bytes: both must give the same results, with either engine, with and without `O_DIRECT`,
+//! whatever the buffers' boundaries.
 
 use proptest::prelude::*;
 
@@ -30,7 +30,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// `len` bytes at `DATA`, cut into buffers.
+/// `len` bytes at `DATA`, split into buffers.
 fn buffers(len: u64, cuts: &[u64], writable: bool) -> Vec<(u64, u32, bool)> {
     let mut points: Vec<u64> = cuts.iter().map(|cut| cut % len).filter(|cut| *cut > 0).collect();
     points.extend([0, len]);
@@ -147,7 +147,7 @@ proptest! {
         run(&steps, with_engine(EngineChoice::Synchronous).unwrap());
     }
 
-    /// Around the page cache of storage with large blocks: requests of sectors, and of unaligned buffers, go by way of a bounce buffer.
+    /// `O_DIRECT` on storage with large blocks: requests of sectors, and of unaligned buffers, use a bounce buffer.
     #[test]
     fn a_disk_is_a_vector_of_bytes_around_the_page_cache(
         steps in prop::collection::vec(step(), 1..40), uring in any::<bool>(), alignment in prop_oneof![Just(512), Just(4096), Just(65_536)], odd in 0..3u64,
@@ -165,7 +165,7 @@ proptest! {
         }
     }
 
-    /// A file on disk: zero ranges by the file system, and `O_DIRECT` where it has it, mixed with unaligned buffers.
+    /// A file on a file system: it zeroes ranges, and has `O_DIRECT` if possible, mixed with unaligned buffers.
     #[test]
     fn a_disk_is_a_vector_of_bytes_on_a_file_system(steps in prop::collection::vec(step(), 1..40), direct in any::<bool>()) {
         let directory = tempfile::tempdir().unwrap();

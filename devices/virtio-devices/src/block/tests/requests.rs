@@ -1,4 +1,4 @@
-//! Single requests, right and wrong, and the system calls that they become.
+//! Single requests, valid and invalid, and their system calls.
 
 use proptest::prelude::*;
 
@@ -126,7 +126,7 @@ fn ranges_that_break_the_limits_are_refused() {
     assert_eq!(bench.ranges(WRITE_ZEROES, &[(0, 1, 0); 17]), IOERR, "too many");
     assert_eq!(bench.request(DISCARD, 0, &[]), IOERR, "none");
     assert_eq!(bench.ranges(DISCARD, &[(0, 0, 0)]), OK, "empty");
-    // One good range and one bad: nothing happens.
+    // One valid range and one invalid: nothing changes.
     assert_eq!(bench.ranges(WRITE_ZEROES, &[(0, 8, 0), (4096, 1, 0)]), IOERR);
     assert_eq!(bench.read(0, 4096), (OK, vec![0xEE; 4096]));
 }
@@ -149,7 +149,7 @@ fn a_chain_without_room_for_header_or_status_stops_the_device() {
     }
 }
 
-/// Without a flush by the driver, a completed write is durable: `pwritev2` with `RWF_DSYNC`.
+/// If the driver can't flush, a completed write is durable: `pwritev2` with `RWF_DSYNC`.
 #[test]
 fn a_driver_that_cannot_flush_gets_write_through() {
     use crate::device::VirtioDevice;
@@ -182,7 +182,7 @@ fn a_driver_that_cannot_flush_gets_write_through() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 1000, ..ProptestConfig::default() })]
 
-    /// Any header and any mix of buffers: parsed into something inside the disk, or refused. Nothing panics.
+    /// Any header and any buffers: parsed into an operation within the disk, or refused, without a panic.
     #[test]
     fn any_request_stays_inside_the_disk(
         kind in prop_oneof![0u32..16, any::<u32>()],
@@ -222,7 +222,7 @@ proptest! {
         }
     }
 
-    /// A whole disk over rings of random bytes: it serves, or fails with a reason.
+    /// A whole disk over rings of random bytes: it serves them, or fails with a reason.
     #[test]
     fn random_rings_serve_or_fail_with_a_reason(
         table in prop::collection::vec((0u64..(5 << 20), 0u32..0x2000, 0u16..8, 0u16..17), 16),

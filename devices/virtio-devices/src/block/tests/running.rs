@@ -1,4 +1,4 @@
-//! Disks with threads and many requests in flight: batches, several queues, pauses, resets in the middle of I/O.
+//! Disks with threads and many requests in flight: batches, several queues, pauses, resets during I/O.
 
 use std::sync::Arc;
 
@@ -22,7 +22,7 @@ fn engines() -> Vec<EngineChoice> {
     }
 }
 
-/// Request `number` of a batch: header, 4 KiB of data, status, each at places of its own.
+/// Request `number` of a batch: header, 4 KiB of data, status, each at addresses of its own.
 fn push(driver: &mut MockDriver, number: u64, kind: u32, sector: u64) {
     let header = 0x1000 + 64 * number;
     let mut bytes = [0u8; 16];
@@ -99,7 +99,7 @@ fn several_queues_work_side_by_side() {
         driver.wait_used();
     }
     for (number, driver) in (0u64..).zip(&mut drivers) {
-        // Each queue reads what its neighbour wrote.
+        // Each queue reads the neighbouring queue's data.
         push(driver, number, IN, 8 * ((number + 1) % 4));
         driver.kick();
         driver.wait_used();
@@ -109,7 +109,7 @@ fn several_queues_work_side_by_side() {
     assert_eq!(queues.iter().map(|queue| queue.index).collect::<Vec<_>>(), [0, 1, 2, 3]);
 }
 
-/// A stop waits for what is in flight and keeps the rest for the next start.
+/// A stop completes requests in flight, and leaves the rest for the next start.
 #[test]
 fn stopping_answers_what_was_taken_and_keeps_the_rest() {
     for engine in engines() {
@@ -132,12 +132,12 @@ fn stopping_answers_what_was_taken_and_keeps_the_rest() {
                 let mut start = activation(&space, block.features(), &[], &interrupt);
                 start.queues = queues;
                 block.activate(start).unwrap();
-                // Sometimes before the thread has looked at the ring, sometimes in the middle, sometimes after.
+                // Sometimes before the thread has polled the ring, sometimes during its work, sometimes after.
                 std::thread::sleep(std::time::Duration::from_micros(stops % 5 * 200));
                 stops += 1;
                 queues = block.stop().unwrap();
                 assert_eq!(block.counters().in_flight(), 0);
-                // What is in the used ring is answered; nothing else was taken.
+                // Requests in the used ring are complete; no other one was popped.
                 use virtio_queue::QueueT;
                 assert_eq!(queues[0].queue.next_avail(), queues[0].queue.next_used());
             }
@@ -149,8 +149,8 @@ fn stopping_answers_what_was_taken_and_keeps_the_rest() {
     }
 }
 
-/// The driver resets the device with requests in flight, again and again: no request writes to guest memory
-/// after the reset, and the next driver works.
+/// The driver resets the device repeatedly with requests in flight. No request writes to guest memory after a reset, and the next driver
+/// works.
 #[test]
 fn resets_in_the_middle_of_io() {
     for engine in engines() {
@@ -183,7 +183,7 @@ fn resets_in_the_middle_of_io() {
     }
 }
 
-/// A hostile ring stops this disk with a reason; the process, and other disks, go on.
+/// A hostile ring stops this disk with a reason; the process and other disks continue.
 #[test]
 fn a_broken_driver_stops_only_its_disk() {
     for engine in engines() {
@@ -192,7 +192,7 @@ fn a_broken_driver_stops_only_its_disk() {
         let mut driver = MockDriver::new(&space, 0, 16, 0x8_0000, RINGS);
         let interrupt = MockInterrupt::new();
         block.activate(activation(&space, block.features(), &[&driver], &interrupt)).unwrap();
-        // Good requests in flight, then a chain without a status byte.
+        // Valid requests in flight, then a chain without a status byte.
         for number in 0..4 {
             push(&mut driver, number, IN, 0);
         }
@@ -202,7 +202,7 @@ fn a_broken_driver_stops_only_its_disk() {
         assert!(reason.contains("ends after"), "{reason}");
         assert_eq!(block.stop().unwrap().len(), 1);
         assert_eq!(block.counters().in_flight(), 0);
-        // After the reset a new driver finds a working disk.
+        // After the reset, the disk works for a new driver.
         block.reset();
         let mut driver = MockDriver::new(&space, 0, 16, 0x9_0000, RINGS);
         block.activate(activation(&space, block.features(), &[&driver], &MockInterrupt::new())).unwrap();

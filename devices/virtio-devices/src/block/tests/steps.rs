@@ -1,5 +1,4 @@
-//! Which system calls a request becomes, in which order, and what their failures mean: driven by hand, without
-//! an engine.
+//! The system calls of a request, their order, and the effects of their failures; driven by the test, without an engine.
 
 use std::sync::Arc;
 
@@ -89,7 +88,7 @@ fn with_write_through_everything_is_durable_before_it_completes() {
     assert_eq!(task.advance(&disk, Ok(0)), Some(Status::Ok));
 }
 
-/// Zeroing falls from unmapping to zeroing a range to writing; a discard that can't be done is done.
+/// Zeroing falls back from unmapping to zeroing a range to writing. A discard that isn't possible succeeds.
 #[test]
 fn what_the_file_system_cannot_do_is_done_otherwise() {
     let (disk, memory) = fixture(false);
@@ -113,7 +112,7 @@ fn what_the_file_system_cannot_do_is_done_otherwise() {
         }
     }
     assert_eq!(written, 700 << 10);
-    // From now on at once.
+    // Later requests write at once.
     let task = start(Operation::WriteZeroes(vec![range(0, 512)]), &disk, &memory);
     assert!(matches!(task.op(&disk), Some(Op::WriteStatic { .. })));
 
@@ -129,7 +128,7 @@ fn without_unmap_space_is_not_given_back() {
     assert_eq!(mode & libc::FALLOC_FL_PUNCH_HOLE, 0);
 }
 
-/// A device that discards but can't zero offers discard all the same, in whole units, and zeroes by writing.
+/// A device that discards but can't zero still offers discard, in whole units, and zeroes by writing.
 #[test]
 fn a_device_that_only_discards_is_given_space_back() {
     let config = BlockConfig::new("disk0", "(memory)");
@@ -153,7 +152,7 @@ fn a_device_that_only_discards_is_given_space_back() {
     assert_ne!(mode & libc::FALLOC_FL_ZERO_RANGE, 0, "what is discarded may read as anything");
 }
 
-/// A device refuses ranges that aren't whole units of its own: zeroes are written there, and elsewhere it is asked again.
+/// A device refuses ranges that aren't whole units of its own. Zeroes are written there, and other ranges still use the device's operation.
 #[test]
 fn a_range_that_a_device_refuses_is_zeroed_by_writing() {
     let (disk, memory) = fixture(false);

@@ -56,7 +56,7 @@ fn a_received_frame_fills_one_buffer() {
     let sent = frame(3, 1514);
     let header = VnetHeader { flags: NEEDS_CSUM, csum_start: 34, csum_offset: 16, ..Default::default() };
     other_send(&others[0], header, &sent);
-    // Before the driver looks at the ring: what it has seen by itself needs no interrupt.
+    // Before the driver polls the ring: a buffer that it has seen by itself needs no interrupt.
     let start = Instant::now();
     while guest.interrupt.queues() == 0 {
         assert!(start.elapsed() < Duration::from_secs(60), "no interrupt");
@@ -230,7 +230,7 @@ fn a_merged_frame_raises_the_interrupt_that_the_driver_asked_for_at_its_first_bu
     }
 }
 
-/// Finds a thread by its name. The list skips threads while others end, so it is asked more than once.
+/// Finds a thread by its name. The list skips threads while others end, so it is read more than once.
 fn thread_status(name: &str) -> std::path::PathBuf {
     let wanted = format!("Name:\t{name}\n");
     let start = Instant::now();

@@ -34,7 +34,7 @@ fn the_configuration_shows_address_link_pairs_and_mtu() {
     assert_ne!(net.features() & 1 << b::VIRTIO_NET_F_MQ, 0);
 }
 
-/// The network learns where the guest is by a broadcast from its address; a guest whose link is down isn't announced.
+/// The network learns the guest's new port from a broadcast with its address. A guest whose link is down isn't announced.
 #[test]
 fn a_guest_that_has_moved_is_announced_by_its_address() {
     let (mut net, others) = pair_device(1);
@@ -70,7 +70,7 @@ fn several_pairs_carry_frames_once_the_driver_asks_for_them() {
         assert_eq!(other_receive(&others[pair as usize]).unwrap().1, frame(pair, 200));
     }
     assert_eq!(guest.net.inspect()["active_queue_pairs"], 3);
-    // Back to one: the thread of pair 2 leaves its channel alone.
+    // Back to one pair: the thread of pair 2 doesn't use its channel.
     assert_eq!(control(&mut guest, &[4, 0, 1, 0]), 0);
     other_send(&others[2], VnetHeader::default(), &frame(2, 100));
     std::thread::sleep(Duration::from_millis(30));

@@ -1,4 +1,4 @@
-//! A guest that breaks the rules: frames are dropped, or the device stops with a reason; never more.
+//! A hostile guest: frames are dropped, or the device stops with a reason; nothing else happens.
 
 use super::*;
 use crate::device::ActiveQueue;
@@ -10,7 +10,7 @@ use proptest::prelude::*;
 fn malformed_frames_are_counted_and_the_next_one_passes() {
     let (mut guest, others) = Guest::paired(1, 0);
     guest.activate();
-    // No checksum offload negotiated; too short; a header alone.
+    // Checksum offload that wasn't negotiated; too short; a header alone.
     guest.send(VnetHeader { flags: 1, ..Default::default() }, &frame(1, 100));
     guest.send(VnetHeader::default(), &frame(1, 13));
     let driver = &mut guest.transmit[0];
@@ -93,7 +93,7 @@ fn bare_pair(features: u64) -> (QueuePair, MockDriver, MockDriver, OwnedFd, Arc<
     (pair, receive, transmit, others.remove(0), counters)
 }
 
-/// Buffers anywhere, also outside memory.
+/// Buffers anywhere, even outside of memory.
 fn buffer() -> impl Strategy<Value = (u64, u32, bool)> {
     (0u64..0x11_0000, prop_oneof![0u32..40, 0u32..70_000], any::<bool>())
 }

@@ -42,7 +42,7 @@ pub(super) struct Guest {
 }
 
 impl Guest {
-    /// `net` isn't active yet.
+    /// `net` must be inactive.
     pub fn new(net: Net, pairs: u16, features: u64) -> Self {
         let space = testing::memory(&[(0, 16 << 20)]);
         let mut base = 0x1000;
@@ -81,7 +81,7 @@ impl Guest {
         self.net.activate(activation).unwrap();
     }
 
-    /// Stops and starts again, as a pause does.
+    /// Stops and starts the device, as a pause does.
     pub fn pause_and_resume(&mut self) {
         let queues = self.net.stop().unwrap();
         let interrupt = Arc::clone(&self.interrupt);
@@ -94,7 +94,7 @@ impl Guest {
         self.net.activate(activation).unwrap();
     }
 
-    /// Sends a frame from `address`; returns when the device has taken it.
+    /// Sends a frame from `address`; returns when the device has completed it.
     pub fn send(&mut self, header: VnetHeader, frame: &[u8]) {
         self.queue_frame(0, BUFFERS, header, frame);
         self.transmit[0].kick();
@@ -143,7 +143,7 @@ pub(super) fn pair_device(pairs: u16) -> (Net, Vec<OwnedFd>) {
     (Net::with_backend("net0".to_owned(), Box::new(backend), channels, mac, Some(1500)), others)
 }
 
-/// A frame that differs from every other number's.
+/// A frame whose bytes depend on its number.
 pub(super) fn frame(number: u32, length: usize) -> Vec<u8> {
     let mut state = number.wrapping_mul(0x9e37_79b9) | 1;
     let mut next = || {

@@ -1,4 +1,4 @@
-//! A real passt behind the device, with the mock driver as a guest that asks for an address.
+//! A real passt as the backend, with the mock driver as a guest that requests an address.
 
 use super::*;
 use crate::net::{Backend, NetConfig, NetError};
@@ -11,7 +11,7 @@ fn discover() -> Vec<u8> {
     dhcp.resize(28, 0);
     dhcp.extend(GUEST_MAC);
     dhcp.resize(236, 0);
-    // Cookie, message type "discover", the MTU and the address of a router are asked for, end.
+    // Cookie, message type "discover", requests for the MTU and a router's address, end.
     dhcp.extend([99, 130, 83, 99, 53, 1, 1, 55, 2, 26, 3, 255]);
     dhcp.resize(300, 0);
     let mut udp = vec![0, 68, 0, 67];
@@ -55,7 +55,7 @@ fn a_guest_gets_an_address_from_passt() {
         let (_, written) = guest.receive[0].wait_used();
         let bytes = guest.receive[0].get(at + 12, written as usize - 12);
         at += 2048;
-        // Neighbour discovery and the like come too.
+        // Neighbour discovery and the like arrive, too.
         if bytes.len() > 282 && bytes[12..14] == [8, 0] && bytes[23] == 17 && bytes[34..38] == [0, 67, 0, 68]
         {
             break bytes;

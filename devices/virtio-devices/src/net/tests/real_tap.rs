@@ -11,7 +11,7 @@ const HOST: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 1);
 const GUEST: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 2);
 const GUEST_MAC: [u8; 6] = [2, 0, 0, 0, 0, 2];
 
-/// Runs `test` on a thread in a fresh network namespace, or says why not.
+/// Runs `test` on a thread in a new network namespace, or reports why not.
 fn in_own_namespace(test: impl FnOnce() + Send + 'static) {
     let thread = std::thread::spawn(move || {
         use rustix::thread::{UnshareFlags, unshare_unsafe};
@@ -85,7 +85,7 @@ fn pseudo(protocol: u8, source: Ipv4Addr, destination: Ipv4Addr, length: usize) 
     u32::from(sum(&bytes, 0))
 }
 
-/// An IPv4 frame from the guest around `segment` (with its checksum field as it is).
+/// An IPv4 frame from the guest around `segment`, whose checksum field is unchanged.
 fn ipv4(to: [u8; 6], protocol: u8, segment: &[u8]) -> Vec<u8> {
     let mut bytes = to.to_vec();
     bytes.extend(GUEST_MAC);
@@ -108,14 +108,14 @@ fn udp(payload: &[u8], source: u16, destination: u16) -> Vec<u8> {
     segment.extend(source.to_be_bytes());
     segment.extend(destination.to_be_bytes());
     segment.extend(u16::try_from(length).unwrap().to_be_bytes());
-    // Left to the host: the field holds the sum of the pseudo header (NEEDS_CSUM).
+    // A partial checksum: the field holds the sum of the pseudo-header (NEEDS_CSUM).
     let partial = sum(&[], pseudo(17, GUEST, HOST, length));
     segment.extend(partial.to_be_bytes());
     segment.extend(payload);
     segment
 }
 
-/// Collects the next frame for the guest, over one or more buffers, and posts them again.
+/// Receives the next frame for the guest, over one or more buffers, and posts them again.
 fn next_frame(
     guest: &mut Guest,
     slots: &mut std::collections::VecDeque<u64>,
@@ -185,7 +185,7 @@ fn udp_with_checksum_offload_arrives_at_a_host_socket_and_answers_come_back() {
     });
 }
 
-/// As much of TCP as the guest's side of a test needs.
+/// The part of TCP that the guest's side of a test needs.
 struct Tcp {
     host: [u8; 6],
     port: u16,
@@ -249,7 +249,7 @@ fn next_tcp(
     }
 }
 
-/// Connects, sends `bulk` bytes to the host in segmentation-offloaded frames, gets as many back.
+/// Connects, sends `bulk` bytes to the host in segmentation-offloaded frames, and receives as many.
 fn tcp_both_ways(features: u64, bulk: usize) -> (Guest, u64) {
     let (mut guest, host) = tap_guest(1, features);
     let mut slots = post_all(&mut guest);

@@ -163,7 +163,7 @@ fn a_guest_without_receive_buffers_is_held_up_and_then_answered() {
     let mut guest = Guest::new();
     guest.activate();
     let mut queued = 0u64;
-    // Each of these is answered by a reset; the guest has posted no buffers for them.
+    // A reset responds to each of these; the guest has posted no buffers for them.
     for port in 0..2000u32 {
         while guest.transmit.pop_used().is_some() {}
         let header = from_guest(port, 9, Op::RW);

@@ -29,7 +29,7 @@ fn the_guest_is_never_sent_more_than_it_has_room_for() {
         bench.packet(room(u32::try_from(got.len()).unwrap()), &[]);
     }
     assert!(got == words, "the bytes differ");
-    // A guest that claims to have taken more than it was sent has no room.
+    // A guest that claims to have received more than was sent has no room.
     program.write_all(b"more").unwrap();
     bench.packet(room(u32::try_from(got.len()).unwrap() + 1), &[]);
     bench.expect(Op::CREDIT_REQUEST);
@@ -47,7 +47,7 @@ fn a_program_that_leaves_while_the_guest_has_no_room_is_reported_and_nothing_spi
     assert_eq!(bench.expect(Op::RW).1.len(), 10);
     bench.expect(Op::CREDIT_REQUEST);
     bench.expect_nothing();
-    // It leaves; what it wrote is still in the socket and the guest still has no room.
+    // The program exits; its data is still in the socket, and the guest still has no room.
     drop(program);
     bench.packet(from_guest_full(b"x"), b"x");
     assert_eq!(bench.expect(Op::SHUTDOWN).0.flags, crate::vsock::packet::shutdown::RECEIVE);
@@ -74,7 +74,7 @@ fn the_guest_may_send_as_much_as_it_was_told_and_no_more() {
     let mut bench = Bench::new();
     let server = bench.serve(1);
     let _program = bench.guest_connects(9, 1, &server);
-    // The program reads nothing. What the socket takes counts as forwarded.
+    // The program reads nothing. Bytes that the socket accepts count as forwarded.
     let (mut sent, mut told) = (0u32, 0u32);
     let chunk = pattern(32_768, 4);
     for _ in 0..1000 {
@@ -171,7 +171,7 @@ fn as_many_connections_as_allowed_and_each_gets_its_turn() {
     }
 }
 
-/// Programs of the host that find no room are told so, and fill no log.
+/// Programs of the host that are refused for lack of room get an error, and don't fill the log.
 #[test]
 fn what_refused_programs_make_the_muxer_log_has_a_limit() {
     const PROGRAMS: usize = 500;

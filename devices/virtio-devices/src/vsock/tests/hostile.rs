@@ -1,4 +1,4 @@
-//! A guest that breaks the rules.
+//! A hostile guest.
 
 use super::*;
 use crate::vsock::muxer::{CONNECTIONS_MAX, RESETS_MAX};
@@ -99,7 +99,7 @@ proptest! {
             }
             prop_assert!(bench.muxer.connections() <= CONNECTIONS_MAX);
             if bench.muxer.is_congested() {
-                // The thread takes no more packets then.
+                // The thread processes no more packets then.
                 while bench.next().is_some() {}
             }
         }

@@ -24,7 +24,7 @@ use crate::worker::{Interest, Ready};
 
 pub(super) const CID: u64 = 5;
 
-/// A poll set that a test asks by itself.
+/// A poll set that the test polls by itself.
 #[derive(Default)]
 pub(super) struct TestWatch(RefCell<BTreeMap<u64, (RawFd, Interest)>>);
 
@@ -57,7 +57,7 @@ impl TestWatch {
             flags.set(PollFlags::IN, interest.readable);
             flags.set(PollFlags::OUT, interest.writable);
             #[allow(unsafe_code)]
-            // SAFETY: the muxer takes descriptors out of the set before it closes them.
+            // SAFETY: the muxer removes descriptors from the set before it closes them.
             let fd = unsafe { BorrowedFd::borrow_raw(*fd) };
             let mut fds = [PollFd::new(&fd, flags)];
             poll(&mut fds, Some(&Timespec::default())).unwrap();
@@ -105,7 +105,7 @@ impl Bench {
         UnixListener::bind(self.folder.path().join(format!("v_{port}"))).unwrap()
     }
 
-    /// A program that connects to the socket and says `greeting`.
+    /// A program that connects to the socket and sends `greeting`.
     pub fn connect(&self, greeting: &str) -> UnixStream {
         let mut stream = UnixStream::connect(self.path()).unwrap();
         stream.write_all(greeting.as_bytes()).unwrap();
@@ -113,7 +113,7 @@ impl Bench {
         stream
     }
 
-    /// Handles what is ready until nothing is; a set that stays ready for ever spins.
+    /// Handles ready sockets until none is; a socket that stays ready would loop without end.
     pub fn turn(&mut self) {
         for _ in 0..10_000 {
             let ready = self.watch.ready();
@@ -133,7 +133,7 @@ impl Bench {
         self.pop()
     }
 
-    /// The same without looking at the sockets.
+    /// The same without polling the sockets.
     pub fn pop(&mut self) -> Option<(Header, Vec<u8>)> {
         let header = self.muxer.next(&self.watch, 65_536, &mut self.buffer, self.now)?;
         Some((header, self.buffer[..header.len as usize].to_vec()))
@@ -158,7 +158,7 @@ impl Bench {
         self.muxer.packet(&self.watch, &header, payload, self.now);
     }
 
-    /// A connection that the guest made to `port`, and the program's end of it.
+    /// A connection of the guest to `port`, and the program's end of it.
     pub fn guest_connects(&mut self, guest: u32, port: u32, server: &UnixListener) -> UnixStream {
         self.packet(from_guest(guest, port, Op::REQUEST), &[]);
         let (response, _) = self.expect(Op::RESPONSE);
@@ -183,14 +183,14 @@ pub(super) fn from_guest(guest: u32, host: u32, op: Op) -> Header {
     }
 }
 
-/// Reads exactly what is expected.
+/// Reads exactly the expected bytes.
 pub(super) fn read_exactly(stream: &mut UnixStream, expected: &[u8]) {
     let mut got = vec![0; expected.len()];
     stream.read_exact(&mut got).unwrap();
     assert!(got == expected, "the bytes differ");
 }
 
-/// Bytes that differ from place to place.
+/// Bytes that depend on their position.
 pub(super) fn pattern(length: usize, seed: u64) -> Vec<u8> {
     (0..length as u64).map(|i| ((i.wrapping_mul(2_654_435_761) + seed) >> 7).to_le_bytes()[0]).collect()
 }

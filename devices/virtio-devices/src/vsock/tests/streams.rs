@@ -1,4 +1,4 @@
-//! Connections: how they are made, used and ended.
+//! Connections: establishing, using and ending them.
 
 use super::*;
 use crate::vsock::connection::BUFFER;
@@ -71,7 +71,7 @@ fn a_guest_that_refuses_closes_the_programs_socket() {
 fn each_half_closes_alone() {
     let mut bench = Bench::new();
     let server = bench.serve(1);
-    // The program closes first; the guest goes on sending.
+    // The program closes first; the guest continues to send.
     let mut program = bench.guest_connects(9, 1, &server);
     program.write_all(b"last words").unwrap();
     program.shutdown(std::net::Shutdown::Write).unwrap();
@@ -82,7 +82,7 @@ fn each_half_closes_alone() {
     drop(program);
     assert_eq!(bench.expect(Op::SHUTDOWN).0.flags, shutdown::BOTH);
     bench.packet(from_guest(9, 1, Op::RST), &[]);
-    // The guest closes first; the program goes on sending.
+    // The guest closes first; the program continues to send.
     let mut program = bench.guest_connects(10, 1, &server);
     bench.packet(Header { flags: shutdown::SEND, ..from_guest(10, 1, Op::SHUTDOWN) }, &[]);
     assert_eq!(program.read(&mut [0; 8]).unwrap(), 0);
@@ -100,7 +100,7 @@ fn what_a_program_wrote_before_it_left_still_arrives() {
     let mut program = bench.guest_connects(9, 1, &server);
     let words = pattern(100_000, 1);
     program.write_all(&words).unwrap();
-    // It leaves without reading this.
+    // It exits without reading this.
     bench.packet(from_guest(9, 1, Op::RW), b"unread");
     drop(program);
     let mut got = Vec::new();
@@ -184,7 +184,7 @@ fn greetings_are_taken_or_refused() {
     for bad in ["GET / HTTP/1.1\r\n", &"x".repeat(100), "CONNECT x\n"] {
         let mut program = bench.connect(bad);
         bench.turn();
-        // Closed at once; a reset instead of an end when more was sent than read.
+        // Closed at once; a reset instead of an end if unread bytes are left.
         assert!(matches!(program.read(&mut [0; 8]), Ok(0) | Err(_)), "{bad:?}");
     }
     let mut slow = bench.connect("CONN");
