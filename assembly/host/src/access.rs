@@ -1,40 +1,40 @@
-//! Who may ask the daemon for what. Callers are known by SO_PEERCRED.
+//! Authorization: which callers may request what from the daemon. Callers are identified by SO_PEERCRED.
 
 use vfio_user_protocol::device::Peer;
 
-/// Who may have NICs, besides root and the daemon's own user.
+/// Callers that may have NICs, besides root and the daemon's own user.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Access {
-    /// Users.
+    /// User identifiers.
     pub uids: Vec<u32>,
-    /// Groups, by a process's primary group: SO_PEERCRED tells no other.
+    /// Group identifiers, compared with a process's primary group: SO_PEERCRED reports no other.
     pub gids: Vec<u32>,
 }
 
-/// Somebody isn't allowed to.
+/// Why a request is denied.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Denied {
-    /// Not at all.
+    /// The caller may not use the daemon at all.
     #[error(
         "User {uid} (group {gid}) may not use this host daemon; root, the daemon's own user, and who it was started \
          with --allow-uid or --allow-gid for may"
     )]
     Stranger {
-        /// User.
+        /// The caller's user identifier.
         uid: u32,
-        /// Group.
+        /// The caller's group identifier.
         gid: u32,
     },
-    /// It is another user's.
+    /// The NIC is another user's.
     #[error("NIC {name} of VM {vm} belongs to user {owner}, and user {uid} asked for it")]
     NotYours {
-        /// VM.
+        /// Name of the VM.
         vm: String,
-        /// NIC.
+        /// Name of the NIC.
         name: String,
-        /// Who attached it.
+        /// User that attached it.
         owner: u32,
-        /// Who asked.
+        /// The caller's user identifier.
         uid: u32,
     },
     /// The VM's other NICs are another user's.
@@ -42,28 +42,28 @@ pub enum Denied {
         "VM {vm} has NICs of user {owner} already, and user {uid} asked for one; choose another name for the VM"
     )]
     OtherVm {
-        /// VM.
+        /// Name of the VM.
         vm: String,
-        /// Who attached the others.
+        /// User that attached the others.
         owner: u32,
-        /// Who asked.
+        /// The caller's user identifier.
         uid: u32,
     },
-    /// Administrators only.
+    /// The request is for administrators only.
     #[error("User {uid} may not {what}; root and the daemon's own user may")]
     Administrators {
-        /// User.
+        /// The caller's user identifier.
         uid: u32,
-        /// What was asked.
+        /// Name of the request.
         what: &'static str,
     },
 }
 
 impl Access {
-    /// Whether a peer may use the daemon at all.
+    /// Checks that a peer may use the daemon.
     ///
     /// # Errors
-    /// When it is a stranger.
+    /// [`Denied`] when it may not.
     pub fn check(&self, peer: &Peer) -> Result<(), Denied> {
         let known =
             is_administrator(peer.uid) || self.uids.contains(&peer.uid) || self.gids.contains(&peer.gid);
@@ -71,13 +71,13 @@ impl Access {
     }
 }
 
-/// Root and the daemon's own user may do everything.
+/// Whether a user is an administrator: root or the daemon's own user, who may do everything.
 #[must_use]
 pub fn is_administrator(uid: u32) -> bool {
     uid == 0 || uid == rustix::process::geteuid().as_raw()
 }
 
-/// Whether `uid` may use what belongs to `owner`.
+/// Whether `uid` may use objects of `owner`.
 #[must_use]
 pub fn may_use(uid: u32, owner: u32) -> bool {
     uid == owner || is_administrator(uid)

@@ -1,4 +1,4 @@
-//! The daemon, put together.
+//! Start and end of the daemon.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -25,39 +25,39 @@ use crate::transport::{
     Absent, ClusterKey, Directory, DirectoryError, FabricError, FileDirectory, Found, KeyError, Transports,
 };
 
-/// What a daemon is started with.
+/// Configuration of a daemon.
 #[derive(Debug, Clone)]
 pub struct DaemonConfig {
-    /// The service's socket. A folder of the same name with `.d` is made beside it.
+    /// Path of the service's socket. A folder of the same name with `.d` is created beside it.
     pub socket: PathBuf,
-    /// Who may have NICs, besides root and the daemon's own user.
+    /// Callers that may have NICs, besides root and the daemon's own user.
     pub access: Access,
-    /// Where metrics are served by TCP, besides the socket `metrics` in the folder. There is no authentication there.
+    /// TCP address of the metrics, besides the socket `metrics` in the folder. Not authenticated.
     pub metrics: Option<SocketAddr>,
-    /// The engine's thread.
+    /// Settings of the engine's thread.
     pub engine: EngineSetup,
     /// RDMA to other hosts.
     pub fabric: Option<FabricConfig>,
     /// Windows and rings of neighbours.
     pub neighbours: NeighboursConfig,
-    /// Confine the daemon's threads, and the thread that starts it, by seccomp and Landlock.
+    /// Whether to confine the daemon's threads, and the thread that starts it, by seccomp and Landlock.
     pub sandbox: bool,
 }
 
-/// How other hosts are reached.
+/// Configuration of RDMA to other hosts.
 #[derive(Debug, Clone)]
 pub struct FabricConfig {
     /// The directory of hosts and VMs.
     pub directory: DirectorySource,
-    /// The first of the daemon's own UDP sockets: in a file, one of its hosts.
+    /// Address of the daemon's first UDP socket; with a directory file, the address of one of its hosts.
     pub address: SocketAddr,
-    /// A file with the cluster's key: packets between hosts are encrypted. Without one they are plain.
+    /// File with the cluster's key: packets between hosts are encrypted. Without a key they are plain.
     pub cluster_key: Option<PathBuf>,
-    /// Offer transport `verbs`, by the RDMA device that has this host's address.
+    /// Whether to offer transport `verbs`, with the RDMA device that has this host's address.
     pub verbs: bool,
 }
 
-/// Where a daemon learns where VMs are.
+/// Source of the directory of VMs.
 #[derive(Debug, Clone)]
 pub enum DirectorySource {
     /// A file, the same on all hosts.
@@ -67,7 +67,7 @@ pub enum DirectorySource {
 }
 
 impl DaemonConfig {
-    /// With defaults.
+    /// A configuration with defaults.
     #[must_use]
     pub fn new(socket: impl Into<PathBuf>) -> Self {
         Self {
@@ -82,63 +82,62 @@ impl DaemonConfig {
     }
 }
 
-/// The daemon can't be started.
+/// Why the daemon can't be started.
 #[derive(Debug, thiserror::Error)]
 pub enum DaemonError {
-    /// Its sockets.
+    /// A socket can't be opened.
     #[error(transparent)]
     Listen(#[from] ListenError),
-    /// The engine.
+    /// The engine can't be started.
     #[error(transparent)]
     Engine(#[from] EngineError),
-    /// The directory of other hosts.
+    /// The directory of other hosts can't be read.
     #[error(transparent)]
     Directory(#[from] DirectoryError),
-    /// The cluster's service.
+    /// The cluster's service refuses, or isn't available.
     #[error(transparent)]
     Cluster(#[from] JoinError),
-    /// The cluster's key.
+    /// The cluster's key can't be read.
     #[error(transparent)]
     Key(#[from] KeyError),
-    /// Sockets to other hosts.
+    /// Sockets to other hosts can't be opened.
     #[error(transparent)]
     Fabric(#[from] FabricError),
-    /// The host's RDMA device.
+    /// The host's RDMA device isn't usable.
     #[error("Transport verbs can't be offered, which --verbs asks for: {0}")]
     Verbs(#[from] Absent),
-    /// This host isn't one of the directory's.
+    /// The directory doesn't contain this host.
     #[error("{address} is none of the hosts in the directory {}; give --fabric-address one of them", directory.display())]
     NotAHost {
-        /// Own address.
+        /// This host's address.
         address: SocketAddr,
-        /// The directory.
+        /// Path of the directory.
         directory: PathBuf,
     },
-    /// The sandbox.
+    /// The sandbox can't be entered.
     #[error(transparent)]
     Sandbox(#[from] SandboxError),
-    /// Metrics by TCP.
+    /// Metrics can't be served by TCP.
     #[error("Metrics can't be served at {address}; choose another --metrics")]
     Metrics {
-        /// Where.
+        /// The address.
         address: SocketAddr,
-        /// Why.
+        /// The error.
         #[source]
         source: io::Error,
     },
-    /// A thread or an event loop.
+    /// A thread or an event loop can't be started.
     #[error("The daemon's {what} can't be started")]
     Start {
-        /// Which part.
+        /// Name of the part.
         what: &'static str,
-        /// Why.
+        /// The error.
         #[source]
         source: io::Error,
     },
 }
 
-/// A running daemon. Dropping it ends it in order: clients are hung up on, devices go, sockets are removed. Guests see
-/// their devices fail.
+/// A running daemon. Dropping it ends it in order: connections are closed, devices and sockets removed. Guests' devices fail.
 #[derive(Debug)]
 pub struct Daemon {
     stop: Option<oneshot::Sender<()>>,
@@ -148,7 +147,7 @@ pub struct Daemon {
     keeper: Option<JoinHandle<()>>,
     cluster: Option<ClusterThread>,
     mover: Option<MoverThread>,
-    // After the NICs, which use it.
+    // Dropped after the NICs, which use it.
     engine: Option<EngineThread>,
     files: Vec<SocketFile>,
     metrics: Option<SocketAddr>,
@@ -156,14 +155,14 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    /// Starts it; it serves when this returns.
+    /// Starts the daemon, which serves when this returns.
     ///
     /// # Errors
-    /// When another daemon has the socket, or the host lacks what is needed.
+    /// When another daemon has the socket, or the host lacks a required facility.
     pub fn start(config: &DaemonConfig) -> Result<Self, DaemonError> {
         hardening::prepare();
         let place = Place::take(&config.socket)?;
-        // The library and its drivers: nothing is loaded in the sandbox.
+        // Loads the library and its drivers, since the sandbox permits no loading.
         let verbs = config.fabric.as_ref().filter(|fabric| fabric.verbs).map(look_for_verbs).transpose()?;
         let (mut transports, cluster) = match &config.fabric {
             Some(fabric) => transports(fabric, place.folder())?,
@@ -176,7 +175,7 @@ impl Daemon {
             .metrics
             .map(|address| bind_metrics(address).map_err(|source| DaemonError::Metrics { address, source }))
             .transpose()?;
-        // What is opened outside is open; threads have it from here.
+        // Everything outside of the folder is open; threads are created from here on.
         if config.sandbox {
             let service = cluster.as_ref().map(|(_, ports)| ports);
             sandbox::enter(place.socket(), place.folder(), verbs.as_ref().map(Found::node), service)?;
@@ -184,7 +183,7 @@ impl Daemon {
             tracing::warn!("The daemon runs without a sandbox: no seccomp, no Landlock");
         }
         if let Some(found) = &verbs {
-            // Not before: the kernel takes a device's requests only with the credentials that it was opened with.
+            // Not earlier: the kernel accepts a device's requests only with the credentials that opened it.
             transports.open_verbs(found)?;
         }
         let engine = EngineThread::start(config.engine, Some(transports))?;
@@ -217,7 +216,7 @@ impl Daemon {
             .enable_time()
             .build()
             .map_err(|source| DaemonError::Start { what: "event loop", source })?;
-        // Last: whoever can connect is served.
+        // Last: every client that connects is served.
         let (service, service_file) = place.listen()?.into_parts();
         let sockets = Sockets { service, metrics, metrics_tcp };
         let (stop, stopped) = oneshot::channel();
@@ -247,7 +246,7 @@ impl Daemon {
         })
     }
 
-    /// The service's socket.
+    /// Path of the service's socket.
     #[must_use]
     pub fn socket(&self) -> &Path {
         self.place.socket()
@@ -259,7 +258,7 @@ impl Daemon {
         &self.neighbours
     }
 
-    /// Where metrics are served by TCP.
+    /// TCP address of the metrics.
     #[must_use]
     pub fn metrics(&self) -> Option<SocketAddr> {
         self.metrics
@@ -268,14 +267,14 @@ impl Daemon {
 
 impl Drop for Daemon {
     fn drop(&mut self) {
-        // No new NICs.
+        // Accept no new NICs.
         self.files.clear();
         if let Some(stop) = self.stop.take() {
-            // A control thread that has failed doesn't listen.
+            // A control thread that has failed doesn't receive this.
             let _ = stop.send(());
         }
         join(self.control.take(), "control");
-        // Before the devices go: their VMs haven't ended, the daemon does.
+        // Before the devices are removed: their VMs haven't ended, only the daemon has.
         drop(self.cluster.take());
         drop(self.mover.take());
         self.registry.clear();
@@ -285,7 +284,7 @@ impl Drop for Daemon {
     }
 }
 
-/// Those of a host with a directory; where that is a cluster's, it as well, and the TCP ports of its service.
+/// Transports of a host with a directory; for a cluster's, also the cluster directory and its service's TCP ports.
 type Opened = (Transports, Option<(Arc<ClusterDirectory>, BTreeSet<u16>)>);
 
 fn transports(config: &FabricConfig, folder: &Path) -> Result<Opened, DaemonError> {
@@ -299,7 +298,7 @@ fn transports(config: &FabricConfig, folder: &Path) -> Result<Opened, DaemonErro
             (Arc::new(directory), None)
         }
         DirectorySource::Cluster(cluster) => {
-            // Where another daemon has the address, the service isn't told that this host has started again.
+            // If another daemon has the address, the service must not learn of a restart of this host.
             let probe = std::net::UdpSocket::bind(address);
             drop(probe.map_err(|source| FabricError::Port { address, source })?);
             let directory = ClusterDirectory::open(cluster.clone(), address, folder)?;
@@ -321,7 +320,7 @@ fn transports(config: &FabricConfig, folder: &Path) -> Result<Opened, DaemonErro
     Ok((transports, cluster))
 }
 
-/// Finds the RDMA device that has this host's address, and lets its memory be pinned.
+/// Finds the RDMA device with this host's address, and raises the limit of pinned memory for it.
 fn look_for_verbs(config: &FabricConfig) -> Result<Found, DaemonError> {
     let found = Found::look(config.address.ip())?;
     let all = rustix::process::Rlimit { current: None, maximum: None };

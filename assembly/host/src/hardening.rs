@@ -1,11 +1,11 @@
-//! What the daemon gives up, and takes, for itself.
+//! Privileges that the daemon drops, and limits that it raises, for itself.
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// A NIC needs about 40 descriptors: sockets, the guest's memory, eventfds.
+/// Limit of descriptors. A NIC needs about 40: sockets, the guest's memory, eventfds.
 const DESCRIPTORS: u64 = 65_536;
 
-/// No new privileges by execve, no dump of guests' memory, and room for descriptors as far as the hard limit allows.
+/// Forbids new privileges by execve and dumps of guests' memory, and raises the limit of descriptors as far as the hard limit permits.
 pub(crate) fn prepare() {
     if let Err(error) = rustix::thread::set_no_new_privs(true) {
         tracing::warn!(%error, "The daemon may still gain privileges by execve");

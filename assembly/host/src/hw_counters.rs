@@ -1,30 +1,30 @@
-//! Counters of a VM's device as Linux names them: those of the engine and those of the protocol's connections together.
+//! Counters of a VM's device under Linux's names: those of the engine and those of the protocol's connections together.
 //!
-//! The engine counts what it executes for local and remote peers alike; a connection to another host counts what the protocol does about
-//! packets. Where both count the same thing it is taken once.
+//! The engine counts what it executes for local and remote peers alike. A connection to another host counts the protocol's handling of
+//! packets. What both count is included once.
 
 use roce::Counters;
 
-/// Counters of a device with all its connections, past ones included: by name, without repetition.
+/// Counters of a device with all its connections, past ones included: by name, each name once.
 pub(crate) fn merged(device: Vec<(&'static str, u64)>, roce: Option<&Counters>) -> Vec<(&'static str, u64)> {
     let mut all = device;
     let Some(roce) = roce else { return all };
     for (name, value) in [
-        // What left and came in packets of connections; the engine counts local ones and datagrams.
+        // Packets of connections; the engine counts local ones and datagrams.
         ("port_xmit_packets", roce.sent_packets),
         ("port_xmit_data", roce.sent_bytes / 4),
         ("port_rcv_packets", roce.received_packets),
         ("port_rcv_data", roce.received_bytes / 4),
-        // As rxe calls them.
+        // rxe's names.
         ("sent_pkts", roce.sent_packets),
         ("rcvd_pkts", roce.received_packets),
-        // As mlx5 calls them.
+        // mlx5's names.
         ("out_of_sequence", roce.out_of_sequence),
         ("packet_seq_err", roce.packet_seq_err),
         ("implied_nak_seq_err", roce.implied_nak_seq_err),
         ("local_ack_timeout_err", roce.local_ack_timeout_err),
         ("duplicate_request", roce.duplicate_request),
-        // The engine has counted the last one, where the retries were used up.
+        // The engine has counted the last one, if the retries were used up.
         ("rnr_nak_retry_err", roce.rnr_nak_retry_err.saturating_sub(roce.req_rnr_retries_exceeded)),
         ("req_rnr_retries_exceeded", roce.req_rnr_retries_exceeded),
         ("np_ecn_marked_roce_packets", roce.np_ecn_marked_roce_packets),
@@ -66,7 +66,7 @@ mod tests {
         assert_eq!(of("port_xmit_packets"), [12]);
         assert_eq!(of("port_xmit_data"), [20]);
         assert_eq!(of("sent_pkts"), [7]);
-        // Seven that were waited for by the connection and one that the engine gave up at: eight NAKs.
+        // Seven for which the connection waited, and one at which the engine failed the request: eight NAKs.
         assert_eq!(of("rnr_nak_retry_err"), [8]);
         assert_eq!(of("out_of_sequence"), [3]);
         assert_eq!(of("rx_write_requests"), [9], "executed once, counted once");

@@ -1,8 +1,8 @@
-//! Names of VMs and NICs, and the addresses that are made from them.
+//! Names of VMs and NICs, and addresses derived from them.
 
 pub use control_api::names::{BadName, LONGEST_NAME, check_name};
 
-/// A MAC address for a NIC that was given none: the same each time, unicast, locally administered.
+/// Default MAC address of a NIC: the same each time, unicast, locally administered.
 #[must_use]
 pub fn mac_of(vm: &str, nic: &str) -> [u8; 6] {
     // FNV-1a, 64 bits: spreads short names well, and is the same in every version of this program.
@@ -14,7 +14,7 @@ pub fn mac_of(vm: &str, nic: &str) -> [u8; 6] {
     [a & 0xFC | 0x02, b, c, d, e, f]
 }
 
-/// EUI-64 of a MAC address (RFC 4291, appendix A): what RDMA devices use as their node GUID. Big-endian.
+/// EUI-64 of a MAC address (RFC 4291, appendix A), big-endian: the node GUID of RDMA devices.
 #[must_use]
 pub fn eui64(mac: [u8; 6]) -> [u8; 8] {
     let [a, b, c, d, e, f] = mac;
@@ -27,7 +27,7 @@ pub fn is_unicast(mac: [u8; 6]) -> bool {
     mac[0] & 1 == 0 && mac != [0; 6]
 }
 
-/// As people write it.
+/// The usual notation.
 #[must_use]
 pub fn mac_text(mac: [u8; 6]) -> String {
     mac.map(|byte| format!("{byte:02x}")).join(":")

@@ -20,10 +20,10 @@ use crate::neighbours::Neighbours;
 use crate::registry::Registry;
 use crate::transport::{ENCRYPTED, SessionCounters};
 
-/// The queue pairs of so many are shown in metrics at most, per device: a label per queue pair is not for thousands.
+/// Limit of queue pairs per device in metrics: a label per queue pair doesn't scale to thousands.
 const QUEUE_PAIR_METRICS: usize = 256;
 
-/// The tree as `uid` may see it.
+/// The tree for user `uid`.
 pub(crate) fn tree(registry: &Registry, neighbours: &Neighbours, uid: u32) -> Value {
     let functions = registry.functions(uid);
     let view = registry.engine().call(|worker| worker.view()).ok();
@@ -65,7 +65,7 @@ pub(crate) fn tree(registry: &Registry, neighbours: &Neighbours, uid: u32) -> Va
             "cluster": view.as_ref().and_then(|view| view.directory.clone()),
             "fabric": view.and_then(|view| view.fabric),
         },
-        // Whom a VM permits is nobody else's affair.
+        // Only administrators may read which VMs a VM permits.
         "neighbours": crate::access::is_administrator(uid).then(|| neighbours.inspect()),
         "segments": segments,
         "vms": vms,
@@ -127,7 +127,7 @@ fn counters(list: Vec<(&'static str, u64)>) -> Value {
     Value::Object(list.into_iter().map(|(name, value)| (name.to_owned(), Value::from(value))).collect())
 }
 
-/// What is below a path like `vms/web1/nics`.
+/// The subtree at a path like `vms/web1/nics`.
 pub(crate) fn below<'a>(tree: &'a Value, path: &str) -> Result<&'a Value, String> {
     let mut at = tree;
     for step in path.split('/').filter(|step| !step.is_empty()) {
@@ -149,7 +149,7 @@ pub(crate) fn below<'a>(tree: &'a Value, path: &str) -> Result<&'a Value, String
     Ok(at)
 }
 
-/// All metrics as Prometheus reads them.
+/// All metrics in Prometheus' text format.
 pub(crate) fn metrics(registry: &Registry) -> Result<String, EncodeError> {
     let mut families: BTreeMap<String, Family> = BTreeMap::new();
     let mut add = |name: &str, help: &str, labels: &[(&str, &str)], value: u64| {
@@ -205,7 +205,7 @@ pub(crate) fn metrics(registry: &Registry) -> Result<String, EncodeError> {
             add(&format!("causeway_host_cluster_{name}"), help, &[], value);
         }
     }
-    // Root's eyes: whoever may read the metrics may read all of them.
+    // With root's rights: a client that may read metrics may read all of them.
     for (info, rdma, _) in registry.functions(0) {
         let labels = [("vm", info.key.vm.as_str()), ("device", info.key.name.as_str()), ("port", "1")];
         let of_nic = &labels[..2];
@@ -277,7 +277,7 @@ pub(crate) fn metrics(registry: &Registry) -> Result<String, EncodeError> {
     encode(&families, &[])
 }
 
-/// The name that the usual exporter gives a counter of `/sys/class/infiniband/*/ports/*/{counters,hw_counters}`.
+/// The name that node_exporter gives a counter of `/sys/class/infiniband/*/ports/*/{counters,hw_counters}`.
 fn metric_name(counter: &str) -> String {
     let name = match counter {
         "port_xmit_data" => "port_data_transmitted_bytes",

@@ -1,4 +1,4 @@
-//! The daemon of a host (`causeway host`): serves RDMA NICs to the VMs' monitors.
+//! The daemon of a host (`causeway host`): it serves RDMA NICs to the VMs' monitors.
 //!
 //! ```text
 //!  monitor                     control thread            engine thread
@@ -13,17 +13,17 @@
 //! | module | holds |
 //! |---|---|
 //! | [`daemon`] | [`Daemon`]: start and end |
-//! | [`registry`] | NICs: who has which, released when their monitors go |
+//! | [`registry`] | NICs and their owners, released when their monitors disconnect |
 //! | [`function`] | the two PCI functions of a NIC as vfio-user devices |
 //! | [`engine`] | the thread that owns all RDMA state; doorbell modes |
 //! | [`segments`] | named networks, taps |
 //! | [`cluster`] | the directory of a host whose cluster has a service |
-//! | [`neighbours`] | VMs that read each other's memory: who may, their descriptors, who is alive |
+//! | [`neighbours`] | VMs that read each other's memory: permissions, descriptors, heartbeats |
 //! | [`card`] | one card for several VMs: a daemon of its own (`causeway card`) |
-//! | [`access`], [`identity`] | who may; names and addresses |
-//! | [`listener`], [`remembered`] | sockets; what outlives the daemon |
-//! | [`migration`] | a VM's HCA as it moves, and the thread that drives migrations with the cluster service and other daemons |
-//! | [`sandbox`] | what the daemon may do |
+//! | [`access`], [`identity`] | authorization; names and addresses |
+//! | [`listener`], [`remembered`] | sockets; state that outlives the daemon |
+//! | [`migration`] | the state of a migrating HCA, and the thread that runs migrations with the cluster service and other daemons |
+//! | [`sandbox`] | confinement of the daemon |
 //! | `service`, `server`, `inspect`, `hw_counters` | gRPC, metrics, the live tree |
 
 pub mod access;

@@ -1,4 +1,4 @@
-//! The daemon's sockets: never stolen from a running daemon, replaced where a dead one left them, removed at the end.
+//! The daemon's sockets: never stolen from a running daemon, replaced if a dead one left them, removed at the end.
 
 use std::fs::File;
 use std::io;
@@ -8,39 +8,38 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{FlockOperation, flock};
 
-/// Longest path of a Unix socket in bytes.
+/// Limit of a Unix socket's path, bytes.
 pub const LONGEST_PATH: usize = 107;
 
-/// A socket can't be had.
+/// Why a socket can't be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum ListenError {
-    /// Another daemon is there.
+    /// Another daemon uses it.
     #[error("A host daemon runs at {} already; stop it, or give this one another --socket", path.display())]
     Taken {
-        /// The socket.
+        /// Path of the socket.
         path: PathBuf,
     },
     /// The path is too long.
     #[error("The socket {} has a longer path than Unix sockets take, {LONGEST_PATH} bytes", path.display())]
     TooLong {
-        /// The socket.
+        /// Path of the socket.
         path: PathBuf,
     },
-    /// The file system.
+    /// A file system error.
     #[error("The socket {} can't be {what}; use another --socket, or make its folder writable", path.display())]
     Io {
-        /// The socket.
+        /// Path of the socket.
         path: PathBuf,
-        /// What was tried.
+        /// The failed operation.
         what: &'static str,
-        /// Why.
+        /// The error.
         #[source]
         source: io::Error,
     },
 }
 
-/// A daemon's exclusive right to a socket path, and the folder beside it; given back when this is dropped, or when the
-/// process dies in whatever way.
+/// A daemon's exclusive right to a socket path, and the folder beside it. Released when this is dropped, or when the process dies.
 #[derive(Debug)]
 pub struct Place {
     socket: PathBuf,
@@ -49,8 +48,8 @@ pub struct Place {
 }
 
 impl Place {
-    /// Takes the path for this daemon. The folder `PATH.d` (`.sock` left out) is made beside it; what a dead daemon left
-    /// there is removed, except for its memory of NICs.
+    /// Acquires the path for this daemon. Creates the folder `PATH.d` (without `.sock`) beside it, and removes what a dead daemon left
+    /// there, except for its record of NICs.
     ///
     /// # Errors
     /// When another daemon has it, or the file system refuses.
@@ -64,7 +63,7 @@ impl Place {
         }
         let folder = socket.with_extension("d");
         std::fs::create_dir_all(&folder).map_err(failed("given a folder beside it"))?;
-        // Others may look up the NICs' sockets; who may connect is checked by credentials.
+        // Other users may find the NICs' sockets; each connection's credentials are checked.
         std::fs::set_permissions(&folder, PermissionsExt::from_mode(0o755))
             .map_err(failed("given a folder beside it"))?;
         let lock = File::create(folder.join("lock")).map_err(failed("locked"))?;
@@ -90,7 +89,7 @@ impl Place {
         &self.socket
     }
 
-    /// The folder for sockets of NICs and the daemon's memory of them.
+    /// Folder for the sockets of NICs and the daemon's record of them.
     #[must_use]
     pub fn folder(&self) -> &Path {
         &self.folder
@@ -99,13 +98,13 @@ impl Place {
     /// Listens at the service's socket.
     ///
     /// # Errors
-    /// When somebody else listens there (not a daemon: it would hold the lock), or the file system refuses.
+    /// When another process listens there (not a daemon, which would hold the lock), or the file system refuses.
     pub fn listen(&self) -> Result<Listening, ListenError> {
         listen(&self.socket)
     }
 }
 
-/// A listening socket; its file is removed when this is dropped, unless it is another's by then.
+/// A listening socket. Its file is removed when this is dropped, unless another process has replaced it.
 #[derive(Debug)]
 pub struct Listening {
     /// Non-blocking.
@@ -114,7 +113,7 @@ pub struct Listening {
 }
 
 impl Listening {
-    /// Listener and file apart: keep the latter for as long as the former is in use.
+    /// Separates listener and file: keep the latter while the former is in use.
     #[must_use]
     pub fn into_parts(self) -> (UnixListener, SocketFile) {
         (self.listener, self.file)
@@ -138,10 +137,10 @@ impl Drop for SocketFile {
     }
 }
 
-/// Listens at `path`; everybody may connect, and is judged by credentials then.
+/// Listens at `path`. Any process may connect; each connection's credentials are checked.
 ///
 /// # Errors
-/// When somebody listens there, or the file system refuses.
+/// When another process listens there, or the file system refuses.
 pub fn listen(path: &Path) -> Result<Listening, ListenError> {
     let failed = |what| move |source| ListenError::Io { path: path.to_owned(), what, source };
     if path.as_os_str().len() > LONGEST_PATH {

@@ -16,14 +16,14 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-/// Connections that ask for metrics, served at once; more wait.
+/// Limit of concurrent connections for metrics; more wait.
 const READERS: usize = 16;
-/// No connection for metrics lasts longer.
+/// Timeout of a connection for metrics.
 const LONGEST_READ: Duration = Duration::from_secs(10);
 
 type Source = Arc<dyn Fn() -> Result<String, EncodeError> + Send + Sync>;
 
-/// Who reads metrics, by whatever way, and what they read.
+/// The readers of metrics on all sockets, and the source of the text.
 #[derive(Clone)]
 pub(crate) struct Readers {
     source: Source,
@@ -31,12 +31,12 @@ pub(crate) struct Readers {
 }
 
 impl Readers {
-    /// Readers of a text that is made for each of them.
+    /// Serves the text of `source`, which is made for each request.
     pub fn new(source: impl Fn() -> Result<String, EncodeError> + Send + Sync + 'static) -> Self {
         Self { source: Arc::new(source), room: Arc::new(Semaphore::new(READERS)) }
     }
 
-    /// Serves a Unix socket: to root and this process's own user.
+    /// Serves a Unix socket, to root and this process's own user.
     pub async fn serve_unix(self, listener: UnixListener) {
         loop {
             let Ok(permit) = Arc::clone(&self.room).acquire_owned().await else { return };
@@ -52,7 +52,7 @@ impl Readers {
         }
     }
 
-    /// Serves TCP: to everybody.
+    /// Serves TCP, to any client.
     pub async fn serve_tcp(self, listener: TcpListener) {
         loop {
             let Ok(permit) = Arc::clone(&self.room).acquire_owned().await else { return };
@@ -64,13 +64,13 @@ impl Readers {
     }
 }
 
-/// Out of descriptors or memory: others may give some back.
+/// Out of descriptors or memory: waits for others to release some.
 pub(crate) async fn no_more(error: &io::Error) {
     tracing::warn!(%error, "A connection can't be accepted");
     tokio::time::sleep(Duration::from_millis(100)).await;
 }
 
-/// One connection for metrics.
+/// Serves one connection.
 async fn answer(
     stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
     source: Source,
@@ -87,7 +87,7 @@ async fn answer(
         .max_buf_size(16 << 10)
         .keep_alive(false)
         .serve_connection(TokioIo::new(stream), service);
-    // What a reader does wrong is its own affair.
+    // A reader's error concerns only itself.
     let _ = tokio::time::timeout(LONGEST_READ, connection).await;
 }
 
@@ -113,7 +113,7 @@ fn respond(
     response
 }
 
-/// Listens for readers of metrics.
+/// Listens on a TCP address for metrics.
 pub(crate) fn bind_metrics(address: SocketAddr) -> io::Result<StdTcpListener> {
     let listener = StdTcpListener::bind(address)?;
     listener.set_nonblocking(true)?;

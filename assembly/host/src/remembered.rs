@@ -1,5 +1,5 @@
-//! What outlives the daemon: where each NIC's driver has its shared region, so that after a restart the driver can be
-//! told that its device failed. A small JSON file in the daemon's folder, replaced atomically.
+//! State that outlives the daemon: the guest address of each NIC driver's shared region. After a restart the daemon uses it to notify the
+//! driver that its device failed. A small JSON file in the daemon's folder, replaced atomically.
 
 use std::collections::BTreeMap;
 use std::io::{self, Write as _};
@@ -12,9 +12,9 @@ use serde::{Deserialize, Serialize};
 const FILE: &str = "nics.json";
 /// Version of its contents.
 const VERSION: u32 = 1;
-/// A longer file isn't ours.
+/// Limit of the file's length, bytes.
 const LONGEST_FILE: u64 = 16 << 20;
-/// NICs that are remembered at most: those attached never come near, and names of VMs that are long gone pile up.
+/// Limit of remembered NICs. Attached ones never come near it, but names of VMs that no longer exist accumulate.
 const MAX_REMEMBERED_NICS: usize = 10_000;
 
 #[derive(Debug, Default, Serialize, Deserialize)]
@@ -23,16 +23,16 @@ struct Contents {
     nics: BTreeMap<String, Nic>,
 }
 
-/// What is known of a NIC.
+/// The record of a NIC.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Nic {
-    /// To whom it belonged.
+    /// User that owned it.
     pub uid: u32,
     /// Guest address of the driver's shared region.
     pub shared_region: u64,
 }
 
-/// The daemon's memory. Thread-safe; nothing is written before [`Remembered::flush`].
+/// The record of NICs. Thread-safe; nothing is written before [`Remembered::flush`].
 #[derive(Debug)]
 pub struct Remembered {
     path: PathBuf,
@@ -46,8 +46,8 @@ struct State {
 }
 
 impl Remembered {
-    /// What an earlier daemon left in `folder`. A file that can't be read is as none: the guests' drivers then find out
-    /// by themselves.
+    /// Loads the record of an earlier daemon in `folder`. An unreadable file counts as empty: the guests' drivers then detect the failure
+    /// themselves.
     #[must_use]
     pub fn load(folder: &Path) -> Self {
         let path = folder.join(FILE);
@@ -74,14 +74,14 @@ impl Remembered {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Where the driver of a NIC had its shared region, if the NIC belonged to `uid`.
+    /// Guest address of a NIC driver's shared region, if the NIC belonged to `uid`.
     #[must_use]
     pub fn shared_region(&self, vm: &str, nic: &str, uid: u32) -> Option<u64> {
         self.state().nics.get(&key(vm, nic)).filter(|known| known.uid == uid).map(|known| known.shared_region)
     }
 
-    /// Remembers a NIC, or with `None` forgets it. `true` when this is the first change since the last flush, so that
-    /// whoever flushes is told once, however often a guest changes its mind.
+    /// Records a NIC, or with `None` removes it. `true` when this is the first change since the last flush, so that the keeper gets one
+    /// event, however often a guest changes it.
     pub fn set(&self, vm: &str, nic: &str, uid: u32, shared_region: Option<u64>) -> bool {
         let mut state = self.state();
         match shared_region {
@@ -108,7 +108,7 @@ impl Remembered {
     /// Writes the file if anything changed since the last time.
     ///
     /// # Errors
-    /// When the file system refuses; the next flush tries again.
+    /// When the file system refuses; the next flush retries.
     pub fn flush(&self) -> io::Result<()> {
         let text = {
             let mut state = self.state();
@@ -137,7 +137,7 @@ fn read(path: &Path) -> io::Result<Contents> {
     Ok(serde_json::from_reader(reader)?)
 }
 
-/// A reader finds the old file or the new one, whenever this process or the host dies.
+/// Replaces a file. A reader finds the old or the new one, even if this process or the host dies.
 pub(crate) fn replace(path: &Path, text: &[u8]) -> io::Result<()> {
     let new = path.with_extension("new");
     let mut file = std::fs::File::create(&new)?;

@@ -1,4 +1,4 @@
-//! Named networks: an Ethernet segment and an RDMA segment of the same name, shared by whoever attaches to it.
+//! Named networks: an Ethernet segment and an RDMA segment of the same name, shared by all NICs attached to it.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -12,15 +12,15 @@ use vmxnet3::{PortId, PortRules, SegmentConfig};
 
 use crate::access::may_use;
 
-/// A network can't be used as asked.
+/// Why a network can't be used.
 #[derive(Debug, thiserror::Error)]
 pub enum SegmentError {
-    /// No thread.
+    /// Its thread can't be started.
     #[error("The thread of segment {name} can't be started")]
     Start {
-        /// The segment.
+        /// Name of the segment.
         name: String,
-        /// Why.
+        /// The error.
         #[source]
         source: io::Error,
     },
@@ -29,21 +29,21 @@ pub enum SegmentError {
         "Tap {tap} may not be used by user {uid}: it is {whose}; make it with `ip tuntap add {tap} mode tap user {uid}`"
     )]
     Tap {
-        /// The interface.
+        /// Name of the interface.
         tap: String,
-        /// Who asked.
+        /// The user.
         uid: u32,
-        /// Whose it is.
+        /// Description of its owner.
         whose: String,
     },
     /// The tap can't be opened.
     #[error("Tap {tap} can't be connected with segment {name}")]
     OpenTap {
-        /// The interface.
+        /// Name of the interface.
         tap: String,
-        /// The segment.
+        /// Name of the segment.
         name: String,
-        /// Why.
+        /// The error.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
@@ -58,16 +58,16 @@ pub struct Segments {
 #[derive(Debug, Default)]
 struct State {
     networks: BTreeMap<String, Weak<Network>>,
-    /// Never used twice: a queue pair of an old network must not find a new one's.
+    /// Next segment number. Never reused: a queue pair of an old network must not reach a new one.
     next: u32,
 }
 
-/// One network; it ends with its last user.
+/// One network; it ends when it is dropped by its last user.
 pub struct Network {
     name: String,
     id: SegmentId,
     thread: SegmentThread<MappedMemory>,
-    /// Interfaces with the ports they are connected to.
+    /// Taps with their ports.
     taps: Mutex<BTreeMap<String, Weak<Uplink>>>,
 }
 
@@ -81,7 +81,7 @@ impl std::fmt::Debug for Network {
     }
 }
 
-/// A network's connection to a tap; it ends with its last user.
+/// A network's connection with a tap; it ends when it is dropped by its last user.
 #[derive(Debug)]
 pub struct Uplink {
     network: Arc<Network>,
@@ -91,7 +91,7 @@ pub struct Uplink {
 
 impl Drop for Uplink {
     fn drop(&mut self) {
-        // A thread that is gone has no ports.
+        // If the thread is gone, so are its ports.
         let _ = self.network.thread.detach_port(self.port);
     }
 }
@@ -101,7 +101,7 @@ impl Segments {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The network of a name, started where nobody uses it yet.
+    /// The network with a name, started if it isn't in use yet.
     ///
     /// # Errors
     /// When its thread can't be started.
@@ -120,7 +120,7 @@ impl Segments {
         Ok(network)
     }
 
-    /// Those in use, by name.
+    /// Networks in use, by name.
     #[must_use]
     pub fn all(&self) -> Vec<Arc<Network>> {
         self.state().networks.values().filter_map(Weak::upgrade).collect()
@@ -134,7 +134,7 @@ impl Network {
         &self.name
     }
 
-    /// Its number for RDMA.
+    /// Its RDMA segment.
     #[must_use]
     pub fn id(&self) -> SegmentId {
         self.id
@@ -149,7 +149,7 @@ impl Network {
     /// Connects the network with a tap, or shares that connection.
     ///
     /// # Errors
-    /// When the tap isn't there, isn't `uid`'s, or can't be opened.
+    /// When the tap doesn't exist, isn't `uid`'s, or can't be opened.
     pub fn uplink(self: &Arc<Self>, tap: &str, uid: u32) -> Result<Arc<Uplink>, SegmentError> {
         check_owner(tap, uid)?;
         let mut taps = self.taps.lock().unwrap_or_else(PoisonError::into_inner);
@@ -169,7 +169,7 @@ impl Network {
         Ok(uplink)
     }
 
-    /// Ports and their traffic.
+    /// Reports ports and their traffic.
     #[must_use]
     pub fn inspect(&self) -> serde_json::Value {
         let ports = self.thread.report().unwrap_or_default();
@@ -187,14 +187,14 @@ impl Network {
 }
 
 impl Uplink {
-    /// The interface.
+    /// Name of the interface.
     #[must_use]
     pub fn tap(&self) -> &str {
         &self.tap
     }
 }
 
-/// The daemon may open every tap; a user may have only own ones connected, as if they opened them.
+/// Checks that a tap is the user's. The daemon may open every tap; a user may connect only taps that it could open itself.
 fn check_owner(tap: &str, uid: u32) -> Result<(), SegmentError> {
     let refused = |whose: String| SegmentError::Tap { tap: tap.escape_debug().to_string(), uid, whose };
     let plain = (1..=15).contains(&tap.len())

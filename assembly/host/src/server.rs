@@ -1,4 +1,4 @@
-//! The control thread: gRPC on the daemon's socket, metrics over HTTP. The only asynchronous code here.
+//! The control thread: gRPC on the daemon's socket, metrics over HTTP. The only asynchronous code of the daemon.
 
 use std::io;
 use std::net::TcpListener as StdTcpListener;
@@ -23,16 +23,16 @@ use crate::neighbours::Neighbours;
 use crate::registry::Registry;
 use crate::service::Service;
 
-/// Connections of those who may use the daemon, served at once; more wait.
+/// Limit of concurrent connections of authorized callers; more are closed.
 const CONNECTIONS: usize = 64;
-/// Connections of those who may not, and are only told so.
+/// Limit of concurrent connections of other callers, which get only an error.
 const STRANGERS: usize = 8;
-/// No connection to the service lasts longer.
+/// Limit of a connection's lifetime.
 const LONGEST_CONNECTION: Duration = Duration::from_secs(120);
-/// Largest request, bytes.
+/// Limit of a request, bytes.
 const LARGEST_REQUEST: usize = 64 << 10;
 
-/// A connection with the peer's credentials, as the service sees them.
+/// A connection with the peer's credentials, for the service.
 struct Caller {
     stream: UnixStream,
     peer: Peer,
@@ -71,7 +71,7 @@ impl AsyncWrite for Caller {
     }
 }
 
-/// What the thread listens to.
+/// Sockets of the thread.
 #[derive(Debug)]
 pub(crate) struct Sockets {
     pub service: StdUnixListener,
@@ -106,14 +106,14 @@ pub(crate) async fn serve(
         .concurrency_limit_per_connection(4)
         .add_service(service)
         .serve_with_incoming_shutdown(ReceiverStream::new(incoming), async {
-            // A daemon that is dropped stops as well.
+            // A dropped daemon stops as well.
             let _ = stop.await;
         })
         .await
         .map_err(io::Error::other)
 }
 
-/// Accepts callers as long as there is room for their kind.
+/// Accepts connections as long as there is room for their kind.
 async fn accept(
     listener: UnixListener,
     registry: Arc<Registry>,
@@ -133,7 +133,7 @@ async fn accept(
         let peer =
             Peer { uid: credentials.uid(), gid: credentials.gid(), pid: credentials.pid().unwrap_or(0) };
         let kind = if registry.access().check(&peer).is_ok() { &known } else { &strangers };
-        // Whoever finds no room is hung up on: waiting here would let one kind keep the other out.
+        // Closes a connection without room: waiting here would let one kind exclude the other.
         let Ok(permit) = Arc::clone(kind).try_acquire_owned() else { continue };
         if callers.send(Ok(Caller { stream, peer, _permit: permit })).await.is_err() {
             return;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use dma::{Dma, MappedMemory, MemoryRegion};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
-/// The pages: guests store to them, the engine looks at them. They can neither grow nor shrink.
+/// The pages: guests store to them, the engine polls them. They can neither grow nor shrink.
 #[derive(Debug)]
 pub struct UarPages {
     fd: Arc<OwnedFd>,
@@ -16,7 +16,7 @@ pub struct UarPages {
 }
 
 impl UarPages {
-    /// `size` bytes of zeros, whole pages.
+    /// `size` zero bytes, whole pages.
     ///
     /// # Errors
     /// When the kernel has no memory or descriptor left.
@@ -47,7 +47,7 @@ impl UarPages {
         &self.memory
     }
 
-    /// Wipes the pages: what an earlier client's guest left means nothing to the next one.
+    /// Clears the pages: an earlier client's doorbells have no meaning for the next one.
     pub fn clear(&self) {
         // It is mapped and writable, so this can't fail.
         let _ = self.memory.zero(0, self.size);

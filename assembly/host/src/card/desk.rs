@@ -1,7 +1,7 @@
-//! Who has the card: guests' accesses, the card's interrupts, hand-offs.
+//! Scheduling of the card: guests' accesses, the card's interrupts, hand-offs.
 //!
-//! One lock holds the monitor, so the card. A guest's access that needs the card, which another guest has, waits in its connection's thread until
-//! it is this guest's turn; whoever finds that a hand-off is due carries it out.
+//! One lock guards the device models, and so the card. When another guest has the card, a guest's access waits in its connection's thread
+//! for its time slice. Any thread that finds a hand-off due executes it.
 
 mod metrics;
 mod recovery;
@@ -25,37 +25,37 @@ use super::{Settings, Wish};
 use crate::function::descriptors::signal;
 use crate::function::interrupts::EventFds;
 
-/// How often a waiting access looks whether it is its turn.
+/// Interval at which a waiting access checks for its time slice.
 const LOOK: Duration = Duration::from_millis(1);
-/// An access that waits longer is answered with ones: the guest's monitor would take this process for dead soon after.
+/// Timeout of a waiting access, which then reads as ones. The guest's monitor would take this process for dead soon after.
 const ACCESS_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// A card that can be shared.
 pub trait Card: PhysicalDevice + Send + 'static {
-    /// What is mapped for it from now on is this memory. What it had before stays mapped as far as it is.
+    /// Maps `memory` for the card from now on, in place of the previous guest's. The previous mappings stay as far as they are the same.
     fn give(&mut self, memory: &MappedMemory);
-    /// Its interrupt has been signalled.
+    /// Records that its interrupt was signalled.
     fn signalled(&mut self);
-    /// Its causes have been taken: it may signal again.
+    /// Unmasks its interrupt, after its causes were read.
     ///
     /// # Errors
-    /// The card can't be reached.
+    /// When the card can't be reached.
     fn unmask(&mut self) -> Result<(), DeviceError>;
 }
 
-/// One guest.
+/// State of one guest.
 struct Place {
     name: String,
     table: Table,
     irq: EventFds,
-    /// The line was signalled, and its guest hasn't looked yet.
+    /// Its line was signalled, and its guest has not handled that yet.
     masked: bool,
-    /// Its command register lets the card work for it.
+    /// Its command register enables the card (bus mastering, or BARs).
     master: bool,
     connected: bool,
     /// An access waits for the card.
     asks: bool,
-    /// The log has told that it is stopped.
+    /// A log line has reported that it is stopped.
     told: bool,
     waits: u64,
     longest_wait: Duration,
@@ -65,38 +65,38 @@ struct State<P, O> {
     monitor: Monitor<SharedCard<P, GuestBus, O>>,
     scheduler: Scheduler,
     places: Vec<Place>,
-    /// This guest got the card because of an access that it hasn't carried out yet, since when.
+    /// The guest that got the card for an access that it has not executed yet, and since when, nanoseconds.
     owed: Option<(usize, u64)>,
-    /// The holder can't give the card up since then.
+    /// Since when the holder can't reach a quiescent point, nanoseconds.
     busy: Option<u64>,
-    /// Why the card can't be used at present. It is reset until it can be.
+    /// Why the card has failed, until a reset succeeds.
     failed: Option<String>,
     /// When it was last reset after a failure.
     reset_at: Option<Instant>,
-    /// Times that it failed.
+    /// Number of failures.
     failures: u64,
     handoffs: u64,
     forced: u64,
     longest_handoff: u64,
-    /// Nanoseconds after which the card is taken from a guest that doesn't give it up.
+    /// Time after which the card is taken from a guest that doesn't reach a quiescent point, nanoseconds.
     limit: u64,
 }
 
-/// The card, its guests, and their turns.
+/// The card, its guests, and their time slices.
 pub(super) struct Desk<P, O> {
     device: &'static Device,
     state: Mutex<State<P, O>>,
     changed: Condvar,
-    /// Wakes the card's thread.
+    /// Eventfd that wakes the card's thread.
     wake: OwnedFd,
     begun: Instant,
 }
 
 impl<P: Card, O: OwnRing + Send + 'static> Desk<P, O> {
-    /// A desk for a card and its guests, none of whom is there yet.
+    /// The state of a card and its guests, none of which is connected.
     ///
     /// # Errors
-    /// The card can't be reached, or no descriptor is left.
+    /// When the card can't be reached, or no descriptor is left.
     pub fn new(
         device: &'static Device,
         card: P,
@@ -154,7 +154,7 @@ impl<P: Card, O: OwnRing + Send + 'static> Desk<P, O> {
         Ok(Self { device, state: Mutex::new(state), changed: Condvar::new(), wake, begun: Instant::now() })
     }
 
-    /// What the card is.
+    /// Description of the card.
     pub fn device(&self) -> &'static Device {
         self.device
     }
@@ -167,19 +167,19 @@ impl<P: Card, O: OwnRing + Send + 'static> Desk<P, O> {
         nanoseconds(self.begun.elapsed())
     }
 
-    /// Has the card's thread look.
+    /// Wakes the card's thread.
     pub fn wake(&self) {
         signal(self.wake.as_fd());
     }
 
-    /// The guest of a seat is there; false: one is there already.
+    /// Connects the guest of a seat. False: one is connected already.
     pub fn connect(&self, seat: usize) -> bool {
         let mut state = self.lock();
         let Some(place) = state.places.get_mut(seat) else { return false };
         !std::mem::replace(&mut place.connected, true)
     }
 
-    /// It has gone: the card forgets it and its memory.
+    /// Disconnects a guest: the card drops its state and its memory.
     pub fn disconnect(&self, seat: usize) {
         let failed = self.change(seat, |state| {
             state.turn_out(seat)?;
@@ -198,7 +198,7 @@ impl<P: Card, O: OwnRing + Send + 'static> Desk<P, O> {
         }
     }
 
-    /// Its machine is reset.
+    /// Resets a guest's device.
     pub fn reset(&self, seat: usize) {
         let failed = self.change(seat, |state| {
             state.turn_out(seat)?;
@@ -210,12 +210,12 @@ impl<P: Card, O: OwnRing + Send + 'static> Desk<P, O> {
         }
     }
 
-    /// Its memory is another from now on. Nobody uses the old one when this returns.
+    /// Replaces a guest's memory. The old one isn't used any more when this returns.
     pub fn set_memory(&self, seat: usize, memory: MappedMemory) {
         self.change(seat, |state| {
             let out = state.turn_out(seat);
             let forgotten = out.and_then(|()| Ok(state.monitor.physical().forget_memory(seat)?));
-            // A card that fails is reset before anybody has it again, and nothing is mapped for it then.
+            // A failed card is reset before a guest gets it again, and nothing is mapped for it then.
             if let Some(place) = state.places.get_mut(seat) {
                 place.table.set(memory);
             }
@@ -223,7 +223,7 @@ impl<P: Card, O: OwnRing + Send + 'static> Desk<P, O> {
         });
     }
 
-    /// Whether its command register lets the card work for it: master the bus, or answer where it never does.
+    /// Records whether a guest's command register enables the card: bus mastering, or the BARs of a card that never masters the bus.
     pub fn set_master(&self, seat: usize, on: bool) {
         self.change(seat, |state| {
             if let Some(place) = state.places.get_mut(seat) {
@@ -236,7 +236,7 @@ impl<P: Card, O: OwnRing + Send + 'static> Desk<P, O> {
         });
     }
 
-    /// Works on its interrupt.
+    /// Calls `act` with a guest's interrupt.
     pub fn interrupt(
         &self,
         seat: usize,
@@ -250,7 +250,7 @@ impl<P: Card, O: OwnRing + Send + 'static> Desk<P, O> {
         Ok(())
     }
 
-    /// Masks its line, or opens it: a line that is up is signalled again.
+    /// Masks or unmasks a guest's line. A line that is up is signalled again when it is unmasked.
     pub fn mask(&self, seat: usize, masked: bool) {
         let mut state = self.lock();
         if let Some(place) = state.places.get_mut(seat) {
@@ -259,7 +259,7 @@ impl<P: Card, O: OwnRing + Send + 'static> Desk<P, O> {
         state.lines();
     }
 
-    /// Does something for a guest. Whether the card failed, so that it may not be done.
+    /// Changes a guest's state. Returns whether the card has failed, so that nothing was changed.
     fn change(&self, seat: usize, act: impl FnOnce(&mut State<P, O>) -> Result<(), MonitorError>) -> bool {
         let mut state = self.lock();
         let result = act(&mut state).and_then(|()| state.after());
@@ -275,7 +275,7 @@ impl<P: Card, O: OwnRing + Send + 'static> Desk<P, O> {
         result.is_err()
     }
 
-    /// A guest accesses a BAR, within what the device has there. A read's value; ones when its device is gone or stopped.
+    /// Executes a guest's access to a BAR, within the device's registers. Returns a read's value; ones when its device is gone or stopped.
     pub fn access(&self, seat: usize, access: Access) -> u32 {
         let begin = Instant::now();
         let mut waited = false;
@@ -314,7 +314,7 @@ impl<P: Card, O: OwnRing + Send + 'static> Desk<P, O> {
                     state = woken.unwrap_or_else(PoisonError::into_inner).0;
                 }
                 Err(error) => {
-                    // Not again: what the guest did may be why.
+                    // Not retried: the access may be the cause.
                     state.fail(&error);
                     break u32::MAX;
                 }
@@ -334,21 +334,21 @@ impl<P: Card, O: OwnRing + Send + 'static> Desk<P, O> {
             state.fail(&error);
         }
         if state.failed.is_some() {
-            // Its thread resets it.
+            // The card's thread resets it.
             self.wake();
         }
         let others = state.scheduler.due().is_some();
         drop(state);
         if others {
-            // Somebody has asked whom no thread of his own waits for.
+            // A guest demands the card for which no connection's thread waits.
             self.wake();
         }
         value
     }
 
-    /// The card's thread: until `stop` is readable. `interrupt` is readable when the card has signalled.
+    /// The card's thread, until `stop` is readable. `interrupt` is readable when the card has signalled.
     pub fn run(&self, interrupt: &OwnedFd, stop: &OwnedFd) {
-        // A line that was up before its interrupt was connected may never be signalled: the first look is as if it had been.
+        // A line that was up before its interrupt was connected may never be signalled, so the first pass handles it as signalled.
         let (mut timeout, mut signalled, mut failed) = (Some(Duration::ZERO), true, false);
         loop {
             let wait = timeout.map(|wait: Duration| Timespec {
@@ -360,7 +360,7 @@ impl<P: Card, O: OwnRing + Send + 'static> Desk<P, O> {
                 PollFd::new(&self.wake, PollFlags::IN),
                 PollFd::new(interrupt, PollFlags::IN),
             ];
-            // Nobody takes the interrupt of a card that has failed.
+            // The interrupt of a failed card isn't handled.
             let count = if failed { 2 } else { 3 };
             match poll(&mut fds[..count], wait.as_ref()) {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
@@ -374,7 +374,7 @@ impl<P: Card, O: OwnRing + Send + 'static> Desk<P, O> {
                 return;
             }
             if ready(1) {
-                // Whatever was counted.
+                // The count has no meaning.
                 let _ = rustix::io::read(&self.wake, &mut [0; 8]);
             }
             signalled |= ready(2);
@@ -407,7 +407,7 @@ impl<P: Card, O: OwnRing + Send + 'static> Desk<P, O> {
         }
     }
 
-    /// The tree for whoever looks.
+    /// State for `causeway inspect`.
     pub fn inspect(&self) -> Value {
         let mut state = self.lock();
         let totals = state.monitor.physical().totals();
@@ -432,7 +432,7 @@ impl<P: Card, O: OwnRing + Send + 'static> Desk<P, O> {
         })
     }
 
-    /// Works on the monitor: for tests, which play the wire.
+    /// Calls `act` with the card: for tests, which simulate the wire.
     #[cfg(test)]
     pub fn with_card<R>(&self, act: impl FnOnce(&mut P) -> R) -> R {
         let result = act(self.lock().monitor.physical().card());
@@ -478,7 +478,7 @@ impl<P: Card, O: OwnRing> State<P, O> {
         }
     }
 
-    /// What the card says, then whose turn it is. Whether there is more to take at once.
+    /// Polls the card, then executes a due hand-off. Returns whether more frames wait.
     fn look(&mut self, signalled: bool, now: u64) -> Result<bool, MonitorError> {
         if signalled {
             self.monitor.physical().card().signalled();
@@ -492,12 +492,12 @@ impl<P: Card, O: OwnRing> State<P, O> {
         Ok(more)
     }
 
-    /// After anything: frames, causes, lines.
+    /// Passes on frames, interrupt causes and lines, after any change.
     fn after(&mut self) -> Result<(), MonitorError> {
         self.monitor.physical().feed();
         self.monitor.interrupt()?;
         for seat in self.monitor.physical_ref().waiting() {
-            // A guest that is paused or stopped would do nothing with it.
+            // A guest that is paused or stopped would not use it.
             if self.places.get(seat).is_some_and(|place| place.master && !place.told) {
                 self.scheduler.demand(GuestId(seat));
             }
@@ -519,7 +519,7 @@ impl<P: Card, O: OwnRing> State<P, O> {
         }
     }
 
-    /// Carries out a hand-off that is due.
+    /// Executes a hand-off, if one is due.
     fn advance(&mut self, now: u64) -> Result<(), MonitorError> {
         if self.owed.is_some_and(|(_, since)| now.saturating_sub(since) < self.limit) {
             return Ok(());
@@ -530,7 +530,7 @@ impl<P: Card, O: OwnRing> State<P, O> {
             return Ok(());
         }
         let begin = Instant::now();
-        // What came in goes to whoever it is for before receivers change.
+        // Received frames go to their guests before the receivers change.
         self.monitor.physical().poll()?;
         self.monitor.interrupt()?;
         if !self.monitor.settle()? {
@@ -557,7 +557,7 @@ impl<P: Card, O: OwnRing> State<P, O> {
         self.after()
     }
 
-    /// Takes the card from whoever has it.
+    /// Takes the card from the guest that has it.
     fn leave(&mut self) -> Result<(), MonitorError> {
         self.busy = None;
         self.owed = None;

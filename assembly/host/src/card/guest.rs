@@ -23,17 +23,17 @@ use crate::function::memory::ClientMemory;
 
 /// Bytes of configuration space.
 const CONFIG: u64 = 256;
-/// The command register, and its bits for ports and memory.
+/// Offset of the command register, and its bits for I/O ports and memory.
 const COMMAND: u16 = 4;
 const DECODES: u16 = 0x3;
-/// Least bytes of a memory BAR.
+/// Lower bound of a memory BAR's size, bytes.
 const PAGE: u64 = 4096;
 
-/// See the module.
+/// A guest's PCI function; see the module.
 pub(super) struct GuestSide<P, O> {
     desk: Arc<Desk<P, O>>,
     seat: usize,
-    /// Who may connect, besides root.
+    /// User that may connect, besides root.
     uid: u32,
     config: Mutex<ConfigSpace>,
     memory: ClientMemory,
@@ -67,7 +67,7 @@ fn config_space(device: &Description) -> Result<ConfigSpace, pci::config::Config
 }
 
 impl<P: Card, O: OwnRing + Send + 'static> GuestSide<P, O> {
-    /// The side of a seat, whose client may be `uid` or root.
+    /// The function of a seat, whose client may be `uid` or root.
     ///
     /// # Errors
     /// When configuration space can't be built, which is a bug.
@@ -80,7 +80,7 @@ impl<P: Card, O: OwnRing + Send + 'static> GuestSide<P, O> {
         self.config.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Does an access in pieces that a device knows: 1, 2 or 4 bytes, as far as they lie in what it has there.
+    /// Splits an access into pieces of 1, 2 or 4 bytes, within the device's registers.
     fn each(&self, region: u32, offset: u64, length: usize, mut act: impl FnMut(Access, usize)) {
         let Ok(bar) = u8::try_from(region) else { return };
         let size = match self.desk.device().bars.get(usize::from(bar)) {
@@ -151,12 +151,12 @@ impl<P: Card, O: OwnRing + Send + 'static> Device for GuestSide<P, O> {
             let Ok(offset) = u16::try_from(offset) else { return Ok(()) };
             let mut config = self.config();
             let works = |config: &ConfigSpace| {
-                // One that never masters the bus works where it answers.
+                // A card that never masters the bus is enabled by its BARs' decoding.
                 let never = self.desk.device().pci.bus_master == BusMaster::Never;
                 if never { config.u16(COMMAND) & DECODES != 0 } else { config.bus_master() }
             };
             let before = works(&config);
-            // Where BARs answer is the client's matter.
+            // The client handles BAR addresses.
             let _ = config.write(offset, data);
             let after = works(&config);
             drop(config);
@@ -212,13 +212,13 @@ impl<P: Card, O: OwnRing + Send + 'static> Device for GuestSide<P, O> {
         Ok(())
     }
 
-    /// The card is this host's.
+    /// None: the card can't leave this host.
     fn migration(&self) -> Option<&dyn Migration> {
         None
     }
 
     fn reset(&self) -> io::Result<()> {
-        // Where BARs answer is the client's matter.
+        // The client handles BAR addresses.
         let _ = self.config().reset();
         self.desk.set_master(self.seat, false);
         self.desk.reset(self.seat);

@@ -1,4 +1,4 @@
-//! A guest's memory: as its model sees it, as the emulated receiver does, as the card does.
+//! A guest's memory, for its device model, for the emulated receiver, and for the card.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -7,10 +7,10 @@ use device_models::physical::Bus;
 use dma::{Dma as _, MappedMemory};
 use vpio::MemoryMap;
 
-/// Bytes of a page: what an IOMMU maps.
+/// Page size of the IOMMU, bytes.
 const PAGE: u64 = 4096;
 
-/// What a guest's monitor has mapped at present. Shared by the guest's connection and the model.
+/// The current mappings of a guest's monitor. Shared by the guest's connection and the device model.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Table(Arc<Mutex<MappedMemory>>);
 
@@ -25,7 +25,7 @@ impl Table {
 }
 
 impl MemoryMap for Table {
-    /// In the guest's own addresses: a shared card is behind an IOMMU.
+    /// Identity: a shared card uses the guest's own addresses, behind an IOMMU.
     fn dma(&self, base: u64, length: u64, direction: Direction) -> Option<u64> {
         let end = base.checked_add(length)?;
         let memory = self.get();
@@ -45,7 +45,7 @@ impl MemoryMap for Table {
     }
 }
 
-/// The holder's memory for the emulated receiver.
+/// The memory of the guest that has the card, for the emulated receiver.
 #[derive(Debug)]
 pub struct GuestBus(pub(super) MappedMemory);
 
@@ -57,7 +57,7 @@ impl Bus for GuestBus {
     }
 
     fn write(&mut self, address: u64, data: &[u8]) {
-        // Where there is no memory it goes nowhere.
+        // Without memory at the address, the data is dropped.
         let _ = self.0.write(address, data);
     }
 }

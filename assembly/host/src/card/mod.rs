@@ -1,19 +1,19 @@
-//! One card of this host for several VMs (`causeway card`): their monitors connect by vfio-user, each guest drives the card with its own driver,
-//! and the card goes from one to the next at reusable points.
+//! One card of this host for several VMs (`causeway card`). Their monitors connect by vfio-user, each guest uses the card with its own
+//! driver, and the card is handed from one guest to the next at quiescent points.
 //!
 //! ```text
 //! monitor of VM a ── vfio-user ──▶ its thread ─┐
 //! monitor of VM b ── vfio-user ──▶ its thread ─┼─▶ desk: one lock ─▶ vpio::Monitor ─▶ SharedCard ─▶ vfio-pci
-//!                        card's interrupt ─▶ thread of the card ─┘     who waits, whose turn it is
+//!                         card's interrupt ─▶ thread of the card ─┘     accesses, time slices
 //! ```
 //!
 //! | module | holds |
 //! |---|---|
-//! | `desk` | who has the card; accesses, interrupts, hand-offs |
-//! | `guest` | a guest's side: the PCI function that its monitor sees |
+//! | `desk` | scheduling of the card; accesses, interrupts, hand-offs |
+//! | `guest` | the PCI function of a guest |
 //! | `memory` | a guest's memory |
 //!
-//! It is a process of its own, since a card is: another may serve another card, and the host daemon needs no right to touch hardware.
+//! Each card has a process of its own, so the host daemon needs no right to access hardware.
 
 mod desk;
 mod guest;
@@ -51,30 +51,30 @@ use crate::listener::{ListenError, SocketFile, listen};
 use crate::metrics_server::Readers;
 use crate::sandbox::{self, SandboxError};
 
-/// The socket that tells the state.
+/// Name of the socket that reports the state.
 pub const STATE: &str = "state";
-/// The socket that serves metrics, by HTTP.
+/// Name of the socket that serves metrics by HTTP.
 pub const METRICS: &str = "metrics";
 
-/// A guest that may come.
+/// A guest that may connect.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Guest {
-    /// Its name, and that of its socket.
+    /// Name of the guest, and of its socket.
     pub name: String,
-    /// Its Ethernet address; made from its name without one.
+    /// Its Ethernet address; default: derived from its name.
     pub address: Option<[u8; 6]>,
-    /// The user whose monitor may connect, besides root; this process's own without one.
+    /// User whose monitor may connect, besides root; default: this process's own.
     pub uid: Option<u32>,
 }
 
-/// How guests take turns.
+/// Settings of the time slices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Settings {
-    /// How long a guest has the card at least while others wait.
+    /// Time slice: how long a guest has the card at least while others wait.
     pub slice: Duration,
-    /// After this time the card is taken from a guest that doesn't come to a reusable point; its driver sees the card's error status.
+    /// Time after which the card is taken from a guest that doesn't reach a quiescent point; its driver then reads the card's error status.
     pub limit: Duration,
-    /// What happens when a request is refused.
+    /// Policy when a device model refuses an access.
     pub policy: FailurePolicy,
 }
 
@@ -88,110 +88,110 @@ impl Default for Settings {
     }
 }
 
-/// What a daemon is started with.
+/// Configuration of a daemon.
 #[derive(Debug, Clone)]
 pub struct CardConfig {
     /// PCI address of a card that is bound to vfio-pci.
     pub device: String,
-    /// Where the sockets are made; the folder is made where it isn't there.
+    /// Folder of the sockets, which is created if it doesn't exist.
     pub folder: PathBuf,
     /// Guests, at most [`MOST_GUESTS`].
     pub guests: Vec<Guest>,
-    /// How they take turns.
+    /// Settings of the time slices.
     pub settings: Settings,
-    /// Confine this process.
+    /// Whether to enter the sandbox.
     pub sandbox: bool,
 }
 
-/// Most guests of a card.
+/// Limit of guests of a card.
 pub const MOST_GUESTS: usize = 16;
 
-/// The daemon can't be started.
+/// Why the daemon can't be started.
 #[derive(Debug, thiserror::Error)]
 pub enum CardError {
-    /// The card.
+    /// The card can't be opened.
     #[error(transparent)]
     Open(#[from] OpenError),
-    /// Another card than can be shared.
+    /// The device isn't a card that can be shared.
     #[error(
         "PCI device {address} is {title}, which can't be shared by VMs ({known} can): give it to one VM by --nic vpio:{address}"
     )]
     NotShareable {
-        /// The card.
+        /// PCI address.
         address: String,
-        /// What it is.
+        /// Name of the device.
         title: &'static str,
-        /// What can be shared.
+        /// Names of devices that can be shared.
         known: String,
     },
-    /// The card, once it was open.
+    /// The open card reports an error.
     #[error(transparent)]
     Device(#[from] DeviceError),
-    /// The card under its model.
+    /// The device model reports an error.
     #[error(transparent)]
     Monitor(#[from] MonitorError),
-    /// The guests.
+    /// Invalid number of guests.
     #[error("{count} guests can't share a card; 1 to {MOST_GUESTS} can: --guest NAME for each")]
     Count {
-        /// How many were given.
+        /// Number of guests.
         count: usize,
     },
-    /// A name.
+    /// Invalid name.
     #[error(transparent)]
     Name(#[from] BadName),
-    /// Two of a name or an address.
+    /// Two guests have the same name or address.
     #[error("Guest {name} has the same {what} as another, {value}: give each its own")]
     Twice {
-        /// The guest.
+        /// Name of the guest.
         name: String,
         /// Name or address.
         what: &'static str,
-        /// Which.
+        /// The value.
         value: String,
     },
-    /// An address that no card can have.
+    /// Invalid address.
     #[error("Guest {name} can't have the address {address}: it isn't that of one station")]
     Address {
-        /// The guest.
+        /// Name of the guest.
         name: String,
-        /// Which.
+        /// The address.
         address: String,
     },
-    /// A guest is called as one of the daemon's own sockets.
+    /// A guest has the name of one of the daemon's own sockets.
     #[error("A guest can't be called {name}: that is the daemon's own socket")]
     Reserved {
-        /// How it is called.
+        /// The name.
         name: String,
     },
-    /// The sockets.
+    /// A socket can't be opened.
     #[error(transparent)]
     Listen(#[from] ListenError),
-    /// The sockets' folder.
+    /// The sockets' folder can't be created.
     #[error("The folder {} can't be made", path.display())]
     Folder {
-        /// Which.
+        /// Path of the folder.
         path: PathBuf,
-        /// Why.
+        /// The error.
         #[source]
         source: io::Error,
     },
-    /// A socket.
+    /// A socket's server can't be started.
     #[error(transparent)]
     Serve(#[from] ServerError),
-    /// Locked memory.
+    /// The limit of locked memory can't be raised.
     #[error(
         "The limit of locked memory can't be raised, and a card's memory is locked: run it with RLIMIT_MEMLOCK unlimited"
     )]
     LockedMemory(#[source] io::Error),
-    /// The sandbox.
+    /// The sandbox can't be entered.
     #[error(transparent)]
     Sandbox(#[from] SandboxError),
-    /// A thread, a descriptor.
+    /// A thread or descriptor can't be created.
     #[error("The card's {what} can't be made")]
     Start {
-        /// What.
+        /// Name of the part.
         what: &'static str,
-        /// Why.
+        /// The error.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
@@ -211,7 +211,7 @@ struct Wish {
     uid: u32,
 }
 
-/// Guests as they will be: each name and address once.
+/// Validates the guests: each name and address is unique.
 fn wishes(card: &str, guests: &[Guest]) -> Result<Vec<Wish>, CardError> {
     if guests.is_empty() || guests.len() > MOST_GUESTS {
         return Err(CardError::Count { count: guests.len() });
@@ -258,7 +258,7 @@ impl Card for Vfio {
     }
 }
 
-/// A running daemon of a card. Dropping it ends it in order: guests see their cards fail, the card is reset.
+/// A running daemon of a card. Dropping it ends it in order: guests' accesses fail, and the card is reset.
 pub struct CardDaemon {
     folder: PathBuf,
     stop: Arc<OwnedFd>,
@@ -269,10 +269,10 @@ pub struct CardDaemon {
 }
 
 impl CardDaemon {
-    /// Opens the card and starts; guests can connect when this returns.
+    /// Opens the card and starts the daemon; guests can connect when this returns.
     ///
     /// # Errors
-    /// When the card can't be had, or what is asked for can't be.
+    /// When the card can't be opened, or the configuration is invalid.
     pub fn start(config: &CardConfig) -> Result<Self, CardError> {
         hardening::prepare();
         let wishes = wishes(&config.device, &config.guests)?;
@@ -289,7 +289,7 @@ impl CardDaemon {
         let station = station_address(device, &mut card)?;
         let own = card.scratch_of(bytes)?;
         if device.pci.bus_master != BusMaster::Never {
-            // Its rings, for as long as it runs.
+            // Maps the daemon's own rings, as long as it runs.
             card.map(own.mapping())?;
             card.set_guest_bus_master(true)?;
         }
@@ -387,7 +387,7 @@ impl CardDaemon {
             runtime.block_on(async {
                 tokio::select! {
                     () = Readers::new(move || its.metrics()).serve_unix(listener) => {}
-                    // An error: its sender is gone.
+                    // An error: the sender was dropped.
                     _ = ends => {}
                 }
             });
@@ -395,13 +395,13 @@ impl CardDaemon {
     }
 
     fn spawn(&mut self, name: &str, act: impl FnOnce() + Send + 'static) -> Result<(), CardError> {
-        // Linux shows 15 bytes.
+        // Linux displays 15 bytes.
         let thread = std::thread::Builder::new().name(name.chars().take(15).collect());
         self.threads.push(thread.spawn(act).map_err(|source| CardError::start("thread", source))?);
         Ok(())
     }
 
-    /// Where the sockets are.
+    /// Folder of the sockets.
     #[must_use]
     pub fn folder(&self) -> &Path {
         &self.folder
@@ -421,7 +421,7 @@ impl Drop for CardDaemon {
     }
 }
 
-/// Writes the state to whoever connects and may know, until `stop` is readable.
+/// Writes the state to each authorized connection, until `stop` is readable.
 fn tell(listener: &UnixListener, stop: &OwnedFd, state: impl Fn() -> serde_json::Value) {
     let own = rustix::process::geteuid().as_raw();
     loop {
@@ -435,17 +435,17 @@ fn tell(listener: &UnixListener, stop: &OwnedFd, state: impl Fn() -> serde_json:
         let Ok((mut stream, _)) = listener.accept() else { continue };
         let known = rustix::net::sockopt::socket_peercred(&stream);
         if known.is_ok_and(|peer| may_use(peer.uid.as_raw(), own)) {
-            // Whoever doesn't read is let go.
+            // Drops a connection that doesn't read.
             let _ = stream.set_write_timeout(Some(Duration::from_secs(1)));
             let _ = stream.write_all(format!("{}\n", state()).as_bytes());
         }
     }
 }
 
-/// The state of the daemon whose folder this is.
+/// The state of the daemon with this folder.
 ///
 /// # Errors
-/// When it can't be reached, doesn't answer this user, or what it says is no JSON.
+/// When it can't be reached, doesn't respond to this user, or its response isn't JSON.
 pub fn state_of(folder: &Path) -> io::Result<serde_json::Value> {
     let text = io::read_to_string(std::os::unix::net::UnixStream::connect(folder.join(STATE))?)?;
     if text.is_empty() {
@@ -454,7 +454,7 @@ pub fn state_of(folder: &Path) -> io::Result<serde_json::Value> {
     serde_json::from_str(&text).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
 }
 
-/// What a card may reach stays in memory, and counts as locked.
+/// Raises the limit of locked memory: memory that a card may access stays pinned, and counts as locked.
 fn unlock_memory() -> Result<(), CardError> {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 

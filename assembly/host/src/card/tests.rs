@@ -37,7 +37,7 @@ fn address(seat: u8) -> [u8; 6] {
     [0x52, 0x54, 0, 0, 0, seat]
 }
 
-/// What the card reaches: its owner's memory, and what is mapped of guests', as it was when it was mapped.
+/// The memory that the card reaches: its owner's, and guests' mapped memory, as of its mapping.
 #[derive(Clone, Default)]
 struct HostBus(Arc<Mutex<Reach>>);
 
@@ -72,7 +72,7 @@ impl Bus for HostBus {
 
     fn write(&mut self, address: u64, data: &[u8]) {
         let reach = &mut *self.0.lock().unwrap();
-        // A shared card writes nowhere else.
+        // A shared card must write nowhere else.
         let part = reach.within(address, data.len()).unwrap();
         reach.own[part].copy_from_slice(data);
     }
@@ -93,15 +93,15 @@ impl OwnRing for HostBus {
     }
 }
 
-/// A reference card behind an IOMMU, with an interrupt as VFIO signals it.
+/// A reference card behind an IOMMU, with an interrupt like VFIO's.
 struct TestCard {
     card: Box<dyn reference::Card + Send>,
     bus: HostBus,
     interrupt: OwnedFd,
     masked: bool,
-    /// Nothing can be mapped, as memory that may only be read can't be by VFIO.
+    /// No memory can be mapped, as with VFIO and read-only memory.
     maps_nothing: bool,
-    /// Accesses that fail from now on.
+    /// Number of accesses that fail from now on.
     failures: u32,
 }
 
@@ -122,14 +122,14 @@ impl TestCard {
         (card, bus, copy)
     }
 
-    /// A frame from the wire.
+    /// Receives a frame from the wire.
     fn receive(&mut self, frame: &[u8]) -> bool {
         let stored = self.card.receive(frame);
         self.check();
         stored
     }
 
-    /// Mappings of guests' memory.
+    /// Number of mappings of guests' memory.
     fn mapped(&self) -> usize {
         self.bus.0.lock().unwrap().mapped.len()
     }
@@ -218,13 +218,13 @@ impl Member {
         client.dma_map(file.as_fd(), 0, 0, RAM, true).unwrap();
         let line = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
         client.set_eventfds(INTERRUPT_INTX, 0, &[Some(line.as_fd())]).unwrap();
-        // As Linux's drivers have it: an NE2000 never masters the bus.
+        // As Linux's drivers: an NE2000 never masters the bus.
         let command: u16 = if matches!(device.bars[0], Bar::Ports(32)) { 1 } else { 7 };
         client.region_write(REGION_CONFIG, 4, &command.to_le_bytes()).unwrap();
         Self { client, ram, line }
     }
 
-    /// Waits for the line; false: it isn't up.
+    /// Waits for the line; false: it didn't come up.
     fn interrupted(&self, wait: Duration) -> bool {
         let wait = Timespec { tv_sec: 0, tv_nsec: wait.subsec_nanos().into() };
         poll(&mut [PollFd::new(&self.line, PollFlags::IN)], Some(&wait)).unwrap();
@@ -258,7 +258,7 @@ impl Memory for Member {
     }
 }
 
-/// A frame whose bytes tell its number and who made it.
+/// A frame whose bytes encode its number and sender.
 fn frame(to: [u8; 6], from: [u8; 6], number: u32) -> Vec<u8> {
     let length = 60 + usize::try_from(number * 37 % 1455).unwrap();
     let mut frame: Vec<u8> =
@@ -283,8 +283,8 @@ fn daemon(device: &'static Device) -> (CardDaemon, TestDesk, tempfile::TempDir) 
     (daemon, desk, folder)
 }
 
-/// What one guest does until the end: sends frames by turns to the outside and to the other guest, takes what comes. Returns the frames
-/// that came, and how many it has sent.
+/// A guest's driver until the end: alternately sends frames to the outside and to the other guest, and receives. Returns the received
+/// frames, and the number sent.
 fn drive(
     device: &Device,
     folder: &std::path::Path,
@@ -328,10 +328,10 @@ fn drive(
     (frames, sent)
 }
 
-/// Longest time that anything takes that takes moments.
+/// Timeout for steps that take moments.
 const HANG_LIMIT: Duration = Duration::from_secs(60);
 
-/// Both guests and the wire begin at once. One that fails before has the others fail, where a barrier would have them wait for ever.
+/// Both guests and the wire start at once. If one fails before, the others fail too; with a barrier they would wait without end.
 #[derive(Default)]
 struct Ready(AtomicU32);
 
@@ -346,7 +346,7 @@ impl Ready {
     }
 }
 
-/// Ends the guests, whatever happens to the test.
+/// Ends the guests, whatever the outcome of the test.
 struct End<'a>(&'a AtomicBool);
 
 impl Drop for End<'_> {
@@ -355,9 +355,9 @@ impl Drop for End<'_> {
     }
 }
 
-/// Two drivers at once, through some hundred hand-offs: every frame of the wire and of the other guest arrives once, in order and whole,
-/// every frame sent is on the wire, no request is refused, and the card never reached for what wasn't mapped. The load is low: what
-/// is under way (`under_way` frames for each) fits the card's ring and the queues. The rate is printed: it is the machine's.
+/// Two concurrent drivers, through some hundred hand-offs. Every frame from the wire and from the other guest arrives once, in order and
+/// whole, and every sent frame is on the wire. No request is refused, and the card never accesses unmapped memory. The load is low: the
+/// frames in flight (`under_way` for each) fit the card's ring and the queues. The printed rate depends on the machine.
 fn take_turns(device: &'static Device, handoffs_wanted: u64, under_way: u32) {
     let (_daemon, desk, folder) = daemon(device);
     let (ready, end) = (Ready::default(), AtomicBool::new(false));
@@ -438,8 +438,8 @@ fn two_guests_take_turns_with_an_ne2000_and_nothing_is_lost() {
     take_turns(&NE2000, 500, 3);
 }
 
-/// A guest whose monitor dies in the midst of its work loses the card, its windows are unmapped; the other goes on, and its place can be taken
-/// again. Nobody else can take a place that is taken.
+/// When a guest's monitor dies during its work, the guest loses the card and its windows are unmapped. The other guest continues, and a new
+/// monitor can connect. No second monitor can connect to a seat in use.
 #[test]
 fn a_guest_that_dies_leaves_the_card() {
     CARDS.into_iter().for_each(dies);
@@ -480,7 +480,7 @@ fn dies(device: &'static Device) {
     }
 }
 
-/// A guest whose memory can't be mapped for the card is refused what it asks for; the card and the other guest go on.
+/// A guest whose memory can't be mapped for the card gets its access refused; the card and the other guest continue.
 #[test]
 fn memory_that_cannot_be_mapped_is_refused_to_its_guest_alone() {
     for device in [&RTL8139, &E1000] {
@@ -508,7 +508,7 @@ fn memory_that_cannot_be_mapped_is_refused_to_its_guest_alone() {
     }
 }
 
-/// The other guest starts its driver, and gets and sends a frame.
+/// The other guest starts its driver, and receives and sends a frame.
 fn serves(device: &Device, desk: &TestDesk, folder: &std::path::Path) {
     let mut second = Member::connect(device, folder, "guest1");
     let mut driver = Driver::probe(device, &mut second, 0);
@@ -528,8 +528,8 @@ fn serves(device: &Device, desk: &TestDesk, folder: &std::path::Path) {
     assert!(desk.with_card(|card| card.card.take_sent()).contains(&out));
 }
 
-/// A card that fails in the midst of a guest's work is reset: nothing of the guest stays mapped, and both guests use it again, the first with its driver
-/// started anew. One that can't be reset at once is when it can be.
+/// A card that fails during a guest's work is reset. Nothing of the guest stays mapped, and both guests use the card again, the first with
+/// its driver restarted. If the reset fails at first, it is retried.
 #[test]
 fn a_card_that_fails_is_reset_and_serves_its_guests_again() {
     for device in CARDS {
@@ -540,7 +540,7 @@ fn a_card_that_fails_is_reset_and_serves_its_guests_again() {
             driver.start(&mut first);
             driver.send(&mut first, &frame(OUTSIDE, address(0), 1));
             desk.with_card(|card| card.failures = failures);
-            // The card's thread or the next access comes upon it.
+            // The card's thread or the next access detects it.
             let begin = Instant::now();
             let tree = loop {
                 let tree = desk.inspect();
@@ -566,7 +566,7 @@ fn a_card_that_fails_is_reset_and_serves_its_guests_again() {
     }
 }
 
-/// What a reader of metrics gets.
+/// The response to a reader of metrics.
 fn metrics(folder: &std::path::Path) -> String {
     use std::io::{Read as _, Write as _};
     let mut stream = std::os::unix::net::UnixStream::connect(folder.join(super::METRICS)).unwrap();
@@ -577,7 +577,7 @@ fn metrics(folder: &std::path::Path) -> String {
     text
 }
 
-/// Names and addresses are each guest's own.
+/// Names and addresses must be unique.
 #[test]
 fn guests_that_cannot_be_told_apart_are_refused() {
     let guest = |name: &str, address| Guest { name: name.to_owned(), address, uid: None };

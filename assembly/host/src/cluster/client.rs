@@ -1,9 +1,9 @@
-//! The thread that speaks with the cluster service.
+//! The thread that is the client of the cluster service.
 //!
 //! ```text
-//!  connect ─▶ RegisterHost ─▶ Watch ─▶ RegisterVm … ReportLinks ─▶ events, changes here, heartbeats ─┐
-//!     ▲                                                                                             │ any failure
-//!     └────────────────── wait 0.1 to 2 s ◀───────────────────────────────────────────────────────┘
+//!   connect ─▶ RegisterHost ─▶ Watch ─▶ RegisterVm … ReportLinks ─▶ events, local changes, heartbeats ─┐
+//!      ▲                                                                                              │ any failure
+//!      └────────────────── back-off 0.1 to 2 s ◀────────────────────────────────────────────────────────┘
 //! ```
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -26,24 +26,25 @@ use super::{ClusterConfig, ClusterDirectory, Hold, LocalNic};
 use crate::engine::EngineHandle;
 use crate::transport::VmId;
 
-/// Waits between attempts.
+/// First and longest back-off between attempts.
 const SOON: Duration = Duration::from_millis(100);
 const LATE: Duration = Duration::from_secs(2);
-/// What guests change is said at once, and what they change then this much later: a guest that binds addresses in a loop doesn't keep the cluster busy.
+/// Changes by guests are reported at once, and further ones this much later: a guest that binds addresses in a loop doesn't keep the
+/// cluster busy.
 const CALM: Duration = Duration::from_millis(50);
-/// The view is written this long after a change, so that many changes are one write.
+/// Delay of writing the view after a change, so that many changes cause one write.
 const WRITE_AFTER: Duration = Duration::from_millis(100);
 
-/// Messages of the migration protocol that may wait to be sent; what is beyond is said again.
+/// Limit of messages of the migration protocol that wait to be sent; the protocol repeats dropped ones.
 const OUTBOX: usize = 1024;
-/// Events that are taken over at once at most.
+/// Limit of events applied at once.
 const BATCH: usize = 1024;
 
 type Client = ClusterServiceClient<Channel>;
 /// VMs by name, with their NICs.
 type Vms = BTreeMap<String, Vec<proto::Nic>>;
 
-/// Registers this host as just started, and gets the whole state. Blocks.
+/// Registers this host as just started, and receives the whole state. Blocks.
 pub(super) fn join(config: &ClusterConfig, address: SocketAddr) -> Result<(View, u64), ClusterError> {
     let service = &config.service;
     let runtime = tokio::runtime::Builder::new_current_thread()
@@ -71,12 +72,12 @@ pub(super) fn join(config: &ClusterConfig, address: SocketAddr) -> Result<(View,
     })
 }
 
-/// How long this host may be silent.
+/// The lease: how long the service keeps this host without a heartbeat.
 fn lease(reply: &proto::RegisterHostReply) -> Duration {
     Duration::from_millis(reply.lease_milliseconds.clamp(30, 3_600_000))
 }
 
-/// Pins that this version doesn't know: these VMs aren't pinned here.
+/// Logs pins to unknown transports, which are ignored.
 fn warn_of(unknown: &[String]) {
     for pin in unknown {
         tracing::warn!(
@@ -98,7 +99,7 @@ pub struct ClusterThread {
 }
 
 impl ClusterThread {
-    /// Starts it.
+    /// Starts the thread.
     ///
     /// # Errors
     /// When the kernel has no thread or descriptor left.
@@ -117,11 +118,11 @@ impl ClusterThread {
             runtime.block_on(async {
                 tokio::select! {
                     () = link.run() => {}
-                    // A daemon that is dropped stops as well.
+                    // A dropped daemon stops as well.
                     _ = stopped => {}
                 }
             });
-            // What was learnt last isn't lost.
+            // Writes the latest view.
             link.write();
         })?;
         Ok(Self { stop: Some(stop), thread: Some(thread) })
@@ -131,7 +132,7 @@ impl ClusterThread {
 impl Drop for ClusterThread {
     fn drop(&mut self) {
         if let Some(stop) = self.stop.take() {
-            // A thread that has failed doesn't listen.
+            // A thread that has failed doesn't receive this.
             let _ = stop.send(());
         }
         if let Some(thread) = self.thread.take()
@@ -142,12 +143,12 @@ impl Drop for ClusterThread {
     }
 }
 
-/// A VM as the service was told of it.
+/// A VM as reported to the service.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Told {
     vm: u32,
     epoch: u64,
-    /// `None`: it is to be said again.
+    /// `None`: to be reported again.
     nics: Option<Vec<proto::Nic>>,
 }
 
@@ -156,9 +157,9 @@ struct Link {
     engine: EngineHandle,
     told: BTreeMap<String, Told>,
     said_links: Option<BTreeSet<(VmId, VmId)>>,
-    /// `None`: all of it is to be said again.
+    /// `None`: to be reported again.
     said_waiting: Option<Vec<proto::Waiting>>,
-    /// What the service refused of VMs, said once in the log.
+    /// Refusals by VM, each logged once.
     complaints: BTreeMap<String, String>,
 }
 
@@ -174,7 +175,7 @@ impl Link {
             }
             *self.directory.outbox() = None;
             let followed = self.directory.lost();
-            // The same sentence once per outage.
+            // Logs the same sentence once per outage.
             let text = error.to_string();
             if followed || text != last {
                 tracing::warn!(
@@ -197,8 +198,8 @@ impl Link {
         let request = hello(&directory.config, directory.address, incarnation);
         let reply = service.within("RegisterHost", client.register_host(request)).await;
         if let Err(ClusterError::Refused { code: Code::FailedPrecondition, .. }) = &reply {
-            // Somebody has registered this host as started again, and isn't there: this daemon has its address. As a new start it is taken, if the
-            // service has no other address for its name.
+            // Another daemon with this host's name has registered and is gone: this daemon has its address. The service accepts this daemon
+            // as a new start, unless it has another address for the name.
             directory.incarnation.store(0, Ordering::SeqCst);
         }
         let reply = reply?;
@@ -219,7 +220,7 @@ impl Link {
         let (instance, revision) = directory.view.load().place;
         let mut events =
             service.within("Watch", client.watch(proto::WatchRequest { instance, revision })).await?;
-        // All is said again: the service may have lost it, or refused it before.
+        // Everything is reported again: the service may have lost it, or refused it before.
         self.said_links = None;
         self.said_waiting = None;
         for told in self.told.values_mut() {
@@ -229,7 +230,7 @@ impl Link {
             directory.change(|view| view.contents.own = speaker.host);
             self.look_again();
         }
-        // Before VMs are registered: whoever takes part in migrations hears of them then.
+        // Before VMs are registered, so that participants in migrations learn of them.
         let switch_ms = settings.switch_milliseconds;
         let mut messages = self.coordinate(&mut client, speaker, switch_ms).await?;
         self.say(&mut client, speaker).await?;
@@ -253,7 +254,7 @@ impl Link {
                         return Err(service.error("Watch", status));
                     };
                     let mut batch = vec![event];
-                    // A view is made anew as a whole: once for all that have come meanwhile.
+                    // A change rebuilds the whole view, so all waiting events are applied together.
                     while batch.len() < BATCH
                         && let Ok(Ok(Some(event))) = tokio::time::timeout(Duration::ZERO, events.message()).await
                     {
@@ -282,7 +283,7 @@ impl Link {
                 }
                 _ = heartbeat.tick() => {
                     self.beat(&mut client, speaker).await?;
-                    // What couldn't be said, because a VM moved, can be now.
+                    // Reports that the service refused because a VM moved may succeed now.
                     self.say(&mut client, speaker).await?;
                 }
                 () = write => {
@@ -293,7 +294,7 @@ impl Link {
         }
     }
 
-    /// Takes part in migrations: messages go both ways from here on.
+    /// Joins the migration protocol: from here on messages flow both ways.
     async fn coordinate(
         &self,
         client: &mut Client,
@@ -320,9 +321,9 @@ impl Link {
         self.look_again();
     }
 
-    /// The engine sees the present view when this returns.
+    /// Makes the engine use the current view; returns when it does.
     fn look_again(&self) {
-        // At the daemon's end there is no engine.
+        // The engine is gone when the daemon ends.
         let _ = self.engine.call(crate::engine::Worker::directory_changed);
     }
 
@@ -332,7 +333,7 @@ impl Link {
         }
     }
 
-    /// The daemon is alive, and these monitors wait.
+    /// Heartbeat, with the monitors that wait for VMs.
     async fn beat(&mut self, client: &mut Client, speaker: Speaker) -> Result<(), ClusterError> {
         let waiting = self.directory.waiting();
         let request = proto::HeartbeatRequest { speaker: Some(speaker), waiting: waiting.clone() };
@@ -341,7 +342,7 @@ impl Link {
         Ok(())
     }
 
-    /// Says what is here and hasn't been said.
+    /// Reports local changes.
     async fn say(&mut self, client: &mut Client, speaker: Speaker) -> Result<(), ClusterError> {
         if self.said_waiting.as_ref() != Some(&self.directory.waiting()) {
             self.beat(client, speaker).await?;
@@ -357,7 +358,7 @@ impl Link {
         let service = &directory.config.service;
         for (name, told) in ended {
             if directory.place(VmId(told.vm)).is_some_and(|(_, epoch)| epoch > told.epoch) {
-                // It has moved away: it isn't this host's to end.
+                // It has moved away, so this host must not end it.
                 drop(self.told.remove(&name));
                 continue;
             }
@@ -370,9 +371,9 @@ impl Link {
                         mover.ended(told.vm);
                     }
                 }
-                // It moves, or the service can't write: again with the next heartbeat.
+                // It is moving, or the service can't write: retry with the next heartbeat.
                 Heard::Refused(Code::Aborted | Code::Internal) => {}
-                // It isn't this host's any more, or not there.
+                // It is another host's now, or doesn't exist.
                 Heard::Refused(_) => drop(self.told.remove(&name)),
             }
         }
@@ -381,7 +382,7 @@ impl Link {
             if before.is_some_and(|told| told.nics.as_ref() == Some(&nics)) {
                 continue;
             }
-            // 0: it has just started, as far as this daemon knows.
+            // 0: just started, as far as this daemon knows.
             let epoch = before.map_or(0, |told| told.epoch);
             let request = proto::RegisterVmRequest {
                 speaker: Some(speaker),
@@ -401,7 +402,7 @@ impl Link {
                     let told = Told { vm: reply.vm, epoch: reply.epoch, nics: Some(nics) };
                     self.told.insert(name, told);
                 }
-                // Nothing older is believed, so this daemon knows nothing of it either.
+                // The service refuses the epoch as old, so this daemon forgets it.
                 Heard::Refused(Code::FailedPrecondition) => drop(self.told.remove(&name)),
                 Heard::Refused(_) => {}
             }
@@ -415,7 +416,7 @@ impl Link {
         self.say_holds(client, speaker).await
     }
 
-    /// Says how long what faces VMs was held. A service that is older doesn't want to know.
+    /// Reports peer pauses. An older service doesn't support that.
     async fn say_holds(&self, client: &mut Client, speaker: Speaker) -> Result<(), ClusterError> {
         let holds: Vec<Hold> = self.directory.here().holds.iter().copied().collect();
         if holds.is_empty() {
@@ -434,12 +435,12 @@ impl Link {
             Ok(_) | Err(ClusterError::Refused { code: Code::Unimplemented, .. }) => {}
             Err(error) => return Err(error),
         }
-        // What came meanwhile stays; what was said may have been dropped by it.
+        // Keeps pauses added meanwhile; reported ones may already be dropped for lack of room.
         self.directory.here().holds.retain(|hold| !holds.contains(hold));
         Ok(())
     }
 
-    /// VMs that are here, with their NICs in order, and connections.
+    /// Local VMs with their NICs in order, and their connections.
     fn here(&self) -> (Vms, BTreeSet<(VmId, VmId)>) {
         let here = self.directory.here();
         let mut vms = Vms::new();
@@ -451,7 +452,8 @@ impl Link {
         (vms, here.links.clone())
     }
 
-    /// A refusal is the VM's affair, anything else the connection's; so is a host that the service doesn't take for what it was.
+    /// Separates refusals, which concern one VM, from other errors, which end the connection. So does a host that the service doesn't
+    /// recognise.
     fn heard<T>(&mut self, name: &str, answer: Result<T, ClusterError>) -> Result<Heard<T>, ClusterError> {
         match answer {
             Ok(done) => {
@@ -473,7 +475,7 @@ impl Link {
     }
 }
 
-/// Comes at a time, or never.
+/// Completes at a time, or never.
 async fn until(at: Option<tokio::time::Instant>) {
     match at {
         Some(at) => tokio::time::sleep_until(at).await,
@@ -481,7 +483,7 @@ async fn until(at: Option<tokio::time::Instant>) {
     }
 }
 
-/// How the service answered what was said of a VM.
+/// The service's response to a report about a VM.
 enum Heard<T> {
     Done(T),
     Refused(Code),

@@ -1,15 +1,15 @@
 //! The directory of a host whose cluster has a service (`causeway host --cluster`).
 //!
 //! ```text
-//!  engine thread          owner, host … ──▶ View (lock-free, replaced as a whole)
-//!                         tell ───────────▶ what is here (a lock held for a moment)
-//!                                              │ wakes                ▲ replaces, then has the engine look again
-//!  "cluster" thread       registers host and VMs, keeps the lease, follows the watch ◀──▶ causeway cluster serve
+//!   engine thread          owner, host … ──▶ View (lock-free, replaced as a whole)
+//!                          tell ───────────▶ local state (a lock held for a moment)
+//!                                               │ wakes                ▲ replaces, then notifies the engine
+//!   "cluster" thread       registers host and VMs, keeps the lease, follows the watch ◀──▶ causeway cluster serve
 //! ```
 //!
-//! The engine's thread never waits for the network. While the service is away everything goes on with the view as it is; what happens here
-//! meanwhile is said when it is back. A view is kept in the daemon's folder, so that a daemon that is started during an outage knows where
-//! others are.
+//! The engine's thread never waits for the network. During an outage of the service the daemon continues with its current view, and reports
+//! local changes afterwards. It keeps the view in a file of its folder, so that a daemon that starts during an outage knows the other
+//! hosts.
 
 mod client;
 mod view;
@@ -37,7 +37,7 @@ pub(crate) use waiting::Waits;
 /// Name of the view's file in the daemon's folder.
 pub const FILE: &str = "cluster.json";
 
-/// Where the cluster's service is, and who this host is.
+/// Address of the cluster service, and name of this host.
 #[derive(Debug, Clone)]
 pub struct ClusterConfig {
     /// The service.
@@ -46,35 +46,35 @@ pub struct ClusterConfig {
     pub name: String,
 }
 
-/// A daemon can't take part in its cluster.
+/// Why a daemon can't join its cluster.
 #[derive(Debug, thiserror::Error)]
 pub enum JoinError {
-    /// The service refuses.
+    /// The service refuses the host.
     #[error("The cluster service at {service} refuses this host")]
     Refused {
-        /// Where.
+        /// Address of the service.
         service: String,
-        /// Its sentence.
+        /// The service's error.
         #[source]
         source: ClusterError,
     },
-    /// Nobody answers, and nothing is known from before.
+    /// The service doesn't respond, and there is no copy of the view.
     #[error("This host can't be started without its cluster service: {} has no copy of the directory from before ({copy})", path.display())]
     Nothing {
-        /// Where a copy would be.
+        /// Path of the copy.
         path: PathBuf,
-        /// Why it can't be used.
+        /// Why the copy can't be used.
         copy: String,
-        /// Why the service can't.
+        /// The service's error.
         #[source]
         source: ClusterError,
     },
-    /// Settings that this version can't have.
+    /// The cluster's settings aren't supported by this version.
     #[error("The cluster has an mtu of {mtu} and {sockets} sockets per host, which this version can't use")]
     Settings {
         /// Bytes of payload per packet.
         mtu: u32,
-        /// UDP sockets.
+        /// UDP sockets per host.
         sockets: u32,
     },
 }
@@ -87,19 +87,19 @@ struct LocalNic {
     addresses: BTreeSet<Gid>,
 }
 
-/// What is here, to be told to the service.
+/// Local state to be reported to the service.
 #[derive(Debug, Default)]
 struct Here {
     nics: BTreeMap<DeviceId, LocalNic>,
     links: BTreeSet<(VmId, VmId)>,
-    /// How long what faces VMs was held here, the oldest first.
+    /// Peer pauses, oldest first.
     holds: VecDeque<Hold>,
 }
 
-/// Held pauses that wait for the service at most; the oldest are dropped.
+/// Limit of peer pauses that wait to be reported; the oldest are dropped.
 const MOST_HOLDS: usize = 1024;
 
-/// How long queue pairs that face a VM were held on this host.
+/// A peer pause: how long queue pairs of this host that are connected with a moving VM were suspended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Hold {
     pub migration: u64,
@@ -107,44 +107,45 @@ pub(crate) struct Hold {
     pub microseconds: u64,
 }
 
-/// See the module.
+/// The directory of a cluster's host; see the module.
 #[derive(Debug)]
 pub struct ClusterDirectory {
     config: ClusterConfig,
     address: SocketAddr,
-    /// Where the view is kept.
+    /// Path of the view's file.
     path: PathBuf,
     view: ArcSwap<View>,
     mtu: roce::Mtu,
     sockets: u16,
     here: Mutex<Here>,
-    /// Where monitors wait for VMs, by the VMs' names.
+    /// Addresses of monitors that wait for VMs, by the VMs' names.
     waiting: Mutex<BTreeMap<String, SocketAddr>>,
     changed: Notify,
-    /// Which start of this host the service takes it for; 0: it hasn't heard of it.
+    /// The service's number for this start of the host; 0: not registered.
     incarnation: AtomicU64,
     status: Mutex<Status>,
     refused_old_epochs: AtomicU64,
-    /// Held while a view is made from the last one: two threads do.
+    /// Serialises changes of the view, which two threads make.
     changing: Mutex<()>,
-    /// Messages of the migration protocol to the service, while it listens.
+    /// Messages of the migration protocol to the service, while it is connected.
     outbox: Mutex<Option<mpsc::Sender<proto::Envelope>>>,
-    /// Who takes part in migrations, once there is somebody.
+    /// Handle of the migration manager, once there is one.
     mover: OnceLock<MoverHandle>,
 }
 
 #[derive(Debug)]
 struct Status {
-    /// Since when the service isn't followed; `None`: it is.
+    /// Since when the service is unreachable; `None`: it is connected.
     away_since: Option<Instant>,
     failures: u64,
 }
 
 impl ClusterDirectory {
-    /// Registers this host and gets the state; without the service, what an earlier daemon left in `folder`. Blocks for some seconds at most.
+    /// Registers this host and receives the state. Without the service, uses the copy of an earlier daemon in `folder`. Blocks for some
+    /// seconds at most.
     ///
     /// # Errors
-    /// When the service refuses, or neither it nor a copy is there.
+    /// When the service refuses, or neither it nor a copy is available.
     pub fn open(config: ClusterConfig, address: SocketAddr, folder: &Path) -> Result<Arc<Self>, JoinError> {
         let path = folder.join(FILE);
         let (view, incarnation) = match client::join(&config, address) {
@@ -197,9 +198,9 @@ impl ClusterDirectory {
         }))
     }
 
-    /// Who takes part in migrations from now on.
+    /// Sets the migration manager.
     pub(crate) fn set_mover(&self, mover: MoverHandle) {
-        // Once per daemon.
+        // Called once per daemon.
         let _ = self.mover.set(mover);
     }
 
@@ -212,7 +213,7 @@ impl ClusterDirectory {
         &self.config.service
     }
 
-    /// Which start of which host the service takes this daemon for.
+    /// This daemon's host number and start number at the service.
     pub(crate) fn speaker(&self) -> proto::Speaker {
         let host = self.view.load().contents.own;
         proto::Speaker { host, incarnation: self.incarnation.load(Ordering::SeqCst) }
@@ -228,7 +229,7 @@ impl ClusterDirectory {
         self.outbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sends a message of the migration protocol, to the service or by it to another host. What can't be sent now is lost.
+    /// Sends a message of the migration protocol to the service, or through it to another host. Drops a message that can't be sent now.
     pub(crate) fn send(&self, message: &nomad::Message) {
         let mut bytes = Vec::new();
         nomad::wire::encode(message, &mut bytes);
@@ -244,7 +245,7 @@ impl ClusterDirectory {
         }
     }
 
-    /// Makes a view from the present one.
+    /// Makes a new view from the current one.
     fn change<R>(&self, change: impl FnOnce(&mut View) -> R) -> R {
         let _alone = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
         let mut view = View::clone(&self.view.load());
@@ -253,7 +254,7 @@ impl ClusterDirectory {
         result
     }
 
-    /// A VM runs on a host in an epoch, as whoever runs it says. Whether that is news.
+    /// Records that a VM runs on a host in an epoch, as that host reports. Returns whether that is new.
     pub(crate) fn moved(&self, vm: VmId, host: u32, epoch: u64) -> bool {
         let known = self.view.load().contents.vms.get(&vm.0).map(|vm| (vm.host, vm.epoch));
         if known.is_none_or(|known| known == (host, epoch) || known.1 > epoch) {
@@ -263,7 +264,7 @@ impl ClusterDirectory {
         true
     }
 
-    /// Where a VM runs: its host's number, and its epoch.
+    /// A VM's host number and epoch.
     pub(crate) fn place(&self, vm: VmId) -> Option<(u32, u64)> {
         let view = self.view.load();
         view.contents.vms.get(&vm.0).filter(|vm| vm.alive).map(|vm| (vm.host, vm.epoch))
@@ -277,13 +278,13 @@ impl ClusterDirectory {
         gids.into_iter().collect()
     }
 
-    /// The name of the host that a VM is on.
+    /// Name of a VM's host.
     pub(crate) fn host_of(&self, vm: VmId) -> Option<String> {
         let (host, _) = self.place(vm)?;
         self.view.load().contents.hosts.get(&host).map(|host| host.name.clone())
     }
 
-    /// Has the service told of a hold.
+    /// Queues a peer pause to be reported to the service.
     pub(crate) fn held(&self, hold: Hold) {
         let mut here = self.here();
         if here.holds.len() >= MOST_HOLDS {
@@ -294,12 +295,12 @@ impl ClusterDirectory {
         self.changed.notify_one();
     }
 
-    /// A VM's name.
+    /// Name of a VM.
     pub(crate) fn name(&self, vm: VmId) -> Option<String> {
         self.view.load().contents.vms.get(&vm.0).map(|vm| vm.name.clone())
     }
 
-    /// The number of the VM of a name, wherever it runs.
+    /// Number of the VM with a name, on any host.
     pub(crate) fn number(&self, name: &str) -> Option<VmId> {
         let view = self.view.load();
         view.contents.vms.iter().find(|(_, vm)| vm.alive && vm.name == name).map(|(id, _)| VmId(*id))
@@ -309,7 +310,7 @@ impl ClusterDirectory {
         self.here.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The service isn't followed any more, or still not. Whether it was until now.
+    /// Records that the service is unreachable. Returns whether it was reachable before.
     fn lost(&self) -> bool {
         let mut status = self.status();
         let followed = status.away_since.is_none();
@@ -363,7 +364,7 @@ impl Directory for ClusterDirectory {
             }
             News::NicGone { device } => {
                 if let (Some(nic), Some(mover)) = (here.nics.remove(&device), self.mover()) {
-                    // One that leaves has lost its monitor; nothing where it doesn't leave, or has left.
+                    // If it is leaving, it has lost its monitor; otherwise this has no effect.
                     mover.said(&nic.vm, Said::Broken);
                 }
             }

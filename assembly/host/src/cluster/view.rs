@@ -1,4 +1,4 @@
-//! What a daemon knows of its cluster: built of the service's events, and kept in a file for a start without the service.
+//! A daemon's view of its cluster: built from the service's events, and kept in a file for a start without the service.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io;
@@ -11,9 +11,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::transport::{TransportKind, VmId};
 
-/// Version of the file.
+/// Version of the file format.
 const VERSION: u32 = 1;
-/// A longer file isn't ours.
+/// Limit of the file's length, bytes.
 const LONGEST_FILE: u64 = 256 << 20;
 
 /// A host.
@@ -21,7 +21,7 @@ const LONGEST_FILE: u64 = 256 << 20;
 pub struct Host {
     /// Its name.
     pub name: String,
-    /// Where its daemon takes packets.
+    /// Address at which its daemon receives packets.
     pub address: SocketAddr,
 }
 
@@ -30,9 +30,9 @@ pub struct Host {
 pub struct Vm {
     /// Its name.
     pub name: String,
-    /// Its host's number.
+    /// Number of its host.
     pub host: u32,
-    /// Since when it is there.
+    /// Epoch of its placement.
     pub epoch: u64,
     /// Whether it runs.
     pub alive: bool,
@@ -40,18 +40,18 @@ pub struct Vm {
     pub addresses: BTreeSet<(String, [u8; 16])>,
 }
 
-/// What the service has said, as a file has it.
+/// The state from the service, as stored in the file.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Contents {
-    /// Of the file.
+    /// Version of the file format.
     version: u32,
-    /// Own number, 0: not known.
+    /// This host's number; 0: unknown.
     pub own: u32,
-    /// Bytes of payload per packet between hosts.
+    /// Payload per packet between hosts, bytes.
     pub mtu: u32,
-    /// UDP sockets per host.
+    /// Number of UDP sockets per host.
     pub sockets: u16,
-    /// Which transports VMs are pinned to, by their names; `*`: all others.
+    /// Transports to which VMs are pinned, by the VMs' names; `*`: all others.
     #[serde(default)]
     pub pins: BTreeMap<String, TransportKind>,
     /// Hosts by number.
@@ -60,29 +60,29 @@ pub struct Contents {
     pub vms: BTreeMap<u32, Vm>,
 }
 
-/// What was said, ordered for those who ask.
+/// The service's state, with indices for look-ups.
 #[derive(Debug, Clone, Default)]
 pub struct View {
-    /// What was said.
+    /// The state from the service.
     pub contents: Contents,
-    /// Which start of the service said it, and up to which revision.
+    /// Start of the service, and revision, of the state.
     pub place: (u64, u64),
     owners: HashMap<(String, Gid), VmId>,
     names: HashMap<String, VmId>,
 }
 
 impl View {
-    /// Nothing but the settings.
+    /// An empty view with these settings.
     #[must_use]
     pub fn new(own: u32, mtu: u32, sockets: u16) -> Self {
         let contents = Contents { version: VERSION, own, mtu, sockets, ..Contents::default() };
         Self { contents, ..Self::default() }
     }
 
-    /// What an earlier daemon has left in a file.
+    /// Loads the copy of an earlier daemon.
     ///
     /// # Errors
-    /// When there is none, or it is something else.
+    /// When the file doesn't exist or is invalid.
     pub fn load(path: &Path) -> io::Result<Self> {
         let reader = io::BufReader::new(io::Read::take(std::fs::File::open(path)?, LONGEST_FILE));
         let contents: Contents = serde_json::from_reader(reader)?;
@@ -95,7 +95,7 @@ impl View {
         Ok(view)
     }
 
-    /// Leaves it in a file: a reader finds the old one or the new one, whenever this process or the host dies.
+    /// Saves the view. A reader finds the old or the new file, even if this process or the host dies.
     ///
     /// # Errors
     /// When the file system refuses.
@@ -103,7 +103,7 @@ impl View {
         crate::remembered::replace(path, &serde_json::to_vec(&self.contents)?)
     }
 
-    /// Takes pins over. Returns what can't be, one sentence each.
+    /// Replaces the pins. Returns a sentence for each invalid one.
     pub fn set_pins(&mut self, pins: &[proto::Pin]) -> Vec<String> {
         let mut unknown = Vec::new();
         self.contents.pins.clear();
@@ -127,7 +127,7 @@ impl View {
         pins.get(name).or_else(|| pins.get("*")).copied()
     }
 
-    /// Takes events over, in order. Returns what they said of VMs that is older than what was known; that isn't taken over.
+    /// Applies events, in order. Returns VM states that are older than the known ones, and so were ignored.
     pub fn apply(&mut self, events: impl IntoIterator<Item = proto::WatchEvent>) -> Vec<String> {
         let mut old = Vec::new();
         for event in events {
@@ -144,14 +144,14 @@ impl View {
             self.contents.hosts.clear();
         }
         for host in event.hosts {
-            // The service checks addresses before it takes them.
+            // The service validates addresses.
             let Ok(address) = host.fabric_address.parse() else { continue };
             self.contents.hosts.insert(host.id, Host { name: host.name, address });
         }
         for vm in event.vms {
             let known = before.remove(&vm.id).or_else(|| self.contents.vms.get(&vm.id).cloned());
             let (id, new) = (vm.id, Vm::from(vm));
-            // A number that is another VM's now is one of another database.
+            // A number that has changed its VM comes from another database.
             match known.filter(|known| known.name == new.name && new.epoch < known.epoch) {
                 Some(known) => {
                     old.push(format!(
@@ -185,7 +185,7 @@ impl View {
         }
     }
 
-    /// A VM runs on another host than before.
+    /// Records that a VM runs on another host.
     pub fn moved(&mut self, vm: VmId, host: u32, epoch: u64) {
         if let Some(found) = self.contents.vms.get_mut(&vm.0) {
             (found.host, found.epoch, found.alive) = (host, epoch, true);
@@ -193,33 +193,33 @@ impl View {
         }
     }
 
-    /// The VM that runs and has an address in a segment.
+    /// The running VM with an address in a segment.
     #[must_use]
     pub fn owner(&self, segment: &str, gid: Gid) -> Option<VmId> {
         // A look-up per connection, not per packet.
         self.owners.get(&(segment.to_owned(), gid)).copied()
     }
 
-    /// The number of a VM that runs on this host.
+    /// Number of a VM that runs on this host.
     #[must_use]
     pub fn own_vm(&self, name: &str) -> Option<VmId> {
         self.names.get(name).copied()
     }
 
-    /// Where a VM that runs is.
+    /// Address of a running VM's host.
     #[must_use]
     pub fn host(&self, vm: VmId) -> Option<SocketAddr> {
         let vm = self.contents.vms.get(&vm.0).filter(|vm| vm.alive)?;
         Some(self.contents.hosts.get(&vm.host)?.address)
     }
 
-    /// All hosts.
+    /// Addresses of all hosts.
     #[must_use]
     pub fn hosts(&self) -> Vec<SocketAddr> {
         self.contents.hosts.values().map(|host| host.address).collect()
     }
 
-    /// VMs that run.
+    /// Number of running VMs.
     #[must_use]
     pub fn running(&self) -> usize {
         self.contents.vms.values().filter(|vm| vm.alive).count()
@@ -281,7 +281,7 @@ mod tests {
         assert_eq!((view.own_vm("vm1"), view.own_vm("vm2")), (Some(VmId(1)), None));
         assert_eq!(view.owner("blue", Gid([2; 16])), Some(VmId(2)));
         assert_eq!(view.owner("red", Gid([2; 16])), None);
-        // It moves here; another ends; another's host was started again.
+        // One VM moves here, another ends, and another's host restarts.
         view.apply([event(2, vec![vm(2, 1, 4), vm(3, 2, 1)], vec![1])]);
         assert_eq!((view.host(VmId(2)), view.own_vm("vm2")), (one, Some(VmId(2))));
         assert_eq!((view.host(VmId(1)), view.owner("blue", Gid([1; 16]))), (None, None));
@@ -301,7 +301,7 @@ mod tests {
             ..event(2, vec![vm(2, 1, 2)], vec![])
         };
         assert_eq!(view.apply([whole]).len(), 1);
-        // A number that is another VM's is one of another database.
+        // A number that is another VM's comes from another database.
         let other = proto::Vm { name: "other".to_owned(), ..vm(2, 1, 1) };
         let whole =
             proto::WatchEvent { whole: true, hosts: vec![host(1), host(2)], ..event(3, vec![other], vec![]) };
@@ -311,7 +311,7 @@ mod tests {
         assert_eq!(view.own_vm("other"), Some(VmId(2)));
     }
 
-    /// Prints what a change costs a daemon of a large cluster.
+    /// Prints the cost of a change for a daemon of a large cluster.
     #[test]
     #[ignore = "measures; run by hand with --nocapture"]
     fn cost_of_an_event() {

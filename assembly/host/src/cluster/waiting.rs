@@ -1,4 +1,4 @@
-//! Monitors of this host that wait for a VM to come, as long as they do.
+//! Monitors of this host that wait for a VM to migrate here.
 
 use std::collections::btree_map::Entry;
 use std::net::SocketAddr;
@@ -9,17 +9,17 @@ use control_api::names::check_name;
 
 use super::ClusterDirectory;
 
-/// The cluster is told of a monitor that waits until this is dropped.
+/// A waiting monitor; the cluster knows it until this is dropped.
 #[derive(Debug)]
 pub(crate) struct Waits {
     directory: Arc<ClusterDirectory>,
     vm: String,
-    /// What others are told.
+    /// Address reported to others.
     pub(crate) address: SocketAddr,
 }
 
 impl Waits {
-    /// A monitor waits for a VM; or the sentence why the cluster isn't told.
+    /// Registers a monitor that waits for a VM. The error is a sentence why the cluster isn't notified.
     pub(crate) fn begin(
         directory: &Arc<ClusterDirectory>,
         vm: &str,
@@ -60,7 +60,7 @@ impl Drop for Waits {
 }
 
 impl ClusterDirectory {
-    /// All that wait, as they are said.
+    /// All waiting monitors, for the service.
     pub(super) fn waiting(&self) -> Vec<proto::Waiting> {
         let waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         let one = |(vm, address): (&String, &SocketAddr)| proto::Waiting {

@@ -1,37 +1,37 @@
-//! One device's doorbell mode as the daemon sees it: what it wants, what the client was told, what it has reached
+//! One device's doorbell mode: the mode that the daemon wants, the mode that the client has read, and the mode that the client has reached
 //! (see [`vfio_user_protocol::doorbell_mode`]).
 //!
 //! ```text
-//!  wanted    signalled   client told    client reached
-//!  Trapped      -             -             Trapped      at rest: the daemon may sleep
-//!  Mapped      yes            no            Trapped      doorbells may be memory from the signal on: polled
-//!  Mapped      yes           yes            Trapped      polled
-//!  Mapped       -             -             Mapped       polled
-//!  Trapped     yes            no            Mapped       polled
-//!  Trapped     yes           yes            Mapped       polled; REACHED = Trapped ends it, after a last look
+//!   wanted    signalled   client read    client reached
+//!   Trapped      -             -             Trapped      idle: the daemon may sleep
+//!   Mapped      yes            no            Trapped      doorbells may be memory from the signal on: polled
+//!   Mapped      yes           yes            Trapped      polled
+//!   Mapped       -             -             Mapped       polled
+//!   Trapped     yes            no            Mapped       polled
+//!   Trapped     yes           yes            Mapped       polled; REACHED = Trapped ends it, after a last poll
 //! ```
 //!
-//! A confirmation counts only if the client has read WANTED after the signal: an earlier one belongs to an earlier
-//! signal. So the daemon changes its mind only when the client has answered the last change.
+//! A confirmation counts only if the client has read WANTED after the signal: an earlier one belongs to an earlier signal. So the daemon
+//! requests another mode only after the client has confirmed the last one.
 
 use vfio_user_protocol::doorbell_mode::DoorbellMode;
 
-/// How long a client may take to answer before the daemon stops waiting for it busily, nanoseconds.
+/// Time for a client to respond before the daemon stops polling busily, nanoseconds.
 const BUSY_WAIT_NS: u64 = 1_000_000_000;
-/// How long the daemon waits before it asks again for what the client could not do, nanoseconds; doubled each time.
+/// First back-off before the daemon repeats a request that the client could not meet, nanoseconds; doubled each time.
 const FIRST_RETRY: u64 = 100_000_000;
 const LAST_RETRY: u64 = 30_000_000_000;
 
-/// See the module.
+/// State of the handshake; see the module.
 #[derive(Debug)]
 pub(super) struct Handshake {
-    /// The client has set the eventfd of the extension.
+    /// Whether the client has set the eventfd of the extension.
     offered: bool,
     wanted: DoorbellMode,
     reached: DoorbellMode,
-    /// Signalled and not answered yet.
+    /// A request that was signalled and not confirmed yet.
     pending: Option<Pending>,
-    /// Not before this time may a mode be asked for that failed last time.
+    /// Earliest time to repeat a failed request.
     retry_at: u64,
     retry: u64,
     pub switches: u64,
@@ -44,19 +44,19 @@ struct Pending {
     told: bool,
 }
 
-/// What a client's REACHED means.
+/// Meaning of a client's write to REACHED.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Reached {
-    /// Nothing new.
+    /// No change.
     Same,
     /// Doorbells are memory now.
     Mapped,
-    /// Doorbells trap now: look at the memory once more.
+    /// Doorbells trap now: poll the memory once more.
     Trapped,
 }
 
 impl Handshake {
-    /// A new connection: trapped, whatever the last one ended with.
+    /// State of a new connection: trapped, whatever the previous one ended with.
     pub fn new() -> Self {
         Self {
             offered: false,
@@ -70,19 +70,19 @@ impl Handshake {
         }
     }
 
-    /// The client has set or taken away the eventfd.
+    /// Records that the client has set or removed the eventfd.
     pub fn set_offered(&mut self, offered: bool) {
         let (switches, failures) = (self.switches, self.failures);
         *self = Self { offered, switches, failures, ..Self::new() };
     }
 
-    /// Whether the client knows the extension.
+    /// Whether the client supports the extension.
     pub fn offered(&self) -> bool {
         self.offered
     }
 
-    /// Wants a mode. `true`: signal the client. `false` when that is wanted already, a change is under way, it failed a
-    /// short time ago, or the client doesn't know the extension.
+    /// Requests a mode. `true`: signal the client. `false` when that mode is wanted already, a change is in progress, it failed recently,
+    /// or the client doesn't support the extension.
     #[must_use]
     pub fn want(&mut self, mode: DoorbellMode, now: u64) -> bool {
         if !self.offered || self.pending.is_some() || self.wanted == mode || now < self.retry_at {
@@ -93,7 +93,7 @@ impl Handshake {
         true
     }
 
-    /// The client reads WANTED.
+    /// Handles the client's read of WANTED.
     pub fn read_wanted(&mut self) -> u32 {
         if let Some(pending) = &mut self.pending {
             pending.told = true;
@@ -101,11 +101,11 @@ impl Handshake {
         self.wanted.to_register()
     }
 
-    /// The client writes REACHED.
+    /// Handles the client's write to REACHED.
     #[must_use]
     pub fn reach(&mut self, mode: DoorbellMode, now: u64) -> Reached {
         match self.pending {
-            // The answer to an earlier signal; only what makes us more careful counts.
+            // A confirmation of an earlier signal counts only if it makes the daemon more careful.
             Some(Pending { told: false, .. }) if mode == DoorbellMode::Trapped => return Reached::Same,
             Some(Pending { told: false, .. }) => {}
             Some(_) => {
@@ -122,7 +122,7 @@ impl Handshake {
             None => self.wanted = mode,
         }
         if std::mem::replace(&mut self.reached, mode) == mode {
-            // Memory was looked at for as long as Mapped was wanted: so a last look is due here as well.
+            // Memory was polled for as long as Mapped was wanted, so a last poll is due here as well.
             return if mode == DoorbellMode::Trapped { Reached::Trapped } else { Reached::Same };
         }
         self.switches += 1;
@@ -132,17 +132,17 @@ impl Handshake {
         }
     }
 
-    /// Whether a doorbell may be in memory without anybody saying so.
+    /// Whether a doorbell may be in memory without a notification.
     pub fn in_memory(&self) -> bool {
         !self.offered || self.pending.is_some() || self.reached == DoorbellMode::Mapped
     }
 
-    /// Whether the client is taking its time, so that busy waiting for it is no use.
+    /// Whether the client is slow to respond, so that busy polling is of no use.
     pub fn is_late(&self, now: u64) -> bool {
         self.pending.is_some_and(|pending| now.saturating_sub(pending.since) > BUSY_WAIT_NS)
     }
 
-    /// For `inspect`.
+    /// The mode, for `inspect`.
     pub fn describe(&self) -> &'static str {
         match (self.offered, self.pending.is_some(), self.reached) {
             (false, _, _) => {
@@ -164,7 +164,7 @@ mod tests {
     fn offered() -> Handshake {
         let mut handshake = Handshake::new();
         handshake.set_offered(true);
-        // The client's first report, and the signal that it handles as if it had come.
+        // The client's first report, and the signal, which it handles as usual.
         assert_eq!(handshake.reach(Trapped, 0), Reached::Trapped);
         assert_eq!((handshake.read_wanted(), handshake.reach(Trapped, 0)), (0, Reached::Trapped));
         assert!(!handshake.in_memory());
@@ -195,7 +195,7 @@ mod tests {
         assert_eq!(handshake.reach(Trapped, 1), Reached::Same);
         assert!(handshake.in_memory());
         assert_eq!((handshake.read_wanted(), handshake.reach(Mapped, 2)), (1, Reached::Mapped));
-        // The signal itself is handled once more.
+        // The client handles the signal itself once more.
         assert_eq!((handshake.read_wanted(), handshake.reach(Mapped, 3)), (1, Reached::Same));
     }
 
@@ -221,8 +221,8 @@ mod tests {
         assert!(handshake.in_memory() && !handshake.want(Mapped, 1));
     }
 
-    /// A client as the rules have it, and a guest, in every order of their steps: whenever the daemon may sleep, no
-    /// doorbell lies in memory that it has not seen.
+    /// A client that follows the rules, and a guest, in every order of their steps: whenever the daemon may sleep, no unread doorbell is in
+    /// memory.
     #[test]
     fn no_doorbell_is_lost_in_any_order_of_steps() {
         #[derive(Clone, Copy)]
@@ -248,7 +248,7 @@ mod tests {
                         let mode = if next(2) == 0 { Mapped } else { Trapped };
                         client.signal |= handshake.want(mode, now);
                     }
-                    // The guest rings: into memory, or trapped, which the daemon sees at once.
+                    // The guest writes a doorbell: to memory, or trapped, which the daemon receives at once.
                     1 => {
                         rung += 1;
                         if client.mapped { memory = true } else { seen = rung }
@@ -268,7 +268,7 @@ mod tests {
                             }
                         }
                     }
-                    // The daemon polls as long as it must.
+                    // The daemon polls while it must.
                     4 if handshake.in_memory() && std::mem::take(&mut memory) => seen = rung,
                     _ => {}
                 }

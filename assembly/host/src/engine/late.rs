@@ -1,4 +1,4 @@
-//! Devices whose guests' memory is still to come (post-copy): who waits for pages is told when they are there.
+//! Devices with not-present guest memory (post-copy): waiting requests continue when pages arrive.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 
@@ -8,13 +8,13 @@ use hca::names::DeviceId;
 use super::worker::Worker;
 use crate::function::descriptors::drain;
 
-/// Memory of a device's guest that is still to come.
+/// A device with not-present guest memory.
 #[derive(Debug)]
 pub(super) struct LateDevice {
     memory: MappedMemory,
-    /// Counts up when pages have come that were asked for.
+    /// Eventfd that counts up when requested pages arrive.
     arrivals: OwnedFd,
-    /// What was seen last.
+    /// The last read generation.
     seen: Option<u64>,
 }
 
@@ -26,14 +26,14 @@ impl LateDevice {
 }
 
 impl Worker {
-    /// Memory of a device's guest is still to come, as its table knows; `arrivals` is an eventfd that counts up when pages have come, which was
-    /// checked to be one.
+    /// Begins post-copy for a device's guest, by its memory table. `arrivals` is an eventfd that counts up when pages arrive; the caller
+    /// has verified that it is one.
     pub fn set_late(&mut self, id: DeviceId, memory: MappedMemory, arrivals: OwnedFd) {
         self.engine.set_late(id, true);
         self.late.insert(id, LateDevice { seen: memory.arrivals(), memory, arrivals });
     }
 
-    /// Memory of a device's guest that must be there before the device goes on: addresses and lengths.
+    /// Guest memory that must be present before the device continues: addresses and lengths.
     pub fn control_memory(&mut self, id: DeviceId) -> Vec<(u64, u64)> {
         let mut ranges = Vec::new();
         let mut each = |address, len| ranges.push((address, len));
@@ -44,7 +44,7 @@ impl Worker {
         ranges
     }
 
-    /// Looks whether pages have come since the last time: a load per region, where anything is late at all.
+    /// Checks for arrived pages: a load per region, if any device is in post-copy.
     pub(super) fn look_for_memory(&mut self) -> bool {
         if self.late.is_empty() {
             return false;
@@ -63,7 +63,7 @@ impl Worker {
         came
     }
 
-    /// After a sleep: arrivals that woke the thread are as good as seen, since what counts is in memory.
+    /// Empties the eventfds after a sleep; the generation in memory is what counts.
     pub(super) fn hush_arrivals(&self) {
         for device in self.late.values() {
             drain(device.fd());

@@ -1,35 +1,35 @@
-//! How busy one device is, and which doorbell mode suits that.
+//! Load of one device, and the doorbell mode that suits it.
 
-/// So many trapped doorbells within a window ([`super::EngineSetup::busy_window`]) are worth the change to memory.
+/// Trapped doorbells within a window ([`super::EngineSetup::busy_window`]) from which on doorbells in memory are better.
 const MANY: u32 = 32;
-/// A program that armed a completion queue this recently waits for events: its arms should be exact, nanoseconds.
+/// A program that armed a completion queue within this time is event-driven, and needs exact arms; nanoseconds.
 const EVENT_DRIVEN: u64 = 500_000_000;
-/// No more than this between two looks counts as idle time: when the engine's CPU was taken away for longer, or the whole
-/// emulated host's, the guest may have been stopped as well, and where they share a CPU it is the guest that runs then. Nanoseconds.
+/// Limit of the idle time counted between two polls, nanoseconds. A longer gap means that the engine, or an emulated host, didn't run. The
+/// guest may have been stopped as well; or, on a shared CPU, the guest ran instead.
 const LONGEST_GAP: u64 = 100_000;
-/// A device that is busy again so soon after it was found idle was found idle too early, nanoseconds.
+/// A device that is busy again within this time after it was found idle was found idle too early; nanoseconds.
 const TOO_EARLY: u64 = 1_000_000_000;
-/// So often the time without work after which a device is idle may double.
+/// Limit of doublings of the time without work after which a device is idle.
 const DOUBLINGS: u32 = 4;
-/// First and longest sleep between looks at doorbells that are always memory, nanoseconds.
+/// First interval of polling doorbells that are always memory, nanoseconds; it doubles.
 const FIRST_NAP: u64 = 50_000;
-/// With contexts of user processes, which expect an answer soon.
+/// Limit of that interval with contexts of user processes, which expect a quick response.
 const LONGEST_NAP_USERS: u64 = 1_000_000;
-/// With the guest kernel's context alone.
+/// Limit of that interval with the guest kernel's context alone.
 const LONGEST_NAP: u64 = 10_000_000;
 
-/// Times are nanoseconds of the engine's clock.
+/// Load of a device. Times are nanoseconds of the engine's clock.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Load {
     window_start: u64,
     trapped: u32,
     looked_at: u64,
-    /// How long looks have found nothing.
+    /// Time without work, as far as polls have measured it.
     idle: u64,
-    /// When the device was found idle last, and how often too early.
+    /// When the device was last found idle, and how often too early.
     left_at: Option<u64>,
     doublings: u32,
-    /// When a user process armed a completion queue last.
+    /// When a user process last armed a completion queue.
     armed_at: Option<u64>,
     nap: u64,
     next_look: u64,
@@ -40,7 +40,7 @@ impl Load {
         Self { looked_at: now, ..Self::default() }
     }
 
-    /// A doorbell was trapped; those within `window` are counted together. `true` when they come so often that memory would be better.
+    /// Counts a trapped doorbell, together with others within `window`. `true` when doorbells in memory would be better.
     #[must_use]
     pub fn trapped(&mut self, now: u64, window: u64) -> bool {
         if now.saturating_sub(self.window_start) > window {
@@ -52,18 +52,18 @@ impl Load {
         self.trapped >= MANY && !self.event_driven(now)
     }
 
-    /// A user process has armed a completion queue.
+    /// Records that a user process has armed a completion queue.
     pub fn armed(&mut self, now: u64) {
         self.armed_at = Some(now);
     }
 
-    /// Whether user processes wait for events: then doorbells should be trapped. In memory an arm may be overwritten
-    /// before it is seen, so that events come late, or too many.
+    /// Whether user processes are event-driven, so that doorbells should trap. In memory an arm may be overwritten before the engine reads
+    /// it, so that events come late, or too often.
     pub fn event_driven(&self, now: u64) -> bool {
         self.armed_at.is_some_and(|at| now.saturating_sub(at) < EVENT_DRIVEN)
     }
 
-    /// Doorbells were found, or work was done.
+    /// Records that doorbells were found, or work was done.
     pub fn worked(&mut self, now: u64) {
         self.looked_at = now;
         self.idle = 0;
@@ -71,31 +71,30 @@ impl Load {
         self.next_look = now;
     }
 
-    /// A look at the doorbells has found nothing.
+    /// Records a poll of the doorbells that found nothing.
     pub fn found_nothing(&mut self, now: u64) {
         self.idle = self.idle.saturating_add(now.saturating_sub(self.looked_at).min(LONGEST_GAP));
         self.looked_at = now;
     }
 
-    /// Whether there was no work for `time`, or for longer where that was too short before.
+    /// Whether there was no work for `time`, or for a longer time if that was too short before.
     pub fn idle_for(&self, time: u64) -> bool {
         self.idle >= time.saturating_mul(1 << self.doublings)
     }
 
-    /// The device's doorbells are to be trapped, as it is idle.
+    /// Records that the device is idle, so its doorbells should trap.
     pub fn leaves_memory(&mut self, now: u64) {
         self.left_at = Some(now);
     }
 
-    /// The device's doorbells are to be memory, as it is busy.
+    /// Records that the device is busy, so its doorbells should be memory.
     pub fn enters_memory(&mut self, now: u64) {
         let early = self.left_at.is_some_and(|at| now.saturating_sub(at) < TOO_EARLY);
         self.doublings =
             if early { (self.doublings + 1).min(DOUBLINGS) } else { self.doublings.saturating_sub(1) };
     }
 
-    /// A look at doorbells that can't be trapped found nothing, and none came for a while: says when to look again,
-    /// later each time.
+    /// Returns the time of the next poll of doorbells that can't trap, after a poll that found nothing; later each time.
     pub fn nap(&mut self, now: u64, user_contexts: bool) -> u64 {
         let longest = if user_contexts { LONGEST_NAP_USERS } else { LONGEST_NAP };
         if now >= self.next_look {
@@ -105,7 +104,7 @@ impl Load {
         self.next_look
     }
 
-    /// When to look again at doorbells that can't be trapped.
+    /// Time of the next poll of doorbells that can't trap.
     pub fn next_look(&self) -> u64 {
         self.next_look
     }
@@ -122,11 +121,11 @@ mod tests {
         let mut load = Load::new(0);
         assert!((0..1000).all(|i| !load.trapped(i * 2_000_000, WINDOW)));
         assert!((0..40).any(|i| load.trapped(3_000_000_000 + i * 1000, WINDOW)));
-        // On a host where each takes 2 ms because it is emulated, a longer window says the same.
+        // On an emulated host each takes 2 ms; with a longer window the result is the same.
         assert!((0..40).any(|i| load.trapped(5_000_000_000 + i * 2_000_000, 10 * WINDOW)));
     }
 
-    /// Looks every 10 microseconds.
+    /// Polls every 10 microseconds.
     fn look(load: &mut Load, from: u64, to: u64) {
         (from..=to).step_by(10_000).for_each(|now| load.found_nothing(now));
     }

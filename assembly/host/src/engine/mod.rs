@@ -1,23 +1,23 @@
-//! The engine's thread: it alone owns all RDMA state of the host, as plain structures. Other threads send it what is to
-//! be done and wait for the answer.
+//! The engine's thread: it alone owns all RDMA state of the host, as plain structures. Other threads send it jobs and wait for their
+//! results.
 //!
 //! ```text
-//!  vfio-user threads      EngineHandle::call ── bounded channel, eventfd while it sleeps ──▶ job(&mut Worker)
-//!  (one per socket)       ◀───────────────────────────── answer ───────────────────────────
-//!                         EngineHandle::doorbell ── no answer ────────────────────────────▶
-//!  guests' doorbells in memory  ◀── looked at, while a device's doorbells are memory
+//!   vfio-user threads      EngineHandle::call ── bounded channel, eventfd while it sleeps ──▶ job(&mut Worker)
+//!   (one per socket)       ◀──────────────────────────── response ──────────────────────────
+//!                          EngineHandle::doorbell ── no response ──────────────────────────▶
+//!   guests' doorbells in memory  ◀── polled, while a device's doorbells are memory
 //! ```
 //!
-//! A call has been carried out when it returns: a destroyed queue pair's memory isn't touched any more, an old table of
-//! guest memory isn't used any more.
+//! When a call returns, its job is complete: the engine doesn't access a destroyed queue pair's memory any more, nor an old table of guest
+//! memory.
 //!
 //! Sleeping and polling, per device (see [`handshake`] and [`load`]):
 //!
 //! ```text
-//!            32 trapped doorbells in 40 ms (`--doorbell-window`), and no program waits for events: ask for memory
-//!   trapped ──────────────────────────────────────────────────────────────▶ memory: the thread polls
-//!      ▲                                                                     │
-//!      └── last look, full scan ◀── client: trapped ◀── no work for 100 ms, or a program arms: ask for trapped
+//!             32 trapped doorbells in 40 ms (`--doorbell-window`), and no program is event-driven: request memory
+//!    trapped ──────────────────────────────────────────────────────────────▶ memory: the thread polls
+//!       ▲                                                                     │
+//!       └── last poll, full scan ◀── client: trapped ◀── no work for 100 ms, or a program arms: request trapped
 //! ```
 //!
 //! When every device is trapped the thread sleeps until a call, a trapped doorbell or a timer of the engine.
@@ -25,12 +25,12 @@
 //! | module | holds |
 //! |---|---|
 //! | `worker` | the thread's loop |
-//! | `moving` | devices whose VMs leave or come, and those that face them |
-//! | `views` | what is told of devices |
+//! | `moving` | devices of migrating VMs, and their peers |
+//! | `views` | making reports of devices |
 //! | `served` | a device, its client's eventfds, its doorbell mode |
 //! | `handshake` | changes of the doorbell mode |
-//! | `load` | when which mode is better |
-//! | `report` | what is told of all that |
+//! | `load` | the choice of the doorbell mode |
+//! | `report` | types of reports |
 
 mod handshake;
 mod late;
@@ -61,19 +61,19 @@ pub use served::DeviceSetup;
 pub(crate) use worker::is_arm;
 pub use worker::{Worker, Written};
 
-/// Calls and doorbells that wait at most; whoever has more to say waits.
+/// Capacity of the channel, calls and doorbells; senders wait when it is full.
 const WAITING: usize = 4096;
 
-/// How the thread runs.
+/// Settings of the thread.
 #[derive(Debug, Clone, Copy)]
 pub struct EngineSetup {
-    /// CPU that it is bound to, if any.
+    /// CPU that the thread is bound to, if any.
     pub cpu: Option<usize>,
-    /// Doorbells of a device without work for this long are trapped again.
+    /// Time without work after which a device's doorbells trap again.
     pub idle: Duration,
-    /// 32 trapped doorbells of a device within this time make memory of its doorbells.
+    /// Window in which 32 trapped doorbells of a device make its doorbells memory.
     pub busy_window: Duration,
-    /// The HCA engine's own settings.
+    /// Settings of the HCA engine.
     pub engine: hca::engine::EngineConfig,
 }
 
@@ -93,7 +93,7 @@ impl Default for EngineSetup {
 #[error("The engine's thread has ended; restart the host daemon")]
 pub struct EngineGone;
 
-/// The thread can't be started.
+/// Why the thread can't be started.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineError {
     /// It can't be bound to the CPU.
@@ -103,34 +103,34 @@ pub enum EngineError {
     Cpu {
         /// The CPU.
         cpu: usize,
-        /// Why.
+        /// The error.
         #[source]
         source: io::Error,
     },
-    /// No thread or descriptor could be had.
+    /// No thread or descriptor is left.
     #[error("The engine's thread can't be started")]
     Start(#[source] io::Error),
 }
 
 type Job = Box<dyn FnOnce(&mut Worker) + Send>;
 
-/// What other threads send.
+/// A message to the thread.
 enum Message {
-    /// Something to be done.
+    /// A job to execute.
     Job(Job),
-    /// A doorbell that was trapped.
+    /// A trapped doorbell.
     Doorbell { device: DeviceId, offset: u64, value: u32 },
 }
 
-/// What threads and worker share besides the channel.
+/// State shared by the worker and its senders, besides the channel.
 #[derive(Debug)]
 struct Wake {
     event: OwnedFd,
-    /// The worker sleeps, or is about to and looks at the channel once more.
+    /// The worker sleeps, or checks the channel once more before it does.
     sleeping: AtomicBool,
 }
 
-/// Sends to the engine's thread. Cheap to clone.
+/// Sends calls to the engine's thread. Cheap to clone.
 #[derive(Clone)]
 pub struct EngineHandle {
     messages: Sender<Message>,
@@ -144,7 +144,7 @@ impl std::fmt::Debug for EngineHandle {
 }
 
 impl EngineHandle {
-    /// Has `job` carried out by the engine's thread, and waits for its result.
+    /// Makes the engine's thread execute `job`, and waits for its result.
     ///
     /// # Errors
     /// When the thread has ended.
@@ -154,15 +154,14 @@ impl EngineHandle {
     ) -> Result<R, EngineGone> {
         let (answer, result) = bounded(1);
         let job: Job = Box::new(move |worker| {
-            // Whoever asked waits for it.
+            // The caller waits for it.
             let _ = answer.send(job(worker));
         });
         self.send(Message::Job(job))?;
         result.recv().map_err(|_| EngineGone)
     }
 
-    /// Passes a trapped doorbell on, in order with other calls of this thread. Doesn't wait for the engine, except for
-    /// room in its channel.
+    /// Passes on a trapped doorbell, in order with other calls of this thread. Doesn't wait for the engine, except for room in its channel.
     ///
     /// # Errors
     /// When the thread has ended.
@@ -172,7 +171,7 @@ impl EngineHandle {
 
     fn send(&self, message: Message) -> Result<(), EngineGone> {
         self.messages.send(message).map_err(|_| EngineGone)?;
-        // The worker sets `sleeping`, then looks at the channel: it or we see the other's store.
+        // The worker sets `sleeping`, then checks the channel: one of the two sees the other's store.
         std::sync::atomic::fence(Ordering::SeqCst);
         if self.wake.sleeping.load(Ordering::SeqCst) {
             signal(self.wake.event.as_fd());
@@ -181,7 +180,7 @@ impl EngineHandle {
     }
 }
 
-/// The running thread. Dropping it ends it; all devices are gone then.
+/// The running thread. Dropping it ends it, and removes all devices.
 #[derive(Debug)]
 pub struct EngineThread {
     handle: EngineHandle,
@@ -189,7 +188,7 @@ pub struct EngineThread {
 }
 
 impl EngineThread {
-    /// Starts it; with transports, to reach other hosts.
+    /// Starts the thread, with transports to other hosts if given.
     ///
     /// # Errors
     /// When it can't be bound to its CPU, or the kernel has no thread left.
@@ -205,7 +204,7 @@ impl EngineThread {
             .spawn(move || {
                 let bound = setup.cpu.map_or(Ok(()), bind);
                 let fine = bound.is_ok();
-                // Whoever started us waits for it.
+                // The starting thread waits for it.
                 let _ = started.send(bound);
                 if fine {
                     Worker::new(setup, transports, inbox, shared).run();

@@ -1,5 +1,5 @@
-//! Devices whose VMs leave or come, and queue pairs that face them: what the thread does of a migration. The protocol is the migration
-//! thread's ([`crate::migration::manager`]), state and memory travel by the monitors.
+//! The engine thread's part of a migration: devices of VMs that leave or arrive, and queue pairs connected with them. The migration thread
+//! runs the protocol ([`crate::migration::manager`]); monitors transfer state and memory.
 
 use std::collections::BTreeSet;
 
@@ -20,7 +20,7 @@ use crate::transport::{Immovable, VmId};
 pub type Addressed = (VmId, Vec<Gid>);
 
 impl Worker {
-    /// What the migration of a device needs, and what is beside it.
+    /// The device and its surroundings, for a migration.
     fn parts(&mut self, id: DeviceId) -> Result<Parts<'_, MappedMemory>, MigrationError> {
         let now = self.now();
         let Self { engine, devices, transports, .. } = self;
@@ -28,19 +28,19 @@ impl Worker {
         Ok(Parts { engine, devices, transports, now })
     }
 
-    /// Whether the host's RDMA device is done with all requests of a VM, whose queue pairs are held.
+    /// Whether the host's RDMA device has completed all requests of a VM, whose queue pairs are suspended.
     ///
     /// # Errors
-    /// What it isn't done with.
+    /// The incomplete requests.
     pub fn is_at_rest(&mut self, vm: VmId) -> Result<(), Immovable> {
         let devices = self.devices_of(vm).into_iter().map(|id| (id, None)).collect();
         self.at_rest(devices)
     }
 
-    /// The same for queue pairs of other VMs of this host that face a VM.
+    /// The same for queue pairs of other VMs of this host that are connected with a VM.
     ///
     /// # Errors
-    /// What it isn't done with.
+    /// The incomplete requests.
     pub fn are_peers_at_rest(&mut self, vm: VmId) -> Result<(), Immovable> {
         let devices = self.others(vm).into_iter().map(|(id, _)| (id, Some(vm))).collect();
         self.at_rest(devices)
@@ -50,7 +50,7 @@ impl Worker {
         let now = self.now();
         let Self { engine, transports, .. } = self;
         let Some(transports) = transports else { return Ok(()) };
-        // What is on its way to the transport isn't done either.
+        // A request on its way to the transport isn't complete either.
         transports.take_over(engine, now);
         devices.into_iter().try_for_each(|(id, peer)| transports.at_rest(id, peer))
     }
@@ -67,7 +67,7 @@ impl Worker {
         self.transports.as_ref().is_some_and(|transports| transports.is_pinned_to_verbs(id))
     }
 
-    /// Begins to note what of a device changes.
+    /// Begins to track changes of a device's objects.
     ///
     /// # Errors
     /// When this host has no transports.
@@ -81,10 +81,10 @@ impl Worker {
         Ok(())
     }
 
-    /// Lets peers of a device that leaves write less, by so many per cent of what they wrote before they were held back.
+    /// Limits peers' writes to a device that leaves: `percent` less than the highest rate that was measured.
     ///
     /// # Errors
-    /// When it doesn't leave.
+    /// When it isn't leaving.
     pub fn hold_back(&mut self, id: DeviceId, percent: u8) -> Result<(), MigrationError> {
         let now = self.now();
         let known = self.paces.get_mut(&id).zip(self.engine.inbound_bytes(id));
@@ -100,15 +100,15 @@ impl Worker {
         }
     }
 
-    /// How many objects of a device that leaves have changed since the last round.
+    /// Number of objects of a leaving device that have changed since the last round.
     pub fn leaving_left(&self, id: DeviceId) -> usize {
         self.leaving.get(&id).map_or(0, |source| source.left(&self.engine))
     }
 
-    /// What of a device has changed since the last round, at most so many objects.
+    /// Saves objects that have changed since the last round, at most `most`.
     ///
     /// # Errors
-    /// When the device doesn't leave.
+    /// When the device isn't leaving.
     pub fn leaving_part(&mut self, id: DeviceId, most: usize) -> Result<Vec<Piece>, MigrationError> {
         let mut source = self.leaving.remove(&id).ok_or(MigrationError::NoDevice(id))?;
         let mut pieces = Vec::new();
@@ -117,10 +117,10 @@ impl Worker {
         done.map(|_| pieces)
     }
 
-    /// Stops a device, whose vCPUs stand still: the last pieces, and what the destination must have then.
+    /// Stops a device whose vCPUs are suspended. Returns the last pieces, and the totals that the destination must have then.
     ///
     /// # Errors
-    /// When it can't be stopped or saved. It is to be told to [`Worker::stay`] then.
+    /// When it can't be stopped or saved. Call [`Worker::stay`] then.
     pub fn stop_leaving(&mut self, id: DeviceId) -> Result<(Vec<Piece>, Total), MigrationError> {
         self.begin_leaving(id)?;
         self.end_pace(id);
@@ -138,10 +138,10 @@ impl Worker {
         Ok((pieces, total))
     }
 
-    /// A device that was to leave stays, and works. Nothing where it didn't leave.
+    /// Resumes a device that was to leave (rollback). No effect if it isn't leaving.
     ///
     /// # Errors
-    /// When somebody has got its addresses meanwhile.
+    /// When another device has one of its addresses meanwhile.
     pub fn stay(&mut self, id: DeviceId) -> Result<(), MigrationError> {
         self.end_pace(id);
         match self.leaving.remove(&id) {
@@ -150,15 +150,15 @@ impl Worker {
         }
     }
 
-    /// A device has moved: nothing of it stays here.
+    /// Removes a device that has moved.
     pub fn leave(&mut self, id: DeviceId) {
         self.detach(id);
     }
 
-    /// Room for a device that comes. Nobody reaches it.
+    /// Adds a dormant device for a VM that arrives; no peer reaches it.
     ///
     /// # Errors
-    /// When such a device can't be, or the directory doesn't know its VM.
+    /// When the configuration is invalid, or the directory doesn't know its VM.
     pub fn attach_dormant(
         &mut self,
         setup: DeviceSetup,
@@ -183,10 +183,10 @@ impl Worker {
         Ok(id)
     }
 
-    /// Pieces of a device that comes.
+    /// Restores pieces of a device that arrives.
     ///
     /// # Errors
-    /// When they can't be ones. The device is of no use then.
+    /// When a piece is invalid. The device is unusable then.
     pub fn take_pieces(&mut self, id: DeviceId, pieces: Vec<Piece>) -> Result<(), MigrationError> {
         let mut arrival = self.arriving.remove(&id).ok_or(MigrationError::NoDevice(id))?;
         let taken = self
@@ -196,15 +196,15 @@ impl Worker {
         taken
     }
 
-    /// Whether all of a device has come.
+    /// Whether a device has arrived completely.
     ///
     /// # Errors
-    /// When something is missing.
+    /// When a piece is missing.
     pub fn check_arrival(&self, id: DeviceId, total: Total) -> Result<(), MigrationError> {
         self.arriving.get(&id).ok_or(MigrationError::NoDevice(id))?.check(total)
     }
 
-    /// A device that has come works from here on, as a device of the VM called `name`. Nothing where it does already.
+    /// Starts a device that has arrived, as a device of the VM called `name`. No effect if it runs already.
     ///
     /// # Errors
     /// When another device has one of its addresses.
@@ -218,7 +218,7 @@ impl Worker {
         let mut parts = self.parts(id)?;
         arrival.start(&mut parts)?;
         parts.transports.adopt(parts.engine, id, name, wire);
-        // The client's doorbells are what it says that they are, whatever the source's were. Looks at all queues as well.
+        // The client reports its own doorbell mode, whatever the source's was. Also scans all queues.
         if let Some((device, served)) = self.devices.get_mut(id).zip(self.served.get(&id)) {
             let offered = served.handshake.offered();
             let mode = if offered { Doorbells::Trapped } else { Doorbells::Shared };
@@ -227,7 +227,7 @@ impl Worker {
         Ok(())
     }
 
-    /// Devices of a VM, those that leave or come included.
+    /// Devices of a VM, those that leave or arrive included.
     #[must_use]
     pub fn devices_of(&self, vm: VmId) -> Vec<DeviceId> {
         let transports = self.transports.as_ref();
@@ -238,7 +238,7 @@ impl Worker {
             .collect()
     }
 
-    /// VMs of this host, other than `vm`, that work here.
+    /// Other VMs that run on this host.
     fn others(&self, vm: VmId) -> Vec<(DeviceId, VmId)> {
         let Some(transports) = &self.transports else { return Vec::new() };
         let works = |id: &DeviceId| !self.arriving.contains_key(id);
@@ -247,7 +247,7 @@ impl Worker {
         named.filter(|(_, other)| *other != vm).collect()
     }
 
-    /// VMs that queue pairs of a device are connected with.
+    /// VMs with which queue pairs of a device are connected.
     fn peers_of(&self, id: DeviceId) -> BTreeSet<VmId> {
         let Some(transports) = &self.transports else { return BTreeSet::new() };
         let connections = self.engine.connections(id).into_iter();
@@ -259,7 +259,7 @@ impl Worker {
             .collect()
     }
 
-    /// VMs that queue pairs of a VM are connected with.
+    /// VMs with which queue pairs of a VM are connected.
     #[must_use]
     pub fn faces(&self, vm: VmId) -> BTreeSet<VmId> {
         self.devices_of(vm).into_iter().flat_map(|id| self.peers_of(id)).filter(|peer| *peer != vm).collect()
@@ -272,14 +272,14 @@ impl Worker {
         others.filter(|(id, _)| self.peers_of(*id).contains(&vm)).map(|(_, other)| other).collect()
     }
 
-    /// Queue pairs of other VMs of this host that face a VM send nothing more to it.
+    /// Suspends queue pairs of other VMs of this host towards a VM.
     pub fn hold_peers_of(&mut self, vm: &Addressed) {
         for (id, _) in self.others(vm.0) {
             self.hold(id, vm);
         }
     }
 
-    /// Nothing of other VMs here waits for a VM any more, which is gone: neither what is connected with it, nor what will be with a VM that has its addresses later.
+    /// Ends all suspensions of other VMs towards a VM that is gone, so that later VMs with its addresses are reached.
     pub fn let_go_of(&mut self, (peer, gids): &Addressed) {
         let now = self.now();
         for (id, _) in self.others(*peer) {
@@ -292,7 +292,7 @@ impl Worker {
         }
     }
 
-    /// Queue pairs of a VM that face these send nothing to them.
+    /// Suspends queue pairs of a VM towards these peers.
     pub fn hold_towards(&mut self, vm: VmId, peers: &[Addressed]) {
         for id in self.devices_of(vm) {
             for peer in peers {
@@ -311,8 +311,8 @@ impl Worker {
         }
     }
 
-    /// Queue pairs of a VM that face a peer go on, to where the directory says that it is: here, or elsewhere. Returns how many connections went
-    /// from the network to RAM.
+    /// Resumes queue pairs of a VM towards a peer, at the host in the directory: this one, or another. Returns the number of connections
+    /// that changed from the network to RAM.
     pub fn open(&mut self, vm: VmId, (peer, gids): &Addressed, here: bool) -> usize {
         let now = self.now();
         let devices = self.devices_of(vm);

@@ -1,25 +1,25 @@
-//! How fast peers may write into the memory of a VM that is being copied elsewhere.
+//! Limit of peers' writes to the memory of a VM during its pre-copy.
 
-/// Peers may always write so many bytes per second: what is held back goes on, and a measurement at a quiet moment doesn't stop them.
+/// Lower bound of the limit, bytes per second: limited peers still progress, and a measurement at a quiet moment doesn't stop them.
 const MIN_PEER_BYTES_PER_S: u64 = 1 << 20;
 
-/// What peers write into a device's memory while its VM is copied.
+/// Measured rate of peers' writes to a device's memory.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Pace {
-    /// When it was last looked at, and bytes written until then.
+    /// Time of the last measurement, and bytes written until then.
     looked: (u64, u64),
-    /// The most that they wrote between two looks, bytes per second: what they would write if nobody held them back.
+    /// Highest rate between two measurements, bytes per second: an estimate of the unlimited rate.
     fastest: u64,
 }
 
 impl Pace {
-    /// At a time, nanoseconds.
+    /// Begins to measure at `now`, nanoseconds.
     pub(super) fn begin(now: u64) -> Self {
         Self { looked: (now, 0), fastest: 0 }
     }
 
-    /// The bytes per second that they may write when they are to be held back by so many per cent; `None`: as many as they like. `bytes`: what
-    /// they have written since the beginning.
+    /// The limit in bytes per second: `fastest * (100 - percent) / 100`, at least [`MIN_PEER_BYTES_PER_S`]. `None`: no limit. `bytes` were
+    /// written since the beginning.
     pub(super) fn hold_back(&mut self, now: u64, bytes: u64, percent: u8) -> Option<u64> {
         let (before, written) = std::mem::replace(&mut self.looked, (now, bytes));
         let rate = u128::from(bytes.saturating_sub(written)) * 1_000_000_000
@@ -43,7 +43,7 @@ mod tests {
         let mut pace = Pace::begin(5 * SECOND);
         assert_eq!(pace.hold_back(6 * SECOND, 0, 20), None, "nobody writes");
         assert_eq!(pace.hold_back(7 * SECOND, 1_000_000_000, 30), Some(700_000_000));
-        // Held back they write less, which isn't what the next step is measured by.
+        // Limited peers write less, which isn't the base of the next limit.
         assert_eq!(pace.hold_back(8 * SECOND, 1_700_000_000, 50), Some(500_000_000));
         assert_eq!(pace.hold_back(9 * SECOND, 2_200_000_000, 99), Some(10_000_000));
         assert_eq!(pace.hold_back(10 * SECOND, 2_210_000_000, 0), None);

@@ -1,15 +1,15 @@
-//! What the engine's thread tells of itself and its devices.
+//! Reports of the engine's thread and its devices.
 
 use serde::Serialize;
 
-/// What the loop did since it started.
+/// Counters of the loop since it started.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct LoopCounters {
-    /// Rounds of the loop.
+    /// Passes of the loop.
     pub polls: u64,
-    /// Rounds that found nothing to do.
+    /// Passes that found nothing to do.
     pub empty_polls: u64,
-    /// Times it went to sleep.
+    /// Times that it slept.
     pub sleeps: u64,
     /// Calls of other threads.
     pub calls: u64,
@@ -17,34 +17,34 @@ pub struct LoopCounters {
     pub trapped_doorbells: u64,
 }
 
-/// A device.
+/// Report of a device.
 #[derive(Debug, Clone, Serialize)]
 pub struct DeviceView {
     /// Its number in the engine.
     pub id: u32,
-    /// Doorbell mode in words.
+    /// Doorbell mode, in words.
     pub doorbells: &'static str,
-    /// Changes of the doorbell mode that the client made.
+    /// Changes of the doorbell mode by the client.
     pub doorbell_mode_switches: u64,
-    /// Changes that the client couldn't make.
+    /// Changes that the client could not make.
     pub doorbell_mode_failures: u64,
-    /// Interrupts sent, and interrupts that nobody listened to.
+    /// Interrupts sent, and interrupts without a listener.
     pub interrupts: (u64, u64),
-    /// What the guest sees.
+    /// The PVRDMA function.
     pub function: pvrdma::device::DeviceReport,
-    /// What the engine has.
+    /// The HCA engine's report.
     pub hca: Option<hca::engine::DeviceReport>,
-    /// What its connections to other hosts have counted; past ones included.
+    /// Counters of its connections to other hosts, past ones included.
     pub roce: Option<roce::Counters>,
-    /// Part of its guest's memory is still to come.
+    /// Whether part of its guest's memory isn't present.
     pub late_memory: bool,
-    /// How often something has waited for it.
+    /// How often a request has waited for not-present memory.
     pub memory_waits: u64,
     /// State and peer of each connected queue pair.
     pub peers: Vec<PeerView>,
 }
 
-/// Whom a queue pair talks to.
+/// The peer of a queue pair.
 #[derive(Debug, Clone, Serialize)]
 pub struct PeerView {
     /// Handle of the queue pair.
@@ -53,24 +53,24 @@ pub struct PeerView {
     pub gid: String,
     /// The peer's queue pair number.
     pub qpn: u32,
-    /// How it is reached; `none` where nobody on this host has the address.
+    /// Transport; `none` where no host has the address.
     pub transport: &'static str,
-    /// What the protocol says of a connection to another host.
+    /// The protocol's report of a connection to another host.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub remote: Option<crate::transport::ConnectionReport>,
 }
 
-/// Everything.
+/// Report of the engine's thread.
 #[derive(Debug, Clone, Serialize)]
 pub struct EngineView {
-    /// The loop.
+    /// Counters of the loop.
     pub counters: LoopCounters,
-    /// The sockets to other hosts, where there are some.
+    /// The sockets to other hosts, if any.
     pub fabric: Option<crate::transport::FabricReport>,
-    /// The directory, where it comes from a cluster service.
+    /// The directory, if it comes from a cluster service.
     pub directory: Option<crate::transport::DirectoryReport>,
     /// The host's RDMA device, or why there is none.
     pub verbs: Option<crate::transport::VerbsReport>,
-    /// By number.
+    /// Devices, by number.
     pub devices: Vec<DeviceView>,
 }

@@ -11,10 +11,10 @@ use crate::function::interrupts::EventFds;
 use crate::transport::WirePort;
 use crate::uar::UarPages;
 
-/// What a device is made with.
+/// Parameters of a device.
 #[derive(Debug)]
 pub struct DeviceSetup {
-    /// The VM.
+    /// Name of the VM.
     pub vm: String,
     /// Its network's name.
     pub segment: String,
@@ -26,7 +26,7 @@ pub struct DeviceSetup {
     pub msix: Arc<EventFds>,
     /// The client's eventfd for doorbell mode.
     pub mode: Arc<EventFds>,
-    /// To the Ethernet function's segment.
+    /// Port to the Ethernet function's segment.
     pub wire: Arc<WirePort>,
 }
 

@@ -1,4 +1,4 @@
-//! What the thread tells of its devices.
+//! Making reports of the thread and its devices.
 
 use hca::names::{DeviceId, Gid, Qpn};
 
@@ -14,7 +14,7 @@ impl Worker {
         self.counters
     }
 
-    /// Everything there is to see.
+    /// Report of the engine's thread.
     #[must_use]
     pub fn view(&self) -> EngineView {
         let devices = self.devices.iter().filter_map(|device| self.device_view(device)).collect();
@@ -25,14 +25,14 @@ impl Worker {
         EngineView { counters: self.counters, fabric, directory, verbs, devices }
     }
 
-    /// Whether a queue pair's peer is reached on this host without a transport, or was when they spoke.
+    /// Whether a queue pair's peer is reached on this host without a transport, or was when they last communicated.
     fn has_beside(&self, id: DeviceId, qpn: Qpn, peer: Gid) -> bool {
         let connected = self.engine.connected(id, qpn).and_then(|qp| self.engine.connection(qp));
         connected.is_some_and(|connection| self.engine.is_beside(id, connection.segment, peer))
             || self.engine.was_local(id, qpn)
     }
 
-    /// One device.
+    /// Report of one device.
     #[must_use]
     pub fn view_of(&self, id: DeviceId) -> Option<DeviceView> {
         self.device_view(self.devices.get(id)?)

@@ -28,47 +28,47 @@ use super::{EngineSetup, Message, Wake};
 use crate::migration::{Arrival, Source};
 use crate::transport::Transports;
 
-/// Messages carried out before devices have their turn again.
+/// Number of messages processed before devices get their turn.
 const MESSAGES_PER_ROUND: usize = 64;
-/// After so many rounds without work the thread offers its CPU to others each round: a guest that shares it may be what
-/// the work is waited for from.
+/// Number of passes without work after which the thread yields its CPU in each pass: a guest that shares the CPU may be the source of the
+/// awaited work.
 const EAGER_ROUNDS: u32 = 200;
 
-/// What became of a write to a register.
+/// Result of a register write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Written {
-    /// It is done; where the driver's shared region is, if there is a driver.
+    /// Complete; guest address of the driver's shared region, if there is a driver.
     Done(Option<u64>),
-    /// It needs memory that is still to come, and nothing was done.
+    /// It needs not-present memory, and changed nothing.
     Postponed,
-    /// A part of it is done. The write is to be made again at once; others are served in between.
+    /// A slice is complete. Repeat the write at once; other devices are served in between.
     Unfinished,
 }
 
-/// What the thread owns.
+/// State of the thread.
 pub struct Worker {
     pub(super) engine: Engine<Pvrdma<MappedMemory>>,
     pub(super) devices: Devices<MappedMemory>,
     pub(super) served: BTreeMap<DeviceId, Served>,
-    /// Devices whose VMs leave, and those whose VMs come.
+    /// Devices of VMs that leave, and of VMs that arrive.
     pub(super) leaving: BTreeMap<DeviceId, Source>,
     pub(super) arriving: BTreeMap<DeviceId, Arrival>,
-    /// Devices whose guests' memory is still to come.
+    /// Devices with not-present guest memory.
     pub(super) late: BTreeMap<DeviceId, LateDevice>,
-    /// How fast the memory of those that leave is written.
+    /// Limits of peers' writes to devices that leave.
     pub(super) paces: BTreeMap<DeviceId, Pace>,
     inbox: Receiver<Message>,
     wake: Arc<Wake>,
     clock: Clock,
-    /// The clock's reading when the engine began.
+    /// Time of the engine's start.
     started: u64,
     idle: u64,
     busy_window: u64,
     pub(super) counters: LoopCounters,
     stopping: bool,
-    /// A slice of a long command was done: others are served before the next one.
+    /// A slice of a long command was executed: serve others before the next one.
     slice_done: bool,
-    /// To other hosts.
+    /// Transports to other hosts.
     pub(super) transports: Option<Transports>,
 }
 
@@ -141,7 +141,7 @@ impl Worker {
         }
     }
 
-    /// One round: messages, doorbells, work, events.
+    /// One pass: messages, doorbells, work, events.
     fn round(&mut self) -> Round {
         self.counters.polls += 1;
         let mut anything = self.take_messages();
@@ -166,13 +166,13 @@ impl Worker {
                 earliest(&mut until, Some(time));
             }
         }
-        // Both are in the order of identities.
+        // Both are ordered by identifier.
         for (device, (id, served)) in self.devices.iter_mut().zip(&mut self.served) {
             debug_assert_eq!(device.id(), *id);
             if self.engine.is_stopped(*id) {
                 continue;
             }
-            // Doorbells and calls leave events as well, and so do rounds that execute nothing: a consumer is reminded.
+            // Doorbells, calls and passes that execute nothing also queue events, and reminders are sent here.
             earliest(&mut until, device.flush_events(now, &served.msix));
             match served.follow(device, self.idle, now) {
                 Wait::Doorbells => {}
@@ -203,11 +203,11 @@ impl Worker {
         true
     }
 
-    /// Sleeps until a message comes, or until a time.
+    /// Sleeps until a message arrives, or until a time.
     fn sleep(&mut self, until: Option<u64>) {
         self.wake.sleeping.store(true, Ordering::SeqCst);
         fence(Ordering::SeqCst);
-        // Whoever sent before this looked at `sleeping` too early.
+        // An earlier sender read `sleeping` before it was set.
         if self.inbox.is_empty() {
             let left = until.map(|until| until.saturating_sub(self.now()));
             if left != Some(0) {
@@ -223,22 +223,22 @@ impl Worker {
                 fds.extend(
                     self.late.values().map(|device| PollFd::from_borrowed_fd(device.fd(), PollFlags::IN)),
                 );
-                // Interrupted or not: the loop looks at everything.
+                // Interrupted or not: the loop checks everything.
                 let _ = poll(&mut fds, timeout.as_ref());
             }
         }
         self.wake.sleeping.store(false, Ordering::SeqCst);
-        // Fails when nobody has rung.
+        // Fails when no sender has signalled.
         let _ = rustix::io::read(&self.wake.event, &mut [0_u8; 8]);
         self.hush_arrivals();
     }
 
-    /// Looks at doorbells that are memory.
+    /// Polls doorbells in memory.
     fn look_at_doorbells(&mut self, now: u64) -> bool {
         let mut found = false;
         for (device, (id, served)) in self.devices.iter_mut().zip(&mut self.served) {
             debug_assert_eq!(device.id(), *id);
-            // The words of one that has stopped are as good as read; of one that comes, none was written.
+            // The words of a stopped device need no polling; those of one that arrives are empty.
             if self.engine.is_stopped(*id) {
                 continue;
             }
@@ -250,7 +250,7 @@ impl Worker {
                         found = true;
                     }
                     Some(false) => served.load.found_nothing(now),
-                    // It has active queue pairs, and was looked at a moment ago.
+                    // It has active queue pairs, and was polled a moment ago.
                     None => {}
                 }
             }
@@ -258,7 +258,7 @@ impl Worker {
         found
     }
 
-    /// A trapped doorbell that the vCPU waits for.
+    /// Handles a trapped doorbell for which the vCPU waits.
     pub fn doorbell(&mut self, device: DeviceId, offset: u64, value: u32) {
         self.counters.trapped_doorbells += 1;
         self.trapped_doorbell(device, offset, value);
@@ -276,13 +276,13 @@ impl Worker {
         if served.load.trapped(now, self.busy_window) && served.handshake.want(DoorbellMode::Mapped, now) {
             tracing::debug!(device = id.0, "Doorbells are to be memory: many came");
             served.load.enters_memory(now);
-            // From here on a store may land in memory, and an arm be overwritten there.
+            // From here on a store may go to memory, and overwrite an arm there.
             device.set_doorbells(&mut self.engine, Doorbells::Shared);
             served.mode.raise(0);
         }
     }
 
-    /// A device and what belongs to it.
+    /// A device and its state.
     fn find(
         &mut self,
         id: DeviceId,
@@ -295,10 +295,10 @@ impl Worker {
         self.stopping = true;
     }
 
-    /// Adds a device: powered on, no memory, no bus mastering.
+    /// Adds a device in its power-on state, without memory or bus mastering.
     ///
     /// # Errors
-    /// When the engine has no room, or the configuration is one that no driver could work with.
+    /// When the engine has no room, or the configuration is invalid.
     pub fn attach(&mut self, setup: DeviceSetup) -> Result<DeviceId, ConfigError> {
         let now = self.now();
         setup.pages.clear();
@@ -321,7 +321,7 @@ impl Worker {
         Ok(id)
     }
 
-    /// Takes a device out: nothing of its guest's memory is used any more. Peers see it vanish.
+    /// Removes a device, whose guest's memory isn't accessed any more. To its peers it vanishes.
     pub fn detach(&mut self, id: DeviceId) {
         self.leaving.remove(&id);
         self.arriving.remove(&id);
@@ -336,7 +336,7 @@ impl Worker {
         }
     }
 
-    /// Another table of the guest's memory; the old one isn't used any more.
+    /// Replaces the table of the guest's memory; the old one isn't used any more.
     pub fn set_memory(&mut self, id: DeviceId, memory: MappedMemory) {
         self.suspend(id);
         if let Some((device, _, engine)) = self.find(id) {
@@ -344,7 +344,7 @@ impl Worker {
         }
     }
 
-    /// Bus Master Enable.
+    /// Sets Bus Master Enable.
     pub fn set_bus_master(&mut self, id: DeviceId, enabled: bool) {
         if !enabled {
             self.suspend(id);
@@ -363,14 +363,14 @@ impl Worker {
         self.settle(self.now());
     }
 
-    /// What a command has ended is ended at the host's RDMA device as well.
+    /// Also ends at the host's RDMA device what a command has ended.
     fn settle(&mut self, now: u64) {
         if let Some(transports) = &mut self.transports {
             transports.settle(&mut self.engine, now);
         }
     }
 
-    /// The host's RDMA device reaches nothing of a guest any more.
+    /// Ends all access of the host's RDMA device to a guest's memory.
     fn suspend(&mut self, id: DeviceId) {
         if let Some(transports) = &mut self.transports {
             transports.suspend(&mut self.engine, id);
@@ -382,8 +382,8 @@ impl Worker {
         self.find(id).map_or(u32::MAX, |(device, _, _)| device.register_read(offset))
     }
 
-    /// Writes a register of BAR 1; what it asks for is done when this returns. Says where a driver's shared region is
-    /// now, if there is a driver; or that the write is to be made again: when memory has come that it needs, or at once.
+    /// Writes a register of BAR 1; its effect is complete when this returns. Returns where a driver's shared region is now, if there is a
+    /// driver. Or returns that the write must be repeated: when its memory has arrived, or at once.
     pub fn register_write(&mut self, id: DeviceId, offset: u64, value: u32) -> Written {
         let now = self.now();
         if let Some(transports) = &mut self.transports {
@@ -404,32 +404,32 @@ impl Worker {
         Written::Done(self.shared_region(id))
     }
 
-    /// Where a device's driver has its shared region, if there is a driver.
+    /// Guest address of a device driver's shared region, if there is a driver.
     pub fn shared_region(&mut self, id: DeviceId) -> Option<u64> {
         let (device, _, _) = self.find(id)?;
         device.shared_region().filter(|_| matches!(device.phase(), Phase::Described | Phase::Active))
     }
 
-    /// The directory of hosts and VMs says something else than before.
+    /// Handles a change of the directory of hosts and VMs.
     pub fn directory_changed(&mut self) {
         if let Some(transports) = &mut self.transports {
             transports.directory_changed(&mut self.engine);
         }
     }
 
-    /// What the VM may use.
+    /// Sets quotas and rates of the VM.
     pub fn set_limits(&mut self, id: DeviceId, limits: Limits) {
         if let Some((device, _, engine)) = self.find(id) {
             device.set_limits(engine, limits);
         }
     }
 
-    /// The client has set or taken away the eventfd of doorbell mode.
+    /// Records that the client has set or removed the eventfd of the doorbell mode.
     pub fn set_mode_offered(&mut self, id: DeviceId, offered: bool) {
         if let Some((device, served, engine)) = self.find(id) {
             served.handshake.set_offered(offered);
             if engine.is_stopped(id) {
-                // It looks at its doorbells when it starts.
+                // Its doorbells are polled when it starts.
                 return;
             }
             let doorbells = if offered { Doorbells::Trapped } else { Doorbells::Shared };
@@ -437,12 +437,12 @@ impl Worker {
         }
     }
 
-    /// The client reads which doorbell mode is wanted.
+    /// Handles the client's read of the wanted doorbell mode.
     pub fn read_wanted(&mut self, id: DeviceId) -> u32 {
         self.find(id).map_or(0, |(_, served, _)| served.handshake.read_wanted())
     }
 
-    /// The client says which doorbell mode it has reached.
+    /// Handles the client's report of the doorbell mode that it has reached.
     pub fn reach(&mut self, id: DeviceId, mode: DoorbellMode) {
         let now = self.now();
         let Some((device, served, engine)) = self.find(id) else { return };
@@ -457,15 +457,15 @@ impl Worker {
                 served.load.worked(now);
             }
             Reached::Trapped => {
-                // Stores that landed in memory did so before the client's message: one last look finds them all.
+                // Stores to memory precede the client's message, so one last poll finds them all.
                 let _ = served.look(device, engine, now);
-                // Looks at all queues as well, whatever the words said.
+                // Also scans all queues, whatever the words contain.
                 device.set_doorbells(engine, Doorbells::Trapped);
             }
         }
     }
 
-    /// Tells the guest's driver that its device failed with an earlier daemon, whose shared region was at `address`.
+    /// Notifies the guest's driver that its device failed with an earlier daemon, whose shared region was at `address`.
     ///
     /// # Errors
     /// When there is no region, or its ring is full.
@@ -477,34 +477,34 @@ impl Worker {
     }
 }
 
-/// What a round came to.
+/// Result of a pass.
 struct Round {
     anything: bool,
-    /// Packets came: whoever shares the CPU may wait for them.
+    /// Packets arrived: a guest that shares the CPU may wait for them.
     received: bool,
-    /// Nothing was done, and the engine looks at its queues once more.
+    /// Nothing was done, and the engine polls its queues once more.
     again: bool,
     /// Doorbells may be in memory: don't sleep.
     poll_on: bool,
-    /// There are connections to other hosts, whose rounds make system calls in any case: offering the CPU costs little beside them, and
-    /// a guest that shares it sees at once what came.
+    /// There are connections to other hosts, so each pass makes system calls anyway. Yielding the CPU adds little to them, and a guest that
+    /// shares it reads received data at once.
     shares: bool,
-    /// When something is due at the latest.
+    /// Latest time of the next pass.
     until: Option<u64>,
 }
 
-/// What a device needs of a thread that has nothing to do.
+/// What a device needs from an idle thread.
 enum Wait {
-    /// Nothing: its doorbells trap.
+    /// No polling: its doorbells trap.
     Doorbells,
-    /// To be looked at all the time.
+    /// Constant polling.
     Poll,
-    /// To be looked at by then.
+    /// Polling by this time.
     Look(u64),
 }
 
 impl Served {
-    /// Looks at the doorbells in memory.
+    /// Polls the doorbells in memory.
     fn look(&mut self, device: &mut Device, engine: &mut Engine<Pvrdma<MappedMemory>>, now: u64) -> bool {
         let pages = Looked { memory: self.pages.memory(), user_arm: Cell::new(false) };
         let any = device.scan(engine, &pages, now);
@@ -514,7 +514,7 @@ impl Served {
         any
     }
 
-    /// As [`Served::look`], where that is due.
+    /// As [`Served::look`], if a poll is due.
     fn look_if_due(
         &mut self,
         device: &mut Device,
@@ -529,12 +529,12 @@ impl Served {
         any
     }
 
-    /// Changes the doorbell mode where that is due, and says what the device needs.
+    /// Changes the doorbell mode if that is due, and returns what the device needs.
     fn follow(&mut self, device: &Device, idle: u64, now: u64) -> Wait {
         if !self.handshake.in_memory() {
             return Wait::Doorbells;
         }
-        // Without a driver no doorbell means anything.
+        // Without a driver, doorbells have no meaning.
         let active = device.phase() == Phase::Active;
         let users = || device.report().uar_pages > 1;
         if !self.handshake.offered() {
@@ -556,7 +556,7 @@ impl Served {
     }
 }
 
-/// Doorbell pages that notice when a user process arms a completion queue.
+/// Doorbell pages that record when a user process arms a completion queue.
 struct Looked<'a> {
     memory: &'a MappedMemory,
     user_arm: Cell<bool>,
@@ -576,8 +576,8 @@ impl Uar for Looked<'_> {
     }
 }
 
-/// Whether a doorbell arms a completion queue of a user process. The first page is the guest kernel's, whose consumers
-/// bear an event too many.
+/// Whether a doorbell arms a completion queue of a user process. The first page is the guest kernel's, whose consumers tolerate additional
+/// events.
 pub(crate) fn is_user_arm(offset: u64, value: u32) -> bool {
     offset >= PAGE && is_arm(offset, value)
 }

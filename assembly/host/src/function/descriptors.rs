@@ -1,8 +1,8 @@
-//! Descriptors that clients pass. A client's descriptor may be anything, and threads that serve all VMs of the host use some of them: one that
-//! isn't what it is said to be could stop such a thread for ever. So each goes through [`accept`].
+//! Validation of descriptors that clients pass. A client's descriptor may be anything, and threads that serve all VMs of the host use some
+//! of them. A descriptor of another kind could block such a thread without end. So each goes through [`accept`].
 //!
-//! The client shares the open file with this process, and can make it blocking again at any time. So [`drain`], and the writes of requests for pages
-//! ([`dma::arriving`]), ask the kernel not to wait, each time; clients' eventfds are signalled by [`super::eventfd_signals`].
+//! The client shares the open file with this process, and can make it blocking again at any time. So [`drain`], and the requests for pages
+//! ([`dma::arriving`]), pass a flag against blocking each time. [`super::eventfd_signals`] signals clients' eventfds.
 
 use std::io::IoSliceMut;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -12,17 +12,18 @@ use rustix::io::{Errno, ReadWriteFlags};
 use rustix::net::sockopt::{socket_domain, socket_type};
 use rustix::net::{AddressFamily, SocketType};
 
-/// What a descriptor has to be.
+/// The required kind of a descriptor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Expected {
     /// An eventfd.
     EventFd,
-    /// A stream of Unix sockets, connected. (What is sent by sockets of other families might mean something to the kernel, with this process's rights.)
+    /// A connected Unix stream socket. (Data sent on sockets of other families might have a meaning for the kernel, with this process's
+    /// rights.)
     UnixStream,
 }
 
 impl Expected {
-    /// How the kernel names it.
+    /// Prefix of the kernel's name of it.
     const fn prefix(self) -> &'static str {
         match self {
             Self::EventFd => "anon_inode:[eventfd]",
@@ -30,7 +31,7 @@ impl Expected {
         }
     }
 
-    /// For people.
+    /// Name for error messages.
     const fn name(self) -> &'static str {
         match self {
             Self::EventFd => "an eventfd",
@@ -39,40 +40,40 @@ impl Expected {
     }
 }
 
-/// A descriptor that can't be used.
+/// Why a descriptor is refused.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum BadDescriptor {
-    /// It is something else.
+    /// It is of another kind.
     #[error("The descriptor for {purpose} is {found:?}; it must be {}", expected.name())]
     Other {
-        /// What it is for.
+        /// Its purpose.
         purpose: &'static str,
-        /// What it has to be.
+        /// The required kind.
         expected: Expected,
-        /// How the kernel names it.
+        /// The kernel's name of it.
         found: String,
     },
     /// A socket of another kind.
     #[error("The descriptor for {purpose} is a socket of another kind; it must be {}", Expected::UnixStream.name())]
     OtherSocket {
-        /// What it is for.
+        /// Its purpose.
         purpose: &'static str,
     },
-    /// It can't be looked at.
+    /// It can't be examined.
     #[error("The descriptor for {purpose} can't be looked at; is /proc there?")]
     Unseen {
-        /// What it is for.
+        /// Its purpose.
         purpose: &'static str,
-        /// Why.
+        /// The error.
         #[source]
         source: std::io::Error,
     },
 }
 
-/// Takes a client's descriptor if it is what it has to be, and makes it non-blocking. Doesn't wait, whatever it is.
+/// Accepts a client's descriptor if it is of the required kind, and makes it non-blocking. Never blocks.
 ///
 /// # Errors
-/// When it is anything else, or there is no `/proc`.
+/// When it is of another kind, or there is no `/proc`.
 pub(crate) fn accept(
     fd: OwnedFd,
     expected: Expected,
@@ -95,15 +96,15 @@ pub(crate) fn accept(
     Ok(fd)
 }
 
-/// How the kernel names what a descriptor stands for. What has no place in a file system has a name that begins with its kind; a file's name begins
-/// with a slash.
+/// The kernel's name of a descriptor. A file that isn't in a file system has a name that begins with its kind; other names begin with a
+/// slash.
 fn kernel_name(fd: BorrowedFd<'_>) -> std::io::Result<String> {
     use std::os::fd::AsRawFd as _;
     let link = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()))?;
     Ok(link.to_string_lossy().into_owned())
 }
 
-/// Whether a descriptor that came from elsewhere is an eventfd.
+/// Whether a descriptor from another process is an eventfd.
 ///
 /// # Errors
 /// When there is no `/proc`.
@@ -111,7 +112,7 @@ pub(crate) fn is_eventfd(fd: BorrowedFd<'_>) -> std::io::Result<bool> {
     Ok(kernel_name(fd)?.starts_with(Expected::EventFd.prefix()))
 }
 
-/// Adds one to an eventfd of this process's own. A counter that is full has been signalled already.
+/// Adds one to an eventfd of this process. A full counter has been signalled already.
 pub(crate) fn signal(fd: BorrowedFd<'_>) -> bool {
     loop {
         match rustix::io::write(fd, &1_u64.to_ne_bytes()) {
@@ -125,10 +126,10 @@ pub(crate) fn signal(fd: BorrowedFd<'_>) -> bool {
     }
 }
 
-/// Takes what an eventfd has counted, if anything. Doesn't wait, even if its client has made it blocking.
+/// Consumes an eventfd's count, if any. Doesn't block, even if the client has made it blocking.
 pub(crate) fn drain(fd: BorrowedFd<'_>) {
     let mut count = [0; 8];
-    // From where the file stands: an eventfd has no positions.
+    // The file's position: an eventfd has none.
     let position = u64::MAX;
     let read = rustix::io::preadv2(fd, &mut [IoSliceMut::new(&mut count)], position, ReadWriteFlags::NOWAIT);
     if read == Err(Errno::OPNOTSUPP) {
@@ -189,7 +190,7 @@ mod tests {
         let clients = fd.try_clone().unwrap();
         let flags = fcntl_getfl(&clients).unwrap();
         fcntl_setfl(&clients, flags - OFlags::NONBLOCK).unwrap();
-        // Where it waits, the test doesn't end.
+        // If it blocked, the test would hang.
         drain(fd.as_fd());
         drain(fd.as_fd());
         fcntl_setfl(&clients, flags).unwrap();

@@ -1,4 +1,4 @@
-//! Function 0: vmxnet3, as a vfio-user device. The device itself lives on its segment's thread.
+//! Function 0: vmxnet3, as a vfio-user device. The device itself belongs to its segment's thread.
 
 mod moving;
 
@@ -28,10 +28,10 @@ use super::{NicShared, registers};
 use crate::segments::Network;
 use moving::Coming;
 
-/// Which function of the slot.
+/// Number of the function in the slot.
 const FUNCTION: usize = 0;
 
-/// What a guest sees in configuration space.
+/// Configuration space of the function.
 fn appearance() -> Result<Appearance, HeaderError> {
     let bar = |index, size| BarLayout { index, kind: BarKind::Memory32, prefetchable: false, size };
     Ok(Appearance {
@@ -67,7 +67,7 @@ pub struct EthernetFunction {
     memory: ClientMemory,
     /// The device, while there is a client.
     device: Mutex<Option<Arc<NicHandle<MappedMemory>>>>,
-    /// Of a device whose VM comes: clients are given them before there is a device.
+    /// Eventfds of a device whose VM arrives: clients get them before the device exists.
     events: Option<NicEvents>,
     /// Its state, as the client reads or writes it. Locked first.
     stream: Mutex<Stream>,
@@ -89,7 +89,7 @@ impl vmxnet3::Interrupts for Vectors {
     }
 }
 
-/// The function can't be made.
+/// Why the function can't be created.
 #[derive(Debug, thiserror::Error)]
 pub enum EthernetError {
     /// Configuration space.
@@ -100,13 +100,13 @@ pub enum EthernetError {
     Events(#[source] io::Error),
 }
 
-/// Guests may be routers, which forward frames to whoever can't be told that a checksum is still to be made.
+/// Rules of its port. Guests may be routers, which forward frames to stations that can't know of a partial checksum.
 fn rules() -> PortRules {
     PortRules { any_source: false, partial_checksums: false }
 }
 
 impl EthernetFunction {
-    /// Without a client; nothing is in the segment yet.
+    /// The function without a client; its device isn't in the segment yet.
     ///
     /// # Errors
     /// When configuration space can't be built, which is a bug, or the kernel has no descriptors.
@@ -134,14 +134,14 @@ impl EthernetFunction {
         self.device.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The device is in its segment.
+    /// Records that the device is in its segment.
     fn plugged(&self, device: NicHandle<MappedMemory>) {
         device.set_companion(Some(self.nic.wire.end()));
         self.nic.wire.connect(device.waker());
         *self.place() = Some(Arc::new(device));
     }
 
-    /// Whether its VM is still to come.
+    /// Whether its VM has not arrived yet.
     fn is_absent(&self) -> bool {
         self.events.is_some() && self.place().is_none()
     }
@@ -171,7 +171,7 @@ impl Device for EthernetFunction {
             return false;
         }
         if self.nic.is_incoming() {
-            // Its segment sees it when its VM runs here.
+            // The device joins its segment when its VM runs here.
             *self.stream() = Stream::new(DeviceState::Stop);
             self.nic.set_connected(FUNCTION, true);
             return true;
@@ -202,7 +202,7 @@ impl Device for EthernetFunction {
         let there = self.device().ok().map(|device| device.doorbell());
         let doorbell = there.or_else(|| self.events.as_ref().map(NicEvents::doorbell));
         let io_fds = doorbell.map(|fd| {
-            // The doorbells of the first queues: with the revision that Linux takes there are no others.
+            // The doorbells of the first queues: Linux's revision has no others.
             let doorbell = |offset| RegionIoFd { offset, size: 4, datamatch: None, fd: Arc::clone(&fd) };
             [TXPROD, RXPROD, RXPROD2].map(doorbell).to_vec()
         });
@@ -228,7 +228,7 @@ impl Device for EthernetFunction {
                 self.device()?.bar_read(bar, offset, data);
             }
             _ if region == REGION_CONFIG => self.header.read(offset, data),
-            // MSI-X table and pending bits are the client's.
+            // The client has MSI-X table and pending bits.
             _ => {}
         }
         Ok(())
@@ -295,7 +295,7 @@ impl Device for EthernetFunction {
 
     fn disconnected(&self) {
         self.nic.wire.disconnect();
-        // The last reference: the device leaves its segment, and its memory isn't touched any more.
+        // The last reference: the device leaves its segment, and its memory isn't accessed any more.
         drop(self.place().take());
         self.memory.clear();
         self.msix.disconnect();

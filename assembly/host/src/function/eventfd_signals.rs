@@ -1,8 +1,9 @@
-//! Signals eventfds that a client shares, without ever waiting.
+//! Signals eventfds that a client shares, without ever blocking.
 //!
-//! A write to an eventfd waits while its counter is full, unless the open file is non-blocking; the client can fill the counter and change the file's flags at any time,
-//! and the kernel can't be asked per write. But it never waits where it signals an eventfd itself: it adds one, or leaves a full counter full. One of the places where it
-//! does is the end of an asynchronous operation that names an eventfd (`IOCB_FLAG_RESFD`). So a read of nothing, which ends at once, is submitted.
+//! A write to an eventfd blocks while its counter is full, unless the open file is non-blocking. The client can fill the counter and change
+//! the file's flags at any time, and a write has no flag against blocking. But the kernel itself never blocks when it signals an eventfd:
+//! it adds one, or leaves a full counter full. It signals an eventfd at the end of an asynchronous operation that names one
+//! (`IOCB_FLAG_RESFD`). So this module submits a read of nothing, which ends at once.
 //!
 //! Sources: io_submit(2), Linux `fs/aio.c` (`aio_complete`), `fs/eventfd.c` (`eventfd_signal`).
 #![allow(unsafe_code)] // Linux's asynchronous I/O has no safe wrapper.
@@ -13,9 +14,10 @@ use std::sync::OnceLock;
 
 use rustix::fs::{MemfdFlags, memfd_create};
 
-/// Signals that may be sent before their results, which say nothing, are taken from the kernel.
+/// Number of signals that may be sent before their results, which have no content, are consumed.
 const RESULTS: usize = 128;
-/// Submissions of one signal where the context is full of results. Each takes them all first, so the second one succeeds unless other threads fill it meanwhile.
+/// Limit of submissions of one signal while the context is full of results. Each attempt consumes all results first, so the second succeeds
+/// unless other threads fill the context meanwhile.
 const MAX_SUBMISSIONS: u32 = 1_000;
 /// `IOCB_CMD_PREAD`.
 const READ: u16 = 0;
@@ -54,12 +56,12 @@ struct Completion {
 #[derive(Debug)]
 pub(super) struct EventfdSignals {
     context: libc::c_ulong,
-    /// What is read from: an empty file in memory.
+    /// The file that is read: an empty file in memory.
     empty: OwnedFd,
 }
 
 impl EventfdSignals {
-    /// The process's, made when the first client's eventfd comes.
+    /// The process's context, created when the first client's eventfd arrives.
     ///
     /// # Errors
     /// When the kernel has no asynchronous I/O, or no context is left (`/proc/sys/fs/aio-max-nr`).
@@ -67,7 +69,7 @@ impl EventfdSignals {
         static SHARED: OnceLock<EventfdSignals> = OnceLock::new();
         match SHARED.get() {
             Some(signals) => Ok(signals),
-            // Of two threads that make one, the second's is dropped.
+            // If two threads create one, the second is dropped.
             None => {
                 let signals = Self::new()?;
                 Ok(SHARED.get_or_init(|| signals))
@@ -83,10 +85,10 @@ impl EventfdSignals {
         if result < 0 { Err(io::Error::last_os_error()) } else { Ok(Self { context, empty }) }
     }
 
-    /// Adds one to an eventfd; one whose counter is full stays full. Doesn't wait.
+    /// Adds one to an eventfd; a full counter stays full. Doesn't block.
     ///
     /// # Errors
-    /// When it is no eventfd, or there was no room in [`MAX_SUBMISSIONS`] submissions.
+    /// When it isn't an eventfd, or there was no room in [`MAX_SUBMISSIONS`] submissions.
     pub(super) fn signal(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
         let number = |fd: i32| u32::try_from(fd).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput));
         let operation = Operation {
@@ -106,7 +108,7 @@ impl EventfdSignals {
             }
             let error = io::Error::last_os_error();
             match error.raw_os_error() {
-                // Full of results.
+                // The context is full of results.
                 Some(libc::EAGAIN) => self.take_results()?,
                 Some(libc::EINTR) => {}
                 _ => return Err(error),
@@ -115,7 +117,8 @@ impl EventfdSignals {
         Err(io::Error::from_raw_os_error(libc::EAGAIN))
     }
 
-    /// Makes room. All operations end as they are submitted, so there are results where the context is full, or another thread has just taken them.
+    /// Makes room by consuming results. Every operation ends when it is submitted. So a full context has results, unless another thread has
+    /// just consumed them.
     fn take_results(&self) -> io::Result<()> {
         let mut results = [Completion::default(); RESULTS];
         let no_time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
@@ -139,7 +142,7 @@ impl EventfdSignals {
 
 impl Drop for EventfdSignals {
     fn drop(&mut self) {
-        // SAFETY: nobody uses the context any more.
+        // SAFETY: no thread uses the context any more.
         unsafe { libc::syscall(libc::SYS_io_destroy, self.context) };
     }
 }
@@ -175,7 +178,7 @@ mod tests {
         let signals = EventfdSignals::of_this_process().unwrap();
         let fd = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
         rustix::io::write(&fd, &(u64::MAX - 1).to_ne_bytes()).unwrap();
-        // Where it waits, the test doesn't end.
+        // If it blocked, the test would hang.
         (0..1_000).for_each(|_| signals.signal(fd.as_fd()).unwrap());
         assert!(count(&fd) >= u64::MAX - 1);
         signals.signal(fd.as_fd()).unwrap();

@@ -7,12 +7,12 @@ use pci::function::BarLayout;
 use pci::msix::{MsixError, MsixLayout};
 use pci::registers::CONFIG_SPACE_SIZE;
 
-/// What a function shows.
+/// Contents of a function's configuration space.
 #[derive(Debug, Clone)]
 pub struct Appearance {
     /// IDs and class.
     pub identity: Identity,
-    /// Whether the slot has more functions; only function 0 says so.
+    /// Whether the slot has more functions; set in function 0 only.
     pub multifunction: bool,
     /// BARs.
     pub bars: Vec<BarLayout>,
@@ -20,13 +20,13 @@ pub struct Appearance {
     pub msix: MsixLayout,
 }
 
-/// A function can't be built as described.
+/// Why a function can't be built as described.
 #[derive(Debug, thiserror::Error)]
 pub enum HeaderError {
-    /// Configuration space.
+    /// Configuration space can't be built.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// MSI-X.
+    /// MSI-X can't be laid out.
     #[error(transparent)]
     Msix(#[from] MsixError),
 }
@@ -38,15 +38,14 @@ pub fn class_code(class: u32) -> ClassCode {
     ClassCode::new(base, sub, interface)
 }
 
-/// Configuration space, locked. Clients keep BAR addresses and the MSI-X table themselves; what matters here is the
-/// command register.
+/// Configuration space, locked. Clients keep BAR addresses and the MSI-X table themselves; only the command register matters here.
 #[derive(Debug)]
 pub struct Header {
     config: Mutex<ConfigSpace>,
 }
 
 impl Header {
-    /// In power-on state.
+    /// Configuration space in its power-on state.
     ///
     /// # Errors
     /// When BARs or capabilities don't fit.
@@ -80,24 +79,24 @@ impl Header {
         }
     }
 
-    /// Writes; says whether the function may reach memory now, where that changed.
+    /// Writes. Returns whether the function may access memory now, if that changed.
     #[must_use]
     pub fn write(&self, offset: u64, data: &[u8]) -> Option<bool> {
         let offset = u16::try_from(offset).ok()?;
         let mut config = self.config();
         let before = config.bus_master();
-        // Nothing here depends on where BARs answer: the client routes accesses.
+        // The client routes accesses, so BAR addresses have no effect here.
         let _ = config.write(offset, data);
         let after = config.bus_master();
         (before != after).then_some(after)
     }
 
-    /// As at power-on.
+    /// Returns to the power-on state.
     pub fn reset(&self) {
         let _ = self.config().reset();
     }
 
-    /// Whether the function may reach memory and interrupt.
+    /// Whether the function may access memory and interrupt.
     #[must_use]
     pub fn bus_master(&self) -> bool {
         self.config().bus_master()

@@ -12,7 +12,7 @@ use vfio_user_protocol::device::SetInterrupts;
 use super::descriptors::{BadDescriptor, Expected, accept};
 use super::eventfd_signals::EventfdSignals;
 
-/// A client's eventfd, and who signals it: a client may make it blocking and its counter full.
+/// A client's eventfd, and the mechanism that signals it: a client may make it blocking and fill its counter.
 #[derive(Debug)]
 struct Connected {
     fd: OwnedFd,
@@ -39,7 +39,7 @@ enum NotConnected {
     Signals(#[source] io::Error),
 }
 
-/// The eventfds of one kind of interrupts. Thread-safe; signalling neither waits nor fails.
+/// The eventfds of one kind of interrupts. Thread-safe; signalling neither blocks nor fails.
 #[derive(Debug)]
 pub struct EventFds {
     fds: Mutex<Vec<Option<Connected>>>,
@@ -64,16 +64,16 @@ impl EventFds {
         self.fds.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How many interrupts there are.
+    /// Number of interrupts.
     #[must_use]
     pub fn count(&self) -> u32 {
         u32::try_from(self.fds().len()).unwrap_or(u32::MAX)
     }
 
-    /// Does what a client asks.
+    /// Executes a client's request.
     ///
     /// # Errors
-    /// When an interrupt doesn't exist, a descriptor is no eventfd, or masking is asked for, which isn't offered.
+    /// When an interrupt doesn't exist, a descriptor isn't an eventfd, or the request is to mask, which isn't offered.
     pub fn change(&self, start: u32, change: SetInterrupts) -> io::Result<()> {
         let start = usize::try_from(start).map_err(|_| Errno::INVAL)?;
         match change {
@@ -106,18 +106,18 @@ impl EventFds {
         Ok(())
     }
 
-    /// Lets go of all eventfds.
+    /// Disconnects all eventfds.
     pub fn disconnect(&self) {
         self.fds().fill_with(|| None);
     }
 
-    /// Whether somebody listens to an interrupt.
+    /// Whether an interrupt has a listener.
     #[must_use]
     pub fn is_connected(&self, number: usize) -> bool {
         matches!(self.fds().get(number), Some(Some(_)))
     }
 
-    /// Signals an interrupt; one that nobody listens to is counted and forgotten.
+    /// Signals an interrupt; one without a listener is counted and dropped.
     pub fn raise(&self, number: usize) {
         let fds = self.fds();
         let Some(Some(connected)) = fds.get(number) else {
@@ -134,7 +134,7 @@ impl EventFds {
         }
     }
 
-    /// How often interrupts were sent, and how often nobody listened.
+    /// Number of interrupts sent, and of interrupts without a listener.
     #[must_use]
     pub fn counts(&self) -> (u64, u64) {
         (self.raised.load(Ordering::Relaxed), self.missed.load(Ordering::Relaxed))
@@ -162,7 +162,7 @@ mod tests {
         fds.raise(7);
         assert_eq!((count(&ours), fds.counts()), (1, (1, 2)));
         rustix::io::write(&ours, &(u64::MAX - 1).to_ne_bytes()).unwrap();
-        // The client makes it blocking again; where that counts, the test doesn't end.
+        // The client makes it blocking again. If that mattered, the test would hang.
         let flags = rustix::fs::fcntl_getfl(&ours).unwrap();
         rustix::fs::fcntl_setfl(&ours, flags - rustix::fs::OFlags::NONBLOCK).unwrap();
         fds.raise(1);

@@ -1,4 +1,4 @@
-//! A client's memory: the table of what it mapped, and how it changes.
+//! A client's memory: the table of its mappings, and changes to it.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -13,19 +13,19 @@ use vfio_user_protocol::device::DmaMapping;
 
 use super::descriptors::{Expected, accept};
 
-/// Most ranges of a client. A guest has two for each of at most 64 NUMA nodes; without a bound one client could use up the
-/// mappings that the kernel allows this process, and make every access of the engine a long search.
+/// Limit of ranges of a client. A guest has two for each of at most 64 NUMA nodes. Without a limit one client could exhaust the mappings
+/// that the kernel permits this process, and make every access of the engine a long search.
 const MOST_RANGES: usize = 128;
 
-/// How long memory may take to come that a device can't go on without.
+/// Timeout for not-present memory without which a device can't continue.
 const PAGE_TIMEOUT: Duration = Duration::from_secs(60);
-/// How often is looked whether it is there.
+/// Interval of checking whether it is present.
 const LOOK_EVERY: Duration = Duration::from_micros(200);
 
-/// Waits until all of some ranges (addresses and lengths) of a table is there, where some of it is still to come.
+/// Waits until all of some ranges (addresses and lengths) of a table is present.
 ///
 /// # Errors
-/// When it takes longer than anybody should wait.
+/// When it takes longer than 60 s.
 pub fn await_memory(table: &MappedMemory, mut ranges: Vec<(u64, u64)>) -> io::Result<()> {
     let began = Instant::now();
     loop {
@@ -40,8 +40,8 @@ pub fn await_memory(table: &MappedMemory, mut ranges: Vec<(u64, u64)>) -> io::Re
     }
 }
 
-/// The table. Changes come from one connection thread; whoever uses a table is given it by `publish` and must have
-/// dropped the last one when that returns.
+/// The table. Only one connection thread changes it. `publish` passes each new table to its users, which must have dropped the last one
+/// when it returns.
 #[derive(Debug, Default)]
 pub struct ClientMemory {
     table: Mutex<MappedMemory>,
@@ -52,7 +52,7 @@ impl ClientMemory {
     /// Maps a range, and publishes the table.
     ///
     /// # Errors
-    /// When the range has no file, can't be mapped, is one too many, or `publish` fails; the old table then holds.
+    /// When the range has no file, can't be mapped, exceeds the limit, or `publish` fails; the old table stays in effect then.
     pub fn map(
         &self,
         mapping: &DmaMapping,
@@ -95,7 +95,7 @@ impl ClientMemory {
         Ok(())
     }
 
-    /// Takes a range back; it is unmapped when this returns.
+    /// Removes a range; it is unmapped when this returns.
     ///
     /// # Errors
     /// When `publish` fails.
@@ -115,29 +115,30 @@ impl ClientMemory {
         Ok(())
     }
 
-    /// The present table.
+    /// The current table.
     #[must_use]
     pub fn table(&self) -> MappedMemory {
         self.table.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Begins or ends to note which pages are written. Those that are being written at this moment may not be noted.
+    /// Enables or disables the dirty log. A concurrent write may or may not be marked.
     pub fn set_dirty_log(&self, on: bool) {
         self.table().set_dirty_log(on);
     }
 
-    /// Takes the pages of a range that were written: see [`MappedMemory::take_dirty`].
+    /// Returns and clears the written pages of a range: see [`MappedMemory::take_dirty`].
     ///
     /// # Errors
-    /// When the range can't be asked for.
+    /// When the range is invalid.
     pub fn take_dirty(&self, address: u64, size: u64) -> io::Result<Vec<u64>> {
         self.table().take_dirty(address, size).ok_or_else(|| Errno::INVAL.into())
     }
 
-    /// Part of the client's memory is still to come: from here on only what is there is touched. `wishes` has to be one end of a stream of Unix sockets.
+    /// Begins post-copy for part of the client's memory: from here on only present pages are accessed. `wishes` must be one end of a Unix
+    /// stream socket.
     ///
     /// # Errors
-    /// When `wishes` is anything else, a range isn't one, its bitmap can't be mapped, or the kernel refuses.
+    /// When `wishes` is anything else, a range is invalid, its bitmap can't be mapped, or the kernel refuses.
     pub fn set_late(
         &self,
         ranges: &[(u64, u64, u64)],
@@ -161,10 +162,10 @@ impl ClientMemory {
         Ok(table)
     }
 
-    /// Takes a descriptor that the client passes with its memory.
+    /// Accepts a descriptor that the client passes with its memory.
     ///
     /// # Errors
-    /// When it isn't what it has to be.
+    /// When it is of another kind.
     pub(crate) fn accept(
         &self,
         fd: OwnedFd,
@@ -181,12 +182,12 @@ impl ClientMemory {
         })
     }
 
-    /// Forgets everything; the caller has taken the table from its users.
+    /// Removes everything; the caller has taken the table from its users.
     pub fn clear(&self) {
         *self.table.lock().unwrap_or_else(PoisonError::into_inner) = MappedMemory::default();
     }
 
-    /// Number of ranges and bytes.
+    /// Number of ranges and total size in bytes.
     #[must_use]
     pub fn size(&self) -> (usize, u64) {
         let table = self.table.lock().unwrap_or_else(PoisonError::into_inner);

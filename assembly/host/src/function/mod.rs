@@ -1,5 +1,4 @@
-//! The PCI side of a function, whatever device it is: configuration space, interrupts, guest memory; and the two
-//! functions of a NIC as vfio-user devices.
+//! The PCI side of any function (configuration space, interrupts, guest memory), and the two functions of a NIC as vfio-user devices.
 
 pub(crate) mod descriptors;
 pub mod ethernet;
@@ -23,31 +22,31 @@ use crate::transport::WirePort;
 /// Number of functions of a NIC.
 pub const FUNCTIONS: usize = 2;
 
-/// What both functions of a NIC share.
+/// State shared by both functions of a NIC.
 #[derive(Debug)]
 pub struct NicShared {
-    /// Which NIC.
+    /// Identity of the NIC.
     pub key: NicKey,
-    /// Distinguishes it from earlier ones of the same name.
+    /// Distinguishes it from earlier NICs with the same name.
     pub generation: u64,
-    /// To whom it belongs.
+    /// User that owns it.
     pub uid: u32,
-    /// Between the functions, for RDMA in frames of the NIC's own.
+    /// Port between the functions, for RDMA in frames of the NIC's own.
     pub wire: Arc<WirePort>,
-    /// Its segment is connected with a tap, for this NIC.
+    /// Whether its segment is connected with a tap for this NIC.
     pub tap: bool,
     connected: [AtomicBool; FUNCTIONS],
     events: Sender<Event>,
-    /// Its VM comes from another host, and isn't here yet.
+    /// Whether its VM migrates here and has not arrived yet.
     incoming: AtomicBool,
-    /// The VM that comes; 0: it isn't known yet.
+    /// Number of the VM that arrives; 0: unknown yet.
     arriving_vm: AtomicU32,
-    /// A migration of its VM is under way: only whoever decides on that lets the NIC's functions go on.
+    /// Whether a migration of its VM is in progress: then only the migration resumes the NIC's functions.
     locked: AtomicBool,
 }
 
 impl NicShared {
-    /// Of a NIC without clients; whether its VM is to come, and whether it has a tap.
+    /// State of a NIC without clients; whether its VM is to arrive, and whether it has a tap.
     #[must_use]
     pub fn new(
         key: NicKey,
@@ -70,40 +69,40 @@ impl NicShared {
         }
     }
 
-    /// Whether its VM comes from another host, and isn't here yet.
+    /// Whether its VM migrates here and has not arrived yet.
     #[must_use]
     pub fn is_incoming(&self) -> bool {
         self.incoming.load(Ordering::SeqCst)
     }
 
-    /// Its VM is here.
+    /// Records that its VM has arrived.
     pub(crate) fn has_arrived(&self) {
         self.incoming.store(false, Ordering::SeqCst);
     }
 
-    /// The number of the VM that comes, once it is known.
+    /// Number of the VM that arrives, once it is known.
     #[must_use]
     pub fn arriving_vm(&self) -> Option<u32> {
         Some(self.arriving_vm.load(Ordering::SeqCst)).filter(|vm| *vm != 0)
     }
 
-    /// A VM comes.
+    /// Sets the number of the VM that arrives.
     pub(crate) fn set_arriving_vm(&self, vm: u32) {
         self.arriving_vm.store(vm, Ordering::SeqCst);
     }
 
-    /// Whether a migration decides when the functions go on.
+    /// Whether a migration decides when the functions resume.
     #[must_use]
     pub fn is_locked(&self) -> bool {
         self.locked.load(Ordering::SeqCst)
     }
 
-    /// A migration decides from now on when the functions go on; or their client again.
+    /// Sets whether a migration or the client decides when the functions resume.
     pub(crate) fn set_locked(&self, locked: bool) {
         self.locked.store(locked, Ordering::SeqCst);
     }
 
-    /// Whether a peer may have a function.
+    /// Whether a peer may use a function.
     #[must_use]
     pub fn authorizes(&self, peer: &Peer) -> bool {
         may_use(peer.uid, self.uid)
@@ -121,7 +120,7 @@ impl NicShared {
         (0..FUNCTIONS).any(|function| self.is_connected(function))
     }
 
-    /// A client came or went.
+    /// Records that a client connected or disconnected.
     pub(crate) fn set_connected(&self, function: usize, connected: bool) {
         if let Some(place) = self.connected.get(function) {
             place.store(connected, Ordering::SeqCst);
@@ -131,13 +130,13 @@ impl NicShared {
         }
     }
 
-    /// Tells the keeper; at the daemon's end there is none.
+    /// Sends an event to the keeper, which is gone when the daemon ends.
     pub(crate) fn tell(&self, event: Event) {
         let _ = self.events.send(event);
     }
 }
 
-/// A region that is all registers.
+/// A region of registers only.
 fn registers(index: u32, size: u64) -> Region {
     Region { index, size, readable: true, writable: true, mappings: Vec::new(), io_fds: Vec::new() }
 }

@@ -1,4 +1,4 @@
-//! Function 1: PVRDMA, as a vfio-user device. All that matters happens on the engine's thread.
+//! Function 1: PVRDMA, as a vfio-user device. The engine's thread executes everything that matters.
 
 mod moving;
 
@@ -32,13 +32,13 @@ use crate::registry::Event;
 use crate::remembered::Remembered;
 use crate::uar::UarPages;
 
-/// How long a command may wait for memory that is still to come, and how often is looked whether it is there.
+/// Timeout of a command that waits for not-present memory, and interval of retries.
 const POSTPONED: Duration = Duration::from_secs(60);
 const LOOK_EVERY: Duration = Duration::from_millis(1);
-/// Which function of the slot.
+/// Number of the function in the slot.
 const FUNCTION: usize = 1;
 
-/// What a guest sees in configuration space.
+/// Configuration space of the function.
 fn appearance(config: &Config) -> Result<Appearance, HeaderError> {
     let bar = |index, kind, size| BarLayout { index, kind, prefetchable: false, size };
     let [base, sub, interface] = ids::CLASS;
@@ -90,29 +90,29 @@ pub struct RdmaFunction {
 struct State {
     /// The engine's device, while there is a client.
     device: Option<DeviceId>,
-    /// Where a driver that was there before this connection had its shared region, as long as it may still be there and
-    /// not know that its device failed.
+    /// Guest address of the shared region of a driver from before this connection, while that driver may not know yet that its device
+    /// failed.
     orphan: Option<u64>,
-    /// Of a device that comes: its beginning was read, and what there must be at its end.
+    /// Of an arriving device: its beginning was read, with the totals for its end.
     begun: bool,
-    /// Of one that leaves: the other end was told of connections with peers outside of the cluster.
+    /// Of a leaving device: the destination was notified of connections with peers outside of the cluster.
     said_outside: bool,
     expected: Option<Total>,
 }
 
-/// The function can't be made.
+/// Why the function can't be created.
 #[derive(Debug, thiserror::Error)]
 pub enum RdmaError {
     /// Configuration space.
     #[error("The RDMA function's configuration space can't be built")]
     Header(#[from] HeaderError),
-    /// Doorbell pages.
+    /// Doorbell pages can't be allocated.
     #[error("The RDMA function's doorbell pages can't be made")]
     Pages(#[source] io::Error),
 }
 
 impl RdmaFunction {
-    /// Without a client; nothing is in the engine yet.
+    /// The function without a client; its device isn't in the engine yet.
     ///
     /// # Errors
     /// When the kernel has no memory for doorbell pages.
@@ -150,11 +150,11 @@ impl RdmaFunction {
         self.state().device
     }
 
-    /// Changes quotas and rates, now and for later clients.
+    /// Sets quotas and rates, now and for later clients.
     pub fn set_limits(&self, limits: Limits) {
         *self.limits.lock().unwrap_or_else(PoisonError::into_inner) = limits;
         if let Some(device) = self.device() {
-            // At the daemon's end nobody has limits.
+            // The engine is gone when the daemon ends.
             let _ = self.engine.call(move |worker| worker.set_limits(device, limits));
         }
     }
@@ -165,7 +165,7 @@ impl RdmaFunction {
         *self.limits.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What isn't the engine's to tell.
+    /// The part of the report that isn't the engine's.
     #[must_use]
     pub fn inspect(&self) -> serde_json::Value {
         let (ranges, bytes) = self.memory.size();
@@ -177,12 +177,12 @@ impl RdmaFunction {
         })
     }
 
-    /// What the transport `wire` counted for the NIC.
+    /// Counters of transport `wire` for the NIC.
     pub(crate) fn wire_counters(&self) -> [(&'static str, u64); 11] {
         self.nic.wire.counters.values()
     }
 
-    /// Has something done with the device.
+    /// Executes a job on the engine's thread with the device.
     fn with<R: Send + 'static>(
         &self,
         job: impl FnOnce(&mut Worker, DeviceId) -> R + Send + 'static,
@@ -191,7 +191,7 @@ impl RdmaFunction {
         self.engine.call(move |worker| job(worker, device)).map_err(|EngineGone| Errno::NODEV.into())
     }
 
-    /// As [`RdmaFunction::with`]; where the device's VM is still to come, nothing is done.
+    /// As [`RdmaFunction::with`]; does nothing if the device's VM has not arrived.
     fn with_if_there<R: Send + 'static>(
         &self,
         absent: R,
@@ -201,7 +201,7 @@ impl RdmaFunction {
     }
 
     fn register_write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
-        // The driver's registers are 32 bits wide; other accesses mean nothing.
+        // The driver's registers are 32 bits wide; other accesses have no effect.
         let Some(value) = word(offset, data) else { return Ok(()) };
         let began = Instant::now();
         let region = loop {
@@ -215,7 +215,7 @@ impl RdmaFunction {
             }
         };
         if matches!(offset, pvrdma::abi::registers::DSR_HIGH | pvrdma::abi::registers::CONTROL) {
-            // A driver of this connection: whoever was there before is gone.
+            // A driver of this connection: an earlier one is gone.
             self.state().orphan = None;
             self.remember(region);
         }
@@ -229,8 +229,8 @@ impl RdmaFunction {
         }
     }
 
-    /// Tells a driver of before this connection that its device failed, once that can be done: its memory is there, it
-    /// hears interrupts, and the device may master the bus.
+    /// Notifies a driver from before this connection that its device failed, once that is possible: its memory is mapped, its interrupts
+    /// are connected, and the device may master the bus.
     fn announce(&self) -> io::Result<()> {
         let orphan = self.state().orphan;
         let Some(address) = orphan else { return Ok(()) };
@@ -259,7 +259,7 @@ impl RdmaFunction {
 
     fn set_bus_master(&self, enabled: bool) -> io::Result<()> {
         if self.nic.is_incoming() {
-            // The header knows, and the device is told when it goes on.
+            // The header records it, and the device gets it when it resumes.
             return Ok(());
         }
         self.with(move |worker, device| worker.set_bus_master(device, enabled))?;
@@ -279,7 +279,7 @@ impl Device for RdmaFunction {
             return false;
         }
         if self.nic.is_incoming() {
-            // There is room for the device when its state begins to come.
+            // The device is added when its state begins to arrive.
             *self.state() = State::default();
             *self.stream() = Stream::new(DeviceState::Stop);
             self.nic.set_connected(FUNCTION, true);
@@ -332,7 +332,7 @@ impl Device for RdmaFunction {
     }
 
     fn region_read(&self, region: u32, offset: u64, data: &mut [u8]) -> io::Result<()> {
-        // MSI-X table and pending bits are the client's; doorbells can't be read.
+        // The client has MSI-X table and pending bits; doorbells can't be read.
         data.fill(0);
         if region == u32::from(ids::REGISTER_BAR) {
             if data.len() == 4 && offset.is_multiple_of(4) {
@@ -356,8 +356,8 @@ impl Device for RdmaFunction {
         if region == u32::from(ids::UAR_BAR) {
             let Some(value) = word(offset, data) else { return Ok(()) };
             if is_arm(offset, value) {
-                // Exact: what is completed from here on counts, and what was before is seen by whoever looks now. So the
-                // vCPU may go on (where the client lets it wait) when the engine has it.
+                // Exact arm: later completions raise an event, and the consumer finds earlier ones by polling now. So the vCPU may continue
+                // (if the client makes it wait) when the engine has the arm.
                 return self.with(move |worker, device| worker.doorbell(device, offset, value));
             }
             let device = self.device().ok_or(Errno::NODEV)?;
@@ -427,7 +427,7 @@ impl Device for RdmaFunction {
 
     fn disconnected(&self) {
         if let Some(device) = self.state().device.take() {
-            // At the daemon's end the engine is gone, and with it the device.
+            // When the daemon ends, the engine is gone, and with it the device.
             let _ = self.engine.call(move |worker| worker.detach(device));
         }
         self.memory.clear();

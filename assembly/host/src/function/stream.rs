@@ -1,4 +1,4 @@
-//! A function's state on its way out or in, whatever function it is.
+//! A function's state as a stream to or from its client, for both functions.
 
 use std::io;
 use std::sync::LazyLock;
@@ -9,25 +9,25 @@ use vfio_user_protocol::migration::DeviceState;
 
 use crate::migration::stream::{Reader, Record, StreamError, put};
 
-/// See the module.
+/// The stream; see the module.
 #[derive(Debug)]
 pub(super) struct Stream {
     pub state: DeviceState,
     outgoing: Vec<u8>,
-    /// Bytes of it that were read.
+    /// Number of its bytes that were read.
     read: usize,
-    /// Objects that the round under way still has, at most.
+    /// Limit of objects left in the current round.
     pub round_left: usize,
     incoming: Reader,
 }
 
 impl Stream {
-    /// Of a function whose client has just come.
+    /// The stream of a function whose client has just connected.
     pub fn new(state: DeviceState) -> Self {
         Self { state, outgoing: Vec::new(), read: 0, round_left: 0, incoming: Reader::default() }
     }
 
-    /// More to hand out.
+    /// Appends a record for the client to read.
     pub fn push(&mut self, record: &Record) {
         if self.read == self.outgoing.len() {
             self.outgoing.clear();
@@ -36,7 +36,7 @@ impl Stream {
         put(record, &mut self.outgoing);
     }
 
-    /// Forgets what wasn't read.
+    /// Drops unread bytes.
     pub fn clear(&mut self) {
         self.outgoing.clear();
         self.read = 0;
@@ -44,17 +44,17 @@ impl Stream {
         self.incoming = Reader::default();
     }
 
-    /// Whether all was read.
+    /// Whether everything was read.
     pub fn is_empty(&self) -> bool {
         self.read == self.outgoing.len()
     }
 
-    /// Bytes that weren't read.
+    /// Number of unread bytes.
     pub fn len(&self) -> usize {
         self.outgoing.len() - self.read
     }
 
-    /// The next bytes.
+    /// The next bytes, at most `most`.
     pub fn next(&mut self, most: usize) -> Vec<u8> {
         let rest = self.outgoing.get(self.read..).unwrap_or_default();
         let bytes = rest.get(..most.min(rest.len())).unwrap_or_default().to_vec();
@@ -62,18 +62,18 @@ impl Stream {
         bytes
     }
 
-    /// Bytes came.
+    /// Accepts bytes from the client.
     pub fn take(&mut self, bytes: &[u8]) -> Result<Vec<Record>, StreamError> {
         self.incoming.take(bytes)
     }
 
-    /// All has come.
+    /// Checks that the stream is complete.
     pub fn end(&self) -> Result<(), StreamError> {
         self.incoming.end()
     }
 }
 
-/// A failure that the log tells of in words; the client gets a number.
+/// Logs a failure in words; the client gets an error number.
 pub(super) fn failed(
     vm: &str,
     nic: &str,

@@ -1,9 +1,9 @@
-//! What a member hands over. It is hostile: its peers map these files, so that they are looked at before.
+//! Validation of a member's descriptors. A member is hostile, and its peers map these files, so they are checked before.
 //!
-//! A peer must not write what it sees. Either nobody can: the file is sealed (F_SEAL_FUTURE_WRITE), with the owner's mapping made
-//! before. Or, where devices in other processes write it (an HCA, also after a restart of its daemon), the file is its owner's
-//! alone, and peers are of other users than the owner and not root, so that they can't reopen for writing the descriptor that only
-//! reads. In this case a member that permits anybody else is refused, so that no such pair is ever connected.
+//! A peer must not write what it maps. There are two ways. The file is sealed (F_SEAL_FUTURE_WRITE), after the owner has mapped it. Or
+//! devices in other processes write the file (an HCA, also after a restart of its daemon): then only its owner may open it, and peers are
+//! other users than the owner and not root. So they can't reopen their read-only descriptor for writing. In this case a member that permits
+//! any other peer is refused, so that no such pair is ever connected.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -15,14 +15,14 @@ use rustix::fs::{FileType, OFlags, SealFlags};
 use crate::function::descriptors::is_eventfd;
 use crate::identity::{BadName, check_name};
 
-/// Files of one member's RAM, at most: one per NUMA node.
+/// Limit of files of a member's RAM: one per NUMA node.
 const MOST_FILES: usize = 8;
-/// Pieces of RAM, at most.
+/// Limit of pieces of RAM.
 const MOST_PIECES: usize = 16;
-/// VMs that one member permits, at most.
+/// Limit of VMs that a member permits.
 const MOST_PERMITS: usize = 64;
 
-/// A member can't be taken.
+/// Why a member is refused.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Unfit {
     #[error(transparent)]
@@ -50,7 +50,7 @@ pub(super) enum Unfit {
     Window(WindowError),
 }
 
-/// Descriptors of a member, checked.
+/// A member's validated descriptors.
 #[derive(Debug)]
 pub(super) struct Member {
     pub socket: Socket,
@@ -59,21 +59,21 @@ pub(super) struct Member {
     pub ram: Vec<Piece>,
     pub protection: Protection,
     pub files: Vec<OwnedFd>,
-    /// By slot of the peer: what signals this member.
+    /// Eventfds that signal this member, by the peer's slot.
     pub signals: Vec<OwnedFd>,
 }
 
-/// What keeps readers of a member's RAM from writing it.
+/// Protection of a member's RAM against writes by its readers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Protection {
-    /// Seals, from everybody.
+    /// Seals, against all processes.
     Sealed,
-    /// The file's mode, from other users.
+    /// The file's mode, against other users.
     OtherUsers,
 }
 
 impl Protection {
-    /// For people.
+    /// Name for error messages.
     pub(super) const fn name(self) -> &'static str {
         match self {
             Self::Sealed => "sealed",
@@ -82,7 +82,7 @@ impl Protection {
     }
 }
 
-/// Splits and checks the descriptors of a `Join` of user `uid`, who permits `permits`: RAM, signals, and how the RAM is protected.
+/// Separates and validates the descriptors of a `Join` of user `uid`, which permits `permits`: RAM, signals, and the RAM's protection.
 pub(super) fn check(
     (vm, uid): (&str, u32),
     group: &str,
@@ -104,7 +104,7 @@ pub(super) fn check(
     let files = fds.len().checked_sub(slots).filter(|files| (1..=MOST_FILES).contains(files));
     let Some(files) = files else { return Err(wrong) };
     let signals = fds.split_off(files);
-    // Peers wire them into their VMs, where KVM would refuse anything else, and write them from nowhere else.
+    // Peers connect them to their VMs, where KVM would refuse any other kind, and write them in no other way.
     for (slot, signal) in signals.iter().enumerate() {
         if !is_eventfd(signal.as_fd()).map_err(Unfit::Unseen)? {
             return Err(Unfit::Signal { slot });
@@ -120,7 +120,7 @@ pub(super) fn check(
         }
     }
     if protection == Protection::OtherUsers {
-        // Connected are those who permit each other, so that nobody else ever gets this memory.
+        // Only members that permit each other are connected, so no other process ever gets this memory.
         for permit in permits {
             let whose = match permit.uid {
                 0 => "root, who may open everything",
@@ -144,7 +144,7 @@ pub(super) fn check(
     Ok((fds, signals, protection))
 }
 
-/// The size of a file of user `uid` that its owner can neither shrink, so that no peer's access faults, nor let any reader write.
+/// The size of a file of user `uid`, which its owner can't shrink, so that no peer's access faults, and which no reader can write.
 fn check_file(fd: BorrowedFd<'_>, uid: u32) -> Result<(u64, Protection), &'static str> {
     let flags = rustix::fs::fcntl_getfl(fd).map_err(|_| "can't be looked at")?;
     if flags & OFlags::RWMODE != OFlags::RDONLY || flags.contains(OFlags::PATH) {
@@ -163,7 +163,7 @@ fn check_file(fd: BorrowedFd<'_>, uid: u32) -> Result<(u64, Protection), &'stati
     if seals.intersects(SealFlags::FUTURE_WRITE | SealFlags::WRITE) {
         return Ok((size, Protection::Sealed));
     }
-    // An owner that changes the mode afterwards lets others into its own memory, which it could as well give away.
+    // An owner that changes the mode later exposes only its own memory, which it could publish anyway.
     if stat.st_uid != uid || stat.st_mode & 0o077 != 0 {
         return Err("is neither sealed against writing by others, nor its owner's alone (mode 0600)");
     }

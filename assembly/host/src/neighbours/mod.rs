@@ -1,12 +1,11 @@
-//! The registry of neighbours: which VMs read each other's memory ([`neighbour::registry`] decides), and the descriptors that
-//! make it so.
+//! The registry of neighbours: which VMs read each other's memory ([`neighbour::registry`] decides), and the exchange of their descriptors.
 //!
-//! One thread owns it all. It holds the read-only RAM descriptors of members, and gives them to those who are permitted; it maps
-//! none. When a member's socket closes, its peers are told at once; when it only stops reporting, within a second.
+//! One thread owns all of it. It holds the read-only RAM descriptors of members and passes them to permitted peers; it maps none. When a
+//! member's socket closes, its peers are notified at once; when it only stops reporting, within a second.
 //!
 //! | file | holds |
 //! |---|---|
-//! | `member` | what a member hands over, and what of it is believed |
+//! | `member` | validation of a member's descriptors |
 //! | `thread` | sockets, time, actions |
 
 mod member;
@@ -29,34 +28,36 @@ use crate::access::Access;
 use crate::function::descriptors::signal;
 use crate::listener::LONGEST_PATH;
 
-/// Start of the first window: with 16 windows of 32 GiB all lie below 1 TiB, which processors with 40 address bits reach.
+/// Global address of the first window. With 16 windows of 32 GiB all are below 1 TiB, which processors with 40 address bits reach.
 const BASE: u64 = 512 << 30;
-/// Largest RAM of a member, with the hole below 4 GiB.
+/// Limit of a member's RAM, with the hole below 4 GiB, bytes.
 const STRIDE: u64 = 32 << 30;
-/// Members of a neighbourhood.
+/// Number of members of a neighbourhood.
 const SLOTS: u32 = 16;
-/// Entries of each ring.
+/// Number of entries of each ring.
 const ENTRIES: u32 = 1024;
 
-/// What all neighbourhoods of a host have.
+/// Settings of all neighbourhoods of a host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NeighboursConfig {
-    /// Where windows lie.
+    /// Location of the windows.
     pub geometry: Geometry,
-    /// Rings.
+    /// Layout of the rings.
     pub layout: Layout,
-    /// Who is alive.
+    /// Heartbeat intervals and timeouts.
     pub heartbeat: Heartbeat,
-    /// How long who has connected may take to join: a monitor allocates its VM's RAM meanwhile, which takes minutes where that is much and filled at once.
+    /// Timeout from connecting to joining. A monitor allocates its VM's RAM meanwhile, which takes minutes if it is large and filled at
+    /// once.
     pub joining: Duration,
 }
 
-/// [`NeighboursConfig::joining`] by default. A user may have so many connections open that others wait for so long, with a shorter one as well.
+/// Default of [`NeighboursConfig::joining`]. A user who opens all connections can make others wait this long, but also with a shorter
+/// timeout.
 const JOINING: Duration = Duration::from_secs(300);
 
 impl Default for NeighboursConfig {
     fn default() -> Self {
-        // Constants: that they are possible is tested.
+        // Constants; a test verifies them.
         let geometry = Geometry::new(BASE, STRIDE, SLOTS);
         let layout = Layout::new(ENTRIES);
         match (geometry, layout) {
@@ -68,7 +69,7 @@ impl Default for NeighboursConfig {
     }
 }
 
-/// The running registry; it ends when this is dropped, and with it all members' connections to it.
+/// The running registry. Dropping it ends it, with all members' connections.
 #[derive(Debug)]
 pub struct Neighbours {
     stop: OwnedFd,
@@ -86,13 +87,13 @@ impl Neighbours {
         if path.as_os_str().len() > LONGEST_PATH {
             return Err(io::ErrorKind::InvalidFilename.into());
         }
-        // The folder is this daemon's: whoever listened here is dead.
+        // The folder is this daemon's, so an earlier listener is dead.
         match std::fs::remove_file(path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}
         }
         let listener = neighbour_protocol::Listener::bind(path)?;
-        // Everybody may connect, and is judged by credentials then.
+        // Any process may connect; each connection's credentials are checked.
         std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o666))?;
         let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         let stopped = stop.try_clone()?;
@@ -104,7 +105,7 @@ impl Neighbours {
         Ok(Self { stop, path: path.to_owned(), thread: Some(thread), view })
     }
 
-    /// All neighbourhoods, for `causeway inspect`.
+    /// Reports all neighbourhoods, for `causeway inspect`.
     #[must_use]
     pub fn inspect(&self) -> Value {
         self.view.lock().unwrap_or_else(PoisonError::into_inner).clone()
@@ -119,7 +120,7 @@ impl Drop for Neighbours {
         {
             tracing::error!("The neighbours' thread panicked; this is a bug");
         }
-        // Its folder is this daemon's, so nobody else listens there.
+        // The folder is this daemon's, so no other process listens there.
         if let Err(error) = std::fs::remove_file(&self.path) {
             tracing::warn!(%error, "The socket {} could not be removed", self.path.display());
         }

@@ -1,4 +1,4 @@
-//! The registry with members that bring real memory files, over its real socket; no VM, no KVM.
+//! The registry with members that have real memory files, over its real socket; no VM, no KVM.
 
 use std::fs::File;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -22,7 +22,7 @@ struct Bed {
     neighbours: Neighbours,
 }
 
-/// A registry that waits longer than a busy machine lets these members wait: most of them don't report.
+/// A registry with timeouts longer than delays on a busy machine: most of these members don't report.
 fn start() -> Bed {
     start_with(Duration::from_secs(60))
 }
@@ -99,7 +99,7 @@ impl Fake {
         self.socket.wait(HANG_LIMIT).unwrap().0
     }
 
-    /// The next connection: slot, epoch, RAM file, segment, signal. Whom the two have in common follows it.
+    /// Receives the next connection: slot, epoch, RAM file, segment, signal. The common peers of the two follow it.
     fn connected(&self) -> (u32, u32, File, File, OwnedFd) {
         let (connection, common) = self.connected_with();
         assert_eq!(common, 0);
@@ -127,8 +127,8 @@ fn piece(size: u64, offset: u64) -> Piece {
     Piece { address: 0, size, file: 0, offset }
 }
 
-/// What a peer is given shows the other's RAM, signals the other, and gives no way to write: not by the descriptor, nor by
-/// reopening it (or any other descriptor that the peer got) through /proc.
+/// A peer's descriptors read the other's RAM and signal the other, and permit no write: neither by the descriptor, nor by reopening it (or
+/// any other descriptor of the peer) through /proc.
 #[test]
 fn a_peer_sees_memory_that_it_cannot_write() {
     let bed = start();
@@ -149,7 +149,7 @@ fn a_peer_sees_memory_that_it_cannot_write() {
     let reopened =
         File::options().read(true).write(true).open(format!("/proc/self/fd/{}", memory.as_raw_fd()));
     if let Ok(reopened) = reopened {
-        // Only its owner and root come so far, and no further.
+        // Only its owner and root can open it, and even they can't map it for writing.
         assert!(HostMapping::new("window", reopened.as_fd(), 0, SIZE, true).is_err());
         assert!(reopened.write_at(&[1], 0).is_err() && reopened.set_len(0).is_err());
     }
@@ -174,7 +174,7 @@ fn a_peer_sees_memory_that_it_cannot_write() {
     let mut count = [0; 8];
     rustix::io::read(&b.signals[at], &mut count).unwrap();
     assert_eq!(u64::from_ne_bytes(count), 1);
-    // What is shown follows at the end of the thread's round, after the members were told.
+    // The report follows at the end of the thread's pass, after the members were notified.
     let begun = Instant::now();
     while bed.neighbours.inspect()["nas"][0]["epoch_by_peer"]["b"] != epoch {
         assert!(begun.elapsed() < HANG_LIMIT, "{}", bed.neighbours.inspect());
@@ -225,8 +225,8 @@ fn memory_that_could_change_under_a_peer_is_refused() {
     assert_eq!(member.slots, 16);
 }
 
-/// Memory that devices in other processes write isn't sealed: it is shown to nobody of the same user, and not to root. The same
-/// member may have peers of other users, and its daemon's HCA can map its memory for writing, now and after a restart.
+/// Memory that devices in other processes write isn't sealed: no peer of the same user gets it, nor does root. The same member may have
+/// peers of other users. Its daemon's HCA can map its memory for writing, now and after a restart.
 #[test]
 fn unsealed_memory_is_for_other_users_only() {
     let bed = start();
@@ -257,7 +257,7 @@ fn unsealed_memory_is_for_other_users_only() {
     }
 }
 
-/// A signal that isn't an eventfd would be refused by the peers' KVM, which takes a BAR of theirs away.
+/// The peers' KVM would refuse a signal that isn't an eventfd, and so disable a BAR of theirs.
 #[test]
 fn signals_that_are_no_eventfds_are_refused() {
     let bed = start();
@@ -280,7 +280,7 @@ fn signals_that_are_no_eventfds_are_refused() {
     Fake::join(&bed, "a", &[]);
 }
 
-/// A member that lets go of each connection at once: it isn't connected again and again.
+/// A member that releases each connection at once is reconnected with a back-off.
 #[test]
 fn one_who_lets_go_at_once_is_paused() {
     let bed = start();
@@ -300,11 +300,11 @@ fn one_who_lets_go_at_once_is_paused() {
         }
         std::thread::sleep(Duration::from_millis(1));
     }
-    // After 0, 50, 150, 350, 750 ms, told to both; later on a busy machine.
+    // After 0, 50, 150, 350, 750 ms, reported to both; later on a busy machine.
     assert!((4..=10).contains(&connections), "{connections}");
 }
 
-/// A pipeline: each pair learns which third both may see, when he comes and when he goes.
+/// A pipeline: each pair learns which third member both may read, when it arrives and when it leaves.
 #[test]
 fn a_pair_is_told_whom_it_has_in_common() {
     let bed = start();
@@ -324,7 +324,7 @@ fn a_pair_is_told_whom_it_has_in_common() {
             FromDaemon::Common { slot: slot_raid, slots: 1 << slot_files },
         ]
     );
-    // Those who were connected before learn of the newcomer.
+    // Members that were connected before learn of the new one.
     let news = (0..3).map(|_| files.next()).collect::<Vec<_>>();
     assert!(news.contains(&FromDaemon::Common { slot: slot_raid, slots: 1 << slot_disks }), "{news:?}");
     drop(disks);
@@ -332,8 +332,8 @@ fn a_pair_is_told_whom_it_has_in_common() {
     assert!(news.contains(&FromDaemon::Common { slot: slot_raid, slots: 0 }), "{news:?}");
 }
 
-/// A member whose monitor dies: its peer is told at once. It comes back into its slot, and is connected anew only after the
-/// peer has let go of its old memory, which stays readable until then.
+/// When a member's monitor dies, its peer is notified at once. The member returns to its slot. It is reconnected only after the peer has
+/// released its old memory, which stays readable until then.
 #[test]
 fn a_dead_members_memory_stays_until_its_peer_has_let_go() {
     let bed = start();
@@ -355,8 +355,8 @@ fn a_dead_members_memory_stays_until_its_peer_has_let_go() {
     assert_eq!(b.connected().0, slot_a);
 }
 
-/// A member that stops reporting, and one whose driver stops counting: the peer is told, and why. (How soon is
-/// `neighbour::heartbeat`'s to prove; here the registry is patient, as the machine may be busy.)
+/// A member that stops reporting, and one whose driver stops counting: the peer is notified, with the reason. (`neighbour::heartbeat`
+/// verifies the times; the registry's timeouts are long here, as the machine may be busy.)
 #[test]
 fn a_peer_is_told_that_a_member_hangs() {
     let bed = start_with(Duration::from_secs(2));
@@ -364,7 +364,7 @@ fn a_peer_is_told_that_a_member_hangs() {
         let (a, _) = Fake::join(&bed, "a", &["b"]);
         let (b, slot_b) = Fake::join(&bed, "b", &["a"]);
         let (_, epoch, ..) = a.connected();
-        // It lives for a while.
+        // It reports for a while.
         for count in 1..8 {
             for member in [&a, &b] {
                 member.socket.send(&FromMonitor::Alive { count }, &[]).unwrap();
@@ -410,7 +410,7 @@ fn a_member_that_says_nonsense_is_hung_up_on_and_the_others_are_not() {
     let (b, slot_b) = Fake::join(&bed, "b", &["a"]);
     let (_, epoch, ..) = a.connected();
     b.connected();
-    // Releases of what it doesn't have do nothing.
+    // Releases of connections that it doesn't have are ignored.
     b.socket.send(&FromMonitor::Release { slot: 14, epoch: 1 }, &[]).unwrap();
     b.socket.send(&FromMonitor::Release { slot: u32::MAX, epoch: u32::MAX }, &[]).unwrap();
     assert!(a.is_silent());

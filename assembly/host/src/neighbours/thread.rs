@@ -1,4 +1,4 @@
-//! The thread: sockets and time in, [`Action`]s out.
+//! The thread: sockets and time are its input, [`Action`]s its output.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -23,13 +23,13 @@ use super::NeighboursConfig;
 use super::member::{Member, check};
 use crate::access::Access;
 
-/// Neighbourhoods of a host.
+/// Limit of neighbourhoods of a host.
 const MOST_GROUPS: usize = 64;
-/// Connections that haven't joined yet; more wait in the kernel.
+/// Limit of connections that haven't joined yet; more wait in the kernel.
 const MOST_GUESTS: usize = 32;
-/// Pause after a connection that couldn't be accepted; short beside the heartbeat's patience.
+/// Pause after a failure to accept a connection; short beside the heartbeat's timeout.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(10);
-/// Messages of one member before the others have their turn.
+/// Number of messages of one member that are processed before the others' turn.
 const BATCH: usize = 16;
 
 /// A member by group and slot.
@@ -40,14 +40,14 @@ struct Group {
     members: BTreeMap<u32, Member>,
 }
 
-/// Somebody who has connected.
+/// A connection that hasn't joined yet.
 struct Guest {
     socket: Socket,
     peer: Peer,
     since: Instant,
 }
 
-/// All that the thread owns.
+/// State of the thread.
 pub(super) struct Host {
     listener: Listener,
     access: Access,
@@ -56,7 +56,7 @@ pub(super) struct Host {
     groups: BTreeMap<String, Group>,
     guests: Vec<Guest>,
     view: Arc<Mutex<Value>>,
-    /// For all that members can cause.
+    /// Rate-limited log for messages that members can cause.
     log: GuestLog,
 }
 
@@ -129,7 +129,7 @@ impl Host {
                 keys.push((name.clone(), *slot));
             }
         }
-        // With nobody there, nothing is due.
+        // Without members, nothing is due.
         let timeout = (!keys.is_empty() || !self.guests.is_empty()).then(|| {
             let left = tick.saturating_duration_since(Instant::now());
             Timespec::try_from(left).unwrap_or(Timespec { tv_sec: 0, tv_nsec: 100_000_000 })
@@ -157,14 +157,14 @@ impl Host {
             Ok(None) => return,
             Err(error) => {
                 telemetry::guest_warn!(self.log, %error, "A member can't be accepted");
-                // It goes on waiting, for want of descriptors for instance: looked at again at once, it would keep this thread busy.
+                // The connection still waits, for lack of descriptors for instance. An immediate retry would keep this thread busy.
                 std::thread::sleep(ACCEPT_AGAIN);
                 return;
             }
         };
         let peer = Peer { uid: caller.uid, gid: caller.gid, pid: caller.pid };
         if let Err(denied) = self.access.check(&peer) {
-            // Whether it hears this is its affair.
+            // If this isn't delivered, the client finds its socket closed.
             let _ = socket.send(&FromDaemon::Refused { reason: denied.to_string() }, &[]);
             return;
         }
@@ -182,7 +182,7 @@ impl Host {
         }
     }
 
-    /// Takes what those have sent who aren't members yet.
+    /// Processes messages of connections that haven't joined.
     fn serve_guests(&mut self) {
         for guest in std::mem::take(&mut self.guests) {
             match guest.socket.receive::<FromMonitor>() {
@@ -272,7 +272,7 @@ impl Host {
         Ok(())
     }
 
-    /// Takes what a member has sent.
+    /// Processes messages of a member.
     fn serve_member(&mut self, key: &Key) {
         let (name, slot) = key;
         for _ in 0..BATCH {
@@ -293,7 +293,7 @@ impl Host {
         }
     }
 
-    /// A member is no longer one.
+    /// Removes a member.
     fn leave(&mut self, key: &Key, why: &str) {
         let (name, slot) = key;
         let Some(group) = self.groups.get_mut(name) else { return };
@@ -311,7 +311,7 @@ impl Host {
         self.act(name, actions);
     }
 
-    /// Does what is to be done, and connects those who can be. Whoever can't be told leaves, which gives more to do.
+    /// Executes actions, and connects permitted pairs. A member that can't be notified is removed, which causes more actions.
     fn act(&mut self, name: &str, actions: Vec<Action>) {
         let mut todo = actions;
         loop {
@@ -367,7 +367,7 @@ impl Host {
         self.show();
     }
 
-    /// Puts the present state where `inspect` finds it.
+    /// Publishes the state for `inspect`.
     fn show(&self) {
         let groups: serde_json::Map<String, Value> = self
             .groups
@@ -409,7 +409,7 @@ struct Woken {
     members: Vec<Key>,
 }
 
-/// What a `Join` asks for.
+/// The contents of a `Join`.
 struct Wish {
     vm: String,
     permits: Vec<Permitted>,
@@ -419,7 +419,7 @@ struct Wish {
 }
 
 impl Group {
-    /// Gives both the other's RAM and a new segment. Says who could not be told, and why.
+    /// Sends both members the other's RAM and a new segment. Returns members that could not be notified, and why.
     fn connect(
         &self,
         [first, second]: [u32; 2],
@@ -428,7 +428,7 @@ impl Group {
     ) -> Vec<(u32, String)> {
         let segment = match segment([first, second], epoch, config) {
             Ok(segment) => segment,
-            // Neither can be told of a connection, so neither can be left believing in one.
+            // Neither got the connection, so neither may believe that it exists.
             Err(error) => return [first, second].map(|slot| (slot, format!("no segment: {error}"))).to_vec(),
         };
         let mut lost = Vec::new();
@@ -436,7 +436,7 @@ impl Group {
             let (Some(reader), Some(owner)) = (self.members.get(&to), self.members.get(&of)) else {
                 continue;
             };
-            // The owner's signal for what comes from the reader.
+            // The owner's signal for messages of the reader.
             let signal = usize::try_from(to).ok().and_then(|to| owner.signals.get(to));
             let Some(signal) = signal else { continue };
             let mut fds: Vec<BorrowedFd<'_>> = owner.files.iter().map(AsFd::as_fd).collect();
@@ -457,7 +457,7 @@ impl Group {
     }
 }
 
-/// A fresh segment: zeros but for the header. It is written with `write`, so that nothing is mapped here.
+/// A new segment: zeros after the header. It is written with `write`, so that nothing is mapped here.
 fn segment(slots: [u32; 2], epoch: u32, config: &NeighboursConfig) -> io::Result<OwnedFd> {
     let fd =
         rustix::fs::memfd_create("causeway:neighbours", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;

@@ -6,75 +6,75 @@ use crate::identity::BadName;
 use crate::listener::ListenError;
 use crate::segments::SegmentError;
 
-/// A NIC can't be attached, detached or changed.
+/// Why a NIC can't be attached, detached or changed.
 #[derive(Debug, thiserror::Error)]
 pub enum RegistryError {
-    /// Not allowed.
+    /// The caller isn't authorized.
     #[error(transparent)]
     Denied(#[from] Denied),
-    /// A name.
+    /// Invalid name.
     #[error(transparent)]
     Name(#[from] BadName),
-    /// MAC address.
+    /// Invalid MAC address.
     #[error("{mac} can't be a NIC's address: it is a group address or zero")]
     Mac {
-        /// As given.
+        /// MAC address as given.
         mac: String,
     },
-    /// MAC address in use on the segment.
+    /// The MAC address is in use on the segment.
     #[error("{mac} is the address of {other} on segment {segment} already; give each NIC its own")]
     MacTaken {
-        /// As given.
+        /// MAC address as given.
         mac: String,
-        /// Whose it is.
+        /// NIC with that address.
         other: NicKey,
-        /// The segment.
+        /// Name of the segment.
         segment: String,
     },
-    /// MTU.
+    /// MTU out of range.
     #[error("A NIC can't have an MTU of {mtu} bytes; it is from 576 to 9000")]
     Mtu {
-        /// As given.
+        /// MTU as given, bytes.
         mtu: u32,
     },
-    /// Somebody is connected to it.
+    /// The NIC has a client.
     #[error("{key} is in use: its monitor is connected; end that VM, or detach the NIC, first")]
     InUse {
-        /// Which.
+        /// Identity of the NIC.
         key: NicKey,
     },
-    /// Too many.
+    /// Too many NICs.
     #[error("{what} has {limit} NICs, more are not possible")]
     TooMany {
-        /// `This host` or a VM.
+        /// `This host`, or a VM.
         what: String,
-        /// How many there can be.
+        /// Limit of NICs.
         limit: usize,
     },
-    /// There is none.
+    /// The NIC doesn't exist.
     #[error("There is no {key}")]
     NoSuchNic {
-        /// Which.
+        /// Identity of the NIC.
         key: NicKey,
     },
-    /// There is no such VM.
+    /// The VM has no NIC.
     #[error("VM {vm} has no NIC here")]
     NoSuchVm {
-        /// Which.
+        /// Name of the VM.
         vm: String,
     },
-    /// Network or tap.
+    /// The network or its tap can't be used.
     #[error(transparent)]
     Segment(#[from] SegmentError),
-    /// Socket.
+    /// A socket can't be opened.
     #[error(transparent)]
     Listen(#[from] ListenError),
-    /// Server.
+    /// A function's server can't be started.
     #[error("A socket of {key} can't be served")]
     Serve {
-        /// Which.
+        /// Identity of the NIC.
         key: NicKey,
-        /// Why.
+        /// The error.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },

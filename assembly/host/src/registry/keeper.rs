@@ -1,4 +1,4 @@
-//! The keeper: a thread that removes NICs whose clients have gone, or never came, and writes what is to be remembered.
+//! The keeper: a thread that removes NICs whose clients have disconnected, or never connected, and saves the record of NICs.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
@@ -6,13 +6,13 @@ use std::time::{Duration, Instant};
 use super::nic::Nic;
 use super::{Event, NicKey, Registry, forget_limits};
 
-/// A NIC that nobody connects to goes after this long.
+/// Time after which a NIC without clients is removed.
 const UNUSED: Duration = Duration::from_secs(60);
-/// What is to be remembered is written this long after a change, so that a guest can't make the disk busy.
+/// Delay of saving the record after a change, so that a guest can't keep the disk busy.
 const WRITE_AFTER: Duration = Duration::from_millis(200);
 
 impl Registry {
-    /// The keeper's thread: removes NICs whose clients have gone, and writes what is to be remembered.
+    /// The keeper's thread: removes NICs whose clients have disconnected, and saves the record.
     pub(crate) fn keep(&self, inbox: &Receiver<Event>) {
         let mut write_at: Option<Instant> = None;
         loop {
@@ -48,15 +48,15 @@ impl Registry {
         if !state.nics.get(key).is_some_and(same) {
             return;
         }
-        // Under the lock: a NIC of its name that is made meanwhile would have its addresses and the names of its sockets, and lose the latter to it. Nobody
-        // is connected, so its threads end at once.
+        // Under the lock: a NIC with the same name that is created concurrently would have its addresses and sockets' names, and lose the
+        // latter to it. It has no clients, so its threads end at once.
         drop(state.nics.remove(key));
         forget_limits(&mut state, &key.vm);
         drop(state);
         telemetry::guest_info!(self.log, vm = key.vm, nic = key.name, "NIC released: its monitor has gone");
     }
 
-    /// When the next NIC is to go to which nobody has connected.
+    /// Time at which the next NIC without clients is removed.
     fn next_unused(&self) -> Option<Instant> {
         let state = self.state();
         let waiting = state.nics.values().filter(|nic| !nic.was_used && !nic.shared.in_use());

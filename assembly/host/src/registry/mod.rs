@@ -1,8 +1,8 @@
-//! All NICs of the host: who has which, and what happens when their clients go.
+//! All NICs of the host: their owners, and their removal when their clients disconnect.
 //!
 //! ```text
-//!  attach ──▶ sockets listen ──▶ clients connect ──▶ both have gone (crashed, or in order) ──▶ NIC gone
-//!                  └── nobody connects for a minute ──▶ NIC gone
+//!   attach ──▶ sockets listen ──▶ clients connect ──▶ both disconnect (crashed, or in order) ──▶ NIC removed
+//!                   └── no client connects for a minute ──▶ NIC removed
 //! ```
 
 mod error;
@@ -32,18 +32,18 @@ use crate::identity::{check_name, is_unicast, mac_of, mac_text};
 use crate::remembered::Remembered;
 use crate::segments::{Network, Segments, Uplink};
 
-/// NICs of all VMs, and of one.
+/// Limits of NICs of all VMs, and of one VM.
 const MOST_NICS: usize = 1024;
 const MOST_NICS_OF_A_VM: usize = 16;
-/// Link speed that guests are told, Mbit/s.
+/// Link speed reported to guests, Mbit/s.
 const LINK_MBPS: u16 = 10_000;
 
-/// Which NIC.
+/// Identity of a NIC.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct NicKey {
-    /// VM.
+    /// Name of the VM.
     pub vm: String,
-    /// NIC.
+    /// Name of the NIC.
     pub name: String,
 }
 
@@ -53,68 +53,67 @@ impl fmt::Display for NicKey {
     }
 }
 
-/// A NIC that somebody asks for.
+/// Parameters of a NIC.
 #[derive(Debug, Clone)]
 pub struct NicSpec {
-    /// Which.
+    /// Identity of the NIC.
     pub key: NicKey,
-    /// MAC address; made from the names where it is left out.
+    /// MAC address; default: derived from the names.
     pub mac: Option<[u8; 6]>,
-    /// Network.
+    /// Name of the network.
     pub segment: String,
     /// Tap that connects the network with the host's.
     pub tap: Option<String>,
-    /// MTU in bytes; 1500 where it is left out.
+    /// MTU in bytes; default: 1500.
     pub mtu: Option<u32>,
-    /// Its VM comes from another host: it is there when that has landed.
+    /// Whether its VM migrates here: the NIC works once it has arrived.
     pub incoming: bool,
 }
 
-/// What a NIC is.
+/// Properties of a NIC.
 #[derive(Debug, Clone)]
 pub struct NicInfo {
-    /// Which.
+    /// Identity of the NIC.
     pub key: NicKey,
     /// MAC address.
     pub mac: [u8; 6],
-    /// Network.
+    /// Name of the network.
     pub segment: String,
-    /// Tap.
+    /// Name of the tap.
     pub tap: Option<String>,
     /// MTU in bytes.
     pub mtu: u32,
-    /// To whom it belongs.
+    /// User that owns it.
     pub uid: u32,
-    /// One socket per function.
+    /// Path of each function's socket.
     pub functions: Vec<PathBuf>,
-    /// Which functions have clients.
+    /// Whether each function has a client.
     pub connected: Vec<bool>,
 }
 
-/// What the keeper is told.
+/// An event for the keeper.
 #[derive(Debug)]
 pub enum Event {
-    /// The last client of a NIC has gone.
+    /// The last client of a NIC has disconnected.
     Unused {
-        /// Which.
+        /// Identity of the NIC.
         key: NicKey,
-        /// Not a later one of the same name.
+        /// Distinguishes it from a later one with the same name.
         generation: u64,
     },
-    /// Something is to be remembered.
+    /// The record has changed.
     Changed,
-    /// The daemon ends.
+    /// The daemon is ending.
     Stop,
 }
 
-/// Quotas of a VM to which nobody gave others. The engine keeps 8 bytes per registered page, so that a VM can make the
-/// daemon grow by 128 MiB with what it registers.
+/// Default quotas of a VM. The engine keeps 8 bytes per registered page, so a VM's registrations can make the daemon grow by 128 MiB.
 #[must_use]
 pub fn default_limits() -> Limits {
     Limits { registered_bytes: 64 << 30, ..Limits::default() }
 }
 
-/// See the module.
+/// All NICs of the host; see the module.
 #[derive(Debug)]
 pub struct Registry {
     folder: PathBuf,
@@ -123,7 +122,7 @@ pub struct Registry {
     segments: Segments,
     remembered: Arc<Remembered>,
     events: Sender<Event>,
-    /// Monitors come and go as their users want; what is logged of that has a limit.
+    /// Rate-limited log: users can make monitors connect and disconnect any number of times.
     log: GuestLog,
     state: Mutex<State>,
 }
@@ -131,13 +130,13 @@ pub struct Registry {
 #[derive(Debug, Default)]
 struct State {
     nics: BTreeMap<NicKey, Nic>,
-    /// By VM; kept while it has NICs.
+    /// Limits by VM; kept while it has NICs.
     limits: BTreeMap<String, Limits>,
     generations: u64,
 }
 
 impl Registry {
-    /// An empty registry, and what its keeper is to be given.
+    /// An empty registry, and the channel for its keeper.
     #[must_use]
     pub fn new(
         folder: &Path,
@@ -163,28 +162,28 @@ impl Registry {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Who may do what.
+    /// The authorization rules.
     #[must_use]
     pub fn access(&self) -> &Access {
         &self.access
     }
 
-    /// The engine.
+    /// Handle of the engine.
     #[must_use]
     pub fn engine(&self) -> &EngineHandle {
         &self.engine
     }
 
-    /// Networks.
+    /// The networks.
     #[must_use]
     pub fn segments(&self) -> &Segments {
         &self.segments
     }
 
-    /// Makes a NIC. One of the same name and owner without clients is replaced.
+    /// Creates a NIC. Replaces one with the same name and owner that has no clients.
     ///
     /// # Errors
-    /// When the peer may not, what it asks for can't be, or the NIC has clients ([`RegistryError::InUse`]).
+    /// When the peer isn't authorized, a parameter is invalid, or the NIC has clients ([`RegistryError::InUse`]).
     pub fn attach(&self, peer: &Peer, spec: &NicSpec) -> Result<NicInfo, RegistryError> {
         self.access.check(peer)?;
         check_name("VM", &spec.key.vm)?;
@@ -198,7 +197,7 @@ impl Registry {
         if !(576..=9000).contains(&mtu) {
             return Err(RegistryError::Mtu { mtu });
         }
-        // Held throughout: two who attach at once get one after the other. Everything below is quick.
+        // Locked throughout, so concurrent calls run one after the other. Everything below is quick.
         let mut state = self.state();
         let uid = self.owner(&state, peer, &spec.key)?;
         if let Some(old) = state.nics.get(&spec.key) {
@@ -235,7 +234,7 @@ impl Registry {
         let info = nic.info();
         state.nics.insert(spec.key.clone(), nic);
         drop(state);
-        // Its time to be connected runs.
+        // Starts the timeout for its clients.
         shared.tell(Event::Changed);
         telemetry::guest_info!(
             self.log,
@@ -249,7 +248,7 @@ impl Registry {
         Ok(info)
     }
 
-    /// To whom a NIC belongs, or will.
+    /// The user that owns a NIC, or would.
     fn owner(&self, state: &State, peer: &Peer, key: &NicKey) -> Result<u32, RegistryError> {
         if let Some(nic) = state.nics.get(key) {
             let owner = nic.shared.uid;
@@ -320,10 +319,10 @@ impl Registry {
         })
     }
 
-    /// Takes a NIC away, whether or not it is in use.
+    /// Removes a NIC, whether or not it is in use.
     ///
     /// # Errors
-    /// When there is none, or it is somebody else's.
+    /// When it doesn't exist, or is another user's.
     pub fn detach(&self, peer: &Peer, key: &NicKey) -> Result<(), RegistryError> {
         self.access.check(peer)?;
         let mut state = self.state();
@@ -344,7 +343,7 @@ impl Registry {
     /// The NICs that a peer may use.
     ///
     /// # Errors
-    /// When it is a stranger.
+    /// When it may not use the daemon.
     pub fn list(&self, peer: &Peer) -> Result<Vec<NicInfo>, RegistryError> {
         self.access.check(peer)?;
         Ok(self
@@ -356,10 +355,10 @@ impl Registry {
             .collect())
     }
 
-    /// Changes limits of a VM. Says how many devices took them.
+    /// Changes limits of a VM. Returns the number of devices changed.
     ///
     /// # Errors
-    /// When the peer is no administrator, or the VM has no NIC.
+    /// When the peer isn't an administrator, or the VM has no NIC.
     pub fn set_limits(
         &self,
         peer: &Peer,
@@ -385,14 +384,14 @@ impl Registry {
         Ok(devices.len())
     }
 
-    /// The functions of the NICs that `uid` may see.
+    /// The functions of the NICs that `uid` may inspect.
     pub(crate) fn functions(&self, uid: u32) -> Vec<(NicInfo, Arc<RdmaFunction>, Arc<EthernetFunction>)> {
         let state = self.state();
         let seen = state.nics.values().filter(|nic| may_use(uid, nic.shared.uid));
         seen.map(|nic| (nic.info(), Arc::clone(&nic.rdma), Arc::clone(&nic.ethernet))).collect()
     }
 
-    /// The RDMA functions of a VM's NICs, and what each shares with the Ethernet function.
+    /// The RDMA functions of a VM's NICs, each with the state that it shares with the Ethernet function.
     pub(crate) fn rdma_functions(&self, vm: &str) -> Vec<(Arc<NicShared>, Arc<RdmaFunction>)> {
         let state = self.state();
         let of = state.nics.iter().filter(|(key, _)| key.vm == vm);
@@ -402,7 +401,7 @@ impl Registry {
     /// Checks that a VM has NICs here, and that a peer may use them.
     ///
     /// # Errors
-    /// When there are none, or they are somebody else's.
+    /// When there are none, or they are another user's.
     pub(crate) fn check_vm(&self, peer: &Peer, vm: &str) -> Result<(), RegistryError> {
         self.access.check(peer)?;
         let state = self.state();
@@ -416,14 +415,14 @@ impl Registry {
         let _ = self.events.send(Event::Stop);
     }
 
-    /// Takes all NICs away.
+    /// Removes all NICs.
     pub(crate) fn clear(&self) {
         let nics = std::mem::take(&mut self.state().nics);
         drop(nics);
     }
 }
 
-/// Limits last as long as a VM has NICs.
+/// Drops the limits of a VM without NICs.
 fn forget_limits(state: &mut State, vm: &str) {
     if !state.nics.keys().any(|key| key.vm == vm) {
         state.limits.remove(vm);
@@ -435,7 +434,7 @@ mod tests {
     use super::*;
     use crate::engine::{EngineSetup, EngineThread};
 
-    /// A user can make and remove a NIC as often as it wants, and fills no log with it.
+    /// A user can create and remove a NIC any number of times without filling the log.
     #[test]
     fn what_users_make_the_registry_log_has_a_limit() {
         const NICS: u64 = 100;

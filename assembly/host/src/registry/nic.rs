@@ -19,7 +19,7 @@ use crate::function::rdma::RdmaFunction;
 use crate::listener::{SocketFile, listen};
 use crate::segments::{Network, Uplink};
 
-/// A NIC. Dropping it ends its connections and takes its devices away; fields are dropped in this order.
+/// A NIC. Dropping it ends its connections and removes its devices; fields are dropped in this order.
 #[derive(Debug)]
 pub(super) struct Nic {
     pub(super) servers: Vec<FunctionServer>,
@@ -87,15 +87,15 @@ impl Drop for FunctionServer {
 }
 
 impl Nic {
-    /// Nobody finds its sockets any more. Before another NIC of its name may be made: files are named after NICs, and one that is removed late would
-    /// be the other's.
+    /// Removes its sockets' files. Call it before another NIC of its name can be created: files are named after NICs, and a later removal
+    /// would hit the other's.
     pub(super) fn hide(&mut self) {
         for server in &mut self.servers {
             server.file = None;
         }
     }
 
-    /// What is said about it.
+    /// Its properties.
     pub(super) fn info(&self) -> NicInfo {
         NicInfo {
             key: self.shared.key.clone(),

@@ -1,5 +1,5 @@
-//! Landlock: of the file system the daemon keeps its own folder, taps and what the kernel says of them; no TCP port is opened, and none connected
-//! to but that of the cluster service, where the daemon has one.
+//! Landlock. The daemon keeps access to its own folder, taps and the kernel's information about them. It can't listen on a TCP port, nor
+//! connect to one other than the cluster service's, if it has one.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -11,14 +11,14 @@ use landlock::{
 
 use super::SandboxError;
 
-/// The newest set of rights that is known here. An older kernel gets what it has.
+/// The newest known set of rights. An older kernel applies the subset that it has.
 const KNOWN: ABI = ABI::V9;
-/// Where taps come from.
+/// Path of the tun driver.
 const TUN: &str = "/dev/net/tun";
-/// Where the kernel says whose a tap is.
+/// Folder where the kernel reports taps' owners.
 const TAPS: &str = "/sys/devices/virtual/net";
 
-/// Confines the calling thread and those it makes. Returns what is in force.
+/// Confines the calling thread and threads that it creates. Returns a description of what is in force.
 pub(super) fn enforce(
     socket: &Path,
     folder: &Path,
@@ -48,7 +48,7 @@ pub(super) fn enforce(
         | AccessFs::ResolveUnix;
     let rules: [(&Path, BitFlags<AccessFs>); 4] = [
         (folder, own),
-        // The service's socket is made there, and removed at the end.
+        // The service's socket is created there, and removed at the end.
         (beside, AccessFs::MakeSock | AccessFs::RemoveFile | AccessFs::ResolveUnix),
         (Path::new(TUN), AccessFs::ReadFile | AccessFs::WriteFile | AccessFs::IoctlDev),
         (Path::new(TAPS), AccessFs::ReadFile.into()),

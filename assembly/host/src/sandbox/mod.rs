@@ -1,13 +1,13 @@
-//! Confinement of the daemon: what an attacker who has taken over a device model, or the parser of packets, can still do.
+//! Confinement of the daemon: it limits an attacker who controls a device model, or the parser of packets.
 //!
 //! ```text
-//! Sandbox::enter   once directory, key and sockets to other hosts are open, before the first thread is made:
-//!                  all capabilities but the one that taps and large socket buffers need go, Landlock, seccomp
+//! Sandbox::enter   once directory, key and sockets to other hosts are open, before the first thread is created:
+//!                   drops all capabilities but the one for taps and large socket buffers, then Landlock, seccomp
 //! ```
 //!
-//! The threads inherit it. One filter holds for all of them: each can make the others do what it may not, since they share all memory.
-//! A refused system call ends the daemon with [`REFUSED_EXIT_CODE`] and a line that names the call and the thread. What could not be put
-//! in force (an old kernel) is said in a log line; it is never silent.
+//! The threads inherit it. All have the same filter: they share all memory, so each could make the others act for it. A refused system call
+//! ends the daemon with [`REFUSED_EXIT_CODE`] and a line that names the call and the thread. A log line reports what could not be put in
+//! force (on an old kernel).
 
 mod filesystem;
 mod seccomp;
@@ -20,10 +20,10 @@ use rustix::thread::{CapabilitySet, CapabilitySets};
 
 pub use confinement::trap::REFUSED_EXIT_CODE;
 
-/// The sandbox can't be entered.
+/// Why the sandbox can't be entered.
 #[derive(Debug, thiserror::Error)]
 pub enum SandboxError {
-    /// Seccomp.
+    /// The seccomp filter is refused.
     #[error("The daemon's seccomp filter can't be put in force; --no-sandbox runs without")]
     Seccomp(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// Landlock failed on a kernel that has it.
@@ -34,16 +34,16 @@ pub enum SandboxError {
     Path {
         /// The path.
         path: PathBuf,
-        /// Why.
+        /// The error.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// Capabilities or signals.
+    /// Capabilities or signals can't be changed.
     #[error("The daemon can't {what}; --no-sandbox runs without")]
     Privileges {
-        /// What was tried.
+        /// The failed operation.
         what: &'static str,
-        /// Why.
+        /// The error.
         #[source]
         source: io::Error,
     },
@@ -54,8 +54,8 @@ const ENDING: confinement::trap::Ending = confinement::trap::Ending {
     last: || {},
 };
 
-/// Confines the calling thread and those that it makes from now on. The service's socket is `socket`, `folder` the one beside it, `rdma` an RDMA device's file
-/// that is opened afterwards, and `service` the TCP ports to which connections may be made, if any.
+/// Confines the calling thread and threads that it creates later. The service's socket is `socket`, its folder `folder`. `rdma` is an RDMA
+/// device's file that is opened afterwards. `service` is the TCP ports to which the daemon may connect, if any.
 pub(crate) fn enter(
     socket: &Path,
     folder: &Path,
@@ -71,7 +71,7 @@ pub(crate) fn enter(
     Ok(())
 }
 
-/// Confines the daemon of a card, once that is open: its folder, and of ioctl what a card is used by.
+/// Confines the daemon of a card, once the card is open: to its folder, and to the ioctls that a card needs.
 pub(crate) fn enter_card(folder: &Path) -> Result<(), SandboxError> {
     confinement::trap::install(ENDING)
         .map_err(|source| SandboxError::Privileges { what: "handle refused system calls", source })?;
@@ -86,7 +86,8 @@ fn failed(what: &'static str) -> impl Fn(rustix::io::Errno) -> SandboxError {
     move |errno| SandboxError::Privileges { what, source: io::Error::from(errno) }
 }
 
-/// Drops all capabilities but CAP_NET_ADMIN (taps of others, buffers beyond the system's limit), for good. Says what is left.
+/// Drops all capabilities but CAP_NET_ADMIN (other users' taps, buffers beyond the system's limit), for good. Returns a description of what
+/// is left.
 fn drop_capabilities() -> Result<&'static str, SandboxError> {
     let held = rustix::thread::capabilities(None).map_err(failed("read its capabilities"))?;
     if held.effective.contains(CapabilitySet::SETPCAP) {

@@ -1,4 +1,4 @@
-//! Which system calls the daemon's threads make.
+//! System calls that the daemon's threads may make.
 
 use std::collections::BTreeMap;
 
@@ -10,13 +10,13 @@ use seccompiler::{
 
 use super::SandboxError;
 
-/// What Rust's and the C library's run time needs in every thread.
+/// Rust's and the C library's run time, in every thread.
 const RUN_TIME: &[i64] = &[
     libc::SYS_read,
     libc::SYS_write,
     libc::SYS_readv,
     libc::SYS_writev,
-    // Without waiting, for descriptors that clients share.
+    // With a flag against blocking, for descriptors that clients share.
     libc::SYS_preadv2,
     libc::SYS_pwritev2,
     libc::SYS_close,
@@ -48,7 +48,7 @@ const RUN_TIME: &[i64] = &[
     libc::SYS_nanosleep,
     libc::SYS_clock_nanosleep,
     libc::SYS_getrandom,
-    // Fails as if the kernel didn't have it, see `NO_CLONE3`.
+    // Fails as if the kernel didn't have it; see `NO_CLONE3`.
     libc::SYS_clone3,
 ];
 
@@ -61,15 +61,15 @@ const EVENTS: &[i64] = &[
     libc::SYS_epoll_wait,
     libc::SYS_epoll_pwait,
     libc::SYS_eventfd2,
-    // Clients' eventfds are signalled by asynchronous I/O, see `function::eventfd_signals`.
+    // Asynchronous I/O signals clients' eventfds; see `function::eventfd_signals`.
     libc::SYS_io_setup,
     libc::SYS_io_submit,
     libc::SYS_io_getevents,
     libc::SYS_io_destroy,
 ];
 
-/// Sockets: the service and metrics, vfio-user with descriptors, UDP between hosts. New ones are Unix sockets only, and TCP where the daemon has a
-/// cluster service, see `rules`.
+/// Sockets: the service and metrics, vfio-user with descriptors, UDP between hosts. New ones are Unix sockets only, and TCP if the daemon
+/// has a cluster service; see `rules`.
 const SOCKETS: &[i64] = &[
     libc::SYS_bind,
     libc::SYS_listen,
@@ -88,7 +88,7 @@ const SOCKETS: &[i64] = &[
     libc::SYS_recvmmsg,
 ];
 
-/// Files: `nics.json`, the sockets' files, guests' memory as it comes, taps' owners. Landlock says which.
+/// Files: `nics.json`, the sockets' files, guests' memory as it arrives, taps' owners. Landlock limits which.
 const FILES: &[i64] = &[
     libc::SYS_openat,
     // rustix, for taps.
@@ -101,7 +101,7 @@ const FILES: &[i64] = &[
     libc::SYS_fstatfs,
     libc::SYS_lseek,
     libc::SYS_pread64,
-    // What kind of descriptor a client has passed.
+    // Kind of a descriptor that a client has passed.
     libc::SYS_readlink,
     libc::SYS_readlinkat,
     libc::SYS_fsync,
@@ -118,7 +118,7 @@ const FILES: &[i64] = &[
     libc::SYS_unlinkat,
 ];
 
-/// Calls whose arguments are looked at, see `rules`.
+/// Calls with checked arguments; see `rules`.
 const CHECKED: &[i64] = &[
     libc::SYS_ioctl,
     libc::SYS_prctl,
@@ -127,15 +127,16 @@ const CHECKED: &[i64] = &[
     libc::SYS_mprotect,
     libc::SYS_clone,
     libc::SYS_socket,
-    // tokio wakes its reactor for signals by one.
+    // tokio's reactor is woken for signals through one.
     libc::SYS_socketpair,
     libc::SYS_tgkill,
     libc::SYS_memfd_create,
     libc::SYS_seccomp,
 ];
 
-/// By mask and value. The first, only where the daemon uses an RDMA device: `RDMA_VERBS_IOCTL` of rdma/rdma_user_ioctl.h, all of its commands. Then
-/// TUN's numbers from 192 on of type 'T', FIONREAD and FIONBIO, and an interface's flags (SIOCGIFFLAGS, SIOCSIFFLAGS: is a tap there, is it up).
+/// Permitted ioctls, by mask and value. The first only if the daemon uses an RDMA device: `RDMA_VERBS_IOCTL` of rdma/rdma_user_ioctl.h, all
+/// of its commands. Then TUN's numbers from 192 on of type 'T', FIONREAD and FIONBIO, and an interface's flags (SIOCGIFFLAGS, SIOCSIFFLAGS:
+/// whether a tap exists and is up).
 const IOCTLS: &[(u64, u64)] = &[
     (u64::MAX, 0xc018_1b01),
     (0xffc0, 0x54c0),
@@ -146,7 +147,7 @@ const IOCTLS: &[(u64, u64)] = &[
 ];
 /// The daemon of a card: VFIO's numbers from 96 to 127 of type ';' (linux/vfio.h), FIONREAD and FIONBIO.
 const CARD_IOCTLS: &[(u64, u64)] = &[(!0x1f, 0x3b60), (u64::MAX, 0x541b), (u64::MAX, 0x5421)];
-/// The daemon of a card: registers are written at offsets of a file.
+/// The daemon of a card writes registers at offsets of a file.
 const CARD: &[i64] = &[libc::SYS_pwrite64];
 /// Names of threads and of the allocator's mappings.
 const PRCTLS: &[libc::c_int] = &[libc::PR_SET_NAME, libc::PR_GET_NAME, libc::PR_SET_VMA];
@@ -161,18 +162,18 @@ const FCNTLS: &[libc::c_int] = &[
     libc::F_ADD_SEALS,
 ];
 
-/// What the daemon uses that not every daemon does.
+/// Optional facilities of a daemon.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Uses {
     /// An RDMA device of the host.
     pub rdma: bool,
     /// A cluster service, to which it connects by TCP.
     pub service: bool,
-    /// A card, by VFIO; and no tap.
+    /// A card, by VFIO; then no tap.
     pub card: bool,
 }
 
-/// What arguments must be.
+/// Rules for a call's arguments.
 fn rules(uses: Uses, syscall: i64) -> Result<Vec<SeccompRule>, BackendError> {
     let mut rules = arguments(uses).rules(syscall)?;
     if uses.service && syscall == libc::SYS_socket {
@@ -182,7 +183,7 @@ fn rules(uses: Uses, syscall: i64) -> Result<Vec<SeccompRule>, BackendError> {
                 let value = u64::from(value.cast_unsigned());
                 SeccompCondition::new(argument, SeccompCmpArgLen::Dword, operator, value)
             };
-            // Its kind without the flags beside it.
+            // Its kind without the flags.
             rules.push(SeccompRule::new(vec![
                 is(0, u64::from(u32::MAX), family)?,
                 is(1, SOCKET_KIND, libc::SOCK_STREAM)?,
@@ -223,11 +224,11 @@ fn programs(uses: Uses) -> Result<[BpfProgram; 2], BackendError> {
         }
     }
     let allowed = compile(allowed, SeccompAction::Trap, SeccompAction::Allow)?;
-    // The wider one first: it says which system calls put the other in force.
+    // The wider one first: it permits the system calls that put the other in force.
     Ok([confinement::no_clone3()?, allowed])
 }
 
-/// Confines the calling thread and those it makes.
+/// Confines the calling thread and threads that it creates.
 pub(super) fn enforce(uses: Uses) -> Result<(), SandboxError> {
     let programs = programs(uses).map_err(|error| SandboxError::Seccomp(error.into()))?;
     for program in programs {
@@ -240,7 +241,7 @@ pub(super) fn enforce(uses: Uses) -> Result<(), SandboxError> {
 mod tests {
     use super::*;
 
-    /// Each runs on a thread of its own: a filter lasts as long as its thread.
+    /// Each runs on its own thread: a filter lasts as long as its thread.
     fn confined<R: Send + 'static>(uses: Uses, what: impl FnOnce() -> R + Send + 'static) -> R {
         std::thread::spawn(move || {
             let mut allowed = BTreeMap::new();
@@ -249,7 +250,7 @@ mod tests {
                     allowed.insert(*syscall, rules(uses, *syscall).unwrap_or_default());
                 }
             }
-            // As the real one, but a refusal is an error that can be looked at.
+            // Like the real one, but a refusal is an error that the test can check.
             let refused = SeccompAction::Errno(libc::EOVERFLOW.cast_unsigned());
             let program = compile(allowed, refused, SeccompAction::Allow).unwrap_or_else(|e| panic!("{e}"));
             seccompiler::apply_filter(&program).unwrap_or_else(|e| panic!("{e}"));

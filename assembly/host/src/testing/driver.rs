@@ -1,4 +1,4 @@
-//! A guest's driver and an application: as Linux' `vmw_pvrdma` and rdma-core's provider do it, as far as tests need it.
+//! A guest's driver and an application, which act like Linux's `vmw_pvrdma` and rdma-core's provider, as far as tests need it.
 
 use dma::access::read_array;
 use dma::{Dma, MappedMemory};
@@ -26,7 +26,7 @@ const UAR_PFN: u64 = 0xF_E000;
 const SLOTS: u32 = 64;
 const ENTRIES: u32 = 256;
 
-/// A driver on a machine's memory; the connection comes with each call, so that it can be lost and found.
+/// A driver in a machine's memory. Each call gets the connection, so that the connection can be lost and replaced.
 pub struct Guest {
     ram: MappedMemory,
     end: u64,
@@ -37,11 +37,11 @@ pub struct Guest {
     completion_ring: (u64, u64),
     /// Timeout code of queue pairs: 4.096 µs << code. 8 is about a millisecond.
     pub timeout: u8,
-    /// How often a queue pair tries again after it.
+    /// Number of retries of a queue pair.
     pub retries: u8,
 }
 
-/// A context with a queue pair and what it needs.
+/// A context with a queue pair and its objects.
 pub struct Endpoint {
     uar: u32,
     pd: u32,
@@ -74,7 +74,7 @@ impl Guest {
         }
     }
 
-    /// The guest goes on with the memory of another machine.
+    /// Moves the guest to the memory of another machine.
     pub fn moved(&mut self, machine: &Machine) {
         self.ram = machine.ram.clone();
     }
@@ -102,7 +102,7 @@ impl Guest {
         directory
     }
 
-    /// Probes the device, up to an address of its own.
+    /// Probes the device, up to binding its address.
     pub fn probe(&mut self, monitor: &Monitor, gid: [u8; 16]) {
         assert!(monitor.read(registers::VERSION) >= 18);
         let region = self.page();
@@ -156,7 +156,7 @@ impl Guest {
         monitor.read(registers::ERROR)
     }
 
-    /// A command with a response; `Err` is register ERR.
+    /// Executes a command with a response; `Err` is register ERR.
     pub fn command<T: FromBytes + KnownLayout + Immutable>(
         &self,
         monitor: &Monitor,
@@ -207,7 +207,7 @@ impl Guest {
         endpoint
     }
 
-    /// Another queue pair in INIT of an endpoint's context, on its completion queue, with a buffer of a page.
+    /// Another queue pair in INIT in an endpoint's context, on its completion queue, with a buffer of a page.
     pub fn another(&mut self, monitor: &Monitor, at: &Endpoint) -> Endpoint {
         let buffer = self.register(monitor, at.pd, 0x7F00_0000_0000, 1);
         let pages = self.pages(u32::try_from(at.qp.2.len()).unwrap());
@@ -248,8 +248,8 @@ impl Guest {
         }
     }
 
-    /// Makes `count` more queue pairs like an endpoint's, connected to a peer, which nobody will use. They share one page list, which a
-    /// driver wouldn't do, so that RAM of any size is enough.
+    /// Creates `count` more queue pairs like an endpoint's, connected to a peer and idle. They share one page list, unlike a driver's, so
+    /// that RAM of any size suffices.
     pub fn idle_queue_pairs(
         &mut self,
         monitor: &Monitor,
@@ -331,7 +331,7 @@ impl Guest {
         });
     }
 
-    /// Posts an RDMA write of one element and rings. `false` when the queue is full.
+    /// Posts an RDMA WRITE of one element, and writes the doorbell. `false` when the queue is full.
     pub fn post_write(
         &self,
         monitor: &Monitor,
@@ -356,7 +356,7 @@ impl Guest {
         self.post(monitor, at, wr_id, opcode::WRITE, transmute!(operands), part)
     }
 
-    /// Posts a fetch-and-add of 1; the old value comes to the eight bytes at `offset` of the buffer. `false` when the queue is full.
+    /// Posts a fetch-and-add of 1; the old value goes to the eight bytes at `offset` of the buffer. `false` when the queue is full.
     pub fn post_fetch_add(
         &self,
         monitor: &Monitor,
@@ -405,7 +405,7 @@ impl Guest {
         posted
     }
 
-    /// Posts a receive and rings.
+    /// Posts a receive, and writes the doorbell.
     pub fn post_receive(&self, monitor: &Monitor, at: &Endpoint, wr_id: u64, length: u32) -> bool {
         let header = ReceiveHeader { wr_id: wr_id.into(), sge_count: 1.into(), total_length: 0.into() };
         let mut bytes = header.as_bytes().to_vec();
@@ -434,13 +434,13 @@ impl Guest {
         true
     }
 
-    /// Asks for a notification of the next completion.
+    /// Arms the completion queue.
     pub fn arm(&self, monitor: &Monitor, at: &Endpoint) {
         let word = u64::from(at.uar) * PAGE + doorbells::CQ;
         monitor.doorbells.ring(word, at.cq.0 | doorbells::CQ_ARM);
     }
 
-    /// Takes a completion; an empty poll rings, as the provider does.
+    /// Consumes a completion; an empty poll writes the doorbell, as the provider does.
     pub fn poll(&self, monitor: &Monitor, at: &Endpoint) -> Option<Entry> {
         let taken = self.take(at);
         if taken.is_none() {
@@ -451,7 +451,7 @@ impl Guest {
         taken
     }
 
-    /// Takes a completion without a word to the device.
+    /// Consumes a completion without a doorbell.
     pub fn take(&self, at: &Endpoint) -> Option<Entry> {
         let indices = Indices::new(ENTRIES).unwrap();
         let tail = self.ram.load_u32(at.cq.1[0] + state::RX_TAIL).unwrap();
@@ -467,12 +467,12 @@ impl Guest {
         Some(transmute!(bytes))
     }
 
-    /// Drains the ring of notifications.
+    /// Consumes the notification ring.
     pub fn notifications(&self) -> Vec<u32> {
         self.drain(self.completion_ring, COMPLETION_SLOTS, 4)
     }
 
-    /// Drains the ring of asynchronous events: their types.
+    /// Consumes the ring of asynchronous events: their types.
     pub fn events(&self) -> Vec<u32> {
         self.drain(self.async_ring, ASYNC_SLOTS, 8)
     }
@@ -499,21 +499,21 @@ impl Guest {
         }
     }
 
-    /// Writes bytes that begin at `offset` of a buffer and lie in one page of it.
+    /// Writes bytes at `offset` of a buffer, within one page of it.
     pub fn put(&self, buffer: &Buffer, offset: u64, bytes: &[u8]) {
         self.ram.write(buffer.page_of(offset) + offset % PAGE, bytes).unwrap();
     }
 
-    /// The aligned word at `offset` of a buffer, in one load that sees what was stored before it.
+    /// Loads the aligned word at `offset` of a buffer, with acquire order.
     pub fn word(&self, buffer: &Buffer, offset: u64) -> u32 {
         while self.ram.awaits(buffer.page_of(offset) + offset % PAGE, 4, false) {
-            // A vCPU that touches a page that is still to come waits.
+            // A vCPU waits at a not-present page.
             std::thread::sleep(std::time::Duration::from_micros(100));
         }
         self.ram.load_u32(buffer.page_of(offset) + offset % PAGE).unwrap()
     }
 
-    /// The bytes of a buffer.
+    /// The contents of a buffer.
     pub fn bytes(&self, buffer: &Buffer) -> Vec<u8> {
         let pages = buffer.pages.iter();
         pages.flat_map(|page| read_array::<4096>(&self.ram, *page).unwrap()).collect()

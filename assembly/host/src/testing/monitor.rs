@@ -1,4 +1,4 @@
-//! A monitor: gets a NIC from a daemon, gives it RAM and eventfds, follows its doorbell mode.
+//! A monitor: attaches a NIC at a daemon, provides RAM and eventfds, follows the doorbell mode.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -15,18 +15,18 @@ use vfio_user_protocol::client::Client;
 use vfio_user_protocol::device::{INTERRUPT_MSIX, REGION_CONFIG};
 use vfio_user_protocol::doorbell_mode::{self, DoorbellMode};
 
-/// Bytes of guest RAM, at address 0, unless a machine is to have more.
+/// Bytes of guest RAM, at address 0, unless a machine has another size.
 pub const RAM: u64 = 8 << 20;
 const REGISTERS: u32 = 1;
 const UAR: u32 = 2;
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// RAM and what else of a VM outlives its connections.
+/// RAM and other state of a VM that outlives its connections.
 pub struct Machine {
     pub vm: String,
     pub segment: String,
     pub ram: MappedMemory,
-    /// Bytes of it.
+    /// Size of the RAM, bytes.
     pub size: u64,
     file: OwnedFd,
 }
@@ -36,7 +36,7 @@ impl Machine {
         Self::with_ram(vm, segment, RAM)
     }
 
-    /// With so many bytes of RAM.
+    /// A machine with `size` bytes of RAM.
     pub fn with_ram(vm: &str, segment: &str, size: u64) -> Self {
         let file = memfd_create("ram", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
         ftruncate(&file, size).unwrap();
@@ -45,7 +45,7 @@ impl Machine {
         Self { vm: vm.to_owned(), segment: segment.to_owned(), ram, size, file }
     }
 
-    /// Takes all pages out of the RAM, whatever they hold.
+    /// Discards all pages of the RAM, whatever their contents.
     pub fn empty(&self) {
         let flags = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
         rustix::fs::fallocate(&self.file, flags, 0, self.size).unwrap();
@@ -60,12 +60,12 @@ impl Machine {
         }
     }
 
-    /// Asks the daemon for the NIC.
+    /// Attaches the NIC at the daemon.
     pub fn attach(&self, daemon: &Path) -> Vec<PathBuf> {
         attach_nic(daemon, &self.request()).unwrap().functions
     }
 
-    /// Attaches and connects both functions of a NIC whose VM is to come here.
+    /// Attaches and connects both functions of a NIC whose VM is to arrive here.
     pub fn await_vm(&self, daemon: &Path) -> Monitor {
         let request = NicRequest { incoming: true, ..self.request() };
         Monitor::new(self, &attach_nic(daemon, &request).unwrap().functions, true)
@@ -77,25 +77,25 @@ impl Machine {
     }
 }
 
-/// A connection to a NIC. Dropping it is a crash as the daemon sees it: sockets close, whatever goes on.
+/// A connection to a NIC. Dropping it looks like a crash to the daemon: sockets close, whatever is in progress.
 pub struct Monitor {
     pub ethernet: Client,
     pub rdma: Arc<Client>,
     pub vectors: Vec<OwnedFd>,
     pub doorbells: Arc<Doorbells>,
-    /// Ends with it.
+    /// Ends with the monitor.
     _follower: Option<Follower>,
 }
 
-/// The doorbell pages as the guest reaches them.
+/// The doorbell pages from the guest's view.
 pub struct Doorbells {
     client: Arc<Client>,
     pages: MappedMemory,
-    /// Whether they are memory; held for reading during a store, for writing during a change.
+    /// Whether they are memory. Locked for reading during a store, for writing during a change.
     mapped: RwLock<bool>,
     pub switches: AtomicU64,
     pub exits: AtomicU64,
-    /// Fails to change, as a monitor without memslots would.
+    /// Makes changes fail, as in a monitor without memslots.
     pub broken: AtomicBool,
 }
 
@@ -107,7 +107,7 @@ impl Doorbells {
             self.pages.store_u32(offset, value).unwrap();
         } else {
             self.exits.fetch_add(1, Ordering::Relaxed);
-            // After the daemon's death nobody hears it.
+            // The daemon may be dead.
             let _ = self.client.region_write(UAR, offset, &value.to_le_bytes());
         }
     }
@@ -137,7 +137,7 @@ impl Doorbells {
 
     fn report(&self, mode: DoorbellMode) {
         let value = mode.to_register().to_le_bytes();
-        // After the daemon's death nobody hears it.
+        // The daemon may be dead.
         let _ = self.client.region_write(doorbell_mode::REGION, doorbell_mode::REACHED_OFFSET, &value);
     }
 }
@@ -187,7 +187,7 @@ impl Monitor {
         self.rdma.region_write(REGISTERS, offset, &value.to_le_bytes()).unwrap();
     }
 
-    /// Takes the interrupts of a vector: whether there were any.
+    /// Consumes the interrupts of a vector; returns whether there were any.
     pub fn take(&self, vector: usize) -> bool {
         rustix::io::read(&self.vectors[vector], &mut [0; 8]).is_ok()
     }

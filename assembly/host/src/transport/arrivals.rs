@@ -1,4 +1,4 @@
-//! Packets that other daemons sent: for which device and queue pair they are, and whether they come from whom they say.
+//! Packets from other daemons: finding their device and queue pair, and verifying their sender.
 
 use std::collections::HashMap;
 
@@ -19,7 +19,7 @@ use super::verbs::Message;
 use super::wire::Wire;
 use super::{Nic, TransportKind, entry, pin};
 
-/// What arriving packets need.
+/// State for processing received packets.
 pub(super) struct Arrivals<'a, P: Provider> {
     pub directory: &'a dyn Directory,
     pub nics: &'a HashMap<DeviceId, Nic>,
@@ -28,13 +28,13 @@ pub(super) struct Arrivals<'a, P: Provider> {
     pub wire: &'a Wire,
     pub engine: &'a mut Engine<P>,
     pub now: u64,
-    /// The last packet's connection: its neighbours are mostly for the same one.
+    /// The connection of the last packet: consecutive packets are mostly for the same one.
     pub last: &'a mut Option<Last>,
-    /// What is about `verbs`, for later.
+    /// Messages about `verbs`, for later.
     pub control: &'a mut Vec<(DeviceId, VmId, Message)>,
 }
 
-/// A packet for which all was looked up. It holds for the next packet, and while nothing but packets comes in between.
+/// A packet with all look-ups done. Valid for the next packet, while only packets are processed in between.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Last {
     from: Origin,
@@ -44,7 +44,7 @@ pub(super) struct Last {
 }
 
 impl<P: Provider> Arrivals<'_, P> {
-    /// Takes a packet, unless it is for nobody here, or not from whom it says.
+    /// Processes a packet. Drops it if no device here is its receiver, or its sender isn't the claimed host.
     pub fn take(
         &mut self,
         from: Origin,
@@ -119,7 +119,7 @@ impl<P: Provider> Arrivals<'_, P> {
         self.devices.get(&(header.destination, header.segment)).copied().ok_or(Dropped::NoVm)
     }
 
-    /// The connection that a packet is for, if it comes from whom it says.
+    /// The connection of a packet, if its sender is verified.
     fn find(&mut self, from: Origin, header: &Header, qpn: u32) -> Result<usize, Dropped> {
         let device = self.device(header)?;
         pin::check(self.directory, header.destination, header.source, TransportKind::Fabric)
@@ -130,12 +130,12 @@ impl<P: Provider> Arrivals<'_, P> {
         if known { Ok(index) } else { Err(Dropped::NotItsHost) }
     }
 
-    /// The connection of a queue pair, made when the queue pair has one.
+    /// The connection of a queue pair, created if the queue pair is connected.
     fn connection(&mut self, device: DeviceId, qpn: u32) -> Option<usize> {
         let current = self.engine.connected(device, Qpn(qpn));
         let found = self.connections.index_of(device, qpn);
         match (current, found) {
-            // Failed, and still answering.
+            // A failed connection that still responds.
             (None, found) => found,
             (Some(qp), Some(index)) if self.connections.get(index).is_some_and(|entry| entry.qp == qp) => {
                 Some(index)

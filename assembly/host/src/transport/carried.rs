@@ -1,4 +1,4 @@
-//! Which connections the host's RDMA device carries, and the daemons' messages about them.
+//! Connections over the host's RDMA device, and the daemons' messages about them.
 
 use hca::engine::Engine;
 use hca::names::{DeviceId, Qpn};
@@ -12,7 +12,7 @@ use super::verbs::{Ends, Message, Reason, Refused, Verbs};
 use super::{Absent, Found, Transports, VerbsReport, pin};
 
 impl Transports {
-    /// Opens a device that was found, for transport `verbs`. The process's credentials must not change afterwards.
+    /// Opens a device for transport `verbs`. The process's credentials must not change afterwards.
     ///
     /// # Errors
     /// When it can't be opened.
@@ -21,28 +21,28 @@ impl Transports {
         Ok(())
     }
 
-    /// A device in memory, for tests.
+    /// Uses a device in memory, for tests.
     pub(crate) fn pretend_verbs(&mut self, device: super::verbs::fake::FakeRnic) {
         self.verbs = Verbs::over(Box::new(device));
     }
 
-    /// There is no device, and why.
+    /// Records why there is no device.
     pub fn without_verbs(&mut self, why: &str) {
         self.verbs = Verbs::absent(why);
     }
 
-    /// Transport `verbs`: its device, and what is registered.
+    /// Report of transport `verbs`: its device and registrations.
     #[must_use]
     pub fn verbs(&self) -> VerbsReport {
         self.verbs.report()
     }
 
-    /// Takes what the device has done. Before a guest's command, which may end what has completed.
+    /// Processes the device's completions. Call it before a guest's command, which may destroy objects of completed requests.
     pub fn catch_up<P: Provider>(&mut self, engine: &mut Engine<P>, now: u64) {
         self.verbs.poll(engine, now);
     }
 
-    /// Ends what a guest's command has ended, before its vCPU goes on: the device reaches none of it when this returns.
+    /// Ends what a guest's command has destroyed, before its vCPU continues: the device doesn't access it any more when this returns.
     pub fn settle<P: Provider>(&mut self, engine: &mut Engine<P>, now: u64) {
         if !self.verbs.is_there() || !engine.has_actions() {
             return;
@@ -60,7 +60,7 @@ impl Transports {
         engine.put_back_actions(actions);
     }
 
-    /// A device's memory changes, or it may not access it any more.
+    /// Handles a change of a device's memory, or the end of its access to it.
     pub fn suspend<P: Provider>(&mut self, engine: &mut Engine<P>, device: DeviceId) {
         for qp in self.verbs.remove_device(device) {
             engine.remote_fail(qp);
@@ -84,7 +84,7 @@ impl Transports {
         Some((ends, info))
     }
 
-    /// The connection by `verbs` of a queue pair that is pinned to it; `None`: it has none, and another transport is to be asked.
+    /// The `verbs` connection of a queue pair that is pinned to `verbs`. `None`: there is none, and another transport applies.
     pub(super) fn way_by_verbs<P: Provider>(
         &mut self,
         engine: &mut Engine<P>,
@@ -118,7 +118,7 @@ impl Transports {
         }
     }
 
-    /// Takes what other daemons have said.
+    /// Processes messages of other daemons.
     pub(super) fn take_control<P: Provider>(&mut self, engine: &mut Engine<P>, now: u64) {
         if self.control.is_empty() {
             return;
@@ -139,7 +139,7 @@ impl Transports {
         self.send_control(engine, now);
     }
 
-    /// The queue pair that a message of a VM's daemon is about.
+    /// The queue pair that a message of a VM's daemon concerns.
     fn find_ends<P: Provider>(
         &self,
         engine: &Engine<P>,
@@ -155,7 +155,7 @@ impl Transports {
         (ends.peer_vm == from && ends.peer_qpn == message.own).then_some((ends, info))
     }
 
-    /// Sends what the transport has to say, and hands on what it doesn't carry.
+    /// Sends the transport's messages, and passes on requests that another transport must carry.
     pub(super) fn send_control<P: Provider>(&mut self, engine: &mut Engine<P>, now: u64) {
         for handed in std::mem::take(&mut self.verbs.handed) {
             telemetry::guest_warn!(
@@ -175,7 +175,7 @@ impl Transports {
         let (before, behind) = (self.fabric.before(), self.fabric.behind());
         for message in outbox.drain(..) {
             let index = self.fabric.index(message.pair.0, message.pair.1);
-            // Whoever waits for an answer asks again.
+            // The peer repeats its question if it needs the answer.
             if !self.fabric.has_room(index) {
                 continue;
             }

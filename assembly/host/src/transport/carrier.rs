@@ -1,4 +1,4 @@
-//! What a RoCE connection asks of memory and queues, answered by the engine's queue pair.
+//! The memory and queues of a RoCE connection, implemented by the engine's queue pair.
 
 use hca::engine::Engine;
 use hca::provider::Provider;
@@ -6,7 +6,7 @@ use hca::remote::{AtomicOperation, QpId, Refusal as EngineRefusal, Unmoved as En
 use hca::work::{Remote as EngineRemote, Status as EngineStatus};
 use roce::{Atomic, Event, Memory, NoReceive, Received, ReceivedOperation, Refusal, Remote, Status, Unmoved};
 
-/// A queue pair of the engine, for the time of a call into its connection.
+/// A queue pair of the engine, during a call into its connection.
 pub(super) struct Carrier<'a, P: Provider> {
     pub engine: &'a mut Engine<P>,
     pub qp: QpId,
@@ -21,13 +21,13 @@ fn remote(remote: Remote) -> EngineRemote {
     EngineRemote { address: remote.address, rkey: remote.rkey }
 }
 
-/// The engine has acted on it when it says so: the events that a connection reports of it are not passed on.
+/// Converts a refusal. The engine has already failed the queue pair, so the connection's events for it are not passed on.
 fn refusal(refusal: EngineRefusal) -> Refusal {
     match refusal {
         EngineRefusal::Access => Refusal::Access,
         EngineRefusal::Invalid => Refusal::InvalidRequest,
         EngineRefusal::Operational | EngineRefusal::NotReady { .. } => Refusal::Operation,
-        // Its program has ended, and packets of the peer were on their way: what any HCA does with them.
+        // Its program has ended while packets of the peer were in flight: any HCA drops them.
         EngineRefusal::Gone => Refusal::Gone,
         EngineRefusal::NotHere => Refusal::NotHere,
     }
@@ -88,7 +88,7 @@ impl<P: Provider> Memory for Carrier<'_, P> {
     }
 
     fn execute_local(&mut self, _token: u64) -> Status {
-        // The engine executes those itself, and posts none.
+        // The engine executes local requests itself, and posts none.
         Status::General
     }
 
@@ -116,7 +116,7 @@ impl<P: Provider> Memory for Carrier<'_, P> {
 
     fn complete_receive(&mut self, received: &Received) {
         let Received { length, immediate, invalidated, solicited, .. } = *received;
-        // It fails only without a receive, which the connection has taken.
+        // Fails only without a receive, which the connection has consumed before.
         let _ = match (received.operation, immediate) {
             (ReceivedOperation::WriteImmediate, Some(immediate)) => {
                 self.engine.remote_write_end(self.qp, length, immediate, solicited)
@@ -130,7 +130,7 @@ impl<P: Provider> Memory for Carrier<'_, P> {
     }
 
     fn keep_receive(&mut self) {
-        // The engine keeps a receive until it is completed.
+        // The engine keeps a receive until it is complete.
     }
 
     fn write(&mut self, to: Remote, length: u64, at: u64, data: &[u8]) -> Result<(), Refusal> {
@@ -156,7 +156,7 @@ impl<P: Provider> Memory for Carrier<'_, P> {
     fn event(&mut self, event: Event) {
         match event {
             Event::Established => self.engine.remote_established(self.qp),
-            // Nothing happens when the engine refused, and has failed, the queue pair itself.
+            // No effect if the engine itself refused, and has failed the queue pair.
             Event::RequestError => self.engine.remote_violation(self.qp),
             Event::AccessError | Event::Fatal | Event::SendFailed => {}
             Event::Failed => self.engine.remote_fail(self.qp),

@@ -1,4 +1,4 @@
-//! The protocol's connections: found by queue pair, ordered by who has something to send, and by time.
+//! The protocol's connections: by queue pair, ordered by pending packets, and by timeout.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::net::SocketAddr;
@@ -23,15 +23,15 @@ pub(super) struct Entry {
     pub qpn: u32,
     pub peer_qpn: u32,
     pub peer_vm: VmId,
-    /// Where the peer is; unknown ones get nothing, and time out.
+    /// The peer's host. With an unknown one, packets are dropped and requests time out.
     pub host: Option<SocketAddr>,
     pub header: Header,
-    /// Its peer is outside of the cluster, reached by `wire`.
+    /// Whether the peer is outside of the cluster, reached by `wire`.
     pub outside: bool,
-    /// Its frames, where it is reached by `wire`; `None` until its VM, which has come from another host, runs here.
+    /// The frames of a `wire` connection. `None` until its VM, which has migrated here, runs.
     pub line: Option<Line>,
     pub connection: Connection,
-    /// It has failed, and goes then.
+    /// Time at which the failed connection is removed.
     pub remove_at: Option<u64>,
     sends: bool,
     ready: bool,
@@ -39,7 +39,7 @@ pub(super) struct Entry {
 }
 
 impl Entry {
-    /// The protocol's attributes of a queue pair.
+    /// The protocol's attributes for a queue pair.
     pub fn config(info: &ConnectionInfo, mtu: Mtu) -> Config {
         let attributes = &info.attributes;
         Config {
@@ -66,7 +66,7 @@ impl Entry {
         host: Option<SocketAddr>,
         header: Header,
     ) -> Option<Self> {
-        // What it checks doesn't come from the guest.
+        // The validated values aren't the guest's.
         let connection = Connection::new(config).ok()?;
         Some(Self {
             qp: info.qp,
@@ -85,7 +85,7 @@ impl Entry {
         })
     }
 
-    /// The state in which it moves; its timers stand still from then on.
+    /// Saves the connection for a migration; its timers stop from then on.
     pub fn save(&self, now: u64) -> SavedConnection {
         SavedConnection {
             peer_vm: self.peer_vm,
@@ -95,10 +95,10 @@ impl Entry {
         }
     }
 
-    /// From a saved state, held.
+    /// Restores a connection, suspended.
     ///
     /// # Errors
-    /// When no connection can have that state.
+    /// When the state is invalid.
     pub fn restore(
         qp: QpId,
         qpn: u32,
@@ -128,12 +128,12 @@ impl Entry {
         })
     }
 
-    /// Who is connected to whom by it; nobody where the peer is outside of the cluster.
+    /// The VMs that it connects; `None` when the peer is outside of the cluster.
     fn pair(&self) -> Option<Pair> {
         (!self.outside).then_some((self.header.source, self.peer_vm))
     }
 
-    /// The queue pair sends now: attributes that it got after it could receive are taken over.
+    /// Applies attributes for sending, which the queue pair got after it could receive.
     pub fn may_send<P: Provider>(&mut self, engine: &Engine<P>) {
         if self.sends {
             return;
@@ -152,14 +152,14 @@ impl Entry {
     }
 }
 
-/// A connection by `fabric` or `wire` as it moves with its queue pair.
+/// A saved connection by `fabric` or `wire`, which migrates with its queue pair.
 #[derive(Debug, Clone, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct SavedConnection {
-    /// The peer; of a connection by `wire` nobody (0).
+    /// Number of the peer's VM; 0 for a connection by `wire`.
     pub peer_vm: VmId,
-    /// The queue pair's attributes for sending were taken over.
+    /// Whether the queue pair's attributes for sending are applied.
     pub sends: bool,
-    /// It has failed, and goes after so many nanoseconds.
+    /// Nanoseconds until the failed connection is removed.
     pub remove_in: Option<u64>,
     /// The protocol's state.
     pub connection: roce::saved::Connection,
@@ -170,21 +170,21 @@ pub struct SavedConnection {
 pub(super) struct Connections {
     entries: Vec<Option<Box<Entry>>>,
     free: Vec<usize>,
-    /// By device and queue pair number: the newest.
+    /// By device and queue pair number: index of the newest.
     numbers: HashMap<(DeviceId, u32), usize>,
-    /// By device and handle: the newest.
+    /// By device and handle: index of the newest.
     handles: HashMap<(DeviceId, QpHandle), usize>,
     ready: VecDeque<usize>,
     timers: BTreeSet<(u64, usize)>,
-    /// What connections that are gone have counted.
+    /// Counters of removed connections.
     past: HashMap<DeviceId, Counters>,
-    /// Who is connected to whom by `fabric`, by how many connections.
+    /// Pairs of VMs connected by `fabric`, with the number of connections.
     pairs: BTreeMap<Pair, usize>,
     pairs_changed: bool,
 }
 
 impl Connections {
-    /// What a device's connections have counted, those that are gone included.
+    /// Counters of a device's connections, removed ones included.
     pub fn counters(&self, device: DeviceId) -> Counters {
         let mut sum = self.past.get(&device).copied().unwrap_or_default();
         for entry in self.entries.iter().flatten() {
@@ -223,19 +223,19 @@ impl Connections {
         self.get(self.index_of(device, qpn)?)
     }
 
-    /// The connection of a queue pair, if it has one.
+    /// Index of a queue pair's connection, if any.
     pub fn find(&self, qp: QpId) -> Option<usize> {
         let index = *self.handles.get(&(qp.device, qp.handle))?;
         self.get(index).is_some_and(|entry| entry.qp == qp).then_some(index)
     }
 
-    /// The connection of a queue pair, made if it has none.
+    /// Index of a queue pair's connection, created if needed.
     pub fn of(&mut self, qp: QpId, make: impl FnOnce() -> Option<Entry>) -> Option<usize> {
         if let Some(&index) = self.handles.get(&(qp.device, qp.handle)) {
             if self.get(index).is_some_and(|entry| entry.qp == qp) {
                 return Some(index);
             }
-            // An earlier incarnation's.
+            // The connection of an earlier incarnation.
             self.remove(index);
         }
         let new = Box::new(make()?);
@@ -260,29 +260,29 @@ impl Connections {
         Some(index)
     }
 
-    /// Whether who is connected to whom isn't what it was when this was asked last.
+    /// Whether the pairs of connected VMs have changed since the last call.
     pub fn pairs_changed(&mut self) -> bool {
         std::mem::take(&mut self.pairs_changed)
     }
 
-    /// Who is connected to whom by `fabric`.
+    /// Pairs of VMs connected by `fabric`.
     pub fn pairs(&self) -> impl Iterator<Item = Pair> {
         self.pairs.keys().copied()
     }
 
-    /// Peers may be elsewhere now.
+    /// Updates the peers' hosts.
     pub fn locate(&mut self, host: impl Fn(VmId) -> Option<SocketAddr>) {
         for entry in self.entries.iter_mut().flatten().filter(|entry| !entry.outside) {
             entry.host = host(entry.peer_vm);
         }
     }
 
-    /// The newest connection of a queue pair, whichever of its incarnations has it.
+    /// The newest connection of a queue pair, of any of its incarnations.
     pub fn of_handle(&self, device: DeviceId, handle: QpHandle) -> Option<usize> {
         self.handles.get(&(device, handle)).copied()
     }
 
-    /// Those of a device, or of those the ones with a peer.
+    /// Connections of a device, or only those with one peer.
     pub fn facing(&self, device: DeviceId, peer: Option<VmId>) -> Vec<usize> {
         let all = self.entries.iter().enumerate();
         let wanted = |entry: &Entry| {
@@ -291,14 +291,14 @@ impl Connections {
         all.filter(|(_, entry)| entry.as_deref().is_some_and(wanted)).map(|(index, _)| index).collect()
     }
 
-    /// Those of a device whose peers are outside of the cluster.
+    /// Connections of a device with peers outside of the cluster.
     pub fn outside(&self, device: DeviceId) -> Vec<usize> {
         let all = self.entries.iter().enumerate();
         let wanted = |entry: &Entry| entry.qp.device == device && entry.outside;
         all.filter(|(_, entry)| entry.as_deref().is_some_and(wanted)).map(|(index, _)| index).collect()
     }
 
-    /// A newer state of it comes, or it goes on without one: it is gone, and what it counted with it.
+    /// Removes a connection and its counters: a newer state replaces it, or the queue pair continues without one.
     pub fn replace(&mut self, index: usize) {
         if let Some(entry) = self.get(index) {
             let (device, past) = (entry.qp.device, self.past.get(&entry.qp.device).copied());
@@ -348,7 +348,7 @@ impl Connections {
         self.past.remove(&device);
     }
 
-    /// It may have something to send.
+    /// Records that a connection may have packets to send.
     pub fn ready(&mut self, index: usize) {
         if let Some(entry) = self.get_mut(index)
             && !std::mem::replace(&mut entry.ready, true)
@@ -369,7 +369,7 @@ impl Connections {
         Some(index)
     }
 
-    /// It has sent what it could: its next timer, and its next turn where it has more.
+    /// Sets the next timer and turn of a connection that has sent what it could.
     pub fn follow(&mut self, index: usize, more: bool) {
         let Some(entry) = self.get(index) else { return };
         let due = match (entry.connection.timeout(), entry.remove_at) {
@@ -395,7 +395,7 @@ impl Connections {
         }
     }
 
-    /// A connection whose time has come.
+    /// The next connection with an expired timer.
     pub fn expired(&mut self, now: u64) -> Option<usize> {
         let &(time, index) = self.timers.first()?;
         if time > now {

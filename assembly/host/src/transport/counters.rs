@@ -1,4 +1,4 @@
-//! What the sockets between daemons did.
+//! Counters of the sockets between daemons.
 
 use super::secure::{Dropped, PeerReport};
 
@@ -11,7 +11,7 @@ macro_rules! counters {
         }
 
         impl $name {
-            /// All counters: name, what it says, value.
+            /// All counters: name, description, value.
             pub fn list(&self) -> impl Iterator<Item = (&'static str, &'static str, u64)> {
                 [$((stringify!($field), $text, self.$field)),*].into_iter()
             }
@@ -20,7 +20,7 @@ macro_rules! counters {
 }
 
 counters! {
-    /// What the sockets between daemons did.
+    /// Counters of the sockets between daemons.
     FabricCounters {
         packets_sent: "Packets handed to the kernel.",
         bytes_sent: "Bytes of these, without UDP and IP.",
@@ -48,7 +48,7 @@ counters! {
 }
 
 counters! {
-    /// What handshakes between daemons came to.
+    /// Counters of handshakes between daemons.
     SessionCounters {
         handshakes_started: "Handshakes that this daemon began.",
         handshakes_answered: "Handshakes of other hosts that it answered.",
@@ -60,7 +60,7 @@ counters! {
 
 /// [`FabricReport::encryption`] with a cluster key.
 pub const ENCRYPTED: &str = "encrypted";
-/// And without one.
+/// [`FabricReport::encryption`] without a cluster key.
 pub(super) const UNENCRYPTED: &str = "plain";
 
 impl FabricCounters {
@@ -85,18 +85,18 @@ impl FabricCounters {
     }
 }
 
-/// The fabric, for reports.
+/// Report of the fabric.
 #[derive(Debug, Clone, serde::Serialize)]
 pub struct FabricReport {
     /// `encrypted` or `plain`.
     pub encryption: &'static str,
-    /// What the sockets did.
+    /// Counters of the sockets.
     #[serde(flatten)]
     pub counters: FabricCounters,
-    /// What the handshakes came to, with encryption.
+    /// Counters of the handshakes, with encryption.
     #[serde(flatten, skip_serializing_if = "Option::is_none")]
     pub sessions: Option<SessionCounters>,
-    /// Hosts with whom there is, or was to be, a session.
+    /// Hosts with a session, or with an attempt at one.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub peers: Vec<PeerReport>,
 }

@@ -1,4 +1,4 @@
-//! Where VMs are: which host serves a VM's RDMA NICs, and which addresses they have.
+//! Directory of VMs: the host of each VM's RDMA NICs, and their addresses.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt::Debug;
@@ -15,73 +15,73 @@ use super::pin::TransportKind;
 #[serde(transparent)]
 pub struct VmId(pub u32);
 
-/// Answers of a cluster's directory. They may change at any time; callers ask again.
+/// A cluster's directory. Its contents may change at any time, so callers query it again.
 pub trait Directory: Debug + Send + Sync {
     /// The VM that has an address in a segment.
     fn owner(&self, segment: &str, gid: Gid) -> Option<VmId>;
     /// The number of a VM.
     fn vm(&self, name: &str) -> Option<VmId>;
-    /// Where the daemon of a VM's host takes packets: the first of its sockets.
+    /// Address of the daemon on a VM's host: the first of its sockets.
     fn host(&self, vm: VmId) -> Option<SocketAddr>;
     /// The hosts.
     fn hosts(&self) -> Vec<SocketAddr>;
     /// The transport that a VM's connections must use, if any.
     fn pin(&self, vm: VmId) -> Option<TransportKind>;
-    /// Bytes of payload per packet between hosts.
+    /// Payload per packet between hosts, bytes.
     fn mtu(&self) -> roce::Mtu;
     /// Sockets per host, on consecutive ports.
     fn sockets(&self) -> u16;
-    /// Something of this host has changed. Called by the engine's thread: must not wait for anything.
+    /// Records a local change. The engine's thread calls it: it must not block.
     fn tell(&self, news: News<'_>);
-    /// How up to date it is, where that can be said.
+    /// How current the directory is, if known.
     fn report(&self) -> Option<DirectoryReport>;
 }
 
-/// What a directory is told by the host that uses it.
+/// A local change that the directory is notified of.
 #[derive(Debug, Clone)]
 pub enum News<'a> {
-    /// A device is here, or its guest has bound other addresses.
+    /// A device was added, or its guest has bound other addresses.
     Nic {
         /// The device.
         device: DeviceId,
-        /// Its VM, as `causeway run --name` has it.
+        /// Its VM, by the name of `causeway run --name`.
         vm: &'a str,
-        /// Whom it reaches.
+        /// Segment of the device.
         segment: &'a str,
         /// All addresses that its guest has bound.
         addresses: &'a BTreeSet<Gid>,
     },
-    /// A device has gone.
+    /// A device was removed.
     NicGone {
         /// The device.
         device: DeviceId,
     },
-    /// VMs of this host and those elsewhere that they are connected to: all of them.
+    /// All pairs of a VM of this host and a remote VM that are connected.
     Connected(BTreeSet<(VmId, VmId)>),
 }
 
-/// How up to date a directory is.
+/// How current a directory is.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub struct DirectoryReport {
     /// The cluster service.
     pub service: String,
-    /// Whether what it says is followed at present.
+    /// Whether the service is connected at present.
     pub connected: bool,
-    /// How long it hasn't been, in seconds.
+    /// Duration of the current outage, seconds.
     pub outage_seconds: u64,
-    /// Connections to the service that broke, and attempts to make one that failed, since the daemon's start.
+    /// Connections to the service that failed, and failed attempts, since the daemon's start.
     pub failures: u64,
     /// The state's revision.
     pub revision: u64,
-    /// Hosts.
+    /// Number of hosts.
     pub hosts: usize,
-    /// VMs that run.
+    /// Number of running VMs.
     pub vms: usize,
-    /// What was said of VMs in older epochs than what was known, and passed over.
+    /// Events with an older epoch than the known one, which were ignored.
     pub refused_old_epochs: u64,
 }
 
-/// That of a host which was given none: it knows nobody.
+/// The directory of a host without one: it is empty.
 #[derive(Debug)]
 pub(super) struct NoDirectory;
 
@@ -121,33 +121,33 @@ impl Directory for NoDirectory {
     }
 }
 
-/// A directory can't be read.
+/// Why a directory can't be read.
 #[derive(Debug, thiserror::Error)]
 pub enum DirectoryError {
-    /// The file.
+    /// The file can't be read.
     #[error("The directory {} can't be read", path.display())]
     Read {
-        /// Which.
+        /// Path of the file.
         path: PathBuf,
-        /// Why.
+        /// The error.
         #[source]
         source: std::io::Error,
     },
-    /// Its syntax.
+    /// The file isn't valid TOML.
     #[error("The directory {} isn't valid TOML of a directory", path.display())]
     Syntax {
-        /// Which.
+        /// Path of the file.
         path: PathBuf,
-        /// Where and why.
+        /// The error, with its position.
         #[source]
         source: Box<toml::de::Error>,
     },
-    /// What it says.
+    /// The file's contents are invalid.
     #[error("The directory {}: {what}", path.display())]
     Content {
-        /// Which.
+        /// Path of the file.
         path: PathBuf,
-        /// What is wrong.
+        /// The error.
         what: String,
     },
 }
@@ -232,17 +232,17 @@ impl FileDirectory {
     /// Reads a file.
     ///
     /// # Errors
-    /// When it can't be read, or contradicts itself.
+    /// When it can't be read, or is invalid.
     pub fn load(path: &Path) -> Result<Self, DirectoryError> {
         let text = std::fs::read_to_string(path)
             .map_err(|source| DirectoryError::Read { path: path.to_owned(), source })?;
         Self::parse(&text, path)
     }
 
-    /// Reads what a file holds; `path` is for errors.
+    /// Parses the contents of a file; `path` is for errors.
     ///
     /// # Errors
-    /// When it contradicts itself.
+    /// When the contents are invalid.
     pub fn parse(text: &str, path: &Path) -> Result<Self, DirectoryError> {
         let file: File = toml::from_str(text)
             .map_err(|source| DirectoryError::Syntax { path: path.to_owned(), source: Box::new(source) })?;
@@ -347,7 +347,7 @@ impl Directory for FileDirectory {
         self.sockets
     }
 
-    /// What runs where is written in the file.
+    /// The file defines everything, so local changes have no effect.
     fn tell(&self, _: News<'_>) {}
 
     fn report(&self) -> Option<DirectoryReport> {
@@ -355,7 +355,7 @@ impl Directory for FileDirectory {
     }
 }
 
-/// An address as a GID (spec rocev2 section 5).
+/// An address as a GID (IBTA annex A17): an IPv4 address is mapped to IPv6.
 fn gid(address: IpAddr) -> Gid {
     Gid(match address {
         IpAddr::V4(address) => address.to_ipv6_mapped().octets(),

@@ -1,8 +1,8 @@
 //! Transport `fabric`: RoCE packets between host daemons, in UDP datagrams of the daemons' own addresses.
 //!
-//! `header` has their layout. All queue pairs share a host's sockets; each pair of queue pairs uses one, so its packets stay in order.
-//! Neighbouring packets of a queue pair leave and arrive in one system call (UDP_SEGMENT, UDP_GRO). With a cluster key they are
-//! sealed on the way out and opened on the way in, in place (`secure`); packets of the other sort are dropped and told of.
+//! `header` has their layout. All queue pairs share a host's sockets. A pair of queue pairs uses one socket, so its packets stay in order.
+//! Consecutive packets of a queue pair leave and arrive in one system call (UDP_SEGMENT, UDP_GRO). With a cluster key they are sealed
+//! before sending and opened after receiving, in place (`secure`). Packets of the other sort are dropped and logged.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSliceMut};
@@ -19,24 +19,24 @@ use super::counters::{ENCRYPTED, FabricCounters, FabricReport, UNENCRYPTED};
 use super::header::{HEADER, Header, PLAIN, SEALED};
 use super::secure::{Arrived, ClusterKey, DATA_HEADER, Dropped, Sealing, Secure, TAG, host_of};
 
-/// Bytes that one system call sends or receives.
+/// Buffer of a system call that sends or receives, bytes.
 const BURST: usize = 64 << 10;
-/// Bytes asked for as a socket's send buffer: a few calls' worth.
+/// Requested size of a socket's send buffer, bytes: a few calls' worth.
 const SEND_BUFFER: usize = 208 << 10;
-/// Bytes asked for as its receive buffer; a daemon without CAP_NET_ADMIN may get less (net.core.rmem_max).
+/// Requested size of a socket's receive buffer, bytes. A daemon without CAP_NET_ADMIN may get less (net.core.rmem_max).
 const RECEIVE_BUFFER: usize = 8 << 20;
 
-/// The daemon's sockets can't be had.
+/// Why the daemon's sockets can't be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum FabricError {
-    /// A port.
+    /// A port can't be bound.
     #[error(
         "UDP port {address} can't be used for RDMA between hosts; is another daemon using it, or isn't it this host's?"
     )]
     Port {
-        /// Which.
+        /// Address of the port.
         address: SocketAddr,
-        /// Why.
+        /// The error.
         #[source]
         source: io::Error,
     },
@@ -48,21 +48,21 @@ pub enum FabricError {
 struct Socket {
     socket: UdpSocket,
     state: UdpSocketState,
-    /// What found no room, in order.
+    /// Packets without room in the socket, in order.
     waiting: VecDeque<Waiting>,
 }
 
-/// Neighbouring packets to be sent: of `stride` bytes, the last may be shorter.
+/// Consecutive packets of `stride` bytes; the last may be shorter.
 pub(super) struct Run<'a> {
-    /// The socket.
+    /// Index of the socket.
     pub index: usize,
     pub bytes: &'a mut [u8],
     pub stride: usize,
-    /// They say that they may be marked.
+    /// Whether they are ECN-capable.
     pub ecn: bool,
 }
 
-/// Packets, equal in length but for the last, with their destination.
+/// Packets of equal length, except for the last, with their destination.
 struct Waiting {
     to: SocketAddr,
     bytes: Vec<u8>,
@@ -70,22 +70,23 @@ struct Waiting {
     ecn: bool,
 }
 
-/// Where a packet comes from.
+/// Sender of a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Origin {
     at: SocketAddr,
-    /// `at` is the host's address in the directory, and that has been proven with its key. Otherwise it is what the packet says.
+    /// Whether the cluster key has authenticated `at`, the host's address in the directory. Otherwise `at` is the packet's unverified
+    /// source address.
     proven: bool,
 }
 
 impl Origin {
-    /// Whether a host of the directory is where it comes from.
+    /// Whether the sender is this host of the directory.
     pub fn is(&self, host: SocketAddr) -> bool {
         if self.proven { host == self.at } else { host.ip() == self.at.ip() }
     }
 }
 
-/// Lines about what comes from the network: none of them can hide another.
+/// Rate-limited logs, one per cause, so that none hides another.
 #[derive(Debug)]
 struct Logs {
     plain: GuestLog,
@@ -102,7 +103,7 @@ impl Default for Logs {
 }
 
 impl Logs {
-    /// Says what somebody must do something about.
+    /// Logs causes that need an operator's action.
     fn tell(&self, from: SocketAddr, cause: Dropped) {
         match cause {
             Dropped::Plain => telemetry::guest_warn!(
@@ -151,7 +152,7 @@ impl Fabric {
         Ok(Self { sockets, buffers, counters, secure, logs })
     }
 
-    /// Without sockets, for a host that knows no others.
+    /// No sockets, for a host without a directory.
     pub fn closed() -> Self {
         Self {
             sockets: Vec::new(),
@@ -178,22 +179,22 @@ impl Fabric {
         FabricReport { encryption, counters: self.counters, sessions, peers }
     }
 
-    /// Room before each packet that [`Fabric::send`] gets.
+    /// Room before each packet for [`Fabric::send`], bytes.
     pub fn before(&self) -> usize {
         if self.secure.is_some() { DATA_HEADER } else { HEADER }
     }
 
-    /// Room behind each packet that [`Fabric::send`] gets.
+    /// Room after each packet for [`Fabric::send`], bytes.
     pub fn behind(&self) -> usize {
         if self.secure.is_some() { TAG } else { 0 }
     }
 
-    /// When [`Fabric::expire`] has something to do.
+    /// Time of the next [`Fabric::expire`].
     pub fn next(&self) -> Option<u64> {
         self.secure.as_ref()?.next()
     }
 
-    /// Lets handshakes and sessions age.
+    /// Processes timeouts of handshakes and sessions.
     pub fn expire(&mut self, now: u64) {
         if let Some(secure) = &mut self.secure {
             secure.expire(now);
@@ -205,18 +206,18 @@ impl Fabric {
         self.sockets.iter().map(|socket| socket.socket.as_fd())
     }
 
-    /// Which socket two queue pairs use; the same on both sides.
+    /// Index of the socket that two queue pairs use; the same on both sides.
     pub fn index(&self, qpn: u32, peer: u32) -> usize {
         let mixed = qpn.wrapping_mul(peer | 1) ^ peer.wrapping_mul(qpn | 1);
         mixed as usize % self.sockets.len().max(1)
     }
 
-    /// Packets that a queue pair may send in one call.
+    /// Limit of packets that a queue pair may send in one call.
     pub fn most_segments(&self) -> usize {
         self.sockets.first().map_or(1, |socket| socket.state.max_gso_segments())
     }
 
-    /// Whether a socket takes packets.
+    /// Whether a socket has room for packets.
     pub fn has_room(&mut self, index: usize) -> bool {
         let Some(socket) = self.sockets.get_mut(index) else { return false };
         while let Some(waiting) = socket.waiting.front() {
@@ -243,8 +244,8 @@ impl Fabric {
     }
 
     /// Sends packets of `stride` bytes (the last may be shorter) to the same port of another host. Each begins with
-    /// [`Fabric::before`] bytes of room for its header, and ends with [`Fabric::behind`]. What finds no room is kept and sent by the
-    /// next [`Fabric::has_room`], in order: callers ask that first, so little is ever kept.
+    /// [`Fabric::before`] bytes of room for its header, and ends with [`Fabric::behind`]. Packets without room are kept, and the next
+    /// [`Fabric::has_room`] sends them in order. Callers check that first, so few are ever kept.
     pub fn send(&mut self, to: SocketAddr, header: &Header, run: Run<'_>, now: u64) {
         let Run { index, bytes, stride, ecn } = run;
         let version = if self.secure.is_some() { SEALED } else { PLAIN };
@@ -267,7 +268,7 @@ impl Fabric {
         self.send_as_is(index, to, bytes, stride, ecn);
     }
 
-    /// Handshakes, and packets that waited for them.
+    /// Sends handshakes, and packets that waited for them.
     fn send_between_daemons(&mut self, now: u64) {
         let Some(secure) = &mut self.secure else { return };
         let messages = secure.take_outbox();
@@ -278,7 +279,7 @@ impl Fabric {
         while let Some(mut held) = self.secure.as_mut().and_then(Secure::take_held) {
             let Some(secure) = &mut self.secure else { return };
             if secure.seal(held.to, held.lane, &mut held.packets, held.stride, now) == Sealing::NoSession {
-                // The session went the moment it came; who waits for these packets sends them again.
+                // The session was removed right after it was established; the protocol retransmits these packets.
                 continue;
             }
             self.send_as_is(held.lane, held.to, &held.packets, held.stride, held.ecn);
@@ -297,7 +298,7 @@ impl Fabric {
         }
     }
 
-    /// Whether the packets are done with: sent, or refused for good.
+    /// Sends packets. Returns whether they are done: sent, or refused for good.
     fn try_send(
         state: &mut UdpSocketState,
         socket: &UdpSocket,
@@ -325,14 +326,14 @@ impl Fabric {
                 counters.full += 1;
                 return false;
             }
-            // A peer that is gone answers with ICMP; the protocol's own timers find that out.
+            // A vanished peer causes ICMP errors; the protocol's own timers detect it.
             Err(_) => counters.send_errors += packets,
         }
         true
     }
 
-    /// Receives what is there, a bounded number of bursts per socket. `take` gets each packet behind its header, where it comes
-    /// from, and whether the network marked it; it may refuse it.
+    /// Receives waiting packets, a bounded number of bursts per socket. `take` gets each packet after its header, its sender, and whether
+    /// the network marked it; it may refuse the packet.
     pub fn receive(
         &mut self,
         now: u64,
@@ -373,15 +374,15 @@ impl Fabric {
     }
 }
 
-/// Has the processor fetch the first lines of all packets at once. What the kernel has copied isn't in the core's own cache, and packet by packet
-/// each would be waited for.
+/// Prefetches the first cache lines of all packets at once. The kernel's copy isn't in the core's own cache, and each packet would wait for
+/// its lines.
 fn fetch_headers(burst: &[u8], stride: usize) {
     let second = |packet: &[u8]| packet.get(64).copied().unwrap_or(0);
     let sum = |sum: u8, packet: &[u8]| sum ^ packet.first().copied().unwrap_or(0) ^ second(packet);
     std::hint::black_box(burst.chunks(stride.max(1)).fold(0, sum));
 }
 
-/// A packet as its VM is to get it; `None`: it was for the daemon itself.
+/// A packet for its VM; `None`: it was for the daemon itself.
 type Opened<'a> = Option<(Origin, Header, &'a [u8])>;
 
 fn open<'a>(
@@ -414,16 +415,16 @@ impl Socket {
     fn open(address: SocketAddr) -> io::Result<Self> {
         let socket = UdpSocket::bind(address)?;
         let state = UdpSocketState::new(UdpSockRef::from(&socket))?;
-        // Datagrams of guests may be larger than a packet of the link: the kernel cuts those, and those alone, since connections have a
-        // path MTU that fits.
+        // Guests' datagrams may be larger than a packet of the link. The kernel fragments those alone, since connections have a path MTU
+        // that fits.
         if address.is_ipv4() {
             sockopt::set_ip_mtu_discover(&socket, sockopt::Ipv4PathMtuDiscovery::DONT)?;
         } else {
             sockopt::set_ipv6_mtu_discover(&socket, sockopt::Ipv6PathMtuDiscovery::DONT)?;
         }
-        // What the kernel holds back delays all that comes behind it, and a peer's timer counts that: the send buffer stays small.
+        // Packets queued in the kernel delay all later ones, and run up a peer's timer, so the send buffer is small.
         let _ = sockopt::set_socket_send_buffer_size(&socket, SEND_BUFFER);
-        // Beyond net.core.rmem_max where the daemon may (CAP_NET_ADMIN). Too small a buffer costs retransmissions, not correctness.
+        // Beyond net.core.rmem_max if the daemon has CAP_NET_ADMIN. Too small a buffer costs retransmissions, not correctness.
         let _ = sockopt::set_socket_recv_buffer_size_force(&socket, RECEIVE_BUFFER)
             .or_else(|_| sockopt::set_socket_recv_buffer_size(&socket, RECEIVE_BUFFER));
         Ok(Self { socket, state, waiting: VecDeque::new() })
@@ -451,7 +452,7 @@ mod tests {
     fn what_found_no_room_leaves_first_and_whole() {
         let (mut left, _) = open("127.0.0.1");
         let (mut right, to) = open("127.0.0.2");
-        // As after two calls that the kernel took nothing of.
+        // As after two calls of which the kernel accepted nothing.
         let header = Header { kind: Kind::Connected, source: VmId(1), destination: VmId(2), segment: 3 };
         let packet = |number: u8, len: usize| {
             let mut packet = header.encode(PLAIN).to_vec();

@@ -1,4 +1,4 @@
-//! What fuzz targets call: the parts of `fabric` that see strangers' bytes, without sockets. No part of the interface.
+//! Interface of the fuzz targets: the parts of `fabric` that process hostile bytes, without sockets. Not part of the public interface.
 
 use std::net::SocketAddr;
 
@@ -7,7 +7,7 @@ use super::header::{Addresses, Header, Kind, PLAIN, SEALED};
 use super::secure::{Arrived, ClusterKey, DATA_HEADER, Sealing, Secure, TAG, host_of};
 use super::verbs::Message;
 
-/// Reads the headers of a plain packet, and writes again what it has read.
+/// Decodes the headers of a plain packet, and encodes them again.
 pub fn headers(bytes: &[u8]) {
     let Some((header, rest)) = Header::decode(bytes, PLAIN) else { return };
     assert_eq!(header.encode(PLAIN).as_slice(), &bytes[..bytes.len() - rest.len()]);
@@ -24,7 +24,7 @@ pub fn headers(bytes: &[u8]) {
     }
 }
 
-/// Two hosts with one key; the network between them is the caller.
+/// Two hosts with one key; the caller is the network between them.
 pub struct TwoHosts {
     hosts: [Secure; 2],
     key: ClusterKey,
@@ -46,7 +46,7 @@ impl std::fmt::Debug for TwoHosts {
 }
 
 impl TwoHosts {
-    /// Without a session. `None`: the key is one that nobody draws.
+    /// Two hosts without a session. `None`: the key is invalid.
     #[must_use]
     pub fn new(key: [u8; 32]) -> Option<Self> {
         let key = ClusterKey::new(key)?;
@@ -65,12 +65,12 @@ impl TwoHosts {
         (sealing == Sealing::Done).then_some(packet)
     }
 
-    /// What a side has to say to the other.
+    /// Messages of a side for the other.
     pub fn messages(&mut self, side: usize) -> Vec<Vec<u8>> {
         self.hosts[side].take_outbox().into_iter().map(|(_, message)| message).collect()
     }
 
-    /// Gives a side bytes as if from the other, from the socket with this number. What it takes for a packet.
+    /// Passes bytes to a side as if from the other, from the socket with this number. Returns an accepted packet.
     pub fn deliver(&mut self, side: usize, socket: u16, bytes: &[u8]) -> Option<Vec<u8>> {
         let mut bytes = bytes.to_vec();
         let mut from = address(1 - side);
@@ -82,7 +82,7 @@ impl TwoHosts {
         }
     }
 
-    /// Time goes on, nanoseconds.
+    /// Advances the time, nanoseconds.
     pub fn pass(&mut self, nanoseconds: u64) {
         self.now += nanoseconds;
         for host in &mut self.hosts {
@@ -90,14 +90,14 @@ impl TwoHosts {
         }
     }
 
-    /// A daemon is started anew.
+    /// Restarts a daemon.
     pub fn restart(&mut self, side: usize) {
         if let Some(new) = secure(&self.key, side) {
             self.hosts[side] = new;
         }
     }
 
-    /// Sessions that a side keeps.
+    /// Number of sessions that a side keeps.
     #[must_use]
     pub fn sessions(&self, side: usize) -> usize {
         self.hosts[side].session_count()

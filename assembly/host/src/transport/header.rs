@@ -1,4 +1,4 @@
-//! What stands before a RoCE packet between daemons.
+//! Header before a RoCE packet between daemons.
 //!
 //! ```text
 //! plain   UDP │ version 1 · kind · 0 (2) │ source VM (4) │ destination VM (4) │ segment (4) │ [addresses (40)] │ BTH … pad
@@ -6,8 +6,8 @@
 //!             │ encrypted: [addresses (40)] │ BTH … pad │ tag (16)
 //! ```
 //!
-//! Numbers are big-endian. `segment` is a hash of its name. Datagrams carry the addresses that their receiver's guest sees. There is
-//! no ICRC: UDP's checksum covers the packet, and a sealed one's tag covers all of it, its header included.
+//! Numbers are big-endian. `segment` is a hash of its name. Datagrams carry the addresses for the receiving guest's GRH area. There is no
+//! ICRC: UDP's checksum covers the packet, and a sealed one's tag covers all of it, its header included.
 
 use hca::names::Gid;
 
@@ -22,18 +22,18 @@ pub(super) const PLAIN: u8 = 1;
 /// Version of packets that are.
 pub(super) const SEALED: u8 = 2;
 
-/// What a packet is.
+/// Kind of a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// Of a connection.
+    /// Packet of a connection.
     Connected,
     /// A datagram; its addresses come first.
     Datagram,
-    /// What daemons tell each other of a connection by `verbs`.
+    /// Message between daemons about a connection by `verbs`.
     Control,
 }
 
-/// Who sends to whom.
+/// Sender and receiver of a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Header {
     pub kind: Kind,
@@ -49,7 +49,7 @@ impl Header {
         bytes[1] = match self.kind {
             Kind::Connected => 1,
             Kind::Datagram => 2,
-            // Three to five are the daemons' own, see `secure`.
+            // Three to five are messages between daemons, see `secure`.
             Kind::Control => 6,
         };
         bytes[4..8].copy_from_slice(&self.source.0.to_be_bytes());
@@ -58,7 +58,7 @@ impl Header {
         bytes
     }
 
-    /// The header of what no VM sends: a sealed packet between the daemons themselves.
+    /// The header of a sealed packet between the daemons themselves.
     pub fn between_daemons(kind: u8) -> [u8; HEADER] {
         let mut bytes = [0; HEADER];
         bytes[0] = SEALED;
@@ -66,7 +66,7 @@ impl Header {
         bytes
     }
 
-    /// The header of a packet of a version, and what is behind it. The bytes may come from anyone.
+    /// Decodes the header of a packet of a version; returns it and the rest. The bytes may be hostile.
     pub fn decode(bytes: &[u8], version: u8) -> Option<(Self, &[u8])> {
         let (header, rest) = bytes.split_first_chunk::<HEADER>()?;
         let [found, kind, 0, 0, s0, s1, s2, s3, d0, d1, d2, d3, t0, t1, t2, t3] = *header else {
@@ -91,7 +91,7 @@ impl Header {
     }
 }
 
-/// What a datagram's receiver sees of its network header.
+/// Network header fields for a datagram's receiver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Addresses {
     pub source: Gid,
@@ -128,7 +128,7 @@ impl Addresses {
     }
 }
 
-/// A segment as packets name it: the FNV-1a hash of its name.
+/// Segment identifier in packets: the FNV-1a hash of the segment's name.
 pub(super) fn tag(segment: &str) -> u32 {
     segment.bytes().fold(0x811C_9DC5, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193))
 }

@@ -1,5 +1,5 @@
-//! This host's devices, as its directory is told of them, and as it names them. A directory may learn of a VM after its device is here, or find
-//! that it is elsewhere; whoever keeps it then has [`Transports::directory_changed`] called.
+//! This host's devices: what the directory is notified of, and their numbers in it. A directory may learn of a VM after its device was
+//! added, or find that it is on another host. Its owner then calls [`Transports::directory_changed`].
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -12,18 +12,18 @@ use super::directory::{News, VmId};
 use super::pin::TransportKind;
 use super::{Nic, Transports, WirePort, header};
 
-/// A device that was added to the engine.
+/// A device in the engine.
 #[derive(Debug)]
 pub(super) struct Local {
     vm: String,
     segment: String,
     segment_id: SegmentId,
-    /// As the directory was told.
+    /// Addresses in the last notification of the directory.
     addresses: BTreeSet<Gid>,
 }
 
 impl Transports {
-    /// A device was added to the engine. VMs that the directory doesn't know reach nobody elsewhere.
+    /// Handles a device that was added to the engine. A VM that the directory doesn't know reaches no remote peers.
     pub fn attach<P: Provider>(
         &mut self,
         engine: &mut Engine<P>,
@@ -39,7 +39,7 @@ impl Transports {
         self.name(engine, device);
     }
 
-    /// A device that came with its VM works here: from now on it is one of this host's, which the directory is told of.
+    /// Makes a device that arrived with its VM one of this host's, and so part of its notifications to the directory.
     pub fn adopt<P: Provider>(
         &mut self,
         engine: &mut Engine<P>,
@@ -60,19 +60,19 @@ impl Transports {
         self.wire.lands(device);
     }
 
-    /// The VM that a device belongs to, where the directory knows it.
+    /// The VM of a device, if the directory knows it.
     #[must_use]
     pub fn vm_of(&self, device: DeviceId) -> Option<VmId> {
         self.nics.get(&device).map(|nic| nic.vm)
     }
 
-    /// The segment that a device is in.
+    /// The segment of a device.
     #[must_use]
     pub fn segment_of(&self, device: DeviceId) -> Option<SegmentId> {
         self.nics.get(&device).map(|nic| nic.segment_id)
     }
 
-    /// A device is about to leave the engine.
+    /// Handles a device before it leaves the engine.
     pub fn detach(&mut self, device: DeviceId) {
         self.forget(device);
         if self.local.remove(&device).is_some() {
@@ -84,7 +84,7 @@ impl Transports {
         self.instead.retain(|qp, _| qp.device != device);
     }
 
-    /// The directory says something else than before: of VMs here, and of where others are.
+    /// Handles a change of the directory: numbers of local VMs, and hosts of others.
     pub fn directory_changed<P: Provider>(&mut self, engine: &mut Engine<P>) {
         let devices: Vec<DeviceId> = self.local.keys().copied().collect();
         for device in devices {
@@ -94,7 +94,7 @@ impl Transports {
         self.connections.locate(|peer| directory.host(peer));
     }
 
-    /// Tells the directory which addresses guests have bound, and who is connected to whom, where that has changed.
+    /// Notifies the directory of guests' bound addresses and of connected pairs, if they have changed.
     pub(super) fn tell<P: Provider>(&mut self, engine: &Engine<P>) {
         if engine.topology() != self.topology {
             self.topology = engine.topology();
@@ -113,16 +113,16 @@ impl Transports {
                 }
             }
         }
-        // Both are asked, whatever the first says.
+        // Both must be called, whatever the first returns.
         if self.connections.pairs_changed() | self.verbs.pairs_changed() {
             let pairs = self.connections.pairs().chain(self.verbs.pairs());
-            // A device carries what is pinned to it also within a host.
+            // A device carries connections that are pinned to it within a host as well.
             let elsewhere = |pair: &Pair| self.nics.values().all(|nic| nic.vm != pair.1);
             self.directory.tell(News::Connected(pairs.filter(elsewhere).collect()));
         }
     }
 
-    /// Gives a device the number that its VM has in the directory now.
+    /// Sets a device's number to its VM's current one in the directory.
     fn name<P: Provider>(&mut self, engine: &mut Engine<P>, device: DeviceId) {
         let Some(local) = self.local.get(&device) else { return };
         let vm = self.directory.vm(&local.vm);
@@ -147,7 +147,7 @@ impl Transports {
 
     fn pin<P: Provider>(&self, engine: &mut Engine<P>, device: DeviceId, nic: &Nic) {
         let Some(pin) = self.directory.pin(nic.vm) else { return };
-        // What isn't to go from RAM to RAM comes here, and is carried or refused.
+        // A connection that must not be from RAM to RAM comes here, and is carried or refused.
         engine.set_detour(device, pin != TransportKind::Local);
         let (vm, segment) = (nic.vm.0, &nic.segment);
         tracing::info!(vm, segment, "A VM's RDMA is pinned to transport {}", pin.name());
@@ -156,7 +156,7 @@ impl Transports {
         }
     }
 
-    /// Others don't reach a device any more.
+    /// Removes a device from the look-up of other hosts' packets.
     fn forget(&mut self, device: DeviceId) {
         if let Some(nic) = self.nics.remove(&device)
             && self.devices.get(&(nic.vm, nic.tag)) == Some(&device)
@@ -166,5 +166,5 @@ impl Transports {
     }
 }
 
-/// A VM of this host, and one elsewhere that it is connected to.
+/// A VM of this host, and a remote VM that it is connected with.
 pub type Pair = (VmId, VmId);

@@ -1,29 +1,29 @@
-//! RDMA to other hosts: the connections of queue pairs whose peers are elsewhere, and what carries their packets.
+//! RDMA to other hosts: connections of queue pairs with remote peers, and the transports of their packets.
 //!
 //! ```text
 //! hca::Engine ── Action::Post ──▶ Transports ── roce::Connection::transmit ──▶ fabric ──▶ UDP
-//!      ▲                            │    ▲                                     wire ──▶ frames on the NIC's segment
-//!      └── remote_* (Carrier) ◀─────┘    └── fabric ◀── UDP, wire ◀── frames
-//!                                   └── verbs ──▶ the host's RDMA device: the protocol is its own
+//!       ▲                            │    ▲                                     wire ──▶ frames on the NIC's segment
+//!       └── remote_* (Carrier) ◀─────┘    └── fabric ◀── UDP, wire ◀── frames
+//!                                    └── verbs ──▶ the host's RDMA device, which implements the protocol itself
 //! ```
 //!
-//! All of it runs on the engine's thread, between its polls. A connection of the protocol is made when its queue pair first posts a
-//! request, or when the first packet for it comes; it ends with the queue pair's reset.
+//! All of it runs on the engine's thread, between its polls. A connection of the protocol is created when its queue pair first posts a
+//! request, or when the first packet for it arrives. It ends with the queue pair's reset.
 //!
 //! | module | holds |
 //! |---|---|
-//! | `directory` | where VMs are |
-//! | `local` | this host's devices, as the directory is told of them and names them |
+//! | `directory` | hosts of VMs |
+//! | `local` | this host's devices: notifications to the directory, and their numbers in it |
 //! | `fabric`, `header`, `counters` | packets between daemons |
 //! | `secure` | their encryption and authentication |
-//! | `wire` | plain RoCEv2 on a NIC's segment, for whoever no daemon knows |
+//! | `wire` | plain RoCEv2 on a NIC's segment, for peers that no daemon knows |
 //! | `verbs`, `carried` | queue pairs backed by those of the host's RDMA device |
 //! | `pin` | which transport a connection must use |
-//! | `arrivals` | what other daemons sent |
+//! | `arrivals` | packets from other daemons |
 //! | `carrier` | the protocol's view of the engine |
 //! | `connections` | the protocol's connections |
-//! | `moving` | connections of VMs that move, or that face one |
-//! | `reports` | what is told of connections |
+//! | `moving` | connections of migrating VMs, and of their peers |
+//! | `reports` | reports of connections |
 
 mod arrivals;
 mod carried;
@@ -81,25 +81,25 @@ use verbs::{Message, Verbs};
 use wire::Wire;
 pub use wire::WirePort;
 
-/// Who isn't in the directory; VMs are numbered from 1.
+/// The number for peers outside of the directory; VMs are numbered from 1.
 const NOBODY: VmId = VmId(0);
-/// What reports call a connection that its pin forbids.
+/// Transport in reports of a connection that its pin forbids.
 const REFUSED: &str = "refused";
-/// Nanoseconds after the last packet during which the thread looks at its sockets without sleeping.
+/// Time after the last packet during which the thread polls its sockets without sleeping, nanoseconds.
 const EAGER_NS: u64 = 200_000;
-/// Nanoseconds between two looks at the sockets at most, while the thread is awake.
+/// Limit of the time between two polls of the sockets while the thread is awake, nanoseconds.
 const LOOK_NS: u64 = 20_000;
-/// Rounds between two looks at the sockets at most, while nothing is under way.
+/// Limit of passes between two polls of the sockets while nothing is in flight.
 const IDLE_ROUNDS: u32 = 16;
-/// Bytes that the packets of one `transmit` may have.
+/// Limit of the packets of one `transmit`, bytes.
 const BURST: usize = 60 << 10;
-/// Packets of a connection between daemons that may be unacknowledged. The protocol's limit in bytes holds as well: from an MTU of 1024 on it is
-/// the smaller one.
+/// Limit of unacknowledged packets of a connection between daemons. The protocol's limit in bytes applies as well: from an MTU of 1024 on
+/// it is the smaller one.
 const WINDOW: u32 = 1024;
-/// How long a failed connection still repeats why to a peer that missed it, nanoseconds.
+/// Time during which a failed connection repeats its NAK to a peer that missed it, nanoseconds.
 const LINGER_NS: u64 = 2_000_000_000;
 
-/// A device of the engine, as other hosts know it.
+/// A device of the engine, as other hosts address it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Nic {
     vm: VmId,
@@ -114,16 +114,16 @@ pub struct Transports {
     fabric: Fabric,
     wire: Wire,
     verbs: Verbs,
-    /// Queue pairs that are pinned to `verbs` and can't be carried by it: why.
+    /// Why queue pairs that are pinned to `verbs` can't use it.
     instead: HashMap<QpId, String>,
-    /// Messages of other daemons about `verbs`, to be taken.
+    /// Messages of other daemons about `verbs`, to be processed.
     control: Vec<(DeviceId, VmId, Message)>,
     /// Devices of this host, whether or not the directory knows their VMs.
     local: HashMap<DeviceId, Local>,
-    /// What the directory was told of is as old.
+    /// The engine's topology number at the last notification of the directory.
     topology: u64,
     nics: HashMap<DeviceId, Nic>,
-    /// By VM and segment.
+    /// Devices by VM and segment.
     devices: HashMap<(VmId, u32), DeviceId>,
     connections: Connections,
     buffer: Vec<u8>,
@@ -145,7 +145,7 @@ impl Transports {
     /// Opens the sockets on `address`. With a cluster key all packets are encrypted, without one none is.
     ///
     /// # Errors
-    /// When a port can't be had.
+    /// When a port can't be bound.
     pub fn open(
         directory: Arc<dyn Directory>,
         address: SocketAddr,
@@ -156,7 +156,7 @@ impl Transports {
         Ok(Self::with(directory, fabric, wire))
     }
 
-    /// Of a host that has no directory: peers that aren't here are reached by `wire`.
+    /// Transports of a host without a directory: remote peers are reached by `wire`.
     ///
     /// # Errors
     /// When the kernel has no descriptor left.
@@ -187,7 +187,7 @@ impl Transports {
         }
     }
 
-    /// Gives a device that was added to the engine its port to its NIC's segment.
+    /// Sets the port of a device in the engine to its NIC's segment.
     pub fn attach_wire<P: Provider>(
         &mut self,
         engine: &mut Engine<P>,
@@ -199,12 +199,12 @@ impl Transports {
         engine.set_uplink(segment, true);
     }
 
-    /// Descriptors that become readable when there is something to receive.
+    /// Descriptors that are readable when there is something to receive.
     pub fn fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.fabric.fds().chain(std::iter::once(self.wire.fd())).chain(self.verbs.fds())
     }
 
-    /// Whether the thread should look again at once rather than sleep.
+    /// Whether the thread should poll again at once instead of sleeping.
     #[must_use]
     pub fn is_busy(&self, now: u64) -> bool {
         self.connections.any_ready()
@@ -213,13 +213,13 @@ impl Transports {
             || (self.last_packet > 0 && now.saturating_sub(self.last_packet) < EAGER_NS)
     }
 
-    /// Whether queue pairs are connected with others elsewhere.
+    /// Whether queue pairs are connected with remote peers.
     #[must_use]
     pub fn has_remote_peers(&self) -> bool {
         self.connections.any()
     }
 
-    /// When something is due at the latest.
+    /// Latest time of the next call.
     #[must_use]
     pub fn next(&self) -> Option<u64> {
         [self.connections.next(), self.fabric.next(), self.verbs.next()].into_iter().flatten().min()
@@ -231,24 +231,24 @@ impl Transports {
         self.fabric.is_open()
     }
 
-    /// What the sockets did.
+    /// Counters of the sockets.
     #[must_use]
     pub fn counters(&self) -> FabricCounters {
         self.fabric.counters()
     }
 
-    /// What the sockets and sessions did.
+    /// Report of sockets and sessions.
     #[must_use]
     pub fn fabric(&self) -> FabricReport {
         self.fabric.report()
     }
 
-    /// The VM of the directory that has an address, seen from a device.
+    /// The VM of the directory that has an address, in a device's segment.
     pub(crate) fn owner(&self, device: DeviceId, peer: Gid) -> Option<VmId> {
         self.directory.owner(&self.nics.get(&device)?.segment, peer)
     }
 
-    /// Takes what has arrived. Before the engine's poll.
+    /// Processes received packets. Call it before the engine's poll.
     pub fn receive<P: Provider>(&mut self, engine: &mut Engine<P>, now: u64) -> bool {
         self.rounds = self.rounds.wrapping_add(1);
         let by_wire = self.receive_wire(engine, now) | self.verbs.poll(engine, now);
@@ -259,7 +259,7 @@ impl Transports {
             return by_wire;
         }
         let eager = self.connections.any() && now.saturating_sub(self.last_packet) < EAGER_NS;
-        // Rounds may be long. Timers of requests run meanwhile, and what would stop them must not lie unseen.
+        // A pass may be long. Requests' timers run meanwhile, so responses must not stay unread.
         let looked_lately = now.saturating_sub(self.last_look) < LOOK_NS;
         if !eager && looked_lately && !self.rounds.is_multiple_of(IDLE_ROUNDS) {
             return by_wire;
@@ -288,7 +288,8 @@ impl Transports {
         any || by_wire
     }
 
-    /// Carries what the engine has posted, lets timers run out, and sends. After the engine's poll. Returns whether anything was done.
+    /// Processes the engine's posted requests and expired timers, and sends. Call it after the engine's poll. Returns whether anything was
+    /// done.
     pub fn carry<P: Provider>(&mut self, engine: &mut Engine<P>, now: u64) -> bool {
         let mut worked = self.take_over(engine, now);
         while let Some(index) = self.connections.expired(now) {
@@ -316,7 +317,7 @@ impl Transports {
         worked
     }
 
-    /// What the directory says of itself.
+    /// How current the directory is.
     #[must_use]
     pub fn directory(&self) -> Option<DirectoryReport> {
         self.directory.report()
@@ -346,8 +347,8 @@ impl Transports {
                 };
                 let Some(entry) = self.connections.get_mut(index) else { return };
                 entry.may_send(engine);
-                // The engine hands over no more than there is room for, and only what a connection offers. What is refused all the same
-                // completes, lest its program wait for ever.
+                // The engine passes no more requests than there is room for, and only what a connection supports. A refused request must
+                // still complete, or its program would wait without end.
                 let refused = entry.connection.post(posted(&request)).err();
                 if let Some(error) = refused {
                     let status = match error {
@@ -385,7 +386,7 @@ impl Transports {
                 }
                 if let Some(index) = self.connections.find(qp) {
                     if let Some(entry) = self.connections.get_mut(index) {
-                        // One that failed by itself still tells its peer why.
+                        // A connection that failed by itself still repeats its NAK.
                         if entry.connection.state() == roce::State::Ready {
                             entry.connection.fail(&mut Carrier { engine, qp });
                         }
@@ -398,14 +399,14 @@ impl Transports {
         }
     }
 
-    /// Whether a device may speak with those whom the directory doesn't know.
+    /// Whether a device may communicate with peers outside of the directory.
     fn by_wire(&self, device: DeviceId) -> Result<(), Refused> {
         self.nics
             .get(&device)
             .map_or(Ok(()), |nic| pin::check(self.directory.as_ref(), nic.vm, NOBODY, TransportKind::Wire))
     }
 
-    /// Why a queue pair that has no connection yet can't have one.
+    /// Why a queue pair without a connection can't have one.
     fn refusal<P: Provider>(&self, engine: &Engine<P>, qp: QpId) -> Option<Refused> {
         if self.connections.find(qp).is_some() {
             return None;
@@ -413,7 +414,7 @@ impl Transports {
         refusal(engine, qp, &self.nics, self.directory.as_ref())
     }
 
-    /// Sends what a connection has, as much as there is room for.
+    /// Sends a connection's packets while there is room.
     fn transmit<P: Provider>(&mut self, engine: &mut Engine<P>, index: usize, now: u64) -> bool {
         let Self { fabric, connections, buffer, lengths, .. } = self;
         let Some(entry) = connections.get_mut(index) else { return false };
@@ -439,7 +440,7 @@ impl Transports {
             let mut stride = 0;
             for &length in lengths.iter() {
                 let length = before + usize::try_from(length).unwrap_or(0) + behind;
-                // A run ends before a longer packet, and behind a shorter one.
+                // A run ends before a longer packet, and after a shorter one.
                 let in_run = position - start;
                 let shorter_before = stride > 0 && !in_run.is_multiple_of(stride);
                 if in_run > 0 && (length > stride || shorter_before) {
@@ -505,7 +506,7 @@ impl Transports {
         }
         let len = batch.len();
         let socket = self.fabric.index(datagram.source_qpn.0, datagram.to.qpn.0);
-        // Nobody waits for a datagram: without room it is dropped.
+        // Nothing waits for a datagram: without room it is dropped.
         if !self.fabric.has_room(socket) {
             return;
         }
@@ -535,7 +536,7 @@ fn posted(request: &Posted) -> Request {
     }
 }
 
-/// Why a queue pair and its peer may not be connected by this daemon.
+/// Why this daemon may not connect a queue pair with its peer.
 fn refusal<P: Provider>(
     engine: &Engine<P>,
     qp: QpId,
@@ -549,7 +550,7 @@ fn refusal<P: Provider>(
     pin::check(directory, nic.vm, peer.unwrap_or(NOBODY), way).err()
 }
 
-/// The entry of a queue pair, made from its attributes: to a VM of the directory by `fabric`, to anyone else by `wire`.
+/// Creates the entry of a queue pair from its attributes: to a VM of the directory by `fabric`, to other peers by `wire`.
 fn entry<P: Provider>(
     engine: &Engine<P>,
     qp: QpId,
@@ -558,7 +559,7 @@ fn entry<P: Provider>(
     wire: &Wire,
 ) -> Option<Entry> {
     let info = engine.connection(qp)?;
-    // What comes from the network for a pair that is here now was sent before one of them moved.
+    // A packet from the network for a local pair was sent before one of the two moved.
     let beside = engine.is_beside(qp.device, info.segment, info.attributes.address.dgid);
     if beside || engine.was_local(qp.device, info.qpn) {
         return None;
@@ -572,7 +573,7 @@ fn entry<P: Provider>(
     let config = roce::Config { window: WINDOW, ..Entry::config(&info, directory.mtu()) };
     let mut entry = Entry::new(&info, config, peer_vm, directory.host(peer_vm), header)?;
     if engine.is_peer_held(qp) {
-        // Until the peer, which moves, is where it will be.
+        // Suspended until the moving peer is at its destination.
         entry.connection.suspend(0);
     }
     Some(entry)

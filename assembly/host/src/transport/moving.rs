@@ -1,14 +1,13 @@
-//! Connections by `fabric` and `wire` of VMs that move, or that face one.
+//! Connections by `fabric` and `wire` of VMs that migrate, or are connected with one that does.
 //!
 //! ```text
-//! peer's host    hold ─ suspended: nothing is sent, timers stand still, what comes in is taken ─ open, perhaps to another host
-//! source         stop ─ suspended, nobody is let in ─ save_connection …
+//! peer's host    hold ─ suspended: nothing is sent, timers stop, received packets are processed ─ open, perhaps to another host
+//! source         stop ─ suspended, no packet reaches the device ─ save_connection …
 //! destination    attach_dormant ─ restore_connection … ─ start ─ open
-//! both here      come_local: both ends at rest, so each request's end is known; the rest goes from RAM to RAM
+//! both here      come_local: both ends are suspended, so each request's outcome is known; the rest is copied from RAM to RAM
 //! ```
-//! Peers of connections by `wire` are outside of the cluster, and hear nothing of all this: see `wire::moving`.
-//! Connections by `verbs` come to rest before anything is stopped ([`Transports::at_rest`]), and are made anew where the VM is then: see
-//! `verbs::moving`.
+//! Peers of connections by `wire` are outside of the cluster, and learn nothing of the migration: see `wire::moving`. Connections by
+//! `verbs` are drained before anything is stopped ([`Transports::at_rest`]), and created again on the VM's host: see `verbs::moving`.
 
 use std::collections::BTreeSet;
 
@@ -24,53 +23,53 @@ use super::directory::VmId;
 use super::header::{self, Header, Kind};
 use super::{Nic, TransportKind, Transports};
 
-/// Sequence numbers that are left out when a connection goes from the network to RAM. Packets of before may still lie in a socket when it goes
-/// back to the network; so many numbers later, more than a window, they are behind what is expected, and so duplicates.
+/// PSNs that are skipped when a connection changes from the network to RAM. Packets from before may still be in a socket when it changes
+/// back. After skipping more than a window, they are below the expected PSN, and so duplicates.
 const FORWARD: u32 = 1 << 16;
 
 /// Why a device's connections can't move.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Immovable {
-    /// The host's RDMA device isn't done with it.
+    /// The host's RDMA device has incomplete requests.
     #[error(
         "Queue pair {qpn} has {requests} requests at the host's RDMA device, which alone knows how far they are; they end when VM {peer} posts receives or answers"
     )]
     UnderWay {
-        /// Which.
+        /// Number of the queue pair.
         qpn: u32,
-        /// With whom it is connected.
+        /// Number of the peer's VM.
         peer: u32,
-        /// How many.
+        /// Number of incomplete requests.
         requests: usize,
     },
-    /// What its connections need isn't on this host.
+    /// This host lacks the RDMA device that its connections need.
     #[error("VM {vm} is pinned to transport verbs, which this host can't offer: {why}")]
     NoDevice {
-        /// Which.
+        /// Number of the VM.
         vm: u32,
-        /// Why not.
+        /// The reason.
         why: String,
     },
-    /// A saved connection that isn't one.
+    /// A saved connection is invalid.
     #[error("The saved connection of queue pair {qpn} can't be used")]
     Invalid {
-        /// Which.
+        /// Number of the queue pair.
         qpn: u32,
-        /// Why.
+        /// The error.
         #[source]
         source: roce::saved::InvalidState,
     },
-    /// The VM isn't in the directory.
+    /// The directory doesn't contain the VM.
     #[error("VM {0} isn't in this host's directory; start its daemon with the cluster's")]
     Unknown(u32),
 }
 
 impl Transports {
-    /// Whether the host's RDMA device is done with all requests of a device, or of those of its queue pairs that face a VM. They are held, so
-    /// no others come.
+    /// Whether the host's RDMA device has completed all requests of a device, or of its queue pairs with one peer. They are suspended, so
+    /// no further ones are posted.
     ///
     /// # Errors
-    /// What it isn't done with.
+    /// [`Immovable`] with the incomplete requests.
     pub fn at_rest(&self, device: DeviceId, peer: Option<VmId>) -> Result<(), Immovable> {
         self.verbs.at_rest(device, peer)
     }
@@ -81,7 +80,7 @@ impl Transports {
         self.nics.get(&device).is_some_and(|nic| self.directory.pin(nic.vm) == Some(TransportKind::Verbs))
     }
 
-    /// Takes over what the engine has posted, and sends nothing.
+    /// Accepts the engine's posted requests, and sends nothing.
     pub fn take_over<P: Provider>(&mut self, engine: &mut Engine<P>, now: u64) -> bool {
         if !engine.has_actions() {
             return false;
@@ -94,7 +93,7 @@ impl Transports {
         true
     }
 
-    /// A device's connections with a VM stand still.
+    /// Suspends a device's connections with a VM.
     pub fn hold(&mut self, device: DeviceId, peer: VmId, now: u64) {
         for index in self.connections.facing(device, Some(peer)) {
             if let Some(entry) = self.connections.get_mut(index) {
@@ -104,7 +103,7 @@ impl Transports {
         }
     }
 
-    /// A device's connections with a VM go on, to where the directory says that it is.
+    /// Resumes a device's connections with a VM, at its host in the directory.
     pub fn go_on<P: Provider>(&mut self, engine: &mut Engine<P>, device: DeviceId, peer: VmId, now: u64) {
         let host = self.directory.host(peer);
         self.verbs.leave_places(engine, (device, peer), host, now);
@@ -117,7 +116,7 @@ impl Transports {
         }
     }
 
-    /// A stopped device's connections stand still, and nobody reaches it. What the engine had posted has been taken over.
+    /// Suspends a stopped device's connections, and stops receiving for it. The engine's posted requests were accepted before.
     pub fn stop(&mut self, device: DeviceId, now: u64) {
         if let Some(nic) = self.nics.get(&device)
             && self.devices.get(&(nic.vm, nic.tag)) == Some(&device)
@@ -133,10 +132,10 @@ impl Transports {
         self.wire.stand_still(device, true);
     }
 
-    /// A device that waits for its saved state: nobody reaches it before [`Transports::start`].
+    /// Adds a device that waits for its saved state: no packet reaches it before [`Transports::start`].
     ///
     /// # Errors
-    /// When the directory doesn't know the VM.
+    /// When the directory doesn't contain the VM.
     pub fn attach_dormant(
         &mut self,
         device: DeviceId,
@@ -155,7 +154,7 @@ impl Transports {
         Ok(())
     }
 
-    /// A stopped or dormant device is reached again. Its connections with VMs of the cluster stay held until they are opened.
+    /// Makes a stopped or dormant device reachable. Its connections with VMs of the cluster stay suspended until they are opened.
     pub fn start<P: Provider>(&mut self, engine: &mut Engine<P>, device: DeviceId) {
         if let Some(nic) = self.nics.get(&device) {
             self.devices.insert((nic.vm, nic.tag), device);
@@ -163,17 +162,17 @@ impl Transports {
         }
     }
 
-    /// The connection of a queue pair of a device, as it is.
+    /// Saves the connection of a device's queue pair, if it has one.
     #[must_use]
     pub fn save_connection(&self, device: DeviceId, handle: QpHandle, now: u64) -> Option<SavedConnection> {
         let entry = self.connections.get(self.connections.of_handle(device, handle)?)?;
         Some(entry.save(now))
     }
 
-    /// The connection of a dormant device's queue pair, in place of what came before.
+    /// Restores the connection of a dormant device's queue pair, and replaces an earlier state.
     ///
     /// # Errors
-    /// When no connection of that queue pair can be so.
+    /// When the state is invalid for that queue pair.
     pub fn restore_connection<P: Provider>(
         &mut self,
         engine: &Engine<P>,
@@ -187,7 +186,7 @@ impl Transports {
         }
         let Some((saved, nic)) = saved.zip(self.nics.get(&device)) else { return Ok(()) };
         let Some(qp) = engine.qp_by_handle(device, handle) else { return Ok(()) };
-        // Of the fabric; one by wire doesn't use it.
+        // The fabric's header; a connection by wire doesn't use it.
         let header =
             Header { kind: Kind::Connected, source: nic.vm, destination: saved.peer_vm, segment: nic.tag };
         let entry = Entry::restore(qp, qpn.0, header, saved, now)
@@ -198,8 +197,8 @@ impl Transports {
         Ok(())
     }
 
-    /// Two devices of this host, both held towards each other, go on from RAM to RAM: their connections end, and each request's end is
-    /// what the peer's state says. Returns how many connections that were.
+    /// Changes two devices of this host, suspended towards each other, from the network to RAM: their connections end, and each request's
+    /// outcome follows from the peer's state. Returns the number of connections.
     pub fn come_local<P: Provider>(
         &mut self,
         engine: &mut Engine<P>,
@@ -230,7 +229,7 @@ impl Transports {
         let (Some(left), Some(right)) =
             (engine.connected(one.0, Qpn(one.1)), engine.connected(other.0, Qpn(other.1)))
         else {
-            // One end has failed: by the network, here as well, it tells the other why.
+            // One end has failed: it still sends its NAK to the other end by the network.
             return false;
         };
         let (Some(left_info), Some(right_info)) = (engine.connection(left), engine.connection(right)) else {

@@ -1,25 +1,25 @@
-//! Which transport a connection may use: what the directory pins, for one VM or the other.
+//! Which transport a connection may use: the directory's pins of both VMs.
 
 use serde::{Deserialize, Serialize};
 
 use super::directory::{Directory, VmId};
 
-/// The ways to a peer.
+/// Transports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum TransportKind {
-    /// From RAM to RAM, where both VMs are on one host.
+    /// From RAM to RAM, between VMs of one host.
     Local,
-    /// From daemon to daemon.
+    /// Between daemons.
     Fabric,
     /// Plain RoCEv2 frames.
     Wire,
-    /// A host's own RDMA device.
+    /// The host's own RDMA device.
     Verbs,
 }
 
 impl TransportKind {
-    /// The one with a name.
+    /// The transport with a name.
     #[must_use]
     pub fn named(name: &str) -> Option<Self> {
         [Self::Local, Self::Fabric, Self::Wire, Self::Verbs].into_iter().find(|kind| kind.name() == name)
@@ -37,18 +37,18 @@ impl TransportKind {
     }
 }
 
-/// Why a connection can't be had as it is pinned.
+/// Why a connection can't use its pinned transport.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(super) enum Refused {
     /// The two VMs are pinned to different transports.
     #[error("one VM is pinned to transport {}, the other to {}", .0.name(), .1.name())]
     Contradiction(TransportKind, TransportKind),
-    /// The peer isn't reached by that transport.
+    /// The peer can't be reached by that transport.
     #[error("it is pinned to transport {}, and this peer is reached by {}", .0.name(), .1.name())]
     NotThatWay(TransportKind, TransportKind),
 }
 
-/// The transport that the directory pins for what two VMs have with each other; `None`: it leaves the choice.
+/// The transport to which the directory pins two VMs' connections; `None`: no pin.
 pub(super) fn pinned(
     directory: &dyn Directory,
     own: VmId,
@@ -65,7 +65,7 @@ pub(super) fn is_verbs(directory: &dyn Directory, own: VmId, peer: VmId) -> bool
     pinned(directory, own, peer) == Ok(Some(TransportKind::Verbs))
 }
 
-/// Whether a transport may carry what two VMs have with each other.
+/// Checks that a transport may carry two VMs' connections.
 pub(super) fn check(
     directory: &dyn Directory,
     own: VmId,
@@ -73,7 +73,7 @@ pub(super) fn check(
     way: TransportKind,
 ) -> Result<(), Refused> {
     match pinned(directory, own, peer)? {
-        // What an RDMA device can't carry of such a VM: datagrams, and connections of certain kinds.
+        // Traffic of such a VM that an RDMA device can't carry: datagrams, and connections of certain kinds.
         Some(TransportKind::Verbs) if way == TransportKind::Fabric => Ok(()),
         Some(pin) if pin != way => Err(Refused::NotThatWay(pin, way)),
         _ => Ok(()),

@@ -1,4 +1,4 @@
-//! Two VMs of one host, and what the directory pins them to.
+//! Two VMs of one host, with pins in the directory.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -81,7 +81,7 @@ impl Host {
         }
     }
 
-    /// Writes from a's RAM into b's, and says how that ended.
+    /// Writes from a's RAM to b's, and returns the completion.
     fn write(&mut self) -> Completion {
         self.guests[0].memory.write(0, &[0x3C; 5000]).unwrap();
         let source = Sge { address: 0, length: 5000, lkey: self.lkey };
@@ -114,7 +114,7 @@ fn two_vms_of_one_host_use_the_fabric_when_one_is_pinned_to_it() {
         assert!(
             report.counters.unwrap().sent_packets >= 4 && host.transports.counters().packets_received >= 5
         );
-        // What a connection has counted stays when it goes.
+        // A removed connection's counters stay.
         let before = host.transports.device_counters(device).unwrap();
         let nothing = World::<HeapMemory>::attributes(host.guests[1].gid, host.qps[1].qp.qpn);
         let at = host.qps[0].qp.handle;
@@ -167,7 +167,7 @@ fn a_pin_that_cannot_be_met_refuses_and_takes_no_other_way() {
 #[test]
 fn a_pin_holds_for_packets_that_come_as_well() {
     let mut host = Host::new(["wire", ""], QpKind::Rc, None);
-    // As a daemon would send that doesn't know of the pin.
+    // A packet of a daemon that doesn't know the pin.
     let kind = super::Kind::Connected;
     let segment = super::header::tag("s0");
     let header = super::Header { kind, source: VmId(2), destination: VmId(1), segment };

@@ -1,4 +1,4 @@
-//! What is told of connections.
+//! Reports of connections.
 
 use std::net::SocketAddr;
 
@@ -7,26 +7,26 @@ use hca::names::{DeviceId, Gid, Qpn};
 use super::pin::{self, TransportKind};
 use super::{LinkReport, NOBODY, REFUSED, Transports};
 
-/// How a queue pair's peer is reached, for reports.
+/// The remote path of a queue pair, for reports.
 #[derive(Debug, Clone, serde::Serialize)]
 pub struct ConnectionReport {
-    /// Transport.
+    /// Name of the transport.
     pub transport: &'static str,
     /// The peer's host, if the directory knows it.
     pub host: Option<SocketAddr>,
-    /// Counters of the protocol, where this daemon speaks it.
+    /// Counters of the protocol, if this daemon implements it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub counters: Option<roce::Counters>,
-    /// What the host's RDMA device has of it.
+    /// State of the connection at the host's RDMA device.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub verbs: Option<LinkReport>,
-    /// Why it isn't carried by `verbs`, which it is pinned to.
+    /// Why it doesn't use `verbs`, to which it is pinned.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub instead_of_verbs: Option<String>,
 }
 
 impl Transports {
-    /// The connection of a queue pair.
+    /// Report of a queue pair's connection.
     #[must_use]
     pub fn report(&self, device: DeviceId, qpn: Qpn) -> Option<ConnectionReport> {
         if let Some((host, link)) = self.verbs.report_of(device, qpn) {
@@ -50,14 +50,14 @@ impl Transports {
         })
     }
 
-    /// What all connections of a device have counted; `None`: it has no way to other hosts.
+    /// Counters of all connections of a device; `None`: it has no way to other hosts.
     #[must_use]
     pub fn device_counters(&self, device: DeviceId) -> Option<roce::Counters> {
         let has_way = self.nics.contains_key(&device) || self.wire.has(device);
         has_way.then(|| self.connections.counters(device))
     }
 
-    /// How a peer that isn't on this host is reached from a device; `None`: not at all.
+    /// Transport by which a device reaches a remote peer; `None`: none.
     #[must_use]
     pub fn reaches(&self, device: DeviceId, peer: Gid) -> Option<&'static str> {
         let owner = self.owner(device, peer);

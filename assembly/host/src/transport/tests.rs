@@ -14,7 +14,7 @@ use hca::work::{Sge, Status};
 use super::header::Header;
 use super::{ClusterKey, FileDirectory, Transports, VmId};
 
-/// RAM of a guest.
+/// Size of a guest's RAM, bytes.
 const SIZE: u64 = 4 << 20;
 
 struct Side {
@@ -26,7 +26,7 @@ struct Side {
     started: Instant,
 }
 
-/// A port that was free a moment ago, with the next one.
+/// A port that was free a moment ago, as was the next one.
 pub(super) fn port() -> u16 {
     loop {
         let first = std::net::UdpSocket::bind("127.0.0.1:0").and_then(|socket| socket.local_addr());
@@ -80,7 +80,7 @@ impl Side {
     }
 }
 
-/// Both ways that packets travel.
+/// Plain and encrypted packets.
 fn ways() -> [Option<ClusterKey>; 2] {
     [None, Some(key(1))]
 }
@@ -120,7 +120,7 @@ fn pair_of(kind: QpKind, mtu: u32, keys: [Option<&ClusterKey>; 2]) -> (Side, Sid
     (left, right)
 }
 
-/// Lets both sides work until something is true.
+/// Runs both sides until a condition is true.
 fn until(left: &mut Side, right: &mut Side, mut done: impl FnMut(&mut Side, &mut Side) -> bool) {
     let start = Instant::now();
     while !done(left, right) {
@@ -236,8 +236,7 @@ fn a_peer_that_is_gone_ends_in_retries_exceeded() {
 
 #[test]
 fn what_comes_for_a_queue_pair_in_the_moment_of_its_end_is_lost_and_not_refused() {
-    // A program that has all it wanted ends while its peer's last messages are on their way: the peer may not be told of an error sooner
-    // than of a lost peer.
+    // A program ends while its peer's last messages are in flight: the peer must not get an error sooner than for a lost peer.
     for ends in [QpState::Reset, QpState::Error] {
         let (mut left, mut right) = pair(QpKind::Rc, 1376, None);
         let first = requests::write(1, 0, right.mr.rkey, &[left.sge(0, 8)]);
@@ -255,7 +254,7 @@ fn what_comes_for_a_queue_pair_in_the_moment_of_its_end_is_lost_and_not_refused(
             error.state = QpState::Error;
             right.world.modify(right.qp.device, right.qp.qp.handle, Mask::empty(), &error).unwrap();
         }
-        // It receives before it hears of that end.
+        // It receives before it learns of that end.
         assert_eq!(completion(&mut left, &mut right).status, Status::RetryExceeded, "{ends:?}");
         assert_eq!(completion(&mut left, &mut right).status, Status::Flushed);
         assert!(start.elapsed() >= Duration::from_millis(8 * 67));
@@ -282,7 +281,7 @@ fn datagrams_carry_their_sender_s_address() {
 #[test]
 fn many_requests_under_way_both_ways_all_complete() {
     for key in ways() {
-        // As perftest's streams: messages of several packets, up to 128 at a time, both ways at once.
+        // Like perftest's streams: messages of several packets, up to 128 at a time, in both directions.
         for sends in [false, true] {
             let (mut left, mut right) = pair(QpKind::Rc, 1376, key.as_ref());
             let most: u32 = 128;
@@ -329,7 +328,7 @@ fn long_rounds_make_no_retransmissions() {
             let request = requests::write(wr_id, 0x10_0000, right.mr.rkey, &[left.sge(0, 4096)]);
             left.world.send(&left.qp.clone(), request);
         }
-        // Each round takes 10 ms of this time, the timeout is 67 ms.
+        // Each pass takes 10 ms of this time, the timeout is 67 ms.
         let mut now = 0;
         while left.qp.completions.waiting() < 128 {
             now += 10_000_000;
@@ -349,7 +348,7 @@ fn a_transport_is_told_before_anything_was_sent() {
     assert_eq!(left.transports.reaches(left.qp.device, right.guest.gid), Some("fabric"));
     let nobody = Gid("10.0.0.77".parse::<std::net::Ipv4Addr>().unwrap().to_ipv6_mapped().octets());
     assert_eq!(left.transports.reaches(left.qp.device, nobody), None);
-    // A device whose VM the directory doesn't have.
+    // A device whose VM the directory doesn't contain.
     assert_eq!(right.transports.reaches(DeviceId(999), left.guest.gid), None);
 }
 
@@ -372,7 +371,7 @@ fn packets_of_strangers_are_dropped() {
     until(&mut left, &mut right, |_, right| right.transports.counters().dropped == 2);
 }
 
-/// What was looked up for one packet doesn't let the next one in.
+/// The cached look-up of one packet doesn't admit the next one.
 #[test]
 fn packets_of_strangers_between_good_ones_are_dropped() {
     let (mut left, mut right) = pair(QpKind::Rc, 1376, None);
@@ -380,7 +379,7 @@ fn packets_of_strangers_between_good_ones_are_dropped() {
     left.world.send(&left.qp.clone(), request);
     assert_eq!(completion(&mut left, &mut right).status, Status::Success);
     let header = left.transports.connections.by_number(left.qp.device, left.qp.qp.qpn.0).unwrap().header;
-    // No request at all, which the connection finds out and nobody else.
+    // An invalid request, which only the connection detects.
     let to = |header: Header, qpn: u32| {
         let mut packet = header.encode(super::header::PLAIN).to_vec();
         packet.extend([0x1F, 0, 0xFF, 0xFF]);
@@ -455,7 +454,7 @@ fn a_daemon_that_was_restarted_is_talked_to_again() {
             right.transports = Transports::open(Arc::clone(&directory), address, Some(&key)).unwrap();
             right.transports.attach(&mut right.world.engine, right.guest.device, "b", "s0", SegmentId(1));
         }
-        // Datagrams may be lost; they are repeated, as programs do.
+        // Datagrams may be lost, so they are repeated, as programs do.
         let start = Instant::now();
         let mut last = start;
         let before = got;

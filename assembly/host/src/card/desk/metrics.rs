@@ -1,4 +1,4 @@
-//! What a card's daemon counts.
+//! Metrics of a card's daemon.
 
 use telemetry::metrics::{EncodeError, Family, encode};
 use vpio::GuestId;
@@ -7,10 +7,10 @@ use vpio::sharing::OwnRing;
 use super::{Card, Desk};
 
 impl<P: Card, O: OwnRing + Send + 'static> Desk<P, O> {
-    /// What is counted, as Prometheus reads it.
+    /// The metrics in Prometheus' text format.
     ///
     /// # Errors
-    /// The text can't be encoded.
+    /// When the text can't be encoded.
     pub fn metrics(&self) -> Result<String, EncodeError> {
         let state = self.lock();
         let totals = state.monitor.physical_ref().totals();

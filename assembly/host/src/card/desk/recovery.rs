@@ -1,4 +1,4 @@
-//! Recovery of a shared card that failed: its reset, and the state in which guests find it.
+//! Recovery of a failed shared card: its reset, and the state in which guests find it.
 
 use std::time::{Duration, Instant};
 
@@ -8,7 +8,7 @@ use vpio::{GuestId, MonitorError};
 
 use super::{Card, State};
 
-/// How soon a card that was reset after a failure is reset again at the earliest. Until then its guests read ones.
+/// Lower bound of the interval between two resets after failures. Until it has passed, guests read ones.
 const RESET_INTERVAL: Duration = Duration::from_millis(500);
 
 impl<P: Card, O: OwnRing> State<P, O> {
@@ -45,7 +45,7 @@ impl<P: Card, O: OwnRing> State<P, O> {
         }
     }
 
-    /// Resets a card that has failed. After which time to try that again; `None`: the card is well.
+    /// Resets a card that has failed. Returns when to retry; `None` when the card works.
     pub(super) fn try_again(&mut self) -> Option<Duration> {
         let left = self.reset_at.map_or(Duration::ZERO, |at| RESET_INTERVAL.saturating_sub(at.elapsed()));
         if !left.is_zero() {
@@ -64,11 +64,11 @@ impl<P: Card, O: OwnRing> State<P, O> {
         }
     }
 
-    /// Brings the card to where nobody has it, and it receives.
+    /// Resets the card, which no guest has then, and starts its receiver.
     fn recover(&mut self) -> Result<(), MonitorError> {
         self.monitor.physical().restart()?;
         self.monitor.recover()?;
-        // Of guests that went while it couldn't be told, too.
+        // Includes guests that disconnected while the card could not be reset.
         for seat in 0..self.places.len() {
             self.monitor.physical().forget_memory(seat)?;
         }

@@ -1,4 +1,4 @@
-//! The function's state as its client reads and writes it. It is small, and copied when the device has stopped.
+//! The function's state as its client reads and writes it. The state is small, and copied after the device has stopped.
 
 use std::io;
 use std::sync::{Arc, MutexGuard, PoisonError};
@@ -14,7 +14,7 @@ use crate::function::memory::await_memory;
 use crate::function::stream::{Stream, failed};
 use crate::migration::stream::{Record, StreamError};
 
-/// Where a device is whose VM comes.
+/// The place of a device whose VM arrives.
 #[derive(Debug, Default)]
 pub(super) struct Coming {
     begun: bool,
@@ -34,7 +34,7 @@ impl EthernetFunction {
         failed(&self.nic.key.vm, &self.nic.key.name, what, error)
     }
 
-    /// Stops the device, whose vCPUs stand still. Frames that come from here on are lost, as on a wire.
+    /// Stops the device, whose vCPUs are suspended. Frames that arrive from here on are lost, as on a wire.
     fn stop(&self, stream: &mut Stream) -> io::Result<()> {
         let device = self.device()?;
         device.set_bus_master(false);
@@ -47,7 +47,7 @@ impl EthernetFunction {
         Ok(())
     }
 
-    /// Plugs the device that has come into its segment.
+    /// Adds the arrived device to its segment.
     fn arrive(&self) -> io::Result<()> {
         let Some(saved) = self.coming().saved.take() else { return Ok(()) };
         let events = self.events.clone().ok_or(Errno::INVAL)?;
@@ -115,7 +115,7 @@ impl Migration for EthernetFunction {
             }
             (PreCopy | StopCopy | Stop, Running) => {
                 if self.nic.is_locked() {
-                    // A migration's end isn't for the client to decide.
+                    // The client doesn't decide how a migration ends.
                     return Err(Errno::BUSY.into());
                 }
                 self.arrive()?;
@@ -152,7 +152,7 @@ impl Migration for EthernetFunction {
 
     fn start_logging(&self) -> io::Result<()> {
         self.memory.set_dirty_log(true);
-        // Whoever was writing has done so: the segment's thread alone does.
+        // Only the segment's thread writes, and it has completed earlier requests then.
         self.device()?.catch_up();
         Ok(())
     }
@@ -166,7 +166,7 @@ impl Migration for EthernetFunction {
         if self.stream().state != DeviceState::Resuming {
             return Err(Errno::INVAL.into());
         }
-        // Frames whose buffers aren't there are dropped, so that nobody has to hear of arrivals. What can't be one is refused all the same.
+        // Frames without present buffers are dropped, so arrivals need no notification. An invalid descriptor is refused all the same.
         self.memory.accept(late.arrivals, Expected::EventFd, "pages that have come")?;
         self.memory.set_late(&late.ranges, &late.bitmap, late.wishes).map(drop)
     }

@@ -18,7 +18,7 @@ use crate::migration::MigrationError;
 use crate::migration::stream::{Record, StreamError};
 use crate::transport::VmId;
 
-/// Objects that are saved in one go: some 100 us of the engine's thread.
+/// Number of objects saved at once: some 100 us of the engine's thread.
 const MOST_AT_ONCE: usize = 256;
 
 impl RdmaFunction {
@@ -50,7 +50,7 @@ impl RdmaFunction {
         }
     }
 
-    /// Its client reads the state from here on.
+    /// Begins to save: its client reads the state from here on.
     fn begin(&self, stream: &mut Stream) -> io::Result<()> {
         self.gone("leave", self.with(|worker, device| worker.begin_leaving(device)))?;
         stream.clear();
@@ -69,7 +69,7 @@ impl RdmaFunction {
         Ok(())
     }
 
-    /// Makes room in the engine, once the VM is known.
+    /// Adds the dormant device to the engine, once the VM is known.
     fn resume(&self, stream: &mut Stream) -> io::Result<()> {
         if self.state().device.is_some() {
             return Err(Errno::INVAL.into());
@@ -100,7 +100,7 @@ impl RdmaFunction {
         Ok(())
     }
 
-    /// All has come, as it should.
+    /// Checks that all has arrived.
     fn arrived(&self, stream: &Stream) -> io::Result<()> {
         let whole = || -> Result<Total, StreamError> {
             stream.end()?;
@@ -122,7 +122,7 @@ impl RdmaFunction {
         self.gone("come here", self.with(move |worker, device| worker.check_arrival(device, total)))
     }
 
-    /// The device works, here, from now on: one that stays, or one that has come. Called by its client, or by whoever decides how a migration
+    /// Starts the device on this host: after a rollback, or after an arrival. Called by its client, or by the migration that decides how it
     /// ends.
     pub(crate) fn run(&self) -> io::Result<()> {
         let (name, wire) = (self.nic.key.vm.clone(), Arc::clone(&self.nic.wire));
@@ -130,24 +130,24 @@ impl RdmaFunction {
         let run = move |worker: &mut crate::engine::Worker, device| {
             worker.stay(device)?;
             worker.start_arrival(device, &name, wire)?;
-            // What the client has said while the device couldn't hear it.
+            // Client requests from when the device didn't exist or was stopped.
             worker.set_bus_master(device, bus_master);
             Ok(())
         };
         self.gone("go on", self.with(run))?;
         self.nic.has_arrived();
         self.stream().clear();
-        // Where its driver has its shared region, for the next daemon of this host.
+        // Guest address of the driver's shared region, for the next daemon of this host.
         if let Ok(region) = self.with(|worker, device| worker.shared_region(device)) {
             self.remember(region);
         }
         Ok(())
     }
 
-    /// The device has moved away: nothing of it stays here.
+    /// Removes the device, which has moved away.
     pub(crate) fn leave(&self) {
         if let Some(device) = self.state().device.take() {
-            // At the daemon's end the engine is gone, and with it the device.
+            // When the daemon ends, the engine is gone, and with it the device.
             let _ = self.engine.call(move |worker| worker.leave(device));
         }
         self.remember(None);
@@ -205,7 +205,7 @@ impl Migration for RdmaFunction {
             (Resuming, Stop) => self.arrived(&stream)?,
             (PreCopy | StopCopy | Stop, Running) => {
                 if self.nic.is_locked() {
-                    // A migration's end isn't for the client to decide.
+                    // The client doesn't decide how a migration ends.
                     return Err(Errno::BUSY.into());
                 }
                 if self.device().is_none() {
@@ -262,7 +262,7 @@ impl Migration for RdmaFunction {
 
     fn start_logging(&self) -> io::Result<()> {
         self.memory.set_dirty_log(true);
-        // Whoever was writing has done so: the engine's thread alone does.
+        // Only the engine's thread writes, and it has completed earlier requests then.
         self.engine.call(|_| ()).map_err(|EngineGone| Errno::NODEV.into())
     }
 

@@ -1,4 +1,4 @@
-//! What hosts' state machines ask for, done to their engines.
+//! Executes the actions of hosts' state machines on their engines.
 
 use std::sync::Arc;
 
@@ -108,7 +108,8 @@ impl Cluster {
                     let device = machine.here.remove(&vm).unwrap();
                     machine.drop_lines(device);
                     source.leave(&mut machine.parts());
-                    // Nothing of this host writes to it any more. If something did, it would now be another VM's memory, and be seen.
+                    // Nothing of this host writes to it any more. If something did, it would now write another VM's memory, and be
+                    // detected.
                     self.spare.extend(self.vms.get_mut(&vm).and_then(|found| found.left.take()));
                 }
             }
@@ -130,7 +131,7 @@ impl Cluster {
         self.answers.push_back((index, Event::Stopped { migration, vm }));
     }
 
-    /// Copies what was touched, to wherever it goes. Gives the total of a stopped device.
+    /// Copies touched objects to their destination. Returns the totals of a stopped device.
     pub(super) fn round(&mut self, index: usize, vm: VmId) -> Option<Total> {
         let mut pieces: Vec<Piece> = Vec::new();
         let machine = &mut self.machines[index];
@@ -190,7 +191,7 @@ impl Cluster {
         self.note_peer(vm, peer.vm);
     }
 
-    /// A VM is open towards another one again: how long it was held, if only that one stood still.
+    /// Records that a VM is open towards another one again: how long it was suspended, if only that one was.
     fn note_peer(&mut self, vm: VmId, mover: VmId) {
         let Some(since) = self.held.as_mut().and_then(|held| held.remove(&(vm, mover))) else { return };
         let now = self.now();
@@ -207,14 +208,14 @@ impl Cluster {
         let machine = &mut self.machines[index];
         let host = HostId(u32::try_from(index).unwrap() + 1);
         machine.directory.set(vm, host);
-        // Nobody holds or opens those outside.
+        // Peers outside of the cluster are neither suspended nor opened.
         let peers: Vec<VmId> = found.ends.keys().copied().filter(|peer| *peer != OUTSIDE).collect();
         let coming = machine.arriving.remove(&vm);
         let device = match &coming {
             Some((_, arrival, _)) => arrival.device(),
             None => machine.here[&vm],
         };
-        // One that never stopped has all its queue pairs open still.
+        // In a device that never stopped, all queue pairs are open still.
         let closed = machine.host.engine.is_stopped(device);
         for peer in peers.into_iter().filter(|_| closed) {
             machine.host.engine.hold(device, Gid(gid(peer)));

@@ -1,4 +1,4 @@
-//! Who is where, for hosts of one process; and what guests are made of.
+//! Directory of the hosts of one process, and parameters of their guests.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -14,15 +14,15 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create
 use super::{SEGMENT, SEGMENT_NAME};
 use crate::transport::{Directory, DirectoryReport, News, TransportKind};
 
-/// The guest that no directory knows: not a VM of the cluster.
+/// The guest outside of the cluster, which no directory knows.
 pub(super) const OUTSIDE: VmId = VmId(200);
 
-/// What a host knows of where VMs are.
+/// A host's view of where VMs are.
 #[derive(Debug)]
 pub(super) struct LiveDirectory {
     pub hosts: Vec<SocketAddr>,
     pub places: Mutex<HashMap<u32, usize>>,
-    /// Of all VMs.
+    /// Pin of all VMs.
     pub pin: Option<TransportKind>,
 }
 

@@ -1,5 +1,5 @@
-//! Saved state from anywhere, against a destination: whatever the bytes are, each object is refused or made, and an engine that runs what was
-//! made does no harm.
+//! Hostile saved state at a destination. Whatever the bytes are, each object is refused or restored, and an engine that runs the restored
+//! objects does no harm.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -12,12 +12,12 @@ use super::{Cluster, LiveDirectory, SEGMENT, SEGMENT_NAME, config, memory};
 use crate::migration::{Arrival, MigrationError, Parts, Place, Source};
 use crate::transport::Transports;
 
-/// Bytes of the guest's memory.
+/// Size of the guest's memory, bytes.
 const SIZE: u64 = 1 << 20;
-/// Polls of an engine that runs what came.
+/// Polls of an engine that runs restored objects.
 const POLLS: u32 = 64;
 
-/// The pieces of a VM's HCA with everything in use: connections by the network and beside it, with requests under way.
+/// The pieces of a VM's HCA with everything in use: remote and local connections, with requests in flight.
 pub fn pieces(seed: u64) -> Vec<Piece> {
     let mut cluster = Cluster::new(2, 3, seed);
     for _ in 0..200 {
@@ -33,10 +33,10 @@ pub fn pieces(seed: u64) -> Vec<Piece> {
     pieces
 }
 
-/// Gives a destination these pieces, and runs what it makes of them.
+/// Passes these pieces to a destination, and runs the restored device.
 ///
 /// # Errors
-/// What was refused.
+/// The refusal.
 pub fn arrive(pieces: &[Piece]) -> Result<(), MigrationError> {
     let vm = VmId(1);
     let address = "127.0.0.1:0".parse().unwrap();

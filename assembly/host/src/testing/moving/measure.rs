@@ -1,6 +1,6 @@
-//! What a move costs the HCA: its share of the pause, its state, and redirecting who faces it. Three engines of this process, their transports on
-//! sockets of the loopback interface; the state is that of real queue pairs, some with requests under way, and afterwards those complete at the
-//! destination, so that what was measured is known to be whole.
+//! Cost of a migration for the HCA: its share of the blackout, its state, and redirecting connected queue pairs. Three engines in this
+//! process have transports on sockets of the loopback interface. The state is that of real queue pairs, some with requests in flight. These
+//! complete at the destination afterwards, which verifies the measured state.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -21,27 +21,27 @@ use crate::transport::Transports;
 
 const MOVER: VmId = VmId(1);
 const PEER: VmId = VmId(2);
-/// Two that have nothing to do with either, on the mover's host.
+/// Two VMs on the mover's host that are connected with neither.
 const BESIDE: [VmId; 2] = [VmId(3), VmId(4)];
-/// Bytes of a buffer of an active queue pair at most.
+/// Limit of an active queue pair's buffer, bytes.
 const BUFFER: u64 = 1 << 20;
 
-/// One move.
+/// One migration.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Sample {
-    /// Stop and the last round, at the source, nanoseconds.
+    /// Stop and last round, at the source, nanoseconds.
     pub source_ns: u64,
-    /// Taking it and starting, at the destination, nanoseconds.
+    /// Restoring the last round and starting, at the destination, nanoseconds.
     pub destination_ns: u64,
-    /// Objects in the pause.
+    /// Objects in the blackout.
     pub objects: u64,
-    /// Bytes of them.
+    /// Bytes of these objects.
     pub bytes: u64,
-    /// Bytes of requests that were posted and not complete when the device stopped.
+    /// Bytes of requests that were posted and incomplete when the device stopped.
     pub in_flight: u64,
-    /// The first round, with all objects: saving and taking, nanoseconds.
+    /// First round, with all objects: saving and restoring, nanoseconds.
     pub whole_ns: u64,
-    /// Bytes of all queue pairs and completion queues, by their number.
+    /// Bytes of all queue pairs and completion queues, divided by the number of queue pairs.
     pub bytes_per_qp: u64,
 }
 
@@ -118,8 +118,8 @@ fn connect(engines: &mut [Engine], left: &mut Side, right: &mut Side) {
     }
 }
 
-/// Queue pairs that are ready to send and idle, each with a completion queue and a region of its own, on pages that they share: what they
-/// cost an HCA is the same, and a test's memory stays small.
+/// Queue pairs in RTS and idle, each with a completion queue and a region of its own, on shared pages: the HCA's cost is the same, and a
+/// test needs little memory.
 fn idle(engine: &mut Engine, side: &mut Side, count: u32) {
     let begin = side.guest.used();
     for number in 0..count {
@@ -151,7 +151,7 @@ fn nanoseconds(began: Instant) -> u64 {
     u64::try_from(began.elapsed().as_nanos()).unwrap()
 }
 
-/// Moves a VM with `qps` queue pairs, of which `active` send to another host, with about so many bytes in flight when it stops.
+/// Moves a VM with `qps` queue pairs, of which `active` send to another host, with about `in_flight` bytes in flight when it stops.
 pub fn blackout(qps: u32, active: u32, in_flight: u64) -> Sample {
     let mut engines = engines(3);
     let each = u32::try_from((in_flight / u64::from(active)).clamp(64, BUFFER)).unwrap();
@@ -171,7 +171,7 @@ pub fn blackout(qps: u32, active: u32, in_flight: u64) -> Sample {
             *done += 1;
         }
     };
-    // Connections exist, and all is warm.
+    // Creates the connections and warms up.
     for at in 0..left.qps.len() {
         left.guest.post_send(&left.qps[at].0, &write(&left, at, &right.qps[at].1, posted, 64));
         posted += 1;
@@ -179,7 +179,7 @@ pub fn blackout(qps: u32, active: u32, in_flight: u64) -> Sample {
     while done < posted {
         turn(&mut engines, &left, &right, &mut done);
     }
-    // The destination: everything once, while the VM runs.
+    // The destination restores everything once, while the VM runs.
     let mut sample = Sample::default();
     let place =
         Place { vm: crate::transport::VmId(MOVER.0), segment: SEGMENT_NAME.to_owned(), segment_id: SEGMENT };
@@ -202,7 +202,7 @@ pub fn blackout(qps: u32, active: u32, in_flight: u64) -> Sample {
         arrival.take(&mut engines[2].parts(), piece).unwrap();
     }
     sample.whole_ns = nanoseconds(began);
-    // Rounds go on as in any pre-copy, until one has only what the VM uses: queue pairs that were just made are looked at for a while.
+    // Further rounds as in any pre-copy, until a round has only the objects in use: new queue pairs are polled for a while.
     let mut rounds = 0;
     loop {
         for _ in 0..100 {
@@ -219,11 +219,11 @@ pub fn blackout(qps: u32, active: u32, in_flight: u64) -> Sample {
         rounds += 1;
         assert!(rounds < 10_000, "the VM is idle, and its objects change all the time");
     }
-    // The VM works on; where bytes are to be in flight, its last requests are stopped on their way.
+    // The VM continues. To have bytes in flight, its last requests are stopped on their way.
     for at in 0..left.qps.len() {
         left.guest.post_send(&left.qps[at].0, &write(&left, at, &right.qps[at].1, posted, each));
         posted += 1;
-        // Each doorbell is seen: among many queue pairs one that was overwritten is found milliseconds later.
+        // Poll after each doorbell: among many queue pairs, an overwritten doorbell is found only milliseconds later.
         engines[0].turn(Some(&left.guest), now());
     }
     if in_flight == 0 {
@@ -231,12 +231,12 @@ pub fn blackout(qps: u32, active: u32, in_flight: u64) -> Sample {
             turn(&mut engines, &left, &right, &mut done);
         }
     } else {
-        // The engine takes them all and sends, and no answer comes.
+        // The engine fetches and sends them all, and no response arrives.
         for _ in 0..100 {
             engines[0].turn(Some(&left.guest), now());
         }
     }
-    // Peers hold, the VM stops.
+    // Peers suspend, the VM stops.
     let at = now();
     let peer = right.guest.id;
     engines[1].host.engine.hold(peer, Gid(gid(MOVER)));
@@ -262,7 +262,7 @@ pub fn blackout(qps: u32, active: u32, in_flight: u64) -> Sample {
     let arrived = arrival.start(&mut engines[2].parts()).unwrap();
     sample.destination_ns = nanoseconds(began);
     drop(arrival);
-    // And all of it goes on there.
+    // All of it continues there.
     source.leave(&mut engines[0].parts());
     engines[2].host.lines.insert(arrived, Lines::default());
     left.guest.id = arrived;
@@ -284,7 +284,7 @@ pub fn blackout(qps: u32, active: u32, in_flight: u64) -> Sample {
     sample
 }
 
-/// A device's queue pairs that face a VM go on, to another host.
+/// Resumes a device's queue pairs towards a VM, at another host.
 fn redirect(engine: &mut Engine, device: DeviceId, peer: VmId, to: HostId, now: u64) {
     engine.directory.set(peer, to);
     engine.host.engine.moved_away(SEGMENT, Gid(gid(peer)));
@@ -292,7 +292,7 @@ fn redirect(engine: &mut Engine, device: DeviceId, peer: VmId, to: HostId, now: 
     engine.transports.go_on(&mut engine.host.engine, device, crate::transport::VmId(peer.0), now);
 }
 
-/// Holding, and redirecting, `count` queue pairs whose connections exist: nanoseconds each.
+/// Suspends and redirects `count` connected queue pairs: nanoseconds each.
 pub fn redirected(count: u32) -> (u64, u64) {
     let mut engines = engines(3);
     let mut left = side(&mut engines[0], MOVER, count, 4096);
@@ -322,22 +322,23 @@ pub fn redirected(count: u32) -> (u64, u64) {
     (held, nanoseconds(began))
 }
 
-/// Latencies of a queue pair that has nothing to do with a migration, on the mover's host, nanoseconds each, sorted.
+/// Latencies of a queue pair on the mover's host that isn't part of the migration, nanoseconds each, sorted.
 #[derive(Debug, Clone, Default)]
 pub struct Beside {
-    /// While nobody moves.
+    /// Without a migration.
     pub alone: Vec<u64>,
-    /// While a VM leaves: from the first round to the removal of its device, and until the time is over.
+    /// During a migration: from the first round to the removal of the device, and until the time is over.
     pub during: Vec<u64>,
-    /// The mover's objects that were saved meanwhile.
+    /// Objects of the mover that were saved meanwhile.
     pub objects: u64,
 }
 
-/// Objects that are saved between two turns of the engine: as the daemon does it.
+/// Number of objects saved between two turns of the engine, as in the daemon.
 const PART: usize = 256;
 
-/// Writes of 64 bytes between two VMs of one host, one after the other, for so long twice: while a third VM there with `qps` queue pairs, as many regions
-/// and completion queues stays, and while it leaves. Its memory isn't copied: that is its monitor's work, in a process of its own.
+/// WRITEs of 64 bytes between two VMs of one host, one after the other, twice for the time `each`. First a third VM with `qps` queue pairs,
+/// as many regions and completion queues stays there, then it leaves. Its memory isn't copied, since its monitor does that in a process of
+/// its own.
 pub fn beside(qps: u32, active: u32, each: std::time::Duration) -> Beside {
     let mut engines = engines(3);
     let mut left = side(&mut engines[0], MOVER, active, 4096);
@@ -365,7 +366,7 @@ pub fn beside(qps: u32, active: u32, each: std::time::Duration) -> Beside {
         }
     };
     let mut beside = Beside::default();
-    // What was just made is looked at for a while.
+    // New queue pairs are polled for a while.
     for _ in 0..100_000 {
         write_one(&mut engines, Some(&left.guest));
     }
@@ -373,7 +374,7 @@ pub fn beside(qps: u32, active: u32, each: std::time::Duration) -> Beside {
     while began.elapsed() < each {
         beside.alone.push(write_one(&mut engines, Some(&left.guest)));
     }
-    // It leaves: what the daemon's thread does of that waits between two requests, or is in the way of one.
+    // The VM leaves: the thread's work for that runs between two requests, or delays one.
     let began = Instant::now();
     let device = left.guest.id;
     let mut part = |engines: &mut [Engine], works: bool, work: &mut dyn FnMut(&mut Engine)| {

@@ -1,6 +1,6 @@
 //! Hosts in one process, each with an engine, its transports on sockets of the loopback interface, and its state machine of `nomad`; guests
-//! with programs, which move among them. A guest's RAM is copied to memory of its own at the destination when it stops, so what its old host
-//! would still do to it is lost, and seen.
+//! with programs migrate among them. When a guest stops, its RAM is copied to other memory at the destination. So a late write of its old
+//! host is lost, and the test detects it.
 
 mod actions;
 mod directory;
@@ -33,7 +33,7 @@ use traffic::{End, REGION};
 
 const SEGMENT: SegmentId = SegmentId(7);
 const SEGMENT_NAME: &str = "s0";
-/// Access of regions and queue pairs: all of it.
+/// All access rights of regions and queue pairs.
 const ALL: u32 = 1 | 2 | 4 | 8;
 
 struct Machine {
@@ -41,11 +41,11 @@ struct Machine {
     transports: Transports,
     directory: Arc<LiveDirectory>,
     nomad: nomad::Host,
-    /// Devices of VMs that run here, or are stopped here.
+    /// Devices of VMs that run or are stopped here.
     here: BTreeMap<VmId, DeviceId>,
     leaving: BTreeMap<VmId, (MigrationId, HostId, Source, u32)>,
     arriving: BTreeMap<VmId, (MigrationId, Arrival, MappedMemory)>,
-    /// To the segment that the peer outside is on; none without it.
+    /// Ports to the segment of the peer outside of the cluster; empty without it.
     ports: Ports,
 }
 
@@ -68,35 +68,35 @@ struct Vm {
     on: usize,
     running: bool,
     stopped_at: u64,
-    /// When it last began to run, and how long it had stood still.
+    /// When it last began to run, and how long it had been suspended.
     ran: (u64, u64),
-    /// The memory that it had when it was last copied, until its host has let go of it.
+    /// The memory that it was last copied from, until its host has released it.
     left: Option<MappedMemory>,
     ends: BTreeMap<VmId, End>,
 }
 
-/// What happened.
+/// Counts of migrations.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
 pub struct Moves {
-    /// Migrations that were decided for.
+    /// Committed migrations.
     pub committed: u64,
-    /// Given up.
+    /// Aborted migrations.
     pub aborted: u64,
     /// VMs that moved.
     pub vms: u64,
-    /// Connections that went from the network to RAM.
+    /// Connections that changed from the network to RAM.
     pub came_local: u64,
-    /// Objects that were left for the pause.
+    /// Objects copied during blackouts.
     pub objects_in_pause: u64,
-    /// Bytes of them.
+    /// Bytes of these objects.
     pub bytes_in_pause: u64,
-    /// The longest time that a VM stood still, nanoseconds.
+    /// Longest suspension of a VM, nanoseconds.
     pub longest_pause_ns: u64,
-    /// All of it.
+    /// Sum of all suspensions, nanoseconds.
     pub paused_ns: u64,
-    /// Completions, by whether the peer was on the same host: there, and elsewhere.
+    /// Completions with the peer on the same host.
     pub local: u64,
-    /// See above.
+    /// Completions with the peer on another host.
     pub remote: u64,
 }
 
@@ -106,45 +106,45 @@ pub struct Cluster {
     vms: BTreeMap<VmId, Vm>,
     coordinator: Coordinator,
     messages: VecDeque<Message>,
-    /// Answers to actions, which come when all actions of a step are done.
+    /// Events in response to actions, delivered after all actions of a step.
     answers: VecDeque<(usize, Event)>,
     timers: BinaryHeap<Reverse<(u64, u64)>>,
     timed: HashMap<u64, Timed>,
-    /// Of each timer the one that was set last: it replaces those before it.
+    /// The timer set last, of each kind: it replaces earlier ones.
     latest: HashMap<Timed, u64>,
     next_timer: u64,
     clock: Clock,
-    /// What happened.
+    /// Counts of migrations.
     pub moves: Moves,
     running: Option<(MigrationId, u64)>,
     dice: u64,
-    /// Memory that VMs have left, with what they left in it, for those who come: making and filling pages took longer than the operations.
-    /// All VMs have as much.
+    /// Memory that VMs have left, with its contents, for later ones: allocating and filling pages took longer than the operations. All VMs
+    /// have the same size.
     spare: Vec<MappedMemory>,
-    /// A VM's memory on its way.
+    /// Buffer for copying a VM's memory.
     bytes: Vec<u8>,
     outside: Option<Outside>,
-    /// Since when a VM is held towards another one, nanoseconds; noted once somebody wants [`Cluster::peers_pauses`].
+    /// Since when a VM is suspended towards another one, nanoseconds; recorded for [`Cluster::peers_pauses`].
     held: Option<BTreeMap<(VmId, VmId), u64>>,
     peers: Vec<PeerPause>,
     draining: Vec<(usize, verbs::Drain)>,
 }
 
-/// How long a VM that stayed was held towards one that moved.
+/// A peer pause: how long a VM that stayed was suspended towards one that moved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PeerPause {
-    /// From its host's holding to its opening, nanoseconds.
+    /// From its host's suspension to the resumption, nanoseconds.
     pub held_ns: u64,
-    /// How long the other VM stood still, nanoseconds.
+    /// How long the other VM was suspended, nanoseconds.
     pub mover_ns: u64,
 }
 
-/// Where hosts, timers and pauses have their time from.
+/// Source of the time of hosts, timers and pauses.
 #[derive(Debug, Clone, Copy)]
 enum Clock {
-    /// Since then.
+    /// Real time since this moment.
     Real(Instant),
-    /// Each turn takes `turn_ns`.
+    /// Simulated time: each turn takes `turn_ns`.
     Simulated { now_ns: u64, turn_ns: u64 },
 }
 
@@ -173,7 +173,7 @@ fn port(hosts: usize) -> u16 {
 }
 
 impl Cluster {
-    /// So many hosts, and VMs on them in turn, each connected with each by one queue pair.
+    /// `hosts` hosts, and VMs on them in turn, each connected with each other one by one queue pair.
     pub fn new(hosts: usize, vms: u32, seed: u64) -> Self {
         Self::make(hosts, vms, seed, None, false)
     }
@@ -211,7 +211,7 @@ impl Cluster {
             let directory = Arc::new(LiveDirectory { hosts: addresses.clone(), places, pin });
             let mut transports = Transports::open(Arc::clone(&directory) as _, address, None).unwrap();
             if by_verbs {
-                // Each with numbers of its own.
+                // Each has different numbers.
                 let first = u32::try_from(index).unwrap() * 0x11_1111 + 77;
                 transports.pretend_verbs(network.device(first));
             }
@@ -246,12 +246,12 @@ impl Cluster {
         cluster
     }
 
-    /// Notes from now on how long VMs that stay are held, as [`Cluster::peers_pauses`] tells.
+    /// Records from now on how long VMs that stay are suspended, for [`Cluster::peers_pauses`].
     pub fn watch_peers(&mut self) {
         self.held.get_or_insert_default();
     }
 
-    /// How long VMs that stayed were held towards one that moved alone, each.
+    /// How long VMs that stayed were suspended towards one that moved alone.
     #[must_use]
     pub fn peers_pauses(&self) -> &[PeerPause] {
         &self.peers
@@ -330,8 +330,7 @@ impl Cluster {
         self.deliver();
     }
 
-    /// From now on a turn takes `turn_ns` nanoseconds, whatever the machine needs for it: what moves when, and how often, depends on the seed
-    /// alone.
+    /// From now on a turn takes `turn_ns` nanoseconds of simulated time, so that all migrations depend on the seed alone.
     pub fn simulate_time(&mut self, turn_ns: u64) {
         self.clock = Clock::Simulated { now_ns: self.now(), turn_ns };
     }
@@ -403,7 +402,7 @@ impl Cluster {
         }
     }
 
-    /// Asks for a migration of one VM, of several, or for two to change places; now and then it is cancelled a moment later.
+    /// Requests a migration of one VM, of several, or an exchange of two; sometimes cancels it a moment later.
     fn begin_migration(&mut self) {
         let all: Vec<VmId> = self.vms.keys().copied().collect();
         let hosts = self.machines.len() as u64;
@@ -425,7 +424,7 @@ impl Cluster {
         self.carry_out(actions);
     }
 
-    /// A turn of everything.
+    /// A turn of all hosts.
     fn turn(&mut self, most: u64) {
         if let Clock::Simulated { now_ns, turn_ns } = &mut self.clock {
             *now_ns += *turn_ns;
@@ -478,12 +477,12 @@ impl Cluster {
                 Some(Timed::Copied(index, migration, vm)) => {
                     let copies = self.machines[index].leaving.get(&vm);
                     if copies.is_some_and(|(of, ..)| *of == migration) {
-                        // What changed while the first round was on its way.
+                        // Objects that changed during the first round.
                         self.round(index, vm);
                         self.event(index, Event::Converged { migration, vm });
                     }
                 }
-                // What it was for is over.
+                // It is obsolete.
                 Some(Timed::Host(..) | Timed::Coordinator(_)) | None => {}
             }
         }
@@ -498,11 +497,11 @@ impl Cluster {
         self.deliver();
     }
 
-    /// Runs until each direction of each connection has done `operations`, with a migration every so many nanoseconds. `seen` is called now
-    /// and then with what is done.
+    /// Runs until each direction of each connection has done `operations`, with a migration at a given interval of nanoseconds. Calls
+    /// `seen` from time to time with the number done.
     ///
     /// # Errors
-    /// When nothing has moved for half a minute, or something is wrong: what.
+    /// When there was no progress for half a minute, or something is wrong.
     pub fn run_until(
         &mut self,
         operations: u64,
@@ -564,7 +563,7 @@ impl Cluster {
         sum
     }
 
-    /// No VM stands still.
+    /// Whether no VM is suspended.
     fn is_quiet(&self) -> bool {
         self.vms.values().all(|vm| vm.running)
     }
@@ -589,7 +588,7 @@ impl Cluster {
         format!("{stuck:?}, {:?}, {:?}", self.moves, self.running)
     }
 
-    /// Queue pair attributes as the guests' drivers see them after all moves: state and number of each queue pair.
+    /// State and number of each queue pair after all migrations, as the guests' drivers query them.
     pub fn states(&mut self) -> Vec<(u32, u32)> {
         let mut states = Vec::new();
         for vm in self.vms.values_mut() {

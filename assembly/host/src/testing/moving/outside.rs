@@ -1,5 +1,6 @@
-//! A peer outside of the cluster: a host without a directory, whose guest is connected with each VM by frames on their common segment. It hears of no
-//! migration. The segment is here: it takes frames from where VMs run to whoever has their address, and loses some.
+//! A peer outside of the cluster: a host without a directory, whose guest is connected with each VM by frames on their common segment. It
+//! learns of no migration. The segment is simulated here: it passes frames from VMs' current hosts to the NIC with the destination address,
+//! and loses some.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -23,7 +24,7 @@ pub(super) struct Port {
 }
 
 impl Port {
-    /// One that isn't in its segment yet.
+    /// A port that isn't in its segment yet.
     pub fn new() -> Self {
         let port = Arc::new(WirePort::default());
         Self { end: port.end(), port }
@@ -37,16 +38,16 @@ impl Port {
 /// The ports of a host's devices.
 pub(super) type Ports = BTreeMap<DeviceId, Port>;
 
-/// What the segment has seen.
+/// Counts of the segment.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Frames {
-    /// Frames of RoCEv2 that arrived.
+    /// RoCEv2 frames that arrived.
     pub passed: u64,
-    /// Those that were lost.
+    /// RoCEv2 frames that were lost.
     pub lost: u64,
-    /// Others: what VMs that have come announce.
+    /// Other frames: announcements of arrived VMs.
     pub announced: u64,
-    /// Frames in the name of a VM, from a host where it doesn't run.
+    /// Frames with a VM's address from a host where it doesn't run.
     pub strays: u64,
 }
 
@@ -63,7 +64,7 @@ pub(super) struct Outside {
 }
 
 impl Outside {
-    /// With a queue pair for each VM.
+    /// The peer with a queue pair for each VM.
     pub fn new(vms: u32, loss_percent: u64) -> Self {
         let mut host = Host::default();
         let mut transports = Transports::without_directory().unwrap();
@@ -130,13 +131,13 @@ fn give(port: &mut Port, frame: &[u8]) -> bool {
 }
 
 impl Cluster {
-    /// As [`Cluster::new`], and each VM is also connected with a peer outside of the cluster by frames, of which so many in a hundred are lost.
+    /// As [`Cluster::new`]; each VM is also connected with a peer outside of the cluster by frames, of which `loss_percent` are lost.
     #[must_use]
     pub fn with_outside(hosts: usize, vms: u32, seed: u64, loss_percent: u64) -> Self {
         Self::make(hosts, vms, seed, Some(Outside::new(vms, loss_percent)), false)
     }
 
-    /// What the segment has seen.
+    /// Counts of the segment.
     #[must_use]
     pub fn frames(&self) -> Frames {
         self.outside.as_ref().map(|outside| outside.frames).unwrap_or_default()
@@ -154,7 +155,7 @@ impl Cluster {
         outside.guest.connect(&mut outside.host, &there.qp, here.qp.qpn, gid(vm)).unwrap();
     }
 
-    /// The peer works, and the segment takes frames to where they belong.
+    /// Runs the peer, and forwards frames on the segment.
     pub(super) fn turn_outside(&mut self, most: u64) {
         let now = self.now();
         let Some(mut outside) = self.outside.take() else { return };
@@ -187,7 +188,7 @@ impl Cluster {
                 frames.lost += 1;
                 continue;
             }
-            // As a bridge that doesn't know: to all, of whom one has the address, or none where the VM is on its way.
+            // As a bridge without learnt addresses: to all, of which one has the address, or none while the VM is on its way.
             for machine in &mut self.machines {
                 for port in machine.ports.values_mut() {
                     frames.passed += u64::from(give(port, &frame));

@@ -1,20 +1,19 @@
-//! A program in each of two guests: it asks for operations of its peer, and checks each answer against what exactly once and in order
-//! means.
+//! A program in each of two guests: it posts operations to its peer, and checks each result for exactly-once execution in order.
 //!
-//! Operation n of a direction is, by n mod 5: fetch-and-add of 1 to a word of its own (the answer must be how many came before); compare and
-//! swap of a word from k to k+1 (the answer must be k); a WRITE of a block whose bytes follow from n; a SEND of n, whose receiver checks
-//! that it is the next and that the WRITE before it has arrived whole; a READ of that block.
+//! Operation n of a direction is, by n mod 5: fetch-and-add of 1 to a word of its own (the result must be the number of earlier ones);
+//! compare and swap of a word from k to k+1 (the result must be k); a WRITE of a block whose bytes follow from n; a SEND of n, whose
+//! receiver checks that it is the next and that the WRITE before it has arrived whole; a READ of that block.
 
 use dma::MappedMemory;
 use pvrdma::abi::work::opcode;
 use pvrdma::testing::queues::{Post, sge};
 use pvrdma::testing::{Guest, Qp, Region};
 
-/// Operations outstanding at most.
+/// Limit of outstanding operations.
 pub const DEPTH: u64 = 16;
-/// Bytes of a block at most.
+/// Limit of a block, bytes.
 const BLOCK: u64 = 2048;
-/// Where what lies in the region, offsets.
+/// Offsets in the region.
 const WRITTEN: u64 = 4096;
 const RECEIVED: u64 = WRITTEN + DEPTH * BLOCK;
 const SOURCE: u64 = RECEIVED + 2 * DEPTH * 64;
@@ -22,16 +21,16 @@ const RESULT: u64 = SOURCE + DEPTH * BLOCK;
 /// Bytes of a region.
 pub const REGION: u64 = RESULT + DEPTH * BLOCK;
 
-/// What went wrong; all 0 when nothing did.
+/// Errors found; all 0 when there were none.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
 pub struct Verdict {
     /// Operations complete.
     pub operations: u64,
-    /// Of these, by kind: fetch-and-add, compare-and-swap, WRITE, SEND, READ.
+    /// Complete operations by kind: fetch-and-add, compare-and-swap, WRITE, SEND, READ.
     pub by_kind: [u64; 5],
-    /// Operations that were complete and had not been carried out.
+    /// Operations that were complete and not executed.
     pub lost: u64,
-    /// Carried out more than once.
+    /// Operations executed more than once.
     pub repeated: u64,
     /// Completions and messages out of order.
     pub reordered: u64,
@@ -54,7 +53,7 @@ impl Verdict {
         self.errors += other.errors;
     }
 
-    /// Whether nothing is wrong.
+    /// Whether there were no errors.
     pub fn is_clean(&self) -> bool {
         self.lost + self.repeated + self.reordered + self.corrupt + self.errors == 0
     }
@@ -70,14 +69,14 @@ impl Verdict {
 pub struct End {
     pub qp: Qp,
     pub region: Region,
-    /// The peer's region: its address and key.
+    /// The peer's region: address and remote key.
     pub remote: (u64, u32),
     posted: u64,
     done: u64,
-    /// Messages received.
+    /// Number of messages received.
     received: u64,
     receives_posted: u64,
-    /// A large block now and then, so that messages have several packets.
+    /// Sometimes a large block, so that messages have several packets.
     pub verdict: Verdict,
 }
 
@@ -86,7 +85,7 @@ fn length(n: u64) -> u32 {
     long[usize::try_from(n / 5 % 4).unwrap()]
 }
 
-/// A block of operation n.
+/// The block of operation n.
 fn block(n: u64, length: u32) -> Vec<u8> {
     let words = (0..u64::from(length) / 8).map(|word| (n << 8 ^ word).wrapping_mul(0x9E37_79B9_7F4A_7C15));
     words.flat_map(u64::to_le_bytes).collect()
@@ -102,7 +101,7 @@ impl End {
         self.done
     }
 
-    /// Posts receives and operations as far as there is room, up to `most` operations in all.
+    /// Posts receives and operations while there is room, up to `most` operations in all.
     pub fn post(&mut self, guest: &Guest<MappedMemory>, most: u64) {
         while self.receives_posted - self.received < 2 * DEPTH {
             let at = RECEIVED + self.receives_posted % (2 * DEPTH) * 64;
@@ -143,7 +142,7 @@ impl End {
         }
     }
 
-    /// A completion of this queue pair.
+    /// Processes a completion of this queue pair.
     pub fn complete(&mut self, guest: &Guest<MappedMemory>, wr_id: u64, code: u32, status: u32) {
         let verdict = &mut self.verdict;
         if status != 0 {
@@ -189,7 +188,7 @@ impl End {
         self.done += 1;
     }
 
-    /// The words that the peer counts with, when nothing is under way: what was carried out here.
+    /// Checks the words on which the peer executes atomics, with nothing in flight: they count what was executed here.
     pub fn check_words(&mut self, guest: &Guest<MappedMemory>, asked: u64) {
         let word = |at| u64::from_le_bytes(self.region.read(&guest.memory, at, 8).try_into().unwrap());
         let (added, swapped) = (word(0), word(8));

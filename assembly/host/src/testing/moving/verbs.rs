@@ -1,12 +1,12 @@
-//! Guests whose connections the hosts' RDMA devices carry: who holds them waits until the devices are done, as the daemon's migration thread
-//! does.
+//! Guests whose connections use the hosts' RDMA devices: a host that suspends them waits until the devices are done, as the daemon's
+//! migration thread does.
 
 use hca::names::Gid;
 use nomad::{Event, MigrationId, VmId};
 
 use super::{Cluster, OUTSIDE, gid};
 
-/// Who waits for the ends of requests.
+/// Which state machine waits for the completion of requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Drain {
     Own(MigrationId, VmId),
@@ -24,25 +24,25 @@ impl Drain {
 }
 
 impl Cluster {
-    /// As [`Cluster::new`], with all VMs pinned to transport `verbs`: their connections are carried by devices in memory, one per host, which
-    /// give numbers and keys of their own.
+    /// As [`Cluster::new`], with all VMs pinned to transport `verbs`: their connections use devices in memory, one per host, with numbers
+    /// and keys of their own.
     #[must_use]
     pub fn by_verbs(hosts: usize, vms: u32, seed: u64) -> Self {
         Self::make(hosts, vms, seed, None, true)
     }
 
-    /// What hosts' devices have now: connections, registered regions, and bytes of these, per host.
+    /// Current objects of hosts' devices: connections, registered regions, and bytes of these, per host.
     #[must_use]
     pub fn devices_hold(&self) -> Vec<(usize, usize, u64)> {
         let reports = self.machines.iter().map(|machine| machine.transports.verbs());
         reports.map(|report| (report.connections, report.regions, report.registered_bytes)).collect()
     }
 
-    /// Queue pairs of a VM send nothing to others.
+    /// Suspends queue pairs of a VM towards others.
     pub(super) fn hold_own(&mut self, index: usize, vm: VmId) {
         let machine = &mut self.machines[index];
         let (device, now) = (machine.here[&vm], machine.host.now);
-        // Nobody opens those outside.
+        // Peers outside of the cluster are never opened.
         for &peer in self.vms[&vm].ends.keys().filter(|peer| **peer != OUTSIDE) {
             machine.host.engine.hold(device, Gid(gid(peer)));
             machine.transports.hold(device, crate::transport::VmId(peer.0), now);

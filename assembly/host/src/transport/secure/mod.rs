@@ -1,27 +1,27 @@
 //! Encryption and authentication of packets between daemons that share a cluster key.
 //!
-//! A session is agreed upon by the Noise protocol framework's handshake `NNpsk0` (revision 34, chapters 7 and 9): ephemeral X25519 keys, so
-//! that a key that is stolen later opens nothing that was sent before, and the cluster key, so that only its holders take part.
+//! Two hosts establish a session by the handshake `NNpsk0` of the Noise protocol framework (revision 34, chapters 7 and 9). It uses
+//! ephemeral X25519 keys, so a key that is stolen later opens no earlier packet. It also uses the cluster key, so only its holders can take
+//! part.
 //!
 //! ```text
 //! initiator                                                            responder
-//!   Hello   version 2 · 3 · 0 (2) │ e, {own session number, time} ──────▶  key right? time newer than the last one?
-//!   ◀────────── Answer  version 2 · 4 · 0 (2) │ initiator's session │ e, {own session number}     session waits (`next`)
-//!   session in use (`current`)
-//!   Alive   kind 5, sealed, empty ──────────────────────────────────────▶  it opens: session in use (`current`)
-//!   packets, kinds 1 and 2, sealed ◀──────────────────────────────────▶
+//!    Hello   version 2 · 3 · 0 (2) │ e, {own session number, time} ──────▶  key right? time newer than the last one?
+//!    ◀────────── Answer  version 2 · 4 · 0 (2) │ initiator's session │ e, {own session number}     session waits (`next`)
+//!    session in use (`current`)
+//!    Alive   kind 5, sealed, empty ──────────────────────────────────────▶  it opens: session in use (`current`)
+//!    packets, kinds 1 and 2, sealed ◀──────────────────────────────────▶
 //! ```
 //!
-//! The prologue binds both hosts' addresses as the directory has them, initiator first, so nothing can be played back to its sender.
-//! A Hello that is played back is older than the last one of its host, or, right after a restart, leads to a session that nobody uses.
-//! State is bounded: per host of the directory one handshake that we began, and three sessions (used before, in use, agreed upon but
-//! not seen yet). A session is replaced after two minutes or 2^26 packets, and gone after another; with its keys goes what could open
-//! its packets.
+//! The prologue binds both hosts' addresses in the directory, initiator first, so no message can be replayed to its sender. A replayed
+//! Hello is older than the last one of its host; right after a restart it leads to a session that stays unused. State is bounded: per host
+//! of the directory one handshake as initiator, and three sessions (previous, current, next). A session is replaced after two minutes or
+//! 2^26 packets, and removed a while later. With its keys goes what could open its packets.
 //!
-//! A daemon that was restarted has no session: it answers a packet that it can't open by a Hello (once a second at most), and whoever
-//! sends for three seconds without an authentic packet coming back begins a handshake, too.
+//! A restarted daemon has no session: it responds with a Hello to a packet that it can't open (once a second at most). A host that sends
+//! for three seconds without receiving an authentic packet also begins a handshake.
 //!
-//! Sans-IO: what is to be sent is left in an outbox, time comes in.
+//! Sans-IO: messages to send are left in an outbox, and the caller passes the time in.
 
 mod replay;
 mod session;
@@ -37,83 +37,83 @@ use super::header::{HEADER, Header, SEALED};
 pub use cluster_key::{ClusterKey, KeyError};
 use session::{LANES, MOST_PACKETS, REKEY_AFTER_PACKETS, Session};
 
-/// Bytes before what is sealed: the header, the session and the counter.
+/// Bytes before the sealed part: the header, the session and the counter.
 pub(super) const DATA_HEADER: usize = HEADER + 12;
-/// Bytes of the tag behind it.
+/// Bytes of the tag after it.
 pub(super) const TAG: usize = 16;
-/// The protocol's name; its cipher is that of the data, too.
+/// The protocol's name; packets use its cipher, too.
 const PROTOCOL: &str = "Noise_NNpsk0_25519_AESGCM_SHA256";
-/// What both sides must agree upon besides; changes with this module's format.
+/// The prologue, which both sides must share; changes with this module's format.
 const PROLOGUE: &str = "causeway fabric 2";
 const HELLO: u8 = 3;
 const ANSWER: u8 = 4;
 const ALIVE: u8 = 5;
-/// Bytes of handshake messages: ephemeral key, payload, tag, behind 4 or 8 bytes.
+/// Bytes of handshake messages: 4 or 8 bytes of header, ephemeral key, payload, tag.
 const HELLO_LEN: usize = 4 + 32 + 12 + TAG;
 const ANSWER_LEN: usize = 8 + 32 + 4 + TAG;
 
 const SECOND: u64 = 1_000_000_000;
-/// A session is replaced after this long by its initiator, and by the other side somewhat later if that didn't happen.
+/// Age at which its initiator replaces a session, nanoseconds. The other side does so somewhat later if the initiator didn't.
 const REKEY_AFTER: u64 = 120 * SECOND;
 const REKEY_AFTER_RESPONDER: u64 = 150 * SECOND;
-/// Nothing is sealed with an older one.
+/// Age at which a session seals nothing any more, nanoseconds.
 const SEAL_UNTIL: u64 = 180 * SECOND;
-/// Nothing is opened with an older one: its keys go.
+/// Age at which a session opens nothing any more, and its keys are removed, nanoseconds.
 const OPEN_UNTIL: u64 = 200 * SECOND;
-/// Whoever sends for so long without an authentic packet from there begins a handshake.
+/// Time of sending without receiving an authentic packet after which a host begins a handshake, nanoseconds.
 const SILENCE: u64 = 3 * SECOND;
-/// Between handshakes with one host: the first interval, doubled each time, and the longest.
+/// First and longest interval between handshakes with one host (exponential back-off), nanoseconds.
 const FIRST_RETRY: u64 = SECOND / 4;
 const LAST_RETRY: u64 = 4 * SECOND;
-/// Between two Hellos that packets without a session cause.
+/// Interval between two Hellos caused by packets without a session, nanoseconds.
 const PROVOKED: u64 = SECOND;
-/// What waits for a session with one host, bytes, and for how long.
+/// Limits of packets that wait for a session with one host: bytes, and time in nanoseconds.
 const MOST_HELD: usize = 256 << 10;
 const HELD_FOR: u64 = SECOND;
 
 /// Why a packet was dropped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Dropped {
-    /// Too short, or a kind that doesn't exist.
+    /// Too short, or of an unknown kind.
     Malformed,
-    /// For a VM that isn't here.
+    /// For a VM that isn't on this host.
     NoVm,
-    /// For a queue pair that isn't there, or isn't connected.
+    /// For a queue pair that doesn't exist, or isn't connected.
     NoQueuePair,
-    /// From a host where the directory doesn't have the VM that it claims to be of.
+    /// From a host other than that of the VM that it claims to be from.
     NotItsHost,
     /// Not encrypted, and this daemon encrypts.
     Plain,
-    /// Encrypted, and this daemon doesn't.
+    /// Encrypted, and this daemon has no key.
     Encrypted,
-    /// Of a session that isn't there.
+    /// Of an unknown session.
     NoSession,
-    /// Its counter was seen, or is too old.
+    /// Its counter was received before, or is too old.
     Replayed,
-    /// It doesn't open: changed on the way, or made by somebody else.
+    /// It doesn't open: changed on the way, or forged.
     Forged,
-    /// A handshake message that doesn't open: another cluster key, or changed on the way.
+    /// A handshake message that doesn't open: made with another cluster key, or changed on the way.
     Handshake,
     /// A handshake message that isn't newer than the last one.
     OldHandshake,
-    /// A handshake message from an address that no host of the directory has.
+    /// A handshake message from an address outside of the directory.
     Stranger,
     /// The directory pins the VMs to another transport.
     Pinned,
 }
 
-/// A host that this one has, or wants, a session with.
+/// A host with which this one has, or attempts, a session.
 #[derive(Debug, Clone, serde::Serialize)]
 pub struct PeerReport {
     /// Its address in the directory.
     pub host: SocketAddr,
-    /// `established`, `answered` (not heard of since), `asked` or `none`.
+    /// `established`, `answered` (no packet received since), `asked` or `none`.
     pub session: &'static str,
-    /// Packets sealed in the session in use.
+    /// Packets sealed in the current session.
     pub sealed_packets: u64,
 }
 
-/// A handshake that we began.
+/// A handshake as initiator.
 struct Attempt {
     state: HandshakeState,
     local: u32,
@@ -132,11 +132,11 @@ pub(super) struct Held {
 struct Peer {
     address: SocketAddr,
     attempt: Option<Attempt>,
-    /// Sessions by our number for them.
+    /// Own numbers of the sessions.
     next: Option<u32>,
     current: Option<u32>,
     previous: Option<u32>,
-    /// Time of its newest Hello, as it says.
+    /// Time in its newest Hello.
     newest_hello: u64,
     retry_at: u64,
     retry: u64,
@@ -165,16 +165,16 @@ impl Peer {
     }
 }
 
-/// What came.
+/// A received packet.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Arrived<'a> {
     /// A packet of a host, for its VM.
     Data { host: SocketAddr, header: Header, packet: &'a [u8] },
-    /// Something between the daemons.
+    /// A message between the daemons.
     Handshake,
 }
 
-/// What became of packets to be sealed.
+/// Result of sealing packets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Sealing {
     /// They are sealed.
@@ -183,20 +183,20 @@ pub(super) enum Sealing {
     NoSession,
 }
 
-/// See the module.
+/// Sessions of a host; see the module.
 pub(super) struct Secure {
     key: ClusterKey,
     own: SocketAddr,
     params: snow::params::NoiseParams,
     peers: Vec<Peer>,
     by_address: HashMap<SocketAddr, usize>,
-    /// By our numbers, with whose they are. There are few, and one is looked up for each packet: faster in a tree than hashed.
+    /// Sessions by own number, with their peers. There are few, and each packet needs a look-up: faster in a tree than hashed.
     sessions: BTreeMap<u32, (usize, Session)>,
     outbox: Vec<(SocketAddr, Vec<u8>)>,
     counters: SessionCounters,
     last_hello: u64,
     clock: fn() -> u64,
-    /// The answer of [`Secure::next`], until something changes: it is asked in each round of the engine.
+    /// Cached result of [`Secure::next`], which each pass of the engine reads.
     due: Cell<Option<Option<u64>>>,
 }
 
@@ -207,7 +207,7 @@ fn unix_time() -> u64 {
 }
 
 impl Secure {
-    /// For the host that the directory has at `own`.
+    /// The state for the host with address `own` in the directory.
     pub fn new(key: ClusterKey, own: SocketAddr) -> Result<Self, snow::Error> {
         Ok(Self {
             key,
@@ -228,7 +228,7 @@ impl Secure {
         self.counters
     }
 
-    /// Sessions there are.
+    /// Number of sessions.
     pub fn session_count(&self) -> usize {
         self.sessions.len()
     }
@@ -248,7 +248,7 @@ impl Secure {
         self.peers.iter().map(report).collect()
     }
 
-    /// Hosts come from the directory only, so there are no more than it has.
+    /// Index of a host, created if needed. Hosts come only from the directory, which bounds their number.
     fn peer(&mut self, address: SocketAddr) -> usize {
         let peers = &mut self.peers;
         *self.by_address.entry(address).or_insert_with(|| {
@@ -291,7 +291,7 @@ impl Secure {
         Sealing::Done
     }
 
-    /// Keeps packets, not sealed, until there is a session; not for long, and not many.
+    /// Keeps unsealed packets until there is a session, within [`MOST_HELD`] bytes and a time limit.
     pub fn hold(&mut self, to: SocketAddr, lane: usize, packets: &[u8], stride: usize, ecn: bool, now: u64) {
         let index = self.peer(to);
         let count = packets.len().div_ceil(stride.max(1)) as u64;
@@ -306,7 +306,7 @@ impl Secure {
         peer.held.push_back(Held { to, lane, packets: packets.to_vec(), stride, ecn, since: now });
     }
 
-    /// Packets whose session has come.
+    /// Packets whose session was established.
     pub fn take_held(&mut self) -> Option<Held> {
         let with_session = |peer: &&mut Peer| peer.current.is_some() && !peer.held.is_empty();
         let peer = self.peers.iter_mut().find(with_session)?;
@@ -316,12 +316,12 @@ impl Secure {
         Some(held)
     }
 
-    /// Messages between the daemons that are to be sent, from the first socket to the first one there.
+    /// Messages between the daemons to send, from the first socket of this host to the first of the other.
     pub fn take_outbox(&mut self) -> Vec<(SocketAddr, Vec<u8>)> {
         std::mem::take(&mut self.outbox)
     }
 
-    /// When [`Secure::expire`] has something to do.
+    /// Time of the next [`Secure::expire`].
     pub fn next(&self) -> Option<u64> {
         if let Some(next) = self.due.get() {
             return next;
@@ -340,7 +340,7 @@ impl Secure {
         held.chain(sessions).min()
     }
 
-    /// Gives up what is too old, and asks again.
+    /// Removes what has expired, and repeats handshakes.
     pub fn expire(&mut self, now: u64) {
         if self.next().is_none_or(|next| next > now) {
             return;
@@ -398,7 +398,7 @@ impl Secure {
         format!("{PROLOGUE} {initiator} {responder}")
     }
 
-    /// A number that no session of ours has.
+    /// An unused session number.
     fn number(&self) -> Result<u32, snow::Error> {
         loop {
             let mut bytes = [0; 4];
@@ -412,7 +412,7 @@ impl Secure {
 
     fn hello(&mut self, to: SocketAddr) -> Result<(Attempt, Vec<u8>), snow::Error> {
         let local = self.number()?;
-        // Greater each time, even where the clock stands.
+        // Greater each time, even if the clock stands.
         self.last_hello = (self.clock)().max(self.last_hello + 1);
         let mut payload = [0; 12];
         payload[..4].copy_from_slice(&local.to_be_bytes());
@@ -427,7 +427,7 @@ impl Secure {
         Ok((Attempt { state, local }, message))
     }
 
-    /// Takes a packet of version 2. `known` says which addresses are hosts of the directory.
+    /// Processes a packet of version 2. `known` maps an address to a host of the directory.
     pub fn arrive<'a>(
         &mut self,
         from: SocketAddr,
@@ -438,7 +438,7 @@ impl Secure {
         let [SEALED, kind, 0, 0, ..] = *packet else { return Err(Dropped::Malformed) };
         match kind {
             HELLO | ANSWER => {
-                // Handshakes go from first socket to first socket.
+                // Handshakes are sent between first sockets.
                 let host = known(from).filter(|host| *host == from).ok_or(Dropped::Stranger)?;
                 let index = self.peer(host);
                 if kind == HELLO {
@@ -499,10 +499,10 @@ impl Secure {
         let [.., a, b, c, d] = *head;
         let number = u32::from_be_bytes([a, b, c, d]);
         let attempt = peer.attempt.as_mut().filter(|attempt| attempt.local == number);
-        // The answer to an earlier Hello.
+        // The response to an earlier Hello.
         let attempt = attempt.ok_or(Dropped::OldHandshake)?;
         let mut remote = [0; 4];
-        // One that fails leaves the state as it was: the right one may still come.
+        // A failed message leaves the state unchanged: the right one may still arrive.
         if attempt.state.read_message(noise, &mut remote) != Ok(remote.len()) {
             return Err(Dropped::Handshake);
         }
@@ -512,7 +512,7 @@ impl Secure {
         self.due.set(None);
         self.sessions.insert(number, (index, session.ok_or(Dropped::Handshake)?));
         self.put_to_use(index, number, now);
-        // Something must come for the other side to use it.
+        // The other side uses the session only after it receives a packet.
         let alive = Header::between_daemons(ALIVE);
         let mut packet = [0; DATA_HEADER + TAG];
         packet[..HEADER].copy_from_slice(&alive);
@@ -525,7 +525,7 @@ impl Secure {
         Ok(())
     }
 
-    /// Seals with this session from now on.
+    /// Makes this session the current one for sealing.
     fn put_to_use(&mut self, index: usize, number: u32, now: u64) {
         self.due.set(None);
         let Some(peer) = self.peers.get_mut(index) else { return };
@@ -574,7 +574,7 @@ impl Secure {
         })
     }
 
-    /// Somebody has a session with us that we don't have: we were restarted. Anybody can say so, hence the care.
+    /// A host uses a session unknown here, so this daemon was restarted. Any host can cause this, hence the rate limit.
     fn provoked(&mut self, from: SocketAddr, now: u64, known: &dyn Fn(SocketAddr) -> Option<SocketAddr>) {
         let Some(host) = known(from) else { return };
         let index = self.peer(host);
@@ -587,13 +587,13 @@ impl Secure {
     }
 }
 
-/// The host that has the sockets from which a packet came.
+/// The host that has the socket from which a packet came.
 pub(super) fn host_of(hosts: &[SocketAddr], from: SocketAddr) -> Option<SocketAddr> {
     let mut found = hosts.iter().filter(|host| {
         let offset = from.port().checked_sub(host.port()).map(usize::from);
         host.ip() == from.ip() && offset.is_some_and(|offset| offset < LANES)
     });
-    // Where hosts share an address their ports may lie close: the nearest below.
+    // Where hosts share an address, their ports may be close together: the nearest below.
     let first = found.next()?;
     Some(found.fold(*first, |best, host| if host.port() > best.port() { *host } else { best }))
 }

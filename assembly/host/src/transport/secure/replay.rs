@@ -1,14 +1,14 @@
-//! Which counters have been seen: a sliding window, as RFC 6479 has it (IPsec anti-replay without bit shifting).
+//! Replay protection: received counters in a sliding window, after RFC 6479 (IPsec anti-replay without bit shifting).
 
-/// Words of the window.
+/// Number of words of the window.
 const WORDS: u64 = 128;
-/// How far behind the newest counter an older one is still told apart from a repeated one.
+/// How far behind the newest counter an older one can still be distinguished from a repeated one.
 pub(super) const REACH: u64 = (WORDS - 1) * 64;
 
-/// The counters seen on one lane.
+/// The counters received on one lane.
 #[derive(Debug, Clone)]
 pub(super) struct Window {
-    /// One more than the greatest counter taken.
+    /// One more than the greatest accepted counter.
     next: u64,
     /// A ring: bit `counter % 64` of word `counter / 64 % WORDS`.
     words: Box<[u64]>,
@@ -16,7 +16,7 @@ pub(super) struct Window {
 
 impl Default for Window {
     fn default() -> Self {
-        // No allocation per packet: a window is made with its session.
+        // Allocated with its session, so that no packet allocates.
         Self { next: 0, words: vec![0; usize::try_from(WORDS).unwrap_or(0)].into_boxed_slice() }
     }
 }
@@ -26,7 +26,7 @@ fn place(counter: u64) -> (usize, u64) {
 }
 
 impl Window {
-    /// Whether a counter is new. It isn't remembered yet: first its packet must prove to be genuine.
+    /// Whether a counter is new. It isn't recorded yet: first its packet must prove to be authentic.
     pub fn is_new(&self, counter: u64) -> bool {
         if counter >= self.next {
             return true;
@@ -35,13 +35,13 @@ impl Window {
         self.next - counter <= REACH && self.words.get(word).is_some_and(|word| word & bit == 0)
     }
 
-    /// Remembers a counter; `false` where it was not new.
+    /// Records a counter; `false` if it was not new.
     pub fn take(&mut self, counter: u64) -> bool {
         if !self.is_new(counter) || counter == u64::MAX {
             return false;
         }
         if counter >= self.next {
-            // Words that come into the window anew; all of them after a great leap.
+            // Words that enter the window; all of them after a great leap.
             let newest = self.next.wrapping_sub(1) / 64;
             let first = if self.next == 0 { 0 } else { newest + 1 };
             let last = counter / 64;
@@ -67,7 +67,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     proptest! {
-        /// Against a set of everything ever taken: nothing is taken twice, and what is new and not too old is taken.
+        /// Against a set of all accepted counters: none is accepted twice, and any that is new and not too old is accepted.
         #[test]
         fn a_counter_is_taken_once(steps in prop::collection::vec((0u64..4, 0u64..20_000), 1..400)) {
             let mut window = Window::default();

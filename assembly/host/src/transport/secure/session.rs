@@ -1,31 +1,31 @@
-//! The keys of a session: seals what leaves, opens what comes.
+//! The keys of a session: seals sent packets, opens received ones.
 //!
-//! AES-256-GCM with 96-bit nonces of 32 zero bits and a counter of 64 bits, as Noise has it (chapter 12). The counter's upper byte is
-//! the lane (a socket of the sender), so that each lane counts and is checked for repetition by itself: packets of two sockets may
-//! overtake each other by as much as a socket's buffer holds, those of one seldom do.
+//! AES-256-GCM with 96-bit nonces of 32 zero bits and a counter of 64 bits, as in Noise (chapter 12). The counter's upper byte is the lane
+//! (a socket of the sender), and each lane is counted and checked for replays separately. Packets of two sockets may overtake each other by
+//! as much as a socket's buffer holds; packets of one socket seldom do.
 
 use aws_lc_rs::aead::{AES_256_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
 
 use super::replay::Window;
 use super::{DATA_HEADER, Dropped, TAG};
 
-/// Sockets of a host at most.
+/// Limit of sockets of a host.
 pub(super) const LANES: usize = 16;
 const LANE_SHIFT: u32 = 56;
-/// Packets after which a session is replaced. With packets of 4 KiB AES-GCM's bounds of RFC 9001 (appendix B.1) allow 2^27.
+/// Number of packets after which a session is replaced. With packets of 4 KiB AES-GCM's bounds of RFC 9001 (appendix B.1) permit 2^27.
 pub(super) const REKEY_AFTER_PACKETS: u64 = 1 << 26;
-/// Packets that one key seals at most.
+/// Limit of packets that one key seals.
 pub(super) const MOST_PACKETS: u64 = 1 << 27;
-/// Forged packets after which a key opens nothing any more; the bound of RFC 9001 (section 6.6) is 2^52.
+/// Number of forged packets after which a key opens nothing any more; the bound of RFC 9001 (section 6.6) is 2^52.
 const MOST_FORGED: u64 = 1 << 36;
 
-/// One direction's key and what limits its use.
+/// A session's keys and their limits.
 pub(super) struct Session {
-    /// How the peer names it.
+    /// The peer's number of the session.
     pub remote: u32,
-    /// When it was agreed upon, nanoseconds.
+    /// When it was established, nanoseconds.
     pub born: u64,
-    /// We began it, so we replace it.
+    /// Whether this host began it, and so replaces it.
     pub initiator: bool,
     seal: LessSafeKey,
     open: LessSafeKey,
@@ -60,19 +60,19 @@ impl Session {
         })
     }
 
-    /// Packets sealed.
+    /// Number of packets sealed.
     pub fn sealed(&self) -> u64 {
         self.sealed
     }
 
-    /// As after as many packets as a key may seal.
+    /// Uses up the key, as after the limit of packets.
     #[cfg(test)]
     pub fn use_up(&mut self) {
         self.sealed = MOST_PACKETS;
     }
 
-    /// Writes session and counter into a packet's header and seals what is behind it; the last [`TAG`] bytes are for the tag.
-    /// `None`: this key has sealed enough, or the packet is too short to be one.
+    /// Writes session and counter to a packet's header and seals the rest; the last [`TAG`] bytes are for the tag. `None`: this key has
+    /// reached its limit, or the packet is too short.
     pub fn seal(&mut self, lane: usize, packet: &mut [u8]) -> Option<()> {
         let sent = self.sent.get_mut(lane)?;
         if self.sealed >= MOST_PACKETS {
@@ -84,7 +84,7 @@ impl Session {
         let (_, place) = header.split_last_chunk_mut::<12>()?;
         place[..4].copy_from_slice(&self.remote.to_be_bytes());
         place[4..].copy_from_slice(&counter.to_be_bytes());
-        // Used up even if sealing should fail: no counter is used twice.
+        // Counted even if sealing should fail: no counter is used twice.
         *sent += 1;
         self.sealed += 1;
         let made = self.seal.seal_in_place_separate_tag(nonce(counter), Aad::from(&header[..]), body).ok()?;
@@ -92,7 +92,7 @@ impl Session {
         Some(())
     }
 
-    /// Opens a packet; what is behind its header. The header is authenticated as well.
+    /// Opens a packet; returns the part after its header. The header is authenticated as well.
     pub fn open<'a>(&mut self, packet: &'a mut [u8]) -> Result<&'a [u8], Dropped> {
         let (header, body) = packet.split_first_chunk_mut::<DATA_HEADER>().ok_or(Dropped::Malformed)?;
         let (_, counter) = header.split_last_chunk::<8>().ok_or(Dropped::Malformed)?;

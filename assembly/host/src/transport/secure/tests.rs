@@ -13,7 +13,7 @@ fn address(host: u8) -> SocketAddr {
     format!("10.0.0.{host}:4792").parse().unwrap()
 }
 
-/// Two hosts and the network between them: what is sent is delivered by hand.
+/// Two hosts and the network between them: the test delivers each packet.
 struct Pair {
     hosts: [Secure; 2],
     now: u64,
@@ -41,7 +41,7 @@ impl Pair {
         self.hosts[side].take_outbox().into_iter().map(|(_, message)| message).collect()
     }
 
-    /// Gives `side` a packet of the other one.
+    /// Delivers a packet of the other side to `side`.
     fn deliver(&mut self, side: usize, packet: &[u8]) -> Result<Option<(Header, Vec<u8>)>, Dropped> {
         let mut packet = packet.to_vec();
         match self.hosts[side].arrive(Self::at(1 - side), &mut packet, self.now, &knows)? {
@@ -61,7 +61,7 @@ impl Pair {
         (done == Sealing::Done).then_some(packet)
     }
 
-    /// Delivers what both have to say to each other until they are silent.
+    /// Delivers messages until both sides are silent.
     fn talk(&mut self) {
         for _ in 0..10 {
             for side in 0..2 {
@@ -153,7 +153,7 @@ fn another_key_or_another_address_makes_no_session() {
     let mut pair = Pair::new();
     assert!(pair.seal(0, 0, b"first").is_none());
     let hello = pair.sent(0).remove(0);
-    // Played back to its sender, as if from the other.
+    // Replayed to its sender, as if from the other.
     assert_eq!(pair.deliver(0, &hello), Err(Dropped::Handshake));
     let mut copy = hello.clone();
     let stranger = "10.0.0.3:4792".parse().unwrap();
@@ -276,7 +276,7 @@ fn a_host_whose_clock_went_back_is_reached_by_the_other_side() {
     assert!(pair.seal(0, 0, b"first").is_none());
     let hello = pair.sent(0).remove(0);
     assert_eq!(pair.deliver(1, &hello), Err(Dropped::OldHandshake));
-    // The other one sends into silence, until it asks itself.
+    // The other one sends without a response, until it begins a handshake.
     let mut through = false;
     for _ in 0..100 {
         pair.now += 50 * MS;
@@ -299,7 +299,7 @@ fn sessions_are_replaced_and_then_gone_without_a_packet_lost() {
         pair.now += SECOND;
         for side in 0..2 {
             let packet = pair.seal(side, 0, b"steady").unwrap();
-            // One packet of the first session stays on the way until the second one is in use.
+            // One packet of the first session is delayed until the second one is in use.
             if side == 1 && pair.now - start == REKEY_AFTER {
                 late = Some(packet);
             } else {
@@ -316,7 +316,7 @@ fn sessions_are_replaced_and_then_gone_without_a_packet_lost() {
     assert!(first.iter().all(|number| !pair.hosts[0].sessions.contains_key(number)), "its keys are gone");
     let established = pair.hosts[0].counters().sessions_established;
     assert!((3..=5).contains(&established), "{established}");
-    // Silent hosts forget all.
+    // Silent hosts remove all sessions.
     pair.now += OPEN_UNTIL;
     for host in &mut pair.hosts {
         host.expire(pair.now);
@@ -350,7 +350,7 @@ fn packets_wait_for_a_session_in_bounds() {
         count += 1;
     }
     assert_eq!((count, pair.hosts[0].peers[0].held_bytes), (counters.packets_held, 0));
-    // Without an answer they are given up.
+    // Without a response, attempts end.
     let mut alone = Pair::new();
     let _ = alone.seal(0, 0, b"x");
     alone.hosts[0].hold(to, 0, &packet, packet.len(), false, alone.now);
@@ -394,7 +394,7 @@ fn hosts_are_told_apart_by_their_ports() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
-    /// Whatever is changed on the way: it doesn't open, changes nothing, and the right packet opens afterwards.
+    /// After any change on the way, a packet doesn't open and changes nothing; the unchanged packet opens afterwards.
     #[test]
     fn nothing_that_was_changed_opens(
         body in prop::collection::vec(any::<u8>(), 0..200),
@@ -420,7 +420,7 @@ proptest! {
         prop_assert_eq!(pair.deliver(1, &packet), Ok(Some((header(), body))));
     }
 
-    /// Bytes of anybody, at any moment, do no harm: two hosts come to a session all the same.
+    /// Hostile bytes at any moment do no harm: two hosts still establish a session.
     #[test]
     fn noise_does_not_keep_hosts_apart(
         noise in prop::collection::vec((0usize..2, prop::collection::vec(any::<u8>(), 0..120), 0u8..7), 0..60),
@@ -444,8 +444,8 @@ proptest! {
     }
 }
 
-/// Not a test of time: prints what sealing and opening cost on one core. Optimised builds only mean something:
-/// `cargo test --release -p host --lib cost_of_sealing -- --ignored --nocapture`.
+/// Prints the cost of sealing and opening on one core; measures, and asserts nothing. Needs an optimised build: `cargo test --release -p
+/// host --lib cost_of_sealing -- --ignored --nocapture`.
 #[test]
 #[ignore = "prints figures"]
 fn cost_of_sealing() {

@@ -1,27 +1,26 @@
-//! Messages for an end with a shared receive queue. A receive that its device was given can be taken by that connection's messages alone, so
-//! it is given one only for a message that there is: the sender announces them.
+//! Messages to an end with a shared receive queue. Once a receive is posted to the device's queue pair, only that connection's messages can
+//! consume it. So the daemon posts one only for an existing message, which the sender announces.
 //!
 //! ```text
 //! sender                                          receiver
 //! guest posts ─▶ posted    ── Announce (posted) ──▶  wanted
-//!                                                    taken ◀─ receives of the shared queue, as far as the device has room
-//!                ready     ◀── Ready (n) ──────────  wanted, or what was taken where there is no room
+//!                                                     taken ◀─ receives of the shared queue, while the device has room
+//!                 ready     ◀── Ready (n) ──────────  wanted, or what was taken where there is no room
 //! sent, up to ready
 //! ```
-//! An empty queue holds nothing up here: the sender's device then learns of it as on any wire (RNR), and the guest's own number of
-//! retries counts. Numbers are totals since the connection was made, modulo 2^32, so that a message that is lost or comes twice does no
-//! harm.
+//! An empty queue blocks nothing here: the sender's device gets an RNR NAK as on any wire, and the guest's own number of retries applies.
+//! Numbers are totals since the connection was established, modulo 2^32, so that a lost or repeated message does no harm.
 
-/// Messages under way that a peer may have announced: more than any queue pair has requests.
+/// Limit of messages in flight that a peer may have announced: more than any queue pair has requests.
 const MAX_ANNOUNCED_MESSAGES: u32 = 1 << 16;
 
-/// How far `to` is ahead of `from`; `None`: it is behind, or further than there can be messages.
+/// How far `to` is ahead of `from`; `None`: it is behind, or further than the limit of messages.
 fn ahead(from: u32, to: u32) -> Option<u32> {
     let distance = to.wrapping_sub(from);
     (distance <= MAX_ANNOUNCED_MESSAGES).then_some(distance)
 }
 
-/// The end that sends.
+/// The sending end.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Announcing {
     posted: u32,
@@ -31,19 +30,19 @@ pub(super) struct Announcing {
 }
 
 impl Announcing {
-    /// The guest has posted a message.
+    /// Counts a message that the guest has posted.
     pub fn post(&mut self) {
         self.posted = self.posted.wrapping_add(1);
     }
 
-    /// What is to be announced and hasn't been.
+    /// The total to announce, if it is new.
     pub fn news(&mut self) -> Option<u32> {
         let new = self.announced != self.posted;
         self.announced = self.posted;
         new.then_some(self.posted)
     }
 
-    /// What was announced last, to be said again.
+    /// The last announced total, to be repeated.
     pub fn announced(&self) -> u32 {
         self.announced
     }
@@ -53,12 +52,12 @@ impl Announcing {
         self.sent != self.ready
     }
 
-    /// The device has it.
+    /// Counts a message that was posted to the device.
     pub fn sent(&mut self) {
         self.sent = self.sent.wrapping_add(1);
     }
 
-    /// The peer says how many may be sent. False: it has said so before, or it can't be.
+    /// Handles the peer's total of messages that may be sent. False: it is old, or invalid.
     pub fn answer(&mut self, total: u32) -> bool {
         let Some(most) = ahead(self.ready, self.announced) else { return false };
         let news = ahead(self.ready, total).is_some_and(|news| (1..=most).contains(&news));
@@ -78,7 +77,7 @@ pub(super) struct Announced {
 }
 
 impl Announced {
-    /// The peer has announced messages. False: it has done so before, or more than there can be.
+    /// Handles the peer's announced total. False: it is old, or exceeds the limit.
     pub fn announce(&mut self, total: u32) -> bool {
         let news =
             ahead(self.wanted, total).is_some_and(|news| news > 0) && ahead(self.taken, total).is_some();
@@ -88,17 +87,17 @@ impl Announced {
         news
     }
 
-    /// Whether a receive is to be taken for one of them.
+    /// Whether a receive is to be consumed for an announced message.
     pub fn wants(&self) -> bool {
         self.wanted != self.taken
     }
 
-    /// The device has one more.
+    /// Counts a receive that was posted to the device.
     pub fn take(&mut self) {
         self.taken = self.taken.wrapping_add(1);
     }
 
-    /// How many may be sent, if that has changed. `room`: whether the device could take another receive.
+    /// The total of messages that may be sent, if it has changed. `room`: whether the device has room for another receive.
     pub fn news(&mut self, room: bool) -> Option<u32> {
         let now = if room { self.wanted } else { self.taken };
         let news = ahead(self.said, now).is_some_and(|news| news > 0);
@@ -108,7 +107,7 @@ impl Announced {
         news.then_some(now)
     }
 
-    /// What was said last, to be said again.
+    /// The last sent total, to be repeated.
     pub fn said(&self) -> u32 {
         self.said
     }
@@ -121,8 +120,8 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// Whatever of what both say is lost, doubled or late: no message is sent that wasn't announced, no receive is taken without one,
-        /// the device gets no more than it has room for, and all are sent once messages get through. Numbers run over.
+        /// Messages of both ends may be lost, repeated or delayed. No message is sent without an announcement, no receive is consumed
+        /// without one, and the device gets no more than it has room for. All are sent once messages get through. Totals wrap around.
         #[test]
         fn receives_are_taken_for_messages_alone(
             start in prop_oneof![Just(0), Just(u32::MAX - 5), any::<u32>()],
@@ -147,7 +146,7 @@ mod tests {
                         announcements.extend(sender.news());
                     }
                     1 => announcements.push(sender.announced()),
-                    // One that may be an old one, and may come again.
+                    // Possibly an old one, which may be repeated.
                     2 if !announcements.is_empty() => {
                         receiver.announce(*which.get(&announcements));
                         answers.extend(receiver.news(taken - done < ROOM));
@@ -167,7 +166,7 @@ mod tests {
                         done += 1;
                         answers.extend(receiver.news(taken - done < ROOM));
                     }
-                    // A peer that says what it likes.
+                    // A hostile peer.
                     6 => {
                         let lie = sender.announced().wrapping_add(1 + u32::try_from(which.index(1000)).unwrap());
                         prop_assert!(!sender.answer(lie), "more than was announced");
@@ -177,7 +176,7 @@ mod tests {
                 }
                 prop_assert!(done <= sent && sent <= posted && taken <= posted && taken - done <= ROOM);
             }
-            // Everything gets through now.
+            // All messages get through now.
             while done < posted {
                 let before = (sent, taken, done);
                 receiver.announce(sender.announced());

@@ -1,20 +1,21 @@
-//! What the two daemons of a connection tell each other: the numbers of their devices' queue pairs, and of keys.
+//! Messages between the two daemons of a connection: the numbers of their devices' queue pairs, and of keys.
 //!
 //! ```text
-//! Hello (A's end)                 ──▶   makes its end, which can receive now
+//! Hello (A's end)                 ──▶   creates its end, which can receive now
 //! A's end can receive now         ◀──   Hello (B's end, I know A's)
 //! Hello (A's end, I know B's)     ──▶   B may send
 //! Resolve (rkey)                  ──▶   registers with its device
 //! caches the number               ◀──   Resolved (rkey is n)
-//!                                 ◀──   Invalidate (rkey), when the guest deregisters, until there is an answer
+//!                                  ◀──   Invalidate (rkey), when the guest deregisters, repeated until acknowledged
 //! Invalidated (rkey)              ──▶
-//! Announce (n)                    ──▶   takes receives of its shared queue for n messages
+//! Announce (n)                    ──▶   consumes receives of its shared queue for n messages
 //! sends up to the n-th            ◀──   Ready (n)
 //! ```
-//! The last two are for an end with a shared receive queue alone: its device may have a receive only once it is known whose message takes it.
+//! The last two are only for an end with a shared receive queue: its device may get a receive only once the message that consumes it is
+//! known.
 //!
-//! Messages may be lost, doubled or come late: whoever needs an answer asks again. `from` and `to` name the incarnation of an end, so that
-//! a message for an earlier one is recognised. They travel as packets of the fabric do, sealed where those are.
+//! Messages may be lost, repeated or delayed; a daemon that needs a response repeats its request. `from` and `to` identify the incarnation
+//! of an end, so that a message for an earlier one is recognised. They are sent as packets of the fabric, sealed if those are.
 //!
 //! ```text
 //! kind (1) · flags (1) · 0 (2) │ own QPN (4) │ peer's QPN (4) │ from (4) │ to (4) │ body
@@ -22,10 +23,10 @@
 
 /// Bytes before the body.
 const HEAD: usize = 20;
-/// Most bytes of a message.
+/// Limit of a message's length, bytes.
 pub(in crate::transport) const MAX_MESSAGE_BYTES: usize = HEAD + 36;
 
-/// Why a daemon doesn't take a connection.
+/// Why a daemon refuses a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(in crate::transport) enum Reason {
     #[error("the peer's host has no usable RDMA device, or its daemon isn't told to use it")]
@@ -43,30 +44,30 @@ pub(in crate::transport) enum Reason {
 /// An end of a connection, as the other daemon needs it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::transport) struct Hello {
-    /// The device's address.
+    /// GID of the device.
     pub gid: [u8; 16],
-    /// The queue pair's number there.
+    /// Number of the device's queue pair.
     pub number: u32,
-    /// First PSN there.
+    /// First PSN of the device's queue pair.
     pub psn: u32,
-    /// Code of the path MTU.
+    /// Path MTU as a verbs code.
     pub mtu: u8,
-    /// The guest's queue pair sends; `sq_psn` counts.
+    /// Whether the guest's queue pair sends, so that `sq_psn` is valid.
     pub sends: bool,
-    /// No answer is needed: the other end's numbers are known, and that it has these.
+    /// No response is needed: this end knows the other's numbers, and that the other has these.
     pub settled: bool,
-    /// The queue pair has a shared receive queue: messages are to be announced.
+    /// Whether the queue pair has a shared receive queue: messages must be announced.
     pub shared: bool,
-    /// First PSN that the guest's queue pair would send.
+    /// First PSN of the guest's queue pair for sending.
     pub sq_psn: u32,
 }
 
-/// What is said.
+/// Body of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::transport) enum Body {
     Hello(Hello),
     Refuse(Reason),
-    /// A question for a key's real number, with a number of its own.
+    /// Requests a key's number at the device, with a serial number.
     Resolve {
         rkey: u32,
         serial: u32,
@@ -82,15 +83,15 @@ pub(in crate::transport) enum Body {
     Invalidated {
         rkey: u32,
     },
-    /// A request of the sender was refused by the receiver's device: verbs status.
+    /// The receiver's device refused a request of the sender: verbs status.
     Failed {
         status: u32,
     },
-    /// So many messages that take a receive are posted since the connection was made, modulo 2^32.
+    /// Total of posted messages that consume a receive, since the connection was established, modulo 2^32.
     Announce {
         total: u32,
     },
-    /// So many of them may be sent.
+    /// Total of these messages that may be sent.
     Ready {
         total: u32,
     },
@@ -99,13 +100,13 @@ pub(in crate::transport) enum Body {
 /// A message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::transport) struct Message {
-    /// The sender's guest's queue pair.
+    /// Queue pair number of the sender's guest.
     pub own: u32,
-    /// The receiver's.
+    /// Queue pair number of the receiver's guest.
     pub peer: u32,
     /// Incarnation of the sender's end; never 0.
     pub from: u32,
-    /// Incarnation of the receiver's end; 0 where it isn't known.
+    /// Incarnation of the receiver's end; 0 if unknown.
     pub to: u32,
     pub body: Body,
 }
@@ -181,7 +182,7 @@ impl Message {
         bytes
     }
 
-    /// Reads a message; `None`: it is none. The bytes come from another host.
+    /// Decodes a message; `None` if it is invalid. The bytes may be hostile.
     pub fn decode(bytes: &[u8]) -> Option<Self> {
         let mut reader = Reader(bytes);
         let [kind, flags, 0, 0] = reader.take()? else { return None };
@@ -276,7 +277,7 @@ mod tests {
     }
 
     proptest! {
-        /// A message is read as it was written; no part of it and nothing longer is.
+        /// Decoding is the inverse of encoding; no part of a message and nothing longer decodes.
         #[test]
         fn messages_are_read_as_written(
             body in body(), own: u32, peer: u32, from in 1..u32::MAX, to: u32
@@ -292,11 +293,11 @@ mod tests {
             prop_assert_eq!(Message::decode(&bytes), None);
         }
 
-        /// Whatever comes, it is read without a panic, and only what would be written so.
+        /// Any bytes decode without a panic, and only to what encodes to the same bytes.
         #[test]
         fn strange_bytes_are_harmless(bytes in prop::collection::vec(any::<u8>(), 0..80)) {
             if let Some(message) = Message::decode(&bytes) {
-                // `real` without a meaning may differ.
+                // `real` may differ where it has no meaning.
                 prop_assert_eq!(Message::decode(&message.encode()), Some(message));
             }
         }

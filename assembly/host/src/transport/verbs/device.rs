@@ -24,16 +24,16 @@ use super::rnic::{
     RnicError, RnicInfo, Sending,
 };
 
-/// Entries of a completion queue; queue pairs share it until their requests could fill it.
+/// Number of entries of a completion queue. Queue pairs share it until their requests could fill it.
 const ENTRIES: u32 = 16_384;
-/// Completions taken from a queue in one look.
+/// Limit of completions consumed from a queue at once.
 const BATCH: usize = 64;
-/// Events taken in one look.
+/// Limit of events consumed at once.
 const EVENTS: usize = 16;
 
 struct Queue {
     cq: *mut Cq,
-    /// Entries that its queue pairs may need.
+    /// Number of entries that its queue pairs may need.
     used: u32,
 }
 
@@ -56,14 +56,14 @@ pub(super) struct Device {
     queues: Vec<Queue>,
 }
 
-// SAFETY: the library's objects may be used from any thread, and this has them for itself.
+// SAFETY: the library's objects may be used from any thread, and this owns them.
 unsafe impl Send for Device {}
 
 fn refused(what: &'static str) -> RnicError {
     RnicError::Refused { what, source: io::Error::last_os_error() }
 }
 
-/// What a call that returns 0 or an error number came to.
+/// Converts the return value of a call that returns 0 or an error number.
 fn done(what: &'static str, result: c_int) -> Result<(), RnicError> {
     ibverbs::outcome(result).map_err(|source| RnicError::Refused { what, source })
 }
@@ -92,7 +92,7 @@ fn elements(sges: &SgeList) -> Vec<HostSge> {
 }
 
 impl Device {
-    /// Opens what was found. The process's credentials must not change any more: the kernel refuses requests then.
+    /// Opens a found device. The process's credentials must not change any more: the kernel would refuse requests.
     pub fn open(found: &Found) -> Result<Self, Absent> {
         let library = Arc::clone(found.port.library());
         let context = found.port.open()?;
@@ -130,7 +130,7 @@ impl Device {
         self.next
     }
 
-    /// A completion queue with room for another queue pair.
+    /// Index of a completion queue with room for another queue pair, created if needed.
     fn queue(&mut self) -> Result<usize, RnicError> {
         let needed = self.info.sends + self.info.receives;
         if let Some(index) = self.queues.iter().position(|queue| queue.used + needed <= ENTRIES) {
@@ -156,7 +156,7 @@ impl Device {
         mask: i32,
     ) -> Result<(), RnicError> {
         let pair = self.qps.get(&qp).ok_or(RnicError::Gone("queue pair"))?;
-        // SAFETY: a queue pair that lives, and attributes that do for the call.
+        // SAFETY: a queue pair that exists, and attributes that live during the call.
         done(what, unsafe { (self.library.functions.modify_qp)(pair.qp, attributes, mask) })
     }
 }
@@ -179,7 +179,7 @@ impl Rnic for Device {
 
     fn free_pd(&mut self, pd: HostPd) {
         if let Some(pd) = self.pds.remove(&pd) {
-            // SAFETY: allocated above, and named no more.
+            // SAFETY: allocated above, and not used any more.
             unsafe { (self.library.functions.dealloc_pd)(pd) };
         }
     }
@@ -193,9 +193,9 @@ impl Rnic for Device {
     ) -> Result<Registered, RnicError> {
         let pd = *self.pds.get(&pd).ok_or(RnicError::Gone("protection domain"))?;
         let address = std::ptr::with_exposed_provenance_mut::<c_void>(memory.address());
-        // The rights have the same numbers in verbs; ZERO_BASED doesn't belong to the device's.
+        // The rights have the same numbers in verbs; ZERO_BASED isn't passed to the device.
         let access = (access - Access::ZERO_BASED).bits().cast_signed();
-        // SAFETY: `memory` is mapped and writable for its length during the call; the kernel pins its pages, so that the view may go
+        // SAFETY: `memory` is mapped and writable for its length during the call. The kernel pins its pages, so the view may be unmapped
         // afterwards.
         let mr = unsafe { (self.library.functions.reg_mr_iova)(pd, address, memory.len(), start, access) };
         if mr.is_null() {
@@ -210,7 +210,7 @@ impl Rnic for Device {
 
     fn deregister(&mut self, mr: HostMr) {
         if let Some(mr) = self.mrs.remove(&mr) {
-            // SAFETY: registered above, and named no more.
+            // SAFETY: registered above, and not used any more.
             let result = unsafe { (self.library.functions.dereg_mr)(mr) };
             if result != 0 {
                 tracing::error!(result, "The host's RDMA device keeps memory that a guest has deregistered");
@@ -237,7 +237,7 @@ impl Rnic for Device {
             qp_type: abi::QPT_RC,
             sq_sig_all: 0,
         };
-        // SAFETY: a protection domain and a completion queue that live.
+        // SAFETY: a protection domain and a completion queue that exist.
         let qp = unsafe { (self.library.functions.create_qp)(pd, &raw mut init) };
         if qp.is_null() {
             return Err(refused("create a queue pair"));
@@ -313,7 +313,7 @@ impl Rnic for Device {
 
     fn destroy_qp(&mut self, qp: HostQp) {
         if let Some(pair) = self.qps.remove(&qp) {
-            // SAFETY: created above, and named no more; its events are acknowledged as they are taken.
+            // SAFETY: created above, and not used any more; its events were acknowledged when they were consumed.
             unsafe { (self.library.functions.destroy_qp)(pair.qp) };
             if let Some(queue) = self.queues.get_mut(pair.queue) {
                 queue.used = queue.used.saturating_sub(self.info.sends + self.info.receives);
@@ -360,7 +360,7 @@ impl Rnic for Device {
         let mut bad = std::ptr::null_mut();
         // SAFETY: a context that is open for as long as `self`; its table of operations doesn't change.
         let post = unsafe { (*self.context).ops.post_send }.ok_or_else(|| refused(what))?;
-        // SAFETY: the queue pair lives; request and elements do for the call, which copies them.
+        // SAFETY: the queue pair exists; request and elements live during the call, which copies them.
         done(what, unsafe { post(pair.qp, &raw mut wr, &raw mut bad) })
     }
 
@@ -386,7 +386,7 @@ impl Rnic for Device {
         let Some(poll) = (unsafe { (*self.context).ops.poll_cq }) else { return };
         let mut batch = [Wc::default(); BATCH];
         for queue in &self.queues {
-            // SAFETY: a completion queue that lives, and room for as many completions as it is told of.
+            // SAFETY: a completion queue that exists, and room for as many completions as the call may write.
             let count = unsafe { poll(queue.cq, c_int::try_from(BATCH).unwrap_or(0), batch.as_mut_ptr()) };
             for wc in batch.iter().take(usize::try_from(count).unwrap_or(0)) {
                 into.push(HostCompletion {
@@ -417,7 +417,7 @@ impl Rnic for Device {
             if let (Some(what), Some((qp, _))) = (what, whose) {
                 into.push((*qp, what));
             }
-            // SAFETY: taken above, and acknowledged once.
+            // SAFETY: consumed above, and acknowledged once.
             unsafe { (self.library.functions.ack_async_event)(&raw mut found) };
         }
     }
@@ -425,18 +425,18 @@ impl Rnic for Device {
     fn arm(&mut self) {
         for _ in 0..EVENTS {
             let (mut cq, mut user) = (std::ptr::null_mut(), std::ptr::null_mut());
-            // SAFETY: a channel that lives, whose descriptor doesn't block.
+            // SAFETY: a channel that exists, whose descriptor doesn't block.
             if unsafe { (self.library.functions.get_cq_event)(self.channel, &raw mut cq, &raw mut user) } != 0
             {
                 break;
             }
-            // SAFETY: the queue that the event named.
+            // SAFETY: the event's completion queue.
             unsafe { (self.library.functions.ack_cq_events)(cq, 1) };
         }
         // SAFETY: as in `post_send`.
         let Some(arm) = (unsafe { (*self.context).ops.req_notify_cq }) else { return };
         for queue in &self.queues {
-            // SAFETY: a completion queue that lives.
+            // SAFETY: a completion queue that exists.
             unsafe { arm(queue.cq, 0) };
         }
     }

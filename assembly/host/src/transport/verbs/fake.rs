@@ -1,5 +1,5 @@
-//! Devices in memory, for tests and simulations: two or more on one network, each with numbers of its own. What a reliable connection promises is kept:
-//! order, protection by domain, key, range and rights, one receive per message, errors at both ends, flushing.
+//! Devices in memory, for tests and simulations: two or more on one network, each with numbers of its own. They keep the promises of a
+//! reliable connection: order, protection by domain, key, range and rights, one receive per message, errors at both ends, flushing.
 
 #![allow(missing_docs, dead_code, clippy::indexing_slicing, clippy::missing_panics_doc)] // Of use to tests alone.
 
@@ -52,19 +52,19 @@ struct Nic {
     pairs: Vec<Pair>,
     completions: VecDeque<HostCompletion>,
     events: Vec<(HostQp, HostEvent)>,
-    /// Requests refused for what they touched.
+    /// Number of requests refused for their memory access.
     refused: u64,
 }
 
-/// Devices that reach each other.
+/// A network of devices.
 #[derive(Clone, Default)]
 pub(crate) struct Network(Arc<Mutex<Vec<Nic>>>);
 
-/// One of them.
+/// One device of a network.
 pub(crate) struct FakeRnic {
     network: Network,
     index: usize,
-    /// Refuse to make more queue pairs than this.
+    /// Limit of queue pairs.
     pub most_pairs: usize,
 }
 
@@ -92,7 +92,7 @@ impl Network {
         FakeRnic { network: self.clone(), index, most_pairs: usize::MAX }
     }
 
-    /// Objects that a device has: protection domains, regions, queue pairs.
+    /// Number of a device's objects: protection domains, regions, queue pairs.
     pub fn objects(&self, device: usize) -> (usize, usize, usize) {
         let nics = self.lock();
         (nics[device].pds.len(), nics[device].regions.len(), nics[device].pairs.len())
@@ -110,7 +110,7 @@ impl Nic {
         self.next
     }
 
-    /// Bytes of a list, gathered.
+    /// Gathers the bytes of a list.
     fn gather(&self, pd: HostPd, sges: &SgeList) -> Result<Vec<u8>, Status> {
         let mut bytes = Vec::new();
         for sge in sges {
@@ -171,14 +171,14 @@ impl Nic {
     }
 }
 
-/// What became of a request at the other end.
+/// Outcome of a request at the other end.
 enum Served {
     Done { length: u32 },
     NotReady,
     Failed(Status),
 }
 
-/// Lets requests of a device take place.
+/// Executes a device's requests.
 fn work(nics: &mut [Nic], index: usize) {
     for at in 0..nics[index].pairs.len() {
         loop {
@@ -190,7 +190,7 @@ fn work(nics: &mut [Nic], index: usize) {
                 let found = nics[other].pairs.iter().position(|pair| pair.number == peer.number);
                 found.map(|found| (other, found))
             });
-            // An end that isn't there, or is another's, doesn't answer.
+            // An end that doesn't exist, or has another peer, doesn't respond.
             let Some((other, to)) = other.filter(|(other, to)| {
                 let own = nics[index].gid;
                 let end = &nics[*other].pairs[*to];

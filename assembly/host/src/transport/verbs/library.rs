@@ -1,54 +1,54 @@
-//! Whether this host's RDMA device can carry guests' connections: libibverbs, and a device with an address and room enough.
+//! Checks whether this host's RDMA device can carry guests' connections: libibverbs, and a device with an address and sufficient limits.
 
 use super::rnic::RnicInfo;
 
-/// Scatter-gather elements that a guest's request may have.
+/// Required scatter-gather elements per request.
 const SGES: u32 = 16;
-/// Requests that a queue pair of the device gets at most.
+/// Limit of requests posted to a queue pair of the device.
 const SENDS: u32 = 128;
-/// Receives that it gets at most.
+/// Limit of receives posted to a queue pair of the device.
 const RECEIVES: u32 = 512;
 
-/// A host can't offer transport `verbs`.
+/// Why a host can't offer transport `verbs`.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Absent {
-    /// The library.
+    /// The library can't be loaded.
     #[error(
         "libibverbs.so.1 can't be loaded ({0}); install rdma-core's libraries, with Debian libibverbs1 and ibverbs-providers"
     )]
     Library(String),
-    /// A function of it.
+    /// The library lacks this function.
     #[error("libibverbs.so.1 has no function {0}; transport verbs needs rdma-core 29 or newer")]
     Function(&'static str),
-    /// No device at all.
+    /// The host has no device.
     #[error(
         "This host has no RDMA device that user space may use; load its driver and ib_uverbs, or make one of an interface: rdma link add rxe0 type rxe netdev eth0"
     )]
     NoDevice,
-    /// None with the address.
+    /// No device has the address.
     #[error(
         "No active RDMA device of this host has the address {address} (RoCE version 2); there are: {devices}. Give --fabric-address one of theirs, or the device's interface that address"
     )]
     NoAddress {
-        /// What was looked for.
+        /// The address that was searched for.
         address: std::net::IpAddr,
-        /// What there is.
+        /// The devices found, and their addresses.
         devices: String,
     },
-    /// A device that can't do enough.
+    /// The device's limits are too low.
     #[error("The RDMA device {device} takes {sges} scatter-gather elements per request; guests have 16")]
     Elements {
-        /// Which.
+        /// Name of the device.
         device: String,
-        /// What it takes.
+        /// Its limit of elements per request.
         sges: u32,
     },
-    /// It can't be opened.
+    /// The device can't be opened.
     #[error("The RDMA device {device} can't be opened ({why}); may this process use /dev/infiniband?")]
     Open {
-        /// Which.
+        /// Name of the device.
         device: String,
-        /// Why.
+        /// The reason.
         why: String,
     },
 }
@@ -65,7 +65,7 @@ impl From<ibverbs::Absent> for Absent {
     }
 }
 
-/// A device that will do. It isn't open yet: the kernel wants it opened with the credentials that it is used with.
+/// A suitable device. It isn't open yet: the kernel requires that a device is opened with the credentials that later use it.
 #[derive(Debug)]
 pub struct Found {
     pub(super) port: ibverbs::Found,
@@ -73,10 +73,10 @@ pub struct Found {
 }
 
 impl Found {
-    /// Looks for a device of this host with an address. The library and its drivers are loaded by that: before a sandbox.
+    /// Finds a device of this host with an address. Loads the library and its providers, so call it before the sandbox is entered.
     ///
     /// # Errors
-    /// Why the host can't offer the transport.
+    /// [`Absent`].
     pub fn look(address: std::net::IpAddr) -> Result<Self, Absent> {
         let port = ibverbs::Found::look(address)?;
         let found = port.info();
@@ -96,23 +96,23 @@ impl Found {
         Ok(Self { port, info })
     }
 
-    /// What was found.
+    /// Properties of the device.
     #[must_use]
     pub fn info(&self) -> &RnicInfo {
         &self.info
     }
 
-    /// The device's file.
+    /// Path of the device's character device.
     #[must_use]
     pub fn node(&self) -> &std::path::Path {
         self.port.node()
     }
 }
 
-/// Whether a host could offer transport `verbs`, without an address: the devices it has.
+/// Names of this host's devices: whether it could offer transport `verbs`, with any address.
 ///
 /// # Errors
-/// Why it can't.
+/// [`Absent`].
 pub fn devices() -> Result<Vec<String>, Absent> {
     Ok(ibverbs::devices()?)
 }
@@ -121,7 +121,7 @@ pub fn devices() -> Result<Vec<String>, Absent> {
 mod tests {
     use super::*;
 
-    /// The daemon's own advice is in its sentences, whatever the library's crate says to others.
+    /// The sentences contain the daemon's own advice, whatever the library's crate prints elsewhere.
     #[test]
     fn what_is_absent_is_told_with_the_daemon_s_advice() {
         let address = std::net::IpAddr::from([203, 0, 113, 77]);

@@ -1,10 +1,10 @@
 //! A guest's queue pair that is backed by one of the host's device.
 //!
 //! ```text
-//!            Hello comes                       the peer has said that it knows ours
-//!   new ──────────────────▶ receives ────────────────────────────────▶ settled ── first request ──▶ sends
-//!    │ ask, again and again    receives of the guest are posted
-//!    └─ no answer in the guest's own time: retry exceeded
+//!             Hello arrives                     the peer has confirmed that it knows ours
+//!    new ──────────────────▶ receives ────────────────────────────────▶ settled ── first request ──▶ sends
+//!     │ Hello, repeated         receives of the guest are posted
+//!     └─ no response in the guest's own time: retry exceeded
 //! ```
 
 use std::collections::{BTreeSet, VecDeque};
@@ -20,31 +20,31 @@ use super::control::{Body, Hello, Message};
 use super::numbers::PeerKeys;
 use super::rnic::{End, HostPd, HostQp};
 
-/// Nanoseconds before a question is asked again, at first; doubled each time.
+/// First interval before a request to the peer's daemon is repeated, nanoseconds; doubled each time (exponential back-off).
 const AGAIN_NS: u64 = 10_000_000;
-/// Doublings at most.
+/// Limit of doublings.
 const DOUBLINGS: u32 = 4;
-/// Nanoseconds that a peer has for its first answer at least, whatever the guest's timers say: its daemon may be busy.
+/// Lower bound of the timeout for a peer's first response, nanoseconds, whatever the guest's timers: its daemon may be busy.
 const LEAST_PATIENCE_NS: u64 = 2_000_000_000;
 
-/// What a connection has done.
+/// Counters of a connection.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct LinkCounters {
-    /// Requests handed to the device.
+    /// Requests posted to the device.
     pub requests: u64,
-    /// Of these, completed.
+    /// Requests that the device has completed.
     pub completed: u64,
-    /// Receives handed to the device.
+    /// Receives posted to the device.
     pub receives: u64,
-    /// Of these, completed.
+    /// Receives that the device has completed.
     pub received: u64,
     /// Keys of requests translated: of own regions and the peer's.
     pub translations: u64,
-    /// Questions sent for keys of the peer.
+    /// Requests sent for keys of the peer.
     pub keys_asked: u64,
-    /// Keys of the peer whose end was told.
+    /// Keys of the peer that its guest invalidated.
     pub keys_invalidated: u64,
-    /// Messages to the peer that told of messages for its shared receive queue.
+    /// Announcements of messages for the peer's shared receive queue.
     pub announcements: u64,
 }
 
@@ -65,22 +65,22 @@ impl LinkCounters {
     }
 }
 
-/// A connection, for reports: its numbers in the guest are the queue pair's.
+/// Report of a connection; its numbers in the guest are the queue pair's.
 #[derive(Debug, Clone, Serialize)]
 pub struct LinkReport {
-    /// The device.
+    /// Name of the device.
     pub device: String,
     /// Number of the queue pair at the device.
     pub number: u32,
-    /// Number of its peer at the peer's device, once that is known.
+    /// Number of its peer at the peer's device, once known.
     pub peer_number: Option<u32>,
     /// Address of the peer's device.
     pub peer_address: Option<std::net::Ipv6Addr>,
-    /// How far it is: `asking`, `receives`, `settled` or `sends`.
+    /// State: `asking`, `receives`, `settled` or `sends`.
     pub state: &'static str,
-    /// Keys of the peer that are known here.
+    /// Number of known keys of the peer.
     pub peer_keys: usize,
-    /// What it has done.
+    /// Counters of the connection.
     pub counters: LinkCounters,
 }
 
@@ -95,36 +95,36 @@ pub(super) struct Link {
     pub pd: PdHandle,
     pub host_pd: HostPd,
     pub pair: HostQp,
-    /// This end, as the peer's daemon learns it.
+    /// This end, for the peer's daemon.
     pub own: End,
-    /// Names this incarnation.
+    /// Identifies this incarnation.
     pub nonce: u32,
     /// The other end, and its incarnation.
     pub peer: Option<(u32, End)>,
-    /// The peer has said that it knows this end.
+    /// Whether the peer has confirmed that it knows this end.
     pub settled: bool,
-    /// The device's queue pair sends.
+    /// Whether the device's queue pair sends.
     pub sends: bool,
-    /// What the guest has posted and the device doesn't have.
+    /// Requests that the guest has posted and the device doesn't have.
     pub waiting: VecDeque<Posted>,
-    /// What the device has: tokens and lengths.
+    /// Tokens and lengths of requests that the device has.
     pub posted: VecDeque<(u64, u32)>,
-    /// Receives that the device has.
+    /// Number of receives that the device has.
     pub ahead: u32,
-    /// Where the guest's queue pair has a shared receive queue: messages that it was told of.
+    /// Announced messages, if the guest's queue pair has a shared receive queue.
     pub announced: Option<Announced>,
-    /// The peer's has one; the messages that it is told of.
+    /// Whether the peer has a shared receive queue, and the messages announced to it.
     pub peer_shared: bool,
     pub announcing: Announcing,
     pub keys: PeerKeys,
-    /// Keys whose end the peer has not acknowledged.
+    /// Invalidated keys that the peer has not acknowledged.
     pub unacknowledged: BTreeSet<u32>,
-    /// Since when an answer is missing.
+    /// Since when a response is awaited.
     pub asking_since: Option<u64>,
     asks: u32,
-    /// When something is to be said again.
+    /// When a message is to be repeated.
     pub again_at: Option<u64>,
-    /// The device's queue pair has failed for a reason that is still to be learnt, until then.
+    /// When the link fails: the device's queue pair has failed, and the reason may still arrive until then.
     pub dies_at: Option<u64>,
     pub established: bool,
     pub counters: LinkCounters,
@@ -135,7 +135,7 @@ pub(super) struct Link {
 pub(in super::super) struct Outgoing {
     pub to: SocketAddr,
     pub header: Header,
-    /// Both queue pairs' numbers: which socket.
+    /// Both queue pairs' numbers, which select the socket.
     pub pair: (u32, u32),
     pub bytes: Vec<u8>,
 }
@@ -174,7 +174,7 @@ impl Link {
         }
     }
 
-    /// A message to the peer's daemon.
+    /// Queues a message to the peer's daemon.
     pub fn say(&self, body: Body, outbox: &mut Vec<Outgoing>) {
         let Some(to) = self.host else { return };
         let message = Message {
@@ -206,7 +206,7 @@ impl Link {
         self.say(Body::Hello(hello), outbox);
     }
 
-    /// Tells a peer with a shared receive queue of messages that it hasn't been told of.
+    /// Announces new messages to a peer with a shared receive queue.
     pub fn announce(&mut self, outbox: &mut Vec<Outgoing>) {
         if self.peer_shared
             && let Some(total) = self.announcing.news()
@@ -221,7 +221,7 @@ impl Link {
         self.peer_shared && takes_receive(request) && !self.announcing.may_send()
     }
 
-    /// An answer is waited for from now on.
+    /// Starts to await a response.
     pub fn expect(&mut self, now: u64) {
         if self.asking_since.is_none() {
             self.asking_since = Some(now);
@@ -232,7 +232,7 @@ impl Link {
         }
     }
 
-    /// The answer has come.
+    /// Records the awaited response.
     pub fn answered(&mut self) {
         self.asking_since = None;
         self.asks = 0;
@@ -241,14 +241,14 @@ impl Link {
         }
     }
 
-    /// When to say it once more, after having done so.
+    /// Records a repetition, and sets the time of the next.
     pub fn ask_again(&mut self, now: u64) {
         self.asks = self.asks.saturating_add(1);
         self.again_at = Some(now + (AGAIN_NS << self.asks.min(DOUBLINGS)));
     }
 
-    /// Whether the peer's daemon has had its time, by the guest's own timers; a timeout of 0 is for ever. So many questions must have gone unanswered as fit into
-    /// that time: one that this daemon slept through was never asked.
+    /// Whether the peer's daemon has exceeded its timeout, by the guest's own timers; a timeout code of 0 is no timeout. As many requests
+    /// as fit into that time must be unanswered: while this daemon doesn't run, it sends none.
     pub fn is_out_of_patience(&self, now: u64, timeout: u8, retries: u8) -> bool {
         let Some(since) = self.asking_since else { return false };
         if timeout == 0 {
@@ -283,7 +283,7 @@ impl Link {
     }
 }
 
-/// Whether a request takes a receive at the peer.
+/// Whether a request consumes a receive at the peer.
 pub(super) fn takes_receive(request: &Posted) -> bool {
     matches!(
         request.operation,

@@ -1,4 +1,4 @@
-//! What other daemons say.
+//! Processing of messages from other daemons.
 
 use hca::engine::Engine;
 use hca::provider::Provider;
@@ -10,8 +10,8 @@ use super::rnic::{End, Receiving};
 use super::{Ends, Handed, Refused, Verbs, chain};
 
 impl Verbs {
-    /// Takes a message of the daemon of a VM for a queue pair of a device. `ends`: what is known of that queue pair's connection, if it is
-    /// one that this transport may carry.
+    /// Processes a message of a VM's daemon for a queue pair of a device. `ends`: the ends of that queue pair's connection, if this
+    /// transport may carry it.
     pub fn take<P: Provider>(
         &mut self,
         engine: &mut Engine<P>,
@@ -86,7 +86,7 @@ impl Verbs {
                     .as_mut()
                     .map(|announced| (!announced.announce(total)).then(|| announced.said()));
                 match said {
-                    // Its answer was lost, or it comes twice.
+                    // Its response was lost, or the message was repeated.
                     Some(Some(total)) => link.say(Body::Ready { total }, &mut self.outbox),
                     Some(None) => {
                         self.refill(engine, id, now);
@@ -112,7 +112,7 @@ impl Verbs {
                     _ => Refusal::Operational,
                 };
                 let qp = link.qp;
-                // What came before it, by the device.
+                // Earlier messages, from the device.
                 self.poll(engine, now);
                 engine.remote_refused(qp, refusal);
             }
@@ -120,7 +120,7 @@ impl Verbs {
         None
     }
 
-    /// The other end says what it is. The error: what to answer instead of an own end, if anything.
+    /// Handles the other end's Hello. The error: the response instead of an own end, if any.
     fn greeted<P: Provider>(
         &mut self,
         engine: &mut Engine<P>,
@@ -151,7 +151,7 @@ impl Verbs {
         let (Some(link), Some(rnic)) = (self.links.get_mut(&id), &mut self.rnic) else { return Err(None) };
         let end = End { gid: hello.gid, number: hello.number, psn: hello.psn, mtu: hello.mtu };
         match link.peer {
-            // The peer has begun anew, and this end hasn't.
+            // The peer's end is a new one, and this end isn't.
             Some((nonce, _)) if nonce != message.from => {
                 self.dropped += 1;
                 return Err(None);
@@ -193,11 +193,11 @@ impl Verbs {
         Ok(())
     }
 
-    /// The peer's daemon doesn't take the connection.
+    /// Handles the refusal of the peer's daemon.
     fn was_refused<P: Provider>(&mut self, engine: &mut Engine<P>, id: u32, reason: Reason) {
         let Some(link) = self.links.get_mut(&id) else { return };
         if link.peer.is_some() {
-            // Late: it has taken it since.
+            // Delayed: it has accepted the connection since.
             return;
         }
         let (qp, requests) = (link.qp, Vec::from(std::mem::take(&mut link.waiting)));

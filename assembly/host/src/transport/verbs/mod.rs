@@ -10,8 +10,8 @@
 //!
 //! Numbers of queue pairs, keys and PSNs differ from the guest's and per host; addresses don't. A guest's region is registered with its
 //! scattered pages in order and its own start (`dma::Alias`), so that a request needs no cutting, whatever the pages: one request of the
-//! guest is one of the device. Protection is the device's: a protection domain of the guest is one of the device, with the same regions
-//! and rights.
+//! guest is one of the device. Protection is the device's: a protection domain of the guest is one of the device, with the same regions and
+//! rights.
 //!
 //! | module | holds |
 //! |---|---|
@@ -59,14 +59,14 @@ use numbers::{OwnKeys, PeerKey};
 use requests::remote_of;
 use rnic::{End, HostCompletion, HostEvent, HostPd, HostQp, Rnic, RnicError, RnicInfo};
 
-/// Nanoseconds after the last completion during which the device's queues are looked at without sleeping.
+/// Time after the last completion during which the device's queues are polled without sleeping, nanoseconds.
 const EAGER_NS: u64 = 200_000;
-/// Nanoseconds that are waited for the reason of a failure.
+/// Time to wait for the reason of a failure, nanoseconds.
 const REASON_NS: u64 = 50_000_000;
 /// Marks the completion of a receive.
 const RECEIVE: u64 = 1 << 63;
 
-/// The two ends of a connection, as the guest and the directory have them.
+/// The two ends of a connection, in the guest's and the directory's terms.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Ends {
     pub qp: QpId,
@@ -77,34 +77,34 @@ pub(super) struct Ends {
     pub header: Header,
 }
 
-/// What was made for a connection.
+/// Objects created for a connection.
 pub(super) struct Made {
     pd: PdHandle,
     host_pd: HostPd,
     pair: HostQp,
     own: End,
-    /// The guest's queue pair has a shared receive queue.
+    /// Whether the guest's queue pair has a shared receive queue.
     shared: bool,
 }
 
-/// What the transport is, and did.
+/// Report of the transport.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct VerbsReport {
-    /// The device, where there is one.
+    /// The device, if there is one.
     pub device: Option<RnicInfo>,
     /// Why there is none.
     pub absent: Option<String>,
-    /// Connections.
+    /// Number of connections.
     pub connections: usize,
-    /// Regions registered with the device.
+    /// Number of regions registered with the device.
     pub regions: usize,
-    /// Their bytes, which are pinned.
+    /// Bytes of these regions, which are pinned.
     pub registered_bytes: u64,
     /// Messages from other daemons that were dropped: for no connection, or an earlier one.
     pub dropped_messages: u64,
 }
 
-/// A connection can't be had.
+/// Why a connection is refused.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Refused {
     #[error("this host can't offer transport verbs: {0}")]
@@ -117,7 +117,7 @@ pub(super) enum Refused {
     Gone,
 }
 
-/// What a request's connection is to be instead.
+/// A request whose connection another transport must carry.
 pub(super) struct Handed {
     pub qp: QpId,
     pub reason: String,
@@ -127,21 +127,21 @@ pub(super) struct Handed {
 /// The transport of a host.
 pub(super) struct Verbs {
     rnic: Option<Box<dyn Rnic>>,
-    /// Of the device: asked for once.
+    /// Properties of the device, queried once.
     info: Option<RnicInfo>,
     absent: String,
     links: HashMap<u32, Link>,
     by_handle: HashMap<(DeviceId, u32), u32>,
     by_number: HashMap<(DeviceId, u32), u32>,
     by_pair: HashMap<HostQp, u32>,
-    /// Connections were made or closed.
+    /// Whether connections were created or closed.
     changed: bool,
     pds: HashMap<(DeviceId, PdHandle), (HostPd, u32)>,
     own: OwnKeys,
     last_id: u32,
     /// Messages to other daemons.
     pub outbox: Vec<Outgoing>,
-    /// Connections that another transport is to carry.
+    /// Requests for another transport.
     pub handed: Vec<Handed>,
     completions: Vec<HostCompletion>,
     events: Vec<(HostQp, HostEvent)>,
@@ -153,16 +153,16 @@ pub(super) struct Verbs {
     log: GuestLog,
 }
 
-/// A number that nobody can guess.
+/// An unpredictable number.
 fn random() -> u32 {
     let mut bytes = [0; 4];
-    // It can't fail with so few bytes; if it did, numbers would be guessable, not wrong.
+    // Can't fail for so few bytes; a failure would make numbers predictable, not wrong.
     let _ = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
     u32::from_ne_bytes(bytes)
 }
 
 impl Verbs {
-    /// Without a device, and why.
+    /// A transport without a device, and why.
     pub fn absent(why: impl Into<String>) -> Self {
         Self {
             rnic: None,
@@ -189,12 +189,12 @@ impl Verbs {
         }
     }
 
-    /// Over a device.
+    /// A transport with a device.
     pub fn over(rnic: Box<dyn Rnic>) -> Self {
         Self { info: Some(rnic.info()), rnic: Some(rnic), ..Self::absent("") }
     }
 
-    /// Over a device that was found.
+    /// A transport with a found device.
     ///
     /// # Errors
     /// When it can't be opened.
@@ -222,24 +222,24 @@ impl Verbs {
         }
     }
 
-    /// The connection of a queue pair, with the host at its other end.
+    /// Report of a queue pair's connection, with the host at its other end.
     pub fn report_of(&self, device: DeviceId, qpn: Qpn) -> Option<(Option<SocketAddr>, LinkReport)> {
         let link = self.links.get(self.by_number.get(&(device, qpn.0))?)?;
         let name = self.info.as_ref().map_or("", |info| info.device.as_str());
         Some((link.host, link.report(name)))
     }
 
-    /// Whether connections were made or closed since this was asked last.
+    /// Whether connections were created or closed since the last call.
     pub fn pairs_changed(&mut self) -> bool {
         std::mem::take(&mut self.changed)
     }
 
-    /// Who is connected to whom: VMs here, and their peers.
+    /// Pairs of connected VMs: a local one and its peer.
     pub fn pairs(&self) -> impl Iterator<Item = (VmId, VmId)> {
         self.links.values().map(|link| (link.header.source, link.header.destination))
     }
 
-    /// The connection of a queue pair.
+    /// Index of a queue pair's connection.
     #[inline]
     pub fn find(&self, qp: QpId) -> Option<u32> {
         if self.links.is_empty() {
@@ -249,7 +249,7 @@ impl Verbs {
         self.links.get(&id).is_some_and(|link| link.qp == qp).then_some(id)
     }
 
-    /// Descriptors that tell of what [`Verbs::poll`] takes; it takes nothing without connections.
+    /// Descriptors that are readable when [`Verbs::poll`] has work; none without connections.
     pub fn fds(&self) -> Vec<BorrowedFd<'_>> {
         self.rnic.as_ref().filter(|_| !self.links.is_empty()).map(|rnic| rnic.fds()).unwrap_or_default()
     }
@@ -271,10 +271,10 @@ impl Verbs {
         self.armed = false;
     }
 
-    /// Makes the connection of a queue pair.
+    /// Connects a queue pair.
     ///
     /// # Errors
-    /// Why it can't be.
+    /// [`Refused`].
     pub fn connect<P: Provider>(
         &mut self,
         engine: &mut Engine<P>,
@@ -287,7 +287,7 @@ impl Verbs {
         let queued = engine.queued(ends.qp).ok_or(Refused::Gone)??;
         let device = ends.qp.device;
         if let Some(old) = self.by_handle.get(&(device, ends.qp.handle.0)).copied() {
-            // An earlier incarnation's.
+            // The connection of an earlier incarnation.
             self.close_link(old);
         }
         let Some(rnic) = &mut self.rnic else { return Err(Refused::Absent(self.absent.clone())) };
@@ -303,7 +303,7 @@ impl Verbs {
         let (pair, number) = match rnic.create_qp(host_pd, queued.attributes.access) {
             Ok(made) => made,
             Err(error) => {
-                // Nobody's yet, where it was made for this.
+                // Unused, if it was created for this connection.
                 if self.pds.get(&(device, queued.pd)).is_some_and(|(_, users)| *users == 0) {
                     self.leave_pd(device, queued.pd);
                 }
@@ -327,7 +327,7 @@ impl Verbs {
         Ok(id)
     }
 
-    /// Carries a request.
+    /// Processes a posted request.
     pub fn post<P: Provider>(&mut self, engine: &mut Engine<P>, id: u32, request: Posted, now: u64) {
         if let Some(link) = self.links.get_mut(&id) {
             if takes_receive(&request) {
@@ -338,7 +338,7 @@ impl Verbs {
         self.advance(engine, id, now);
     }
 
-    /// Receives were posted.
+    /// Handles posted receives.
     pub fn receive_posted<P: Provider>(&mut self, engine: &mut Engine<P>, qp: QpId, now: u64) {
         let receives = |links: &HashMap<u32, Link>, id| links.get(&id).map(|link| link.counters.receives);
         if let Some(id) = self.find(qp) {
@@ -351,7 +351,7 @@ impl Verbs {
         engine.remote_receive_declined(qp);
     }
 
-    /// The connection is over; nothing of the guest is touched any more when this returns.
+    /// Closes a connection; the device accesses none of the guest's memory for it when this returns.
     pub fn close(&mut self, qp: QpId) -> bool {
         let Some(id) = self.find(qp) else { return false };
         self.close_link(id);
@@ -387,7 +387,7 @@ impl Verbs {
         }
     }
 
-    /// A guest's region has ended; nobody reaches its memory any more when this returns.
+    /// Handles the end of a guest's region; the device can't access its memory when this returns.
     pub fn region_gone(&mut self, device: DeviceId, key: u32, now: u64) {
         let Some((own, told)) = self.own.remove(device, key) else { return };
         if let Some(rnic) = &mut self.rnic {
@@ -406,7 +406,7 @@ impl Verbs {
         }
     }
 
-    /// A device is about to go, or its memory, or it may not access it any more: which queue pairs have lost their connections.
+    /// Handles the end of a device or of its memory access. Returns the queue pairs that have lost their connections.
     pub fn remove_device(&mut self, device: DeviceId) -> Vec<QpId> {
         let ids: Vec<_> = self
             .links
@@ -426,13 +426,13 @@ impl Verbs {
         ids.into_iter().map(|(_, qp)| qp).collect()
     }
 
-    /// Answers a daemon's message without a connection.
+    /// Responds to a daemon's message without a connection.
     pub fn answer(&mut self, to: SocketAddr, header: Header, message: &Message) {
         let pair = (message.own, message.peer);
         self.outbox.push(Outgoing { to, header, pair, bytes: message.encode() });
     }
 
-    /// Takes what the device has done.
+    /// Processes the device's completions and events.
     pub fn poll<P: Provider>(&mut self, engine: &mut Engine<P>, now: u64) -> bool {
         let Some(rnic) = self.rnic.as_mut().filter(|_| !self.links.is_empty()) else { return false };
         let mut events = std::mem::take(&mut self.events);
@@ -466,16 +466,16 @@ impl Verbs {
     }
 
     fn completed<P: Provider>(&mut self, engine: &mut Engine<P>, completion: &HostCompletion, now: u64) {
-        // Twice 31 bits and 32: the link, and what of it.
+        // 31 bits of the link's number, the receive flag, and 32 bits of the request.
         let id = u32::try_from((completion.wr_id & !RECEIVE) >> 32).unwrap_or(0);
-        // Queue pairs that are gone leave completions behind.
+        // Destroyed queue pairs leave completions behind.
         let Some(link) = self.links.get_mut(&id) else { return };
         if self.touched.last() != Some(&id) {
             self.touched.push(id);
         }
         let status = completion.status;
         if status == Status::Flushed && link.dies_at.is_none() {
-            // Something else has failed it: the peer's daemon, or an event, says what.
+            // Another error has failed it: a message of the peer's daemon, or an event, has the reason.
             link.dies_at = Some(now + REASON_NS);
             let next = link.next();
             self.due(next);
@@ -495,7 +495,7 @@ impl Verbs {
                     length: completion.length,
                     immediate: completion.immediate,
                     write: completion.write,
-                    // The device doesn't say whether the sender asked for an event. One too many is borne, one too few is not.
+                    // The device doesn't report whether the sender requested an event. A spurious event does no harm, a missing one does.
                     solicited: true,
                 })
             } else {
@@ -516,7 +516,7 @@ impl Verbs {
         );
     }
 
-    /// Lets timers run out, and has the device wake the thread once nothing has come for a while.
+    /// Processes expired timers, and arms the device's events once it has been idle for a while.
     pub fn carry<P: Provider>(&mut self, engine: &mut Engine<P>, now: u64) -> bool {
         if self.next.is_some_and(|next| next <= now) {
             self.next = None;
@@ -538,7 +538,7 @@ impl Verbs {
             rnic.arm();
             self.armed = true;
         }
-        // What came before that makes nothing readable.
+        // Earlier completions make no descriptor readable.
         self.poll(engine, now)
     }
 

@@ -1,12 +1,13 @@
-//! Connections of VMs that move, or that face one (*Nomad*, section 4: what the hardware holds is drained, and made anew at the destination).
+//! `verbs` connections of VMs that migrate, or are connected with one that does. As in *Nomad* (2006; see `cores/nomad`), section 4, the
+//! hardware's state is drained, and created again at the destination.
 //!
 //! ```text
-//! peer's host    queue pairs held ─ the device's requests end ─ "held" … VM runs elsewhere ─ end destroyed ─ first request: made anew
-//! source         queue pairs held ─ the device's requests end ─ stop ─ receives that it had are saved as the next ones … device removed
-//! destination    receives restored ─ first request or the peer's question: an end is made, regions are registered
+//! peer's host    suspended ─ the device's requests complete ─ "held" … VM runs elsewhere ─ end destroyed ─ first request: new end
+//! source         suspended ─ the device's requests complete ─ stop ─ its unused receives are saved as the next ones … removed
+//! destination    receives restored ─ first request or the peer's Hello: an end is created, regions are registered
 //! ```
-//! Both ends know by their own requests' ends what the other has carried out, so nothing is done twice. Receives that the device was given and
-//! didn't use are the queue pair's next ones, in their order. Where the VM stays, the connection goes on as it was.
+//! Both ends know from their own requests' completions what the other has executed, so nothing is executed twice. Receives that the device
+//! got and didn't use are the queue pair's next ones, in order. If the VM stays, the connection continues unchanged.
 
 use std::net::SocketAddr;
 
@@ -24,17 +25,17 @@ impl Link {
         self.qp.device == device && peer.is_none_or(|peer| self.header.destination == peer)
     }
 
-    /// Requests of the guest that haven't ended.
+    /// Number of the guest's incomplete requests.
     fn requests(&self) -> usize {
         self.waiting.len() + self.posted.len()
     }
 }
 
 impl Verbs {
-    /// Whether the device is done with all requests of a guest, or of those with one peer.
+    /// Whether the device has completed all requests of a guest, or of those with one peer.
     ///
     /// # Errors
-    /// What it isn't done with.
+    /// [`Immovable`] with the incomplete requests.
     pub fn at_rest(&self, device: DeviceId, peer: Option<VmId>) -> Result<(), Immovable> {
         let mut busy = self.links.values().filter(|link| link.faces(device, peer) && link.requests() > 0);
         match busy.next() {
@@ -47,8 +48,8 @@ impl Verbs {
         }
     }
 
-    /// Connections with a VM that lead to other hosts than the one where it is now end here; they are made anew when they are needed. Of a VM that is
-    /// nowhere any more they stay: requests end by the device's retries, as on any wire.
+    /// Ends connections with a VM to hosts other than its current one; they are created again when they are needed. Connections with a VM
+    /// that runs nowhere stay: requests end by the device's retries, as on any wire.
     pub fn leave_places<P: Provider>(
         &mut self,
         engine: &mut Engine<P>,
@@ -63,7 +64,7 @@ impl Verbs {
         if !self.links.values().any(|link| elsewhere(&link)) {
             return;
         }
-        // What the VM sent last has arrived: its ends were known before it stopped.
+        // The VM's last messages have arrived: it stopped only after their completion.
         self.poll(engine, now);
         let gone: Vec<_> =
             self.links.values().filter(elsewhere).map(|link| (link.id, link.qp, link.requests())).collect();
@@ -72,7 +73,7 @@ impl Verbs {
             if requests == 0 {
                 engine.remote_unbind(qp);
             } else {
-                // The protocol lets no VM go before these have ended; nobody can say any more how far they came.
+                // The protocol lets no VM move before these have completed; their progress can't be determined any more.
                 telemetry::guest_warn!(
                     self.log,
                     qpn = qp.handle.0,

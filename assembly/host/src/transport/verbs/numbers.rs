@@ -1,8 +1,8 @@
-//! Translation of numbers: a guest's keys are names inside its VM, the host's device gives its own, and those of another host's device are
-//! learnt from its daemon.
+//! Translation of keys. A guest's keys are names inside its VM; the host's device assigns its own, and those of another host's device are
+//! requested from its daemon.
 //!
-//! The rules are those of *Nomad* (2006) with names as DESIGN.md has them: the virtual key never changes; the real one is made when it is
-//! first needed here, told to whoever asks, remembered there, and taken back when the guest deregisters. Addresses are never translated: a
+//! The rules are those of *Nomad* (2006; see `cores/nomad`). The virtual key never changes. The real key is created on first use at its host,
+//! sent to daemons that request it, cached there, and invalidated when the guest deregisters. Addresses are never translated: a
 //! registration begins at the guest's own address.
 
 use std::collections::{BTreeSet, HashMap};
@@ -17,7 +17,7 @@ pub(super) struct Own {
     pub pd: PdHandle,
     pub registered: Registered,
     pub bytes: u64,
-    /// Connections whose peers know the real key.
+    /// Connections whose peers have the real key.
     told: BTreeSet<u32>,
 }
 
@@ -37,21 +37,21 @@ impl OwnKeys {
         self.keys.insert((device, key), Own { pd, registered, bytes, told: BTreeSet::new() });
     }
 
-    /// The peer of a connection is told a key's real number.
+    /// Records that a connection's peer gets a key's real number.
     pub fn tell(&mut self, device: DeviceId, key: u32, link: u32) {
         if let Some(own) = self.keys.get_mut(&(device, key)) {
             own.told.insert(link);
         }
     }
 
-    /// A region is gone: what there was of it, and which connections' peers know its key.
+    /// Removes a region. Returns its registration, and the connections whose peers have its key.
     pub fn remove(&mut self, device: DeviceId, key: u32) -> Option<(Own, BTreeSet<u32>)> {
         let mut own = self.keys.remove(&(device, key))?;
         let told = std::mem::take(&mut own.told);
         Some((own, told))
     }
 
-    /// All regions of a device are gone.
+    /// Removes all regions of a device.
     pub fn remove_device(&mut self, device: DeviceId) -> Vec<Own> {
         self.keys.extract_if(|(of, _), _| *of == device).map(|(_, own)| own).collect()
     }
@@ -65,26 +65,26 @@ impl OwnKeys {
     }
 }
 
-/// What is known of a peer's key.
+/// State of a peer's key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum PeerKey {
-    /// Its daemon was asked; the answer to this question counts.
+    /// Requested from its daemon, with this serial number.
     Asked(u32),
-    /// The real one.
+    /// The real key.
     Real(u32),
-    /// It has no such key.
+    /// The peer has no such key.
     None,
 }
 
-/// Real keys of a connection's peer, by virtual key. A guest may name as many as it likes; no more than [`MAX_REMEMBERED_KEYS`] are remembered.
+/// Real keys of a connection's peer, by virtual key. A guest may use any number of keys; at most [`MAX_REMEMBERED_KEYS`] are cached.
 #[derive(Debug, Default)]
 pub(super) struct PeerKeys {
     keys: HashMap<u32, PeerKey>,
-    /// Of the last question.
+    /// Serial number of the last request.
     serial: u32,
 }
 
-/// Keys remembered per connection.
+/// Limit of cached keys per connection.
 const MAX_REMEMBERED_KEYS: usize = 65_536;
 
 impl PeerKeys {
@@ -93,7 +93,7 @@ impl PeerKeys {
         self.keys.get(&key).copied()
     }
 
-    /// The peer's daemon is asked: the question's number.
+    /// Starts a request to the peer's daemon; returns its serial number.
     pub fn ask(&mut self, key: u32) -> u32 {
         if self.keys.len() >= MAX_REMEMBERED_KEYS {
             self.keys.clear();
@@ -103,7 +103,7 @@ impl PeerKeys {
         self.serial
     }
 
-    /// It has answered a question. Answers to others than the last one are late, and mean nothing.
+    /// Handles a response. One with an older serial number is ignored.
     pub fn answer(&mut self, key: u32, serial: u32, real: Option<u32>) -> bool {
         match self.keys.get_mut(&key) {
             Some(known) if *known == PeerKey::Asked(serial) => {
@@ -114,7 +114,8 @@ impl PeerKeys {
         }
     }
 
-    /// The peer's guest has deregistered it. While it is being asked for, the answer may be older than this: the next question's number.
+    /// Handles an invalidation by the peer. If a request is in progress, its response may be older than this: returns the next request's
+    /// serial number.
     pub fn invalidate(&mut self, key: u32) -> Option<u32> {
         if matches!(self.keys.remove(&key)?, PeerKey::Asked(_)) {
             return Some(self.ask(key));
@@ -122,7 +123,7 @@ impl PeerKeys {
         None
     }
 
-    /// A request has failed for want of the key; the next one asks again.
+    /// Forgets a key after a request failed for lack of it; the next use requests it again.
     pub fn forget(&mut self, key: u32) {
         self.keys.remove(&key);
     }
@@ -155,11 +156,11 @@ mod tests {
     enum Step {
         /// The owner's guest registers a key.
         Register(u32),
-        /// It deregisters it; the peer is told at once, or later.
+        /// It deregisters the key; the peer is notified at once, or later.
         Deregister(u32),
         /// The peer uses a key.
         Use(u32),
-        /// A message that is under way arrives: which, and whether another copy stays under way.
+        /// A message in flight arrives: its index, and whether another copy stays in flight.
         Deliver(usize, bool),
     }
 
@@ -182,9 +183,9 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever is registered, asked for, answered and taken back, in any order and with messages late and doubled: a real key that a
-        /// peer uses for a virtual one was that key's at some time and no other key's, so that a stale one reaches nothing; and once
-        /// every message has come, a real key that the peer knows is the one that there is.
+        /// Any order of registrations, requests, responses and invalidations, with messages delayed and repeated. A real key that a peer
+        /// uses for a virtual one was that key's at some time and no other key's, so a stale one reaches nothing. Once every message has
+        /// arrived, a real key that the peer has is the current one.
         #[test]
         fn a_peer_never_takes_one_key_for_another(steps in prop::collection::vec(step(), 1..200)) {
             let (mut own, mut peer) = (OwnKeys::default(), PeerKeys::default());
@@ -252,7 +253,7 @@ mod tests {
             }
         }
 
-        /// Keys of one VM, or of one protection domain, mean nothing in another.
+        /// Keys of one VM, or of one protection domain, are invalid in another.
         #[test]
         fn keys_are_names_inside_their_domain(keys in prop::collection::btree_map((0..3u32, any::<u32>()), 0..3u32, 0..40)) {
             let mut own = OwnKeys::default();
@@ -275,13 +276,13 @@ mod tests {
         }
     }
 
-    /// What translating a request's keys costs: `cargo test --release -p host --lib cost_of_translation -- --ignored --nocapture`
+    /// Cost of translating a request's keys: `cargo test --release -p host --lib cost_of_translation -- --ignored --nocapture`
     #[test]
     #[ignore = "a measurement"]
     fn cost_of_translation() {
         for count in [1u32, 64, 4096, 65_536] {
             let (mut own, mut peer) = (OwnKeys::default(), PeerKeys::default());
-            // As the engine gives them: an index and a variant.
+            // In the engine's format: an index and a variant.
             let key = |number: u32| ((number + 1) << 8) | (number.wrapping_mul(0x9E37_79B9) >> 24);
             for number in 0..count {
                 own.insert(DEVICE, PD, key(number), registered(number), 4096);

@@ -1,4 +1,4 @@
-//! Requests and receives of the guest become the device's.
+//! Translation of the guest's requests and receives into the device's.
 
 use hca::engine::Engine;
 use hca::names::{DeviceId, PdHandle};
@@ -13,7 +13,7 @@ use super::rnic::{HostPd, HostRequest, Operation, Registered, Sending};
 use super::{RECEIVE, Verbs, chain};
 
 impl Verbs {
-    /// The device's keys of a guest's region, registered if it isn't.
+    /// The device's keys of a guest's region, which is registered if needed.
     pub(super) fn real_key<P: Provider>(
         &mut self,
         engine: &mut Engine<P>,
@@ -34,7 +34,7 @@ impl Verbs {
         Ok(Some(registered))
     }
 
-    /// Elements with the device's keys.
+    /// Scatter-gather elements with the device's keys.
     fn translated<P: Provider>(
         &mut self,
         engine: &mut Engine<P>,
@@ -55,7 +55,7 @@ impl Verbs {
         Ok(list)
     }
 
-    /// Hands what the guest has posted to the device, as far as it can be.
+    /// Posts the guest's requests to the device, as far as possible.
     pub(super) fn advance<P: Provider>(&mut self, engine: &mut Engine<P>, id: u32, now: u64) {
         loop {
             let Some(link) = self.links.get_mut(&id) else { return };
@@ -109,7 +109,7 @@ impl Verbs {
                 link.counters.translations += 1;
             }
             if matches!(request.operation, PostedOperation::Send { invalidate: Some(_), .. }) {
-                // Keys that can be invalidated so are a kernel's, and its queue pairs aren't carried here.
+                // Only a kernel's keys can be invalidated so, and its queue pairs don't use this transport.
                 return self.refuse_remotely(engine, id, request.token);
             }
             if link.awaits_ready(&request) {
@@ -151,7 +151,7 @@ impl Verbs {
         }
     }
 
-    /// A request that the peer would refuse.
+    /// Fails a request that the peer would refuse.
     fn refuse_remotely<P: Provider>(&mut self, engine: &mut Engine<P>, id: u32, token: u64) {
         let Some(link) = self.links.get_mut(&id) else { return };
         link.waiting.pop_front();
@@ -160,7 +160,7 @@ impl Verbs {
         engine.remote_complete(link.qp, token, Err(status));
     }
 
-    /// The connection can't go on.
+    /// Fails the connection.
     pub(super) fn fail<P: Provider>(&mut self, engine: &mut Engine<P>, id: u32, why: &str) {
         let Some(link) = self.links.get_mut(&id) else { return };
         telemetry::guest_warn!(self.log, "A connection by transport verbs fails: {why}");
@@ -171,7 +171,7 @@ impl Verbs {
         engine.remote_fail(qp);
     }
 
-    /// Hands receives of the guest to the device.
+    /// Posts receives of the guest to the device.
     pub(super) fn refill<P: Provider>(&mut self, engine: &mut Engine<P>, id: u32, now: u64) {
         self.hand_receives(engine, id, now);
         let (Some(link), Some(device)) = (self.links.get_mut(&id), &self.info) else { return };
@@ -184,7 +184,7 @@ impl Verbs {
     fn hand_receives<P: Provider>(&mut self, engine: &mut Engine<P>, id: u32, now: u64) {
         loop {
             let (Some(link), Some(device)) = (self.links.get_mut(&id), &self.info) else { return };
-            // Before that another transport may still have to take them.
+            // Before that, another transport may still need them.
             if link.peer.is_none() || link.ahead >= device.receives || link.dies_at.is_some() {
                 return;
             }
@@ -213,7 +213,7 @@ impl Verbs {
     }
 }
 
-/// Where a request goes, if it needs a key: one without data needs none.
+/// Remote address and key of a request that needs a key: one without data needs none.
 pub(super) fn remote_of(request: &Posted) -> Option<Remote> {
     match request.operation {
         PostedOperation::Send { .. } => None,

@@ -1,5 +1,4 @@
-//! What the transport needs of a host's RDMA device. Its numbers are its own: queue pairs and keys are called otherwise than in the
-//! guest.
+//! Interface of a host's RDMA device. Its numbers of queue pairs and keys differ from the guest's.
 
 use std::os::fd::BorrowedFd;
 
@@ -7,41 +6,41 @@ use dma::Alias;
 use hca::attributes::Access;
 use hca::work::{SgeList, Status};
 
-/// A host's RDMA device can't be used, or refuses.
+/// Why a host's RDMA device can't be used, or refuses.
 #[derive(Debug, thiserror::Error)]
 pub enum RnicError {
-    /// It refused.
+    /// The device refused an operation.
     #[error("The host's RDMA device refuses to {what}")]
     Refused {
-        /// What was asked of it.
+        /// The operation.
         what: &'static str,
-        /// Why.
+        /// The error.
         #[source]
         source: std::io::Error,
     },
-    /// An object that isn't there (any more).
+    /// The object doesn't exist (any more).
     #[error("The host's RDMA device has no {0} of that name; this is a bug")]
     Gone(&'static str),
 }
 
-/// The device and how others reach it.
+/// A device, and its address.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub struct RnicInfo {
-    /// Its name, as `ibv_devices` has it.
+    /// The device's name, as `ibv_devices` prints it.
     pub device: String,
-    /// Its port, from 1 on.
+    /// Port number, from 1 on.
     pub port: u8,
-    /// The address others reach it at.
+    /// Address by which peers reach it.
     pub address: std::net::Ipv6Addr,
-    /// Code of its path MTU, 1 to 5 for 256 to 4096 bytes.
+    /// Path MTU as its verbs code, 1 to 5 for 256 to 4096 bytes.
     pub mtu: u8,
-    /// Send requests a queue pair may have.
+    /// Limit of send requests of a queue pair.
     pub sends: u32,
-    /// Receives a queue pair may have.
+    /// Limit of receives of a queue pair.
     pub receives: u32,
-    /// Reads and atomics outstanding as initiator.
+    /// Limit of READs and atomics outstanding as initiator.
     pub reads: u8,
-    /// Reads and atomics outstanding as responder.
+    /// Limit of READs and atomics outstanding as responder.
     pub served_reads: u8,
 }
 
@@ -66,23 +65,23 @@ pub struct Registered {
 /// The other end of a queue pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct End {
-    /// Address of its device.
+    /// GID of its device.
     pub gid: [u8; 16],
-    /// Number there.
+    /// Number of its queue pair.
     pub number: u32,
     /// First PSN that it sends.
     pub psn: u32,
-    /// Code of its path MTU.
+    /// Path MTU as a verbs code.
     pub mtu: u8,
 }
 
-/// What a queue pair needs to receive.
+/// Attributes of a queue pair that receives (RTR).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Receiving {
     pub end: End,
-    /// Code of the path MTU: the smaller of both ends'.
+    /// Path MTU as a verbs code: the smaller of both ends'.
     pub mtu: u8,
-    /// What the other end may do.
+    /// Access rights of the other end.
     pub access: Access,
     pub served_reads: u8,
     pub min_rnr_timer: u8,
@@ -90,10 +89,10 @@ pub struct Receiving {
     pub hop_limit: u8,
 }
 
-/// What it needs to send.
+/// Attributes of a queue pair that sends (RTS).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sending {
-    /// Own first PSN.
+    /// First PSN of this end.
     pub psn: u32,
     pub timeout: u8,
     pub retry_count: u8,
@@ -101,7 +100,7 @@ pub struct Sending {
     pub reads: u8,
 }
 
-/// What a send request does, in the device's numbers.
+/// Operation of a send request, in the device's numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Operation {
     Send { immediate: Option<[u8; 4]> },
@@ -111,14 +110,14 @@ pub enum Operation {
     FetchAdd { address: u64, rkey: u32, add: u64 },
 }
 
-/// A send request in the device's numbers. All of them complete.
+/// A send request in the device's numbers. Every one produces a completion.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HostRequest {
     pub wr_id: u64,
     pub operation: Operation,
     pub fence: bool,
     pub solicited: bool,
-    /// With the device's keys.
+    /// Scatter-gather elements with the device's keys.
     pub sges: SgeList,
 }
 
@@ -127,30 +126,30 @@ pub struct HostRequest {
 pub struct HostCompletion {
     pub wr_id: u64,
     pub status: Status,
-    /// Of a receive: bytes of the message.
+    /// Length of the message, for a receive; bytes.
     pub length: u32,
-    /// Of a receive: it was a WRITE's with immediate data.
+    /// Whether a WRITE with immediate data consumed the receive.
     pub write: bool,
     pub immediate: Option<[u8; 4]>,
 }
 
-/// Why a queue pair failed without a completion that says so.
+/// Why a queue pair failed, if no completion has the reason.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HostEvent {
-    /// The other end sent a request that can't be.
+    /// The other end sent an invalid request.
     Request,
-    /// The other end asked for what it may not.
+    /// The other end sent a request without permission.
     Access,
-    /// For a reason of its own.
+    /// An error of the device itself.
     Fatal,
 }
 
-/// A host's RDMA device. One thread uses it. Dropping it gives all of it back.
+/// A host's RDMA device. One thread uses it. Dropping it releases all of its objects.
 pub trait Rnic: Send {
     fn info(&self) -> RnicInfo;
     fn allocate_pd(&mut self) -> Result<HostPd, RnicError>;
     fn free_pd(&mut self, pd: HostPd);
-    /// Registers memory; requests name its first byte by the address `start`. The device keeps the pages.
+    /// Registers memory, whose first byte has the address `start` in requests. The device pins the pages.
     fn register(
         &mut self,
         pd: HostPd,
@@ -158,22 +157,22 @@ pub trait Rnic: Send {
         start: u64,
         access: Access,
     ) -> Result<Registered, RnicError>;
-    /// Nobody reaches the memory any more when this returns.
+    /// Deregisters memory. The device can't access it any more when this returns.
     fn deregister(&mut self, mr: HostMr);
-    /// A reliable connection in INIT, and its number. It gets no more requests than [`RnicInfo`] says.
+    /// Creates a reliable connection in INIT; returns its handle and number. The caller posts no more requests than [`RnicInfo`] permits.
     fn create_qp(&mut self, pd: HostPd, access: Access) -> Result<(HostQp, u32), RnicError>;
     fn receive_from(&mut self, qp: HostQp, with: &Receiving) -> Result<(), RnicError>;
     fn send_to(&mut self, qp: HostQp, with: &Sending) -> Result<(), RnicError>;
-    /// It touches no memory any more when this returns. Completions of it may still come.
+    /// Destroys a queue pair. It accesses no memory any more when this returns, but completions of it may still come.
     fn destroy_qp(&mut self, qp: HostQp);
     fn post_send(&mut self, qp: HostQp, request: &HostRequest) -> Result<(), RnicError>;
     fn post_receive(&mut self, qp: HostQp, wr_id: u64, sges: &SgeList) -> Result<(), RnicError>;
     /// Appends completions, a bounded number.
     fn poll(&mut self, into: &mut Vec<HostCompletion>);
-    /// Appends what happened to queue pairs, a bounded number.
+    /// Appends events of queue pairs, a bounded number.
     fn events(&mut self, into: &mut Vec<(HostQp, HostEvent)>);
-    /// From now on the next completion makes a descriptor readable. Completions before that may have been missed: poll again.
+    /// Arms the next completion to make a descriptor readable. Earlier completions may be missed: poll again afterwards.
     fn arm(&mut self);
-    /// Descriptors that become readable with completions, and with events.
+    /// Descriptors that are readable on completions, and on events.
     fn fds(&self) -> Vec<BorrowedFd<'_>>;
 }

@@ -1,5 +1,5 @@
-//! Two hosts whose guests are pinned to their devices, which are in memory and give numbers of their own. The daemons' messages go through
-//! UDP of the loopback interface.
+//! Two hosts whose guests are pinned to the hosts' devices, which are in memory and assign numbers of their own. The daemons' messages use
+//! UDP on the loopback interface.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -19,11 +19,11 @@ use super::fake::Network;
 
 mod shared;
 
-/// RAM of a guest.
+/// Size of a guest's RAM, bytes.
 const SIZE: u64 = 2 << 20;
-/// Where its region's addresses begin: as a program has them, unlike those of its RAM.
+/// First address of its region: a program's, unlike those of its RAM.
 const START: u64 = 0x7F00_0000_0123;
-/// Bytes of the region.
+/// Length of the region, bytes.
 const LENGTH: u64 = 1 << 20;
 
 fn ram() -> MappedMemory {
@@ -44,7 +44,7 @@ struct Side {
     now: u64,
 }
 
-/// What differs between the two hosts, and between tests.
+/// Parameters that differ between the two hosts, and between tests.
 #[derive(Clone, Copy)]
 struct Setup {
     pin: &'static str,
@@ -54,7 +54,7 @@ struct Setup {
     kernel: [bool; 2],
     /// Whether it has a shared receive queue.
     shared: [bool; 2],
-    /// In another protection domain.
+    /// Whether that queue is in another protection domain.
     apart: bool,
     rnr_retry: u8,
     access: Access,
@@ -74,7 +74,7 @@ impl Default for Setup {
     }
 }
 
-/// Guest pages of the region, in an order that no two neighbours are neighbours in RAM.
+/// Guest pages of the region, in an order without adjacent pages.
 fn pages() -> Vec<u64> {
     let count = (START % 4096 + LENGTH).div_ceil(4096);
     (0..count).map(|page| ((page * 97) % 509) * 4096).collect()
@@ -94,7 +94,7 @@ impl Side {
             MrInit { start: START, length: LENGTH, access: setup.access.bits(), pages: pages().into() };
         let mr = world.engine.register_mr(guest.device, guest.pd, init).unwrap();
         let srq = setup.shared[which].then(|| {
-            // Of a domain of its own where that is wanted.
+            // A domain of its own, if configured.
             let pd =
                 if setup.apart { world.engine.create_pd(guest.device, context).unwrap() } else { guest.pd };
             let pd = std::mem::replace(&mut guest.pd, pd);
@@ -112,7 +112,7 @@ impl Side {
         let srq = srq.map(|(srq, _)| srq);
         let mut transports = Transports::open(directory, at.parse().unwrap(), None).unwrap();
         if setup.devices[which] {
-            // Numbers that have nothing in common with the guest's, nor with the other host's.
+            // Numbers that differ from the guest's, and from the other host's.
             let device = network.device([0x1_1111, 0x7_7777][which]);
             transports.verbs = Verbs::over(Box::new(device));
         }
@@ -133,7 +133,7 @@ impl Side {
         Sge { address: START + offset, length, lkey: self.mr.lkey }
     }
 
-    /// Where a byte of the region is in the guest's RAM.
+    /// Guest address of a byte of the region.
     fn at(offset: u64) -> u64 {
         let place = START % 4096 + offset;
         pages()[usize::try_from(place / 4096).unwrap()] + place % 4096
@@ -236,7 +236,7 @@ impl Pair {
     }
 }
 
-/// Every operation moves the right bytes between scattered pages, in either direction, though no number of the guests is one of the
+/// Every operation moves the right bytes between scattered pages, in either direction, although the guests' numbers differ from the
 /// devices'.
 #[test]
 fn all_operations_reach_a_guest_of_another_host() {
@@ -266,7 +266,7 @@ fn all_operations_reach_a_guest_of_another_host() {
         let done = pair.completion(to);
         assert_eq!((done.wr_id, done.byte_len, done.status), (3, length, Status::Success));
 
-        // 8-aligned in the region's addresses.
+        // Aligned to 8 in the region's addresses.
         let word = 0xDD;
         pair.sides[to].fill(word, &40u64.to_le_bytes());
         for wr_id in 10..20 {
@@ -317,7 +317,7 @@ fn many_requests_under_way_complete_in_order() {
     }
 }
 
-/// A receive that is posted after the message was sent is found without a doorbell's help of the sender.
+/// A receive that is posted after the message was sent is found without another doorbell of the sender.
 #[test]
 fn a_sender_waits_for_a_receive() {
     let mut pair = Pair::new(Setup::default());
@@ -334,7 +334,7 @@ fn a_sender_waits_for_a_receive() {
     assert_eq!(pair.completion(1).wr_id, 2);
 }
 
-/// A wrong key, one without the right, and a range beyond the region fail the request and both ends; what was posted behind is flushed.
+/// A wrong key, one without the right, and a range beyond the region fail the request and both ends; later requests are flushed.
 #[test]
 fn refused_requests_fail_both_ends() {
     let read_only = Access::LOCAL_WRITE | Access::REMOTE_READ;
@@ -367,7 +367,7 @@ fn refused_requests_fail_both_ends() {
     }
 }
 
-/// A region that its guest has deregistered is reached by nobody when the command is done; its key, registered anew, leads to the new
+/// A region that its guest has deregistered can't be accessed when the command completes. Its key, registered again, refers to the new
 /// region.
 #[test]
 fn a_deregistered_region_is_gone_at_once() {
@@ -379,7 +379,7 @@ fn a_deregistered_region_is_gone_at_once() {
     assert_eq!(pair.network.objects(1).1, 1);
     pair.sides[1].deregister();
     assert_eq!(pair.network.objects(1).1, 0, "the device has let go of it");
-    // The peer is told.
+    // The peer is notified.
     pair.until(|sides| {
         let report = sides[0].transports.report(sides[0].qp.device, sides[0].qp.qp.qpn)?;
         (report.verbs?.counters.keys_invalidated > 0).then_some(())
@@ -388,7 +388,7 @@ fn a_deregistered_region_is_gone_at_once() {
     assert_eq!(pair.completion(0).status, Status::RemoteAccess);
 }
 
-/// What a device can't carry goes by fabric, all of it, and says why; whoever begins.
+/// Connections that a device can't carry use fabric, entirely, and the report has the reason; whichever end begins.
 #[test]
 fn what_no_device_can_carry_goes_by_fabric_and_says_so() {
     for (which, from) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
@@ -401,7 +401,7 @@ fn what_no_device_can_carry_goes_by_fabric_and_says_so() {
             }
             let mut pair = Pair::new(setup);
             let to = 1 - from;
-            // The guest's region isn't the other domain's: nothing but messages without bytes may go there.
+            // The guest's region isn't in the other domain: only messages without bytes can arrive there.
             let length = if shared { 0 } else { 100 };
             let buffer = pair.sides[to].sge(0, length);
             pair.receive(to, 7, buffer);
@@ -418,7 +418,7 @@ fn what_no_device_can_carry_goes_by_fabric_and_says_so() {
     }
 }
 
-/// Where one host has no device, connections that are pinned to it are refused and take no other way.
+/// If one host has no device, connections pinned to it are refused and use no other transport.
 #[test]
 fn without_a_device_a_pinned_connection_is_refused() {
     for devices in [[true, false], [false, true], [false, false]] {
@@ -432,7 +432,7 @@ fn without_a_device_a_pinned_connection_is_refused() {
     }
 }
 
-/// Without the pin nothing changes, whatever devices there are.
+/// Without the pin, devices have no effect.
 #[test]
 fn connections_that_are_not_pinned_use_the_fabric() {
     let mut pair = Pair::new(Setup { pin: "", ..Setup::default() });
@@ -444,7 +444,7 @@ fn connections_that_are_not_pinned_use_the_fabric() {
     assert_eq!(pair.network.objects(0), (0, 0, 0));
 }
 
-/// A peer that never answers ends in retries exceeded, as on a wire.
+/// An unresponsive peer ends in retries exceeded, as on a wire.
 #[test]
 fn a_silent_peer_ends_in_retries_exceeded() {
     let mut pair = Pair::new(Setup::default());
@@ -458,7 +458,8 @@ fn a_silent_peer_ends_in_retries_exceeded() {
     assert!(start.elapsed() >= Duration::from_secs(2));
 }
 
-/// A daemon that was asleep for longer than its peer may take hasn't asked all that time: it asks again, and the peer answers.
+/// A daemon that didn't run for longer than its peer's timeout sent no requests in that time: it repeats its request, and the peer
+/// responds.
 #[test]
 fn a_daemon_that_was_asleep_asks_again() {
     let mut pair = Pair::new(Setup::default());
@@ -468,7 +469,7 @@ fn a_daemon_that_was_asleep_asks_again() {
     for _ in 0..100 {
         pair.sides[0].round();
     }
-    // Its question waits at the peer, which hasn't had a turn either.
+    // Its request waits at the peer, which hasn't had a turn either.
     std::thread::sleep(Duration::from_millis(2500));
     for _ in 0..100 {
         pair.sides[0].round();
@@ -476,7 +477,7 @@ fn a_daemon_that_was_asleep_asks_again() {
     assert_eq!(pair.completion(0).status, Status::Success);
 }
 
-/// A connection stays where its peer is, and where its peer is lost; it ends, and its receives come back, where its peer is on another host.
+/// A connection stays if its peer stays, or if its peer is lost. It ends, and returns its receives, if its peer is on another host.
 #[test]
 fn connections_end_where_their_peer_has_moved_and_only_there() {
     let mut pair = Pair::new(Setup::default());
@@ -499,15 +500,15 @@ fn connections_end_where_their_peer_has_moved_and_only_there() {
     assert!(pair.sides[1].transports.at_rest(pair.sides[1].qp.device, None).is_ok());
     assert_eq!(leave(&mut pair, Some("192.0.2.1:4792")), 0);
     assert_eq!(pair.network.objects(1).2, 0, "the device's queue pair is gone");
-    // What the device had and didn't use is the queue pair's again, in its order.
+    // The device's unused receives are the queue pair's again, in order.
     let qp =
         pair.sides[1].world.engine.qp_by_handle(pair.sides[1].qp.device, pair.sides[1].qp.qp.handle).unwrap();
     let saved = pair.sides[1].world.engine.save_qp(qp.device, qp.handle.0).unwrap();
     assert_eq!(saved.taken.iter().map(|receive| receive.wr_id).collect::<Vec<_>>(), [11, 12]);
 }
 
-/// Queue pairs that are reset leave the devices at once, with their protection domains once no region is left; connected again, they are
-/// new connections.
+/// Queue pairs that are reset are destroyed at the devices at once, and their protection domains once no region is left. Connected again,
+/// they are new connections.
 #[test]
 fn a_reset_queue_pair_is_another_connection() {
     let setup = Setup::default();
@@ -533,7 +534,7 @@ fn a_reset_queue_pair_is_another_connection() {
     assert_eq!((pair.network.objects(0), pair.network.objects(1)), ((0, 0, 0), (0, 0, 0)));
 }
 
-/// A device that goes takes all that it has at the host's device along.
+/// Removing a device removes all of its objects at the host's device.
 #[test]
 fn a_device_that_leaves_leaves_nothing_behind() {
     let mut pair = Pair::new(Setup::default());

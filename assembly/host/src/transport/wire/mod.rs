@@ -1,10 +1,10 @@
 //! Transport `wire`: plain RoCEv2 frames with the guest's own MAC and address, on its NIC's segment.
 //!
-//! For peers that know nothing of Causeway: Linux's `rdma_rxe`, a hardware NIC, a guest of a daemon without this one's directory. Nothing is
-//! translated: addresses, queue pair numbers, keys and PSNs on the link are the guest's. See `port` for the way to the segment.
+//! For peers outside of Causeway: Linux's `rdma_rxe`, a hardware NIC, a guest of a daemon without this one's directory. Nothing is
+//! translated: addresses, queue pair numbers, keys and PSNs on the link are the guest's. `port` connects it with the segment.
 //!
-//! A frame is taken only if it is whole (ICRC), is for an address of the guest, and comes from the peer that the guest connected its queue
-//! pair to. That an address is the sender's, nobody on an Ethernet can know: as with any RoCE NIC.
+//! A frame is accepted only if its ICRC is right, it has an address of the guest, and it comes from the peer with which the guest connected
+//! its queue pair. An Ethernet doesn't authenticate the sender's address: that holds for any RoCE NIC.
 
 mod moving;
 mod port;
@@ -31,17 +31,17 @@ use super::{BURST, NOBODY, Transports};
 pub use port::WirePort;
 use port::{Address, Arrived, Bell, Inbox};
 
-/// Packets of one `transmit`.
+/// Limit of packets of one `transmit`.
 const PACKETS: usize = 64;
 
-/// The frames of one connection.
+/// Frames of one connection.
 #[derive(Debug)]
 pub(super) struct Line {
     port: Arc<WirePort>,
     template: Template,
     own: IpAddr,
     peer: IpAddr,
-    /// Of the next IPv4 header.
+    /// Identification of the next IPv4 header.
     identification: u16,
 }
 
@@ -49,9 +49,9 @@ pub(super) struct Line {
 pub(super) struct Wire {
     bell: Arc<Bell>,
     ports: HashMap<DeviceId, (Arc<WirePort>, SegmentId)>,
-    /// Devices that have come with their VMs, and whose ports aren't in their segments yet.
+    /// Devices that have arrived with their VMs, and whose ports aren't in their segments yet.
     landing: BTreeSet<DeviceId>,
-    /// Of the addresses that ports have.
+    /// The engine's topology number when the ports' addresses were set.
     topology: u64,
     inbox: Inbox,
     identification: u16,
@@ -103,7 +103,7 @@ impl Wire {
         self.bell.fd()
     }
 
-    /// Tells the ports which frames are theirs, when that has changed.
+    /// Updates the ports' addresses after a change.
     pub fn follow<P: Provider>(&mut self, engine: &Engine<P>) {
         let topology = engine.topology();
         if std::mem::replace(&mut self.topology, topology) == topology {
@@ -115,7 +115,7 @@ impl Wire {
         }
     }
 
-    /// The frames of a queue pair; `None` where its device has no port, or the guest named no MAC.
+    /// The frame headers of a queue pair; `None` if its device has no port, or the guest set no MAC.
     fn line(&self, info: &ConnectionInfo) -> Option<Line> {
         let (port, _) = self.ports.get(&info.qp.device)?;
         let attributes = &info.attributes;
@@ -130,7 +130,7 @@ impl Wire {
             vlan: None,
             source: own,
             destination: peer,
-            // These two bits are the protocol's: it answers marks, and yields to answers.
+            // The protocol owns the ECN bits: it sends notifications for marks, and reduces its rate at notifications.
             traffic_class: path.traffic_class & !ECN_MASK | ECN_CAPABLE,
             flow_label: path.flow_label,
             hop_limit: path.hop_limit,
@@ -139,13 +139,13 @@ impl Wire {
         Some(Line { port: Arc::clone(port), template: template.ok()?, own, peer, identification: 0 })
     }
 
-    /// The entry of a queue pair; `None` where its device has no port, or the guest named no MAC.
+    /// The entry of a queue pair; `None` if its device has no port, or the guest set no MAC.
     pub fn entry(&self, info: &ConnectionInfo) -> Option<Entry> {
         let line = self.line(info)?;
         let attributes = &info.attributes;
         let mtu = Mtu::from_code(attributes.path_mtu)?;
         let config = Config { congestion: Some(Parameters::default()), ..Entry::config(info, mtu) };
-        // Of the fabric, which it doesn't use.
+        // The fabric's header, which it doesn't use.
         let header = Header { kind: Kind::Connected, source: NOBODY, destination: NOBODY, segment: 0 };
         let mut entry = Entry::new(info, config, NOBODY, None, header)?;
         (entry.outside, entry.line) = (true, Some(line));
@@ -154,7 +154,7 @@ impl Wire {
 }
 
 impl Transports {
-    /// Takes what has come by wire.
+    /// Processes packets received by wire.
     pub(super) fn receive_wire<P: Provider>(&mut self, engine: &mut Engine<P>, now: u64) -> bool {
         self.wire.follow(engine);
         self.land(engine, now);
@@ -198,7 +198,7 @@ impl Transports {
     ) -> Result<(), Dropped> {
         let parsed = Packet::parse(packet).map_err(|_| Dropped::Malformed)?;
         let source = gid(arrived.source);
-        // VMs that are reached in another way don't come in by this one: here anybody can claim to be them.
+        // VMs that another transport reaches are refused here, where any station can forge their addresses.
         let known = self.nics.get(&device).and_then(|nic| self.directory.owner(&nic.segment, source));
         if known.is_some() || engine.has_address(segment, source) || self.by_wire(device).is_err() {
             return Err(Dropped::WrongPeer);
@@ -238,7 +238,7 @@ impl Transports {
         Ok(())
     }
 
-    /// Sends what a connection has, as much as there is room for.
+    /// Sends a connection's packets while there is room.
     pub(super) fn transmit_wire<P: Provider>(
         &mut self,
         engine: &mut Engine<P>,
@@ -270,7 +270,7 @@ impl Transports {
         sent
     }
 
-    /// Sends a datagram to whom nobody else knows.
+    /// Sends a datagram to a peer outside of the directory.
     pub(super) fn send_datagram_by_wire(&mut self, datagram: &OutgoingDatagram) {
         let Some((port, _)) = self.wire.ports.get(&datagram.qp.device) else { return };
         let to = &datagram.to;
@@ -280,7 +280,7 @@ impl Transports {
             vlan: None,
             source: ip(datagram.source_gid),
             destination: ip(to.dgid),
-            // Nobody yields to marks on datagrams.
+            // Datagrams have no congestion control, so they aren't ECN-capable.
             traffic_class: to.traffic_class & !ECN_MASK,
             flow_label: to.flow_label,
             hop_limit: to.hop_limit,
@@ -316,22 +316,22 @@ impl Transports {
         }
     }
 
-    /// The connection of a queue pair that a packet names, made when the queue pair has one.
+    /// The connection of a packet's queue pair, created if the queue pair is connected.
     fn arriving<P: Provider>(&mut self, engine: &Engine<P>, device: DeviceId, qpn: u32) -> Option<usize> {
         let found = self.connections.index_of(device, qpn);
-        // Failed, and still answering.
+        // A failed connection that still responds.
         let Some(qp) = engine.connected(device, Qpn(qpn)) else { return found };
         self.connection_of(engine, qp)
     }
 
-    /// The connection of a queue pair, made if it has none.
+    /// The connection of a queue pair, created if needed.
     pub(super) fn connection_of<P: Provider>(&mut self, engine: &Engine<P>, qp: QpId) -> Option<usize> {
         let Self { connections, nics, directory, wire, .. } = self;
         connections.of(qp, || super::entry(engine, qp, nics, directory.as_ref(), wire))
     }
 }
 
-/// Why a packet isn't taken.
+/// Why a packet is dropped.
 enum Dropped {
     Malformed,
     NoQueuePair,

@@ -1,11 +1,11 @@
-//! Connections by `wire` of a VM that moves. The peer knows nothing of it: what is lost meanwhile is sent again, by whoever misses the answer, as
-//! after any loss.
+//! `wire` connections of a VM that migrates. The peer doesn't know of it: packets lost meanwhile are retransmitted, as after any loss.
 //!
 //! ```text
-//! source        stop ─ the port stands still: nothing leaves, what comes is dropped ─ saved ─ leave, or go_on_outside
+//! source        stop ─ the port is suspended: nothing is sent, received frames are dropped ─ saved ─ leave, or go_on_outside
 //! destination   restored, without frames ─ start, adopt ─ landing, until the Ethernet function is in its segment ─ announced, go_on_outside
 //! ```
-//! The two functions of a NIC begin to work one after the other; connections wait for both, lest what they send be dropped and counted as a retry.
+//! The two functions of a NIC start one after the other. Connections wait for both; otherwise their packets would be dropped and counted as
+//! retries.
 
 use std::net::{IpAddr, Ipv6Addr};
 
@@ -18,14 +18,14 @@ use super::super::{LINGER_NS, Transports};
 use super::{Wire, ip};
 
 impl Wire {
-    /// A device's VM stands still, or goes on where it was.
+    /// Suspends or resumes a device's port, with its VM.
     pub fn stand_still(&mut self, device: DeviceId, still: bool) {
         if let Some((port, _)) = self.ports.get(&device) {
             port.stand_still(still);
         }
     }
 
-    /// A device has come with its VM, which runs here now.
+    /// Records that a device has arrived with its VM, which runs here now.
     pub fn lands(&mut self, device: DeviceId) {
         self.landing.insert(device);
     }
@@ -38,7 +38,7 @@ impl Transports {
         !self.connections.outside(device).is_empty()
     }
 
-    /// A device's connections with peers outside of the cluster go on: its VM runs here, and its frames have a way.
+    /// Resumes a device's connections with peers outside of the cluster: its VM runs here, and its frames have a path.
     pub fn go_on_outside<P: Provider>(&mut self, engine: &mut Engine<P>, device: DeviceId, now: u64) {
         self.wire.stand_still(device, false);
         let allowed = self.by_wire(device).is_ok();
@@ -49,7 +49,7 @@ impl Transports {
                 entry.line = info.and_then(|info| self.wire.line(&info));
             }
             if entry.line.is_none() {
-                // It has failed before it moved, or may not be: its requests end, and its queue pair with them.
+                // It failed before it moved, or may not exist here: its requests fail, and so does its queue pair.
                 entry.connection.fail(&mut Carrier { engine, qp: entry.qp });
                 entry.remove_at.get_or_insert(now + LINGER_NS);
             }
@@ -58,7 +58,8 @@ impl Transports {
         }
     }
 
-    /// Devices that have come go on once their Ethernet functions are in their segments: whoever keeps a table of who is where is told first.
+    /// Resumes devices that have arrived once their Ethernet functions are in their segments. First announces their addresses to stations
+    /// with address tables.
     pub(super) fn land<P: Provider>(&mut self, engine: &mut Engine<P>, now: u64) {
         while let Some(&device) = self
             .wire
@@ -76,8 +77,8 @@ impl Transports {
     }
 }
 
-/// A frame that tells bridges, switches and neighbours where an address is now: a gratuitous ARP request (RFC 5227, section 3), or an unsolicited neighbour
-/// advertisement (RFC 4861, section 7.2.6).
+/// A frame that announces an address's new port to bridges, switches and neighbours: a gratuitous ARP request (RFC 5227, section 3), or an
+/// unsolicited neighbour advertisement (RFC 4861, section 7.2.6).
 fn announcement(address: IpAddr, mac: [u8; 6]) -> Vec<u8> {
     match address {
         IpAddr::V4(address) => {
@@ -133,7 +134,7 @@ fn checksum(bytes: &[u8]) -> [u8; 2] {
 mod tests {
     use super::*;
 
-    /// Fields where the RFCs have them, and a sum that a receiver finds right.
+    /// Fields are where the RFCs have them, and the checksum is right.
     #[test]
     fn announcements_are_those_of_the_rfcs() {
         let mac = [0x52, 0x54, 0, 0x4D, 0, 1];

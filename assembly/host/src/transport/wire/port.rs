@@ -1,12 +1,12 @@
-//! Between a NIC's Ethernet function, which a segment's thread serves, and its RDMA function, which the engine's thread serves.
+//! Port between a NIC's Ethernet function, which a segment's thread serves, and its RDMA function, which the engine's thread serves.
 //!
 //! ```text
-//!  segment's thread                                        engine's thread
-//!  frame for the NIC ── is it RoCEv2 to an address of the RDMA function? headers, ICRC ──▶ inbox ──▶ Port::drain
-//!  sent in the NIC's name ◀────────────────────────── outbox ◀─────────────────────────────────────── Port::send
+//!   segment's thread                                        engine's thread
+//!   frame for the NIC ── is it RoCEv2 to an address of the RDMA function? headers, ICRC ──▶ inbox ──▶ Port::drain
+//!   sent with the NIC's address ◀───────────────────── outbox ◀─────────────────────────────────────── Port::send
 //! ```
 //!
-//! Both boxes are bounded in bytes; what finds no room is dropped and counted, as on any link.
+//! Both boxes are bounded in bytes; packets without room are dropped and counted, as on any link.
 
 use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -20,14 +20,14 @@ use vmxnet3::Companion;
 
 use crate::function::descriptors::signal;
 
-/// Bytes of packets that may wait for the engine.
+/// Capacity of the inbox, bytes of packets.
 const INBOX: usize = 2 << 20;
-/// Bytes of frames that may wait for the segment.
+/// Capacity of the outbox, bytes of frames.
 const OUTBOX: usize = 1 << 20;
-/// What a packet costs besides its bytes.
+/// Cost of a packet in addition to its bytes.
 const EACH: usize = 128;
 
-/// Tells the engine's thread that packets wait at some port.
+/// Notifies the engine's thread that packets wait at a port.
 #[derive(Debug)]
 pub(crate) struct Bell {
     event: OwnedFd,
@@ -42,20 +42,20 @@ impl Bell {
         })
     }
 
-    /// To be called after a box that was empty has got something.
+    /// Signals the engine's thread. Call it after adding to an empty box.
     fn ring(&self) {
-        // In this order: a descriptor that is readable has, or will have at once, the flag by which it is emptied.
+        // In this order: when the descriptor is readable, the flag for emptying it is set, or will be at once.
         signal(self.event.as_fd());
         self.rung.store(true, Ordering::SeqCst);
     }
 
-    /// Whether it has rung since the last call; then all boxes are to be looked at.
+    /// Whether it was signalled since the last call; then all boxes must be checked.
     pub fn take(&self) -> bool {
         if !self.rung.load(Ordering::SeqCst) {
             return false;
         }
         self.rung.store(false, Ordering::SeqCst);
-        // Fails when it is silent already.
+        // Fails when it was emptied already.
         let _ = rustix::io::read(&self.event, &mut [0_u8; 8]);
         true
     }
@@ -65,35 +65,35 @@ impl Bell {
     }
 }
 
-/// What came and went, and what didn't.
+/// Counters of a port.
 #[derive(Debug, Default)]
 pub(crate) struct WireCounters {
-    /// Frames handed to the segment.
+    /// Frames passed to the segment.
     pub packets_sent: Counter,
-    /// Bytes of them.
+    /// Bytes of these frames.
     pub bytes_sent: Counter,
     /// Frames for the RDMA function.
     pub packets_received: Counter,
-    /// Bytes of them.
+    /// Bytes of these frames.
     pub bytes_received: Counter,
-    /// Wrong ICRC.
+    /// Frames with a wrong ICRC.
     pub icrc_errors: Counter,
-    /// Lengths that don't fit, a wrong IPv4 checksum, headers that are none of RoCE.
+    /// Frames with wrong lengths, a wrong IPv4 checksum, or headers that aren't RoCE's.
     pub malformed: Counter,
-    /// No room for what came.
+    /// Frames dropped for lack of room in the inbox.
     pub receive_overruns: Counter,
-    /// For a queue pair that isn't there, isn't connected, or has no receive.
+    /// Packets for a queue pair that doesn't exist, isn't connected, or has no receive.
     pub no_queue_pair: Counter,
-    /// From an address that isn't the queue pair's peer, or that belongs to a VM which is reached in another way.
+    /// Packets from an address that isn't the queue pair's peer, or is of a VM that another transport reaches.
     pub wrong_peer: Counter,
-    /// Without a place to go: no room, no Ethernet function, no MAC of the peer.
+    /// Frames not sent: no room, no Ethernet function, no MAC of the peer.
     pub send_drops: Counter,
-    /// Came or were to be sent while the VM, which moves, stood still.
+    /// Frames received or to be sent while the migrating VM was suspended.
     pub moving_drops: Counter,
 }
 
 impl WireCounters {
-    /// Name and value of each.
+    /// Name and value of each counter.
     pub fn values(&self) -> [(&'static str, u64); 11] {
         [
             ("packets_sent", self.packets_sent.get()),
@@ -118,7 +118,7 @@ pub(crate) struct Address {
     pub mac: [u8; 6],
 }
 
-/// A packet that came, without its bytes.
+/// A received packet without its bytes.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Arrived {
     pub source: IpAddr,
@@ -127,12 +127,12 @@ pub(crate) struct Arrived {
     pub flow_label: u32,
     pub hop_limit: u8,
     pub congested: bool,
-    /// The 40 bytes before a datagram's payload.
+    /// The 40 bytes before a datagram's payload (GRH area).
     pub header: [u8; 40],
     len: usize,
 }
 
-/// Packets in the order in which they came.
+/// Packets in order of arrival.
 #[derive(Debug, Default)]
 pub(crate) struct Inbox {
     arrived: Vec<Arrived>,
@@ -160,7 +160,7 @@ impl Inbox {
     }
 }
 
-/// Frames in the order in which they leave.
+/// Frames in order of sending.
 #[derive(Debug, Default)]
 struct Outbox {
     lengths: Vec<usize>,
@@ -173,21 +173,21 @@ impl Outbox {
     }
 }
 
-/// The way to the Ethernet function's segment.
+/// Wakes the thread of the Ethernet function's segment.
 type Waker = Box<dyn Fn() + Send + Sync>;
 
-/// See the module. Made with the NIC; either function may come and go.
+/// See the module. Created with the NIC; either function may be added and removed.
 #[derive(Default)]
 pub struct WirePort {
-    /// Those of the RDMA function; without it, none.
+    /// Addresses of the RDMA function; empty without it.
     addresses: Mutex<Vec<Address>>,
     inbox: Mutex<Inbox>,
     outbox: Mutex<Outbox>,
-    /// Set while there is an Ethernet function.
+    /// Set while the Ethernet function is in its segment.
     waker: Mutex<Option<Waker>>,
     /// Set while there is an RDMA function.
     bell: Mutex<Option<Arc<Bell>>>,
-    /// The VM moves, and stands still: nothing comes in, and nothing leaves.
+    /// The VM migrates and is suspended: nothing is received or sent.
     still: AtomicBool,
     pub(crate) counters: WireCounters,
 }
@@ -203,10 +203,10 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl WirePort {
-    /// The Ethernet function is in its segment; `waker` tells that segment's thread to look at [`WirePort::end`].
+    /// Connects the Ethernet function, which is in its segment; `waker` makes that segment's thread poll [`WirePort::end`].
     pub(crate) fn connect(&self, waker: Waker) {
         *locked(&self.waker) = Some(waker);
-        // Its connections may wait for this.
+        // The RDMA function's connections may wait for this.
         if let Some(bell) = &*locked(&self.bell) {
             bell.ring();
         }
@@ -217,7 +217,8 @@ impl WirePort {
         locked(&self.waker).is_some()
     }
 
-    /// The VM stands still, and may run elsewhere soon: what waits in either box is lost, as on a link, and so is what comes. Or it goes on.
+    /// Suspends or resumes the port with its VM, which may soon run on another host. While it is suspended, both boxes are emptied and
+    /// received frames are dropped, as on a link.
     pub(crate) fn stand_still(&self, still: bool) {
         self.still.store(still, Ordering::SeqCst);
         if still {
@@ -226,28 +227,28 @@ impl WirePort {
         }
     }
 
-    /// Whether the VM stands still.
+    /// Whether the port is suspended.
     pub(crate) fn is_still(&self) -> bool {
         self.still.load(Ordering::SeqCst)
     }
 
-    /// The Ethernet function leaves its segment.
+    /// Disconnects the Ethernet function, which leaves its segment.
     pub(crate) fn disconnect(&self) {
         *locked(&self.waker) = None;
         *locked(&self.outbox) = Outbox::default();
     }
 
-    /// What the segment's thread has of it.
+    /// The segment thread's end of the port.
     pub(crate) fn end(self: &Arc<Self>) -> Box<dyn Companion> {
         Box::new(End { port: Arc::clone(self), sending: Outbox::default(), next: 0, position: 0 })
     }
 
-    /// The RDMA function has come.
+    /// Connects the RDMA function.
     pub(crate) fn open(&self, bell: Arc<Bell>) {
         *locked(&self.bell) = Some(bell);
     }
 
-    /// The RDMA function goes: frames are the Ethernet function's from now on.
+    /// Disconnects the RDMA function: its frames are the Ethernet function's from now on.
     pub(crate) fn close(&self) {
         locked(&self.addresses).clear();
         self.still.store(false, Ordering::SeqCst);
@@ -255,25 +256,25 @@ impl WirePort {
         *locked(&self.inbox) = Inbox::default();
     }
 
-    /// The RDMA function's addresses.
+    /// Sets the RDMA function's addresses.
     pub(crate) fn set_addresses(&self, addresses: impl Iterator<Item = Address>) {
         let mut own = locked(&self.addresses);
         own.clear();
         own.extend(addresses);
     }
 
-    /// Takes all that has come; `into` is emptied before.
+    /// Moves all received packets to `into`, which is emptied before.
     pub(crate) fn drain(&self, into: &mut Inbox) {
         into.clear();
         std::mem::swap(&mut *locked(&self.inbox), into);
     }
 
-    /// Whether `bytes` more would find room.
+    /// Whether `bytes` more would fit.
     pub(crate) fn has_room(&self, bytes: usize) -> bool {
         locked(&self.outbox).size() + bytes <= OUTBOX
     }
 
-    /// Sends whole frames. Without room or Ethernet function they are dropped: the protocol sends them again, as it does for any loss.
+    /// Sends whole frames. Without room or Ethernet function they are dropped; the protocol retransmits them, as after any loss.
     pub(crate) fn send<'a>(&self, frames: impl Iterator<Item = &'a [u8]>) {
         let waker = locked(&self.waker);
         let mut sent = false;
@@ -298,7 +299,7 @@ impl WirePort {
         }
     }
 
-    /// Counters as `inspect` shows them.
+    /// Counters for `inspect`.
     pub(crate) fn inspect(&self) -> serde_json::Value {
         let values = self.counters.values().into_iter();
         serde_json::Value::Object(values.map(|(name, value)| (name.to_owned(), value.into())).collect())
@@ -308,7 +309,7 @@ impl WirePort {
         locked(&self.addresses).contains(&Address { ip, mac })
     }
 
-    /// A frame that [`wanted`] chose. It may be anything behind the addresses.
+    /// Receives a frame that [`wanted`] selected. It may be hostile beyond the addresses.
     fn receive(&self, frame: &[u8]) {
         self.counters.packets_received.increment();
         self.counters.bytes_received.add(frame.len() as u64);
@@ -350,7 +351,7 @@ impl WirePort {
     }
 }
 
-/// Whose frame of RoCEv2 this is: destination MAC and address. `None` for other traffic: another type (a VLAN's too), a fragment, an IPv4
+/// The receiver of a RoCEv2 frame: destination MAC and address. `None` for other traffic: another type (a VLAN's too), a fragment, an IPv4
 /// header with options, another protocol or port.
 fn wanted(head: &[u8]) -> Option<([u8; 6], IpAddr)> {
     let mac = *head.first_chunk::<6>()?;
@@ -379,7 +380,7 @@ fn wanted(head: &[u8]) -> Option<([u8; 6], IpAddr)> {
     (udp.get(2..4)? == PORT.to_be_bytes()).then_some((mac, address))
 }
 
-/// The segment's side.
+/// The segment's end of the port.
 struct End {
     port: Arc<WirePort>,
     /// Frames that are being sent.

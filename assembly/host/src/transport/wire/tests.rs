@@ -1,4 +1,4 @@
-//! Guests whose peers are reached by frames: over a real segment, over a link that loses frames; `frames`: made by hand.
+//! Guests whose peers are reached by frames: over a real segment, over a link that loses frames; `frames` are constructed by hand.
 
 mod frames;
 
@@ -16,7 +16,7 @@ use vmxnet3::{Companion, MacAddress, NicHandle, PortRules, SegmentConfig, Segmen
 
 use super::super::{Transports, WirePort};
 
-/// RAM of a guest.
+/// Size of a guest's RAM, bytes.
 const SIZE: u64 = 4 << 20;
 
 struct Side {
@@ -43,7 +43,7 @@ impl Side {
         port.connect(Box::new(|| {}));
         let end = port.end();
         let mut side = Self { number, world, guest, mr, transports, port, end, started: Instant::now() };
-        // Its port learns its addresses.
+        // Its port gets its addresses.
         side.round();
         side
     }
@@ -73,7 +73,7 @@ impl Side {
         frames
     }
 
-    /// A frame comes. Whether it is the RDMA function's.
+    /// Delivers a frame. Returns whether it is the RDMA function's.
     fn give(&mut self, frame: &[u8]) -> bool {
         let wants = self.end.wants(&frame[..frame.len().min(256)]);
         if wants {
@@ -116,7 +116,7 @@ fn connect(left: &mut Side, right: &mut Side, kind: QpKind, mtu: u8) -> (Connect
     (at_left, at_right)
 }
 
-/// Lets both sides work until something is true, with a link that `pass`es frames.
+/// Runs both sides until a condition is true, over a link that `pass`es frames.
 fn until(
     left: &mut Side,
     right: &mut Side,
@@ -260,7 +260,7 @@ fn sends_arrive_whole_and_in_order_over_a_link_that_loses_frames() {
     });
 }
 
-/// Interrupts that nobody hears.
+/// Interrupts without a listener.
 struct Silent;
 
 impl vmxnet3::Interrupts for Silent {
@@ -303,7 +303,7 @@ fn frames_cross_a_segment_between_two_nics() {
             }
         }
     }
-    // Each side sends 64 messages of 15 packets: writes, and answers to reads.
+    // Each side sends 64 messages of 15 packets: WRITEs, and responses to READs.
     for (from, to) in [(&left, &right), (&right, &left)] {
         assert!(to.counter("packets_received") > 0 && from.counter("packets_sent") >= 64);
         assert_eq!(from.counter("send_drops"), 0);
@@ -317,7 +317,7 @@ fn frames_cross_a_segment_between_two_nics() {
 #[test]
 fn datagrams_have_their_frame_s_header() {
     let (mut left, mut right) = (Side::new(1), Side::new(8));
-    // Both families: a second address of each guest.
+    // Both address families: a second address of each guest.
     let v6 = |number: u16| Gid(std::net::Ipv6Addr::new(0xFD00, 0, 0, 0, 0, 0, 0, number).octets());
     for (side, number) in [(&mut left, 1_u8), (&mut right, 8)] {
         side.world.engine.bind_gid(side.guest.device, 1, v6(number.into()), mac(number)).unwrap();
@@ -348,7 +348,7 @@ fn datagrams_have_their_frame_s_header() {
         let frames = left.sent();
         let [frame] = frames.as_slice() else { panic!("{} frames", frames.len()) };
         let parsed = Frame::parse(frame).unwrap();
-        // The guest's traffic class, without the bits of congestion: nobody would yield to marks.
+        // The guest's traffic class, without the ECN bits: datagrams have no congestion control.
         assert_eq!((parsed.addresses.traffic_class, parsed.addresses.hop_limit), (0xB8, 9));
         assert_eq!((parsed.addresses.source_mac, parsed.addresses.destination_mac), (mac(1), mac(8)));
         assert!(right.give(frame));
@@ -371,7 +371,7 @@ fn datagrams_have_their_frame_s_header() {
     }
     right.round();
     assert_eq!(right.counter("no_queue_pair"), 1);
-    // Without a MAC there is nowhere to send to.
+    // Without a MAC there is no destination.
     let request = requests::datagram(2, left.guest.pd.0, right.guest.gid, peer.qp.qpn, 0x1234, &[]);
     left.world.send(&qp, request);
     left.round();

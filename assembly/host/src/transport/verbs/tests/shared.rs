@@ -8,13 +8,13 @@ use super::*;
 
 const ENDS: [[bool; 2]; 3] = [[true, false], [false, true], [true, true]];
 
-/// Receives that are in a guest's shared queue still.
+/// Number of receives left in a guest's shared queue.
 fn left(side: &Side) -> u32 {
     side.qp.receives.available(&side.guest.memory)
 }
 
-/// More messages than the device has room for, SENDs and WRITEs with immediate data in turns, to either end, in either direction at
-/// once: each takes one receive, in order, and bytes and values are right.
+/// More messages than the device has room for, alternating SENDs and WRITEs with immediate data, in both directions at once. Each consumes
+/// one receive, in order, with the right bytes and values.
 #[test]
 fn messages_for_shared_queues_go_by_the_device_in_order() {
     for shared in ENDS {
@@ -73,7 +73,7 @@ fn is_receive(completion: &Completion) -> bool {
     matches!(completion.operation, Receive | ReceiveWriteImmediate)
 }
 
-/// What has no message yet stays in the shared queue, for whoever else uses it; requests that take no receive aren't announced.
+/// Receives without a message stay in the shared queue, for its other users. Requests that consume no receive aren't announced.
 #[test]
 fn receives_leave_a_shared_queue_for_messages_alone() {
     let mut pair = Pair::new(Setup { shared: [false, true], ..Setup::default() });
@@ -98,7 +98,7 @@ fn receives_leave_a_shared_queue_for_messages_alone() {
     assert_eq!((sender.announcements, receiver.announcements, receiver.receives), (3, 0, 3));
 }
 
-/// An empty shared queue holds the sender up by its device's retries, and one that has none fails it.
+/// An empty shared queue delays the sender by its device's retries, and fails it if it stays empty.
 #[test]
 fn an_empty_shared_queue_is_waited_for() {
     let mut pair = Pair::new(Setup { shared: [false, true], ..Setup::default() });
@@ -119,7 +119,7 @@ fn an_empty_shared_queue_is_waited_for() {
     }
 }
 
-/// Two connections that wait for the same shared queue each get their receive, whoever's turn it is; one that has failed by then passes it on.
+/// Two connections that wait for the same shared queue each get their receive, in any order. One that has failed by then passes it on.
 #[test]
 fn connections_share_a_queue() {
     for fails in [false, true] {
@@ -171,7 +171,7 @@ fn connections_share_a_queue() {
     }
 }
 
-/// A connection that ends has its receives flushed before it says that it takes no more of the shared queue's.
+/// A connection that ends has its receives flushed before it reports that it consumes no more of the shared queue's.
 #[test]
 fn a_failed_connection_flushes_what_it_has_taken() {
     let mut pair = Pair::new(Setup { shared: [false, true], ..Setup::default() });

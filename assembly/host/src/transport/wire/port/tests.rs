@@ -1,4 +1,4 @@
-//! Frames for a port, and what it makes of them: the specification's own, broken ones, and more than fit.
+//! Frames for a port, and their processing: valid vectors, broken ones, and more than fit.
 
 use std::net::IpAddr;
 
@@ -19,7 +19,7 @@ fn framed(packet: &[u8]) -> Vec<u8> {
     [&MAC[..], &[2, 0, 0, 0, 0, 1], &kind, packet].concat()
 }
 
-/// The vectors of spec rocev2 section 4, with their destinations.
+/// Known-good frames with their destinations; `wire/tests/frames.rs` describes them.
 fn vectors() -> Vec<(Vec<u8>, IpAddr)> {
     let mut datagram = bytes(
         "4500013400014000401125b60a0000010a000002 c00012b701200000 6400ffff0000000100000000 8001000000000001",
@@ -109,12 +109,12 @@ fn the_specification_s_packets_are_taken_and_their_icrc_is_checked() {
         assert!(arrived.header[..40 - network].iter().all(|byte| *byte == 0));
         assert_eq!((arrived.destination, arrived.congested), (to, packet[1] & 3 == 3 && network == 20));
 
-        // Padding of the link is not part of it.
+        // Padding of the link isn't part of it.
         assert!(offer(&port, &[&framed(&packet)[..], &[0; 9]].concat()));
         assert_eq!((port.counters.icrc_errors.get(), port.counters.malformed.get()), (0, 0));
         assert_eq!(drained(&port).len(), 1);
 
-        // Any bit of the packet (but FECN, BECN and the reserved six beside them), and of the ICRC.
+        // Any bit of the packet (except FECN, BECN and the reserved six beside them), and of the ICRC.
         for at in network + 8..packet.len() {
             let mut broken = packet.clone();
             broken[at] ^= 0x10;
@@ -154,7 +154,7 @@ fn what_is_none_of_its_frames_stays_the_ethernet_function_s() {
         assert_eq!(wanted(&frame[..len]), None);
     }
     assert_eq!(port.counters.packets_received.get(), 0);
-    // Those that can only be meant for it, and are nothing.
+    // Frames that can only be for the RDMA function, and are invalid.
     for len in 38..frame.len() {
         assert!(offer(&port, &frame[..len]));
     }
@@ -162,7 +162,7 @@ fn what_is_none_of_its_frames_stays_the_ethernet_function_s() {
     assert!(offer(&port, &wrong_checksum));
     assert_eq!(count(port.counters.malformed.get()), frame.len() - 38 + 1);
     assert!(drained(&port).is_empty());
-    // Without the RDMA function, or without that address, all is as if there were no port.
+    // Without the RDMA function, or without that address, frames pass as if there were no port.
     port.set_addresses(std::iter::empty());
     assert!(!offer(&port, &frame));
     port.set_addresses(std::iter::once(Address { ip: to, mac: MAC }));
@@ -188,7 +188,7 @@ fn boxes_are_bounded() {
     assert!(offer(&port, &frame));
     assert_eq!(drained(&port).len(), 1);
 
-    // The other way: without an Ethernet function nothing is kept, and with one that doesn't look no more than fits.
+    // In the other direction: without an Ethernet function nothing is kept, and with one that doesn't poll no more than fits.
     port.send(std::iter::repeat_n(frame.as_slice(), 10));
     assert_eq!((port.counters.send_drops.get(), port.counters.packets_sent.get()), (10, 0));
     port.connect(Box::new(|| {}));

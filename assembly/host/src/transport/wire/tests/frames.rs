@@ -1,4 +1,4 @@
-//! A guest of ours against frames that are made by hand, with an ICRC of another make; the specification's vectors among them.
+//! A guest with frames that are constructed by hand, with an independent ICRC; some are the known-good vectors below.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use super::super::super::{Directory, DirectoryReport, News, TransportKind, Trans
 use super::super::Wire;
 use super::Side;
 
-/// The ICRC by the specification's words, bit by bit: not the code under test.
+/// The ICRC bit by bit, from its definition (IBTA annex A17): independent of the tested code.
 fn reference_icrc(ip_packet: &[u8]) -> [u8; 4] {
     let v4 = ip_packet[0] >> 4 == 4;
     let mut masked = ip_packet.to_vec();
@@ -41,7 +41,7 @@ fn reference_icrc(ip_packet: &[u8]) -> [u8; 4] {
     (!crc).to_le_bytes()
 }
 
-/// A frame around BTH to pad, made by hand: IPv4 without checksum help from anyone.
+/// A frame around BTH to pad, constructed by hand: IPv4, with its checksum computed here.
 fn by_hand(from: ([u8; 6], [u8; 4]), to: ([u8; 6], [u8; 4]), packet: &[u8]) -> Vec<u8> {
     let total = u16::try_from(20 + 8 + packet.len() + 4).unwrap();
     let mut ip = vec![0x45, 0, 0, 0, 0, 7, 0x40, 0, 64, 17, 0, 0];
@@ -68,7 +68,7 @@ fn ipv4(text: &str) -> Gid {
 
 const PEER: [u8; 6] = [2, 0, 0, 0, 0, 0xAA];
 
-/// A side with a connected queue pair of this address, whose peer is not ours; PSNs begin at 1.
+/// A side with a connected queue pair of this address, whose peer isn't Causeway's; PSNs begin at 1.
 fn one_sided(own: &str, peer: &str, peer_qpn: u32) -> (Side, Connected) {
     let mut side = Side::new(1);
     side.world.engine.bind_gid(side.guest.device, 1, ipv4(own), mac(1)).unwrap();
@@ -87,18 +87,18 @@ fn hex(text: &str) -> Vec<u8> {
     digits.chunks(2).map(byte).collect()
 }
 
-/// V1 of spec rocev2 section 4: RC SEND ONLY, 192.168.100.1 to .2, queue pair 0x11, PSN 1, an acknowledgement asked for.
+/// V1: RC SEND ONLY, 192.168.100.1 to .2, queue pair 0x11, PSN 1, with an acknowledgement requested.
 const V1: &str = "4500003c123440004011df28c0a86401c0a86402 c00012b700280000 0400ffff0000001180000001 \
                   526f4345763220746573742076656321 a41ad16e";
-/// V2: the same with other values in all fields that the ICRC leaves out, and marked.
+/// V2: the same with other values in all fields outside of the ICRC, and with a congestion mark.
 const V2: &str = "456b003c12344000071117bec0a86401c0a86402 c00012b7002855aa 0400ffffc000001180000001 \
                   526f4345763220746573742076656321 a41ad16e";
 /// V4: an acknowledgement, 192.168.100.2 to .1, queue pair 0x12, PSN 1, MSN 1.
 const V4: &str =
     "45000030000040004011f168c0a86402c0a86401 c00012b7001c0000 1100ffff0000001200000001 1f000001 6552b3be";
 
-/// A vector, to a queue pair that exists: the engine chooses its numbers. The ICRC is then the reference's, which must be the vector's
-/// for the vector.
+/// A vector, to an existing queue pair: the engine assigns its numbers. The ICRC is then the reference's, which must equal the vector's for
+/// the unchanged vector.
 fn addressed(vector: &str, qp: &Connected) -> Vec<u8> {
     let mut packet = hex(vector);
     let end = packet.len() - 4;
@@ -109,7 +109,7 @@ fn addressed(vector: &str, qp: &Connected) -> Vec<u8> {
     [&mac(1)[..], &PEER, &[8, 0], &packet].concat()
 }
 
-/// From BTH to pad: `SEND ONLY` of four bytes with PSN 1, an acknowledgement asked for.
+/// From BTH to pad: `SEND ONLY` of four bytes with PSN 1, with an acknowledgement requested.
 fn send_to(qp: &Connected) -> Vec<u8> {
     [&hex("0400ffff 00")[..], &qp.qp.qpn.0.to_be_bytes()[1..], &hex("80000001 61626364")].concat()
 }
@@ -151,7 +151,7 @@ fn the_specification_s_acknowledgement_completes_a_send() {
     side.round();
     let frames = side.sent();
     let [frame] = frames.as_slice() else { panic!("{} frames", frames.len()) };
-    // What the specification's V1 is, but for what may differ: identification, ports' entropy, marks.
+    // Equals V1, except for what may differ: identification, ports' entropy, marks.
     let (ip, v1) = (&frame[14..], hex(V1));
     assert_eq!((ip.len(), &ip[12..20], &ip[22..24]), (v1.len(), &v1[12..20], &v1[22..24]));
     assert_eq!(ip[28..56], v1[28..56], "BTH and payload");
@@ -191,7 +191,7 @@ fn strangers_and_wrong_numbers_are_dropped() {
         assert_eq!(side.counter(counter), before + 1, "{what}");
         assert!(qp.completions.poll().is_none() && side.sent().is_empty(), "{what}");
     }
-    // A wrong ICRC with all else right.
+    // A wrong ICRC with everything else right.
     let mut frame = by_hand((PEER, peer), (mac(1), own), &send);
     *frame.last_mut().unwrap() ^= 1;
     assert!(side.give(&frame));
@@ -201,7 +201,7 @@ fn strangers_and_wrong_numbers_are_dropped() {
     assert!(side.give(&frame));
     side.round();
     assert_eq!(qp.completions.poll().map(|done| done.byte_len), Some(4));
-    // The address goes: its frames are the Ethernet function's again.
+    // The address is removed: its frames are the Ethernet function's again.
     side.world.engine.unbind_gid(side.guest.device, 1, ipv4("192.168.100.2")).unwrap();
     side.round();
     assert!(!side.give(&frame));
@@ -229,7 +229,7 @@ fn messages_of_the_connection_manager_pass() {
         qp
     };
     let (at_left, at_right) = (gsi(&mut left), gsi(&mut right));
-    // What the specification has as a message to 10.0.0.2 arrives there.
+    // The vector for 10.0.0.2 arrives there.
     let buffer = right.sge(0x1000, 40 + 256);
     right.world.receive(&at_right, 1, &[buffer]);
     let frame = [&mac(2)[..], &PEER, &[8, 0], &v5()].concat();
@@ -239,7 +239,7 @@ fn messages_of_the_connection_manager_pass() {
     assert_eq!((done.byte_len, done.source), (40 + 256, Some(GSI)));
     assert_eq!(right.bytes(0x1000 + 20, 20), v5()[..20]);
     assert_eq!(right.bytes(0x1000 + 40, 256), (0..=255).collect::<Vec<u8>>());
-    // A guest of ours sends the same.
+    // A guest of Causeway sends the same.
     left.guest.memory.write(0, &(0..=255).collect::<Vec<u8>>()).unwrap();
     let mut request: SendRequest =
         requests::datagram(2, left.guest.pd.0, right.guest.gid, GSI, QKEY, &[left.sge(0, 256)]);
@@ -378,7 +378,7 @@ fn a_vm_of_the_directory_is_not_reached_by_wire_nor_does_it_come_by_it() {
     assert_eq!(side.counter("wrong_peer"), 1);
 }
 
-/// A pin is never met by another way: neither by a request of the guest, nor for what comes.
+/// A pin excludes every other transport, for a guest's requests and for received packets.
 #[test]
 fn a_pin_holds_for_strangers_and_for_vms_of_the_directory() {
     let (stranger, known) = ("10.0.0.9", "10.0.0.8");
@@ -435,7 +435,7 @@ fn what_was_local_does_not_go_out_when_its_peer_vanishes() {
     side.world.send(&qp, request.clone());
     side.round();
     assert_eq!(qp.completions.poll().map(|done| done.status), Some(Status::Success));
-    // The other VM ends; its address may be anyone's now.
+    // The other VM ends; its address is free then.
     side.world.engine.remove_device(second.device);
     side.round();
     let buffer = side.sge(0x1000, 64);
@@ -456,7 +456,7 @@ fn what_was_local_does_not_go_out_when_its_peer_vanishes() {
         }
     };
     assert_eq!(done.status, Status::RetryExceeded);
-    // Connected anew, it is anyone's peer.
+    // Connected again, it may have any peer.
     side.world
         .modify(
             qp.device,
