@@ -1,8 +1,8 @@
-//! VMs move among hosts of this process every few milliseconds while their programs work over RDMA; one line of JSON says what was lost,
-//! repeated, reordered or corrupt.
+//! VMs migrate among hosts of this process every few milliseconds while their programs use RDMA; one line of JSON reports operations that
+//! were lost, repeated, reordered or corrupted.
 //!
-//! `cargo run --release -p host --example migrate_exact -- --operations 10000000 --hosts 3 --vms 3 --every-us 3000 --seed 1 --verbs 0`; with `--verbs 1`
-//! connections are carried by RDMA devices of the hosts, which are in memory.
+//! `cargo run --release -p host --example migrate_exact -- --operations 10000000 --hosts 3 --vms 3 --every-us 3000 --seed 1 --verbs 0`;
+//! with `--verbs 1` connections use the hosts' RDMA devices, which are in memory.
 
 use std::time::Instant;
 

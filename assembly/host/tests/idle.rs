@@ -1,4 +1,4 @@
-//! What a daemon costs that has nothing to do.
+//! Cost of an idle daemon.
 #![allow(clippy::unwrap_used)] // A test that can't go on has failed.
 
 #[path = "it/common/mod.rs"]
@@ -10,11 +10,11 @@ use common::driver::Guest;
 use common::monitor::Machine;
 use common::{daemon, wait_until};
 
-/// Queue pairs of the guest, beside the one that was in use.
+/// Number of the guest's queue pairs, besides the one that was in use.
 const QUEUE_PAIRS: u32 = 30_000;
-/// How long is measured.
+/// Duration of the measurement.
 const WHILE: Duration = Duration::from_secs(10);
-/// Of one CPU: what is less is 0.0 %.
+/// Limit, as a share of one CPU: less rounds to 0.0 %.
 const NOTHING: f64 = 0.000_5;
 
 fn gid(last: u8) -> [u8; 16] {
@@ -23,13 +23,13 @@ fn gid(last: u8) -> [u8; 16] {
     gid
 }
 
-/// CPU time of this process, which is the daemon's with all its threads, and those of both monitors, which wait.
+/// CPU time of this process: the daemon's with all its threads, and that of both monitors, which wait.
 fn cpu_time() -> Duration {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
     Duration::new(time.tv_sec.try_into().unwrap(), time.tv_nsec.try_into().unwrap())
 }
 
-/// 30,000 connected queue pairs, after traffic that had the engine poll: once the traffic has ended, no CPU time.
+/// 30,000 connected queue pairs, after traffic that made the engine poll: no CPU time once the traffic has ended.
 #[test]
 fn an_idle_daemon_with_thirty_thousand_queue_pairs_uses_no_cpu() {
     let folder = tempfile::tempdir().unwrap();
@@ -57,7 +57,7 @@ fn an_idle_daemon_with_thirty_thousand_queue_pairs_uses_no_cpu() {
         a.doorbells.is_mapped()
     });
     wait_until("trapped doorbells", || !a.doorbells.is_mapped() && !b.doorbells.is_mapped());
-    // What was begun before is done.
+    // Earlier work is complete.
     std::thread::sleep(Duration::from_secs(1));
 
     let (began, before) = (Instant::now(), cpu_time());

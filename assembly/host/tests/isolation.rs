@@ -1,7 +1,7 @@
-//! What a monitor that was taken over can do to its VM's neighbour: a process joins as a neighbour over the registry's real socket, and
-//! then tries with every descriptor that it holds, and through `/proc`, to write the other's RAM, to map it for writing, or to harm it
-//! otherwise. Needs root, to be another user; without it the tests say so loudly and pass.
-#![allow(unsafe_code)] // An attacker does without Rust's promises.
+//! Attacks of a compromised monitor on its VM's neighbour. A process joins as a neighbour over the registry's real socket. Then it tries
+//! with every descriptor that it holds, and through `/proc`, to write the other's RAM, to map it for writing, or to harm it otherwise.
+//! Needs root, to become another user; without it the tests report that they are skipped.
+#![allow(unsafe_code)] // An attacker isn't bound by Rust's guarantees.
 #![allow(clippy::unwrap_used)] // Helpers of tests, which clippy does not take for tests.
 
 use std::ffi::CString;
@@ -23,9 +23,9 @@ use rustix::event::{EventfdFlags, eventfd};
 const SIZE: u64 = 2 << 20;
 const HANG_LIMIT: Duration = Duration::from_secs(60);
 const PATTERN: u8 = 0x5A;
-/// Nobody's number on every Linux.
+/// The user `nobody` on every Linux.
 const ATTACKER: u32 = 65_534;
-/// Where the attacker finds the registry, and the process of its victim if it may try that as well.
+/// Environment variables: path of the registry's socket, and process identifier of the victim if the attacker may try that as well.
 const SOCKET: &str = "CAUSEWAY_TEST_SOCKET";
 const VICTIM: &str = "CAUSEWAY_TEST_VICTIM";
 const VICTIM_UID: &str = "CAUSEWAY_TEST_VICTIM_UID";
@@ -34,7 +34,7 @@ fn page() -> usize {
     4096
 }
 
-/// Joins; keeps the RAM.
+/// Joins, and keeps the RAM.
 fn join(path: &Path, vm: &str, peer: &str, uid: u32, readers: Readers) -> (Socket, GuestRam) {
     let socket = Socket::connect(path).unwrap();
     let (FromDaemon::Hello { slots, .. }, _) = socket.wait(HANG_LIMIT).unwrap() else { panic!("no hello") };
@@ -58,7 +58,7 @@ fn join(path: &Path, vm: &str, peer: &str, uid: u32, readers: Readers) -> (Socke
     (socket, ram)
 }
 
-/// Has an attacker of user `uid` become the neighbour of a VM of this process, and do its worst.
+/// Runs an attacker of user `uid` as the neighbour of a VM of this process.
 fn attacked(readers: Readers, uid: u32, with_process: bool) {
     if !rustix::process::geteuid().is_root() {
         facilities::missing(facilities::Facility::Root, "only root can start a process of another user");
@@ -76,7 +76,7 @@ fn attacked(readers: Readers, uid: u32, with_process: bool) {
     let pattern = vec![PATTERN; usize::try_from(SIZE).unwrap()];
     memory.write_slice(&pattern, GuestAddress(0)).unwrap();
 
-    // The binary may lie where the other user can't look for it.
+    // The other user may be unable to find the binary by its path.
     let mut attacker = Command::new("/proc/self/exe");
     attacker
         .args(["--exact", "attacker", "--ignored", "--nocapture"])
@@ -93,7 +93,7 @@ fn attacked(readers: Readers, uid: u32, with_process: bool) {
             said.lines().find_map(|line| line.split_once(word).map(|(_, rest)| rest.trim().to_owned()));
         line.unwrap_or_else(|| panic!("no {word} in {said}"))
     };
-    // That the attempts are real ones is shown by memory that isn't protected.
+    // Unprotected memory shows that the attempts are effective.
     for way in ["reopened", "mapped"] {
         assert!(line("CONTROL").contains(way), "{said}");
     }
@@ -107,20 +107,20 @@ fn attacked(readers: Readers, uid: u32, with_process: bool) {
     assert_eq!((there.mode() & 0o7777, there.uid(), there.len()), (0o600, 0, SIZE));
 }
 
-/// RAM that devices of other processes write (no seal): a peer of another user can't write it.
+/// A peer of another user can't write RAM that devices of other processes write (not sealed).
 #[test]
 fn a_peer_of_another_user_cannot_write_unsealed_memory() {
     attacked(Readers::OtherUsers, ATTACKER, true);
 }
 
-/// RAM that is sealed: nor can it.
+/// A peer of another user can't write sealed RAM.
 #[test]
 fn a_peer_of_another_user_cannot_write_sealed_memory() {
     attacked(Readers::Anybody, ATTACKER, true);
 }
 
-/// Sealed RAM holds against one of the same user, root even, as far as descriptors go. (What such a process could do to the other
-/// process is for its sandbox to prevent.)
+/// Sealed RAM is protected from a peer of the same user, even root, as far as descriptors go. (Its sandbox must prevent what such a process
+/// could do to the other process.)
 #[test]
 fn a_peer_of_the_same_user_cannot_write_sealed_memory_by_any_descriptor() {
     attacked(Readers::Anybody, 0, false);
@@ -138,12 +138,12 @@ fn attacker() {
     assert!(matches!(message, FromDaemon::Connect { .. }), "{message:?}");
     assert_eq!(fds.len(), 3);
     let mut attack = Attack::default();
-    // Every descriptor that it holds and that is the victim's memory; the segment is its own to write.
+    // Every descriptor of the attacker that is the victim's memory; the segment is its own to write.
     let victim = fds[0].as_fd();
     let inode = |fd: BorrowedFd<'_>| rustix::fs::fstat(fd).map(|stat| (stat.st_dev, stat.st_ino)).ok();
     let mut found = 0;
     for number in 0..1024 {
-        // SAFETY: looked at with calls that fail for what isn't open.
+        // SAFETY: used in calls that fail if it isn't open.
         let fd = unsafe { BorrowedFd::borrow_raw(number) };
         if inode(fd).is_some_and(|of| Some(of) == inode(victim)) {
             attack.descriptor(&format!("descriptor {number}"), fd, true);
@@ -158,7 +158,7 @@ fn attacker() {
     println!("HARMED {}", attack.harmed.join(", "));
 }
 
-/// The same on memory that nobody protects: its descriptor only reads, too.
+/// The same on unprotected memory, whose descriptor is read-only, too.
 fn control() -> Vec<String> {
     let file = File::from(rustix::fs::memfd_create("control", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
     file.set_len(SIZE).unwrap();
@@ -187,12 +187,12 @@ impl Attack {
         }
     }
 
-    /// All that a descriptor may be good for; with `reopen`, also as a name by which another one can be had.
+    /// All uses of a descriptor; with `reopen`, also as a name by which to open another one.
     fn descriptor(&mut self, from: &str, fd: BorrowedFd<'_>, reopen: bool) {
         self.maps(from, fd);
         self.writes(from, fd);
         let raw = fd.as_raw_fd();
-        // Would shut out the victim's devices.
+        // It would exclude the victim's devices.
         let seal = rustix::fs::fcntl_add_seals(fd, rustix::fs::SealFlags::FUTURE_WRITE);
         self.note(from, "sealed", seal.is_ok());
         // SAFETY: plain calls on a descriptor.
@@ -203,7 +203,7 @@ impl Attack {
         if !reopen {
             return;
         }
-        // Its owner may, and gains nothing by it; the mode is put back, which the test's end looks at.
+        // Its owner may do that without a gain; the mode is restored, which the test's end checks.
         let opened_up = rustix::fs::fchmod(fd, rustix::fs::Mode::from_raw_mode(0o666)).is_ok();
         self.note(from, "changes the mode", opened_up && !self.owns(fd));
         // SAFETY: as above.
@@ -229,7 +229,7 @@ impl Attack {
         rustix::fs::fstat(fd).is_ok_and(|stat| stat.st_uid == rustix::process::geteuid().as_raw())
     }
 
-    /// A name by which another descriptor could be had.
+    /// A name by which to open another descriptor.
     fn open(&mut self, from: &str, name: &str) {
         let path = CString::new(name).unwrap();
         for (mode, flags) in [
@@ -248,7 +248,7 @@ impl Attack {
         }
     }
 
-    /// Names that aren't in /proc.
+    /// Names outside of /proc.
     fn links(&mut self, from: &str, fd: BorrowedFd<'_>) {
         let (raw, empty) = (fd.as_raw_fd(), CString::default());
         let name = CString::new(format!("/tmp/causeway-isolation-{}", std::process::id())).unwrap();
@@ -286,9 +286,9 @@ impl Attack {
         }
     }
 
-    /// Mappings that write, or that are made to.
+    /// Writable mappings, and mappings made writable.
     fn maps(&mut self, from: &str, fd: BorrowedFd<'_>) {
-        // A mapping of what was truncated (the control's) can't be touched.
+        // A mapping of truncated memory (the control's) can't be accessed.
         let there = rustix::fs::fstat(fd).is_ok_and(|stat| stat.st_size >= 4096);
         let map = |protection| {
             // SAFETY: a new mapping at an address of the kernel's choice.

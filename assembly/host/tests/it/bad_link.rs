@@ -1,4 +1,4 @@
-//! Two daemons with a bad link between them: nothing is done twice, nothing is left out.
+//! Two daemons with a bad link between them: each operation is executed exactly once.
 //!
 //! The link is a relay in this process, or a Linux kernel with tc netem when `tools/netem/link` runs the test.
 
@@ -25,10 +25,10 @@ const TROUBLES: Troubles = Troubles {
     delay: Duration::from_millis(10),
     jitter: Duration::from_millis(10),
 };
-/// Queue pairs of each context, and additions of a queue pair that are under way: as many as a completion queue holds.
+/// Number of queue pairs of each context, and of a queue pair's additions in flight: as many as a completion queue holds.
 const QUEUE_PAIRS: usize = 60;
 const DEPTH: u64 = 4;
-/// Nothing may stand still for so long.
+/// Timeout without progress.
 const HANG_LIMIT: Duration = Duration::from_secs(60);
 
 fn gid(last: u8) -> [u8; 16] {
@@ -37,21 +37,21 @@ fn gid(last: u8) -> [u8; 16] {
     gid
 }
 
-/// A host: the address at which it sees itself and the other one, in the order of their numbers, and its network namespace.
+/// A host: its own address and the other host's, in the order of their numbers, and its network namespace.
 struct Place {
     addresses: [String; 2],
     namespace: Option<String>,
 }
 
-/// What is between the two daemons.
+/// The link between the two daemons.
 enum Link {
     Relay(Relay),
-    /// Routers and namespaces that somebody else made.
+    /// Existing routers and namespaces.
     Outside,
 }
 
 impl Link {
-    /// What `HOSTS_IN` says (`NAMESPACE=ADDRESS,NAMESPACE=ADDRESS`), else a relay.
+    /// The link in `HOSTS_IN` (`NAMESPACE=ADDRESS,NAMESPACE=ADDRESS`), else a relay.
     fn start(port: u16) -> (Self, [Place; 2]) {
         if let Ok(hosts) = std::env::var("HOSTS_IN") {
             let hosts: Vec<_> = hosts.split(',').map(|host| host.split_once('=').unwrap()).collect();
@@ -63,7 +63,7 @@ impl Link {
             return (Self::Outside, [place(hosts[0]), place(hosts[1])]);
         }
         let bind = |last: u8| UdpSocket::bind(format!("127.0.0.{last}:{port}")).unwrap();
-        // The first daemon's face to the second is 11, the second's to the first 12.
+        // The first daemon appears to the second at 11, the second to the first at 12.
         let (eleven, twelve) = (bind(11), bind(12));
         let to = |last: u8| format!("127.0.0.{last}:{port}").parse().unwrap();
         let there = Way { at: twelve.try_clone().unwrap(), from: eleven.try_clone().unwrap(), to: to(2) };
@@ -83,7 +83,7 @@ impl Link {
     }
 }
 
-/// Takes this thread, and those that it starts, to a network namespace that `ip netns` made.
+/// Moves this thread, and those that it starts, to a network namespace of `ip netns`.
 fn enter(namespace: &str) {
     let path = format!("/run/netns/{namespace}");
     let file = std::fs::File::open(&path).unwrap_or_else(|error| panic!("{path}: {error}"));
@@ -119,7 +119,7 @@ fn daemon(folder: &std::path::Path, number: usize, place: &Place, port: u16) -> 
     })
 }
 
-/// As many queue pairs as the test uses, contexts one after the other.
+/// The test's queue pairs, contexts one after the other.
 fn endpoints(guest: &mut Guest, monitor: &common::monitor::Monitor, contexts: u32) -> Vec<Vec<Endpoint>> {
     let of_context = |uar| {
         let first = guest.endpoint(monitor, uar, 1);
@@ -134,8 +134,8 @@ fn counter(daemon: &Daemon, vm: &str, name: &str) -> u64 {
     HostClient::new(daemon.socket()).inspect(Some(&path)).unwrap()[name].as_u64().unwrap()
 }
 
-/// 240 queue pairs add to four counters, or 960 to sixteen. Each old value comes back exactly once, and each counter ends at the number of
-/// additions: together 20,000, or what `OPERATIONS` says.
+/// 240 queue pairs add to four counters, or 960 to sixteen. Each old value is returned exactly once, and each counter ends at the number of
+/// additions: together 20,000, or `OPERATIONS`.
 #[test]
 fn additions_over_a_bad_link_are_done_exactly_once() {
     let operations: u64 = match std::env::var("OPERATIONS") {
@@ -144,7 +144,7 @@ fn additions_over_a_bad_link_are_done_exactly_once() {
     };
     let port = UdpSocket::bind("127.0.0.1:0").and_then(|socket| socket.local_addr()).unwrap().port();
     let (link, places) = Link::start(port);
-    // Each addition takes the link's time, so more of them at once where the link has room.
+    // Each addition takes the link's time, so more run concurrently if the link has room.
     let contexts = if operations > 1_000_000 && matches!(link, Link::Relay(_)) { 16 } else { 4 };
 
     let folder = tempfile::tempdir().unwrap();
@@ -154,7 +154,7 @@ fn additions_over_a_bad_link_are_done_exactly_once() {
     for (number, (machine, daemon)) in (1..).zip(machines.iter().zip(&daemons)) {
         let monitor = machine.connect(daemon.socket(), true);
         let mut guest = Guest::new(machine);
-        // 268 ms, and 537 where another process has to route; a counter of 7 is the most there is.
+        // 268 ms, and 537 if another process has to route; 7 is the largest retry count.
         (guest.timeout, guest.retries) = (if matches!(link, Link::Relay(_)) { 16 } else { 17 }, 7);
         guest.probe(&monitor, gid(number));
         let made = endpoints(&mut guest, &monitor, contexts);
@@ -167,7 +167,7 @@ fn additions_over_a_bad_link_are_done_exactly_once() {
         guest.connect(monitor, left, right.qp.1, gid(2));
         other_guest.connect(other_monitor, right, left.qp.1, gid(1));
     }
-    // Each context has a protection domain of its own, so its queue pairs reach the counter in its own first buffer.
+    // Each context has a protection domain of its own, so its queue pairs use the counter in its own first buffer.
     let mut totals = vec![0_u64; counting.len()];
 
     let began = Instant::now();
@@ -175,7 +175,7 @@ fn additions_over_a_bad_link_are_done_exactly_once() {
     let share = operations / u64::from(contexts);
     let mut seen: Vec<Vec<bool>> =
         counting.iter().map(|_| vec![false; usize::try_from(share).unwrap()]).collect();
-    // By context and queue pair: posted, done.
+    // By context and queue pair: number posted, number complete.
     let mut state = vec![vec![(0_u64, 0_u64); QUEUE_PAIRS]; adding.len()];
     let mut posted = vec![0_u64; adding.len()];
     let mut shown = 0;

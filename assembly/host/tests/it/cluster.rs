@@ -1,4 +1,5 @@
-//! Daemons whose directory is a cluster service: guests reach each other, go on while the service is away, and are found at their new hosts.
+//! Daemons whose directory is a cluster service: guests reach each other, continue during an outage of the service, and are found at their
+//! new hosts.
 
 use crate::common;
 
@@ -32,7 +33,7 @@ fn guests_of_two_hosts_talk_and_go_on_while_the_service_is_away() {
     let mut cluster = Cluster::new();
     let (one, two) = (cluster.daemon(1), cluster.daemon(2));
     let (mut a, mut b) = (guest(&one, "a", 1), guest(&two, "b", 2));
-    // What guests bind is what others look up: nobody wrote it into a file.
+    // Guests' bindings are the directory's entries, without a file.
     let (of_a, of_b) = (cluster.wait_for("a", 1), cluster.wait_for("b", 2));
     assert_eq!((of_a.epoch, of_b.epoch), (1, 1));
     assert!(of_a.nics[0].addresses.contains(&a.gid.to_vec()));
@@ -40,17 +41,17 @@ fn guests_of_two_hosts_talk_and_go_on_while_the_service_is_away() {
     connect(&a, &b);
     writes(&a, &b, 1, 50);
     assert_eq!(transport(&one, &a, "a"), "fabric");
-    // The lower number first, and either may have come first.
+    // The lower number first; either VM may have registered first.
     let link = proto::Link { vm: of_a.id.min(of_b.id), peer: of_a.id.max(of_b.id) };
     wait_until("the registered list", || cluster.state().links == [link]);
     cluster.stop();
     wait_until("the outage", || known(&one)["connected"] == false && known(&two)["connected"] == false);
-    // What is connected goes on, and new connections find the VM from what is known.
+    // Existing connections continue, and new ones find the VM in the daemon's view.
     writes(&b, &a, 100, 50);
     connect_anew(&mut a, &mut b, 2);
     writes(&a, &b, 200, 50);
     assert_eq!(transport(&one, &a, "a"), "fabric");
-    // A VM that starts meanwhile reaches its own host only, and is known when the service is back.
+    // A VM that starts meanwhile reaches only its own host, and is registered when the service is back.
     let mut c = guest(&two, "c", 3);
     cluster.resume();
     let of_c = cluster.wait_for("c", 2);
@@ -58,19 +59,19 @@ fn guests_of_two_hosts_talk_and_go_on_while_the_service_is_away() {
     wait_until("the end of the outage", || {
         known(&one)["connected"] == true && known(&two)["connected"] == true
     });
-    // Nobody was started again: epochs and numbers are as before.
+    // No host was restarted: epochs and numbers are as before.
     assert_eq!((cluster.wait_for("a", 1), cluster.wait_for("b", 2)), (of_a, of_b));
     assert_eq!(of_c.id, 3);
     connect_anew(&mut a, &mut c, 3);
     writes(&a, &c, 300, 20);
     assert_eq!(transport(&one, &a, "a"), "fabric");
-    // A VM that ends is known to have ended.
+    // A VM that ends is reported as ended.
     drop(c);
     wait_until("the end of c", || cluster.state().vms.iter().all(|vm| vm.name != "c"));
 }
 
-/// What the service pins holds on each host, also while the service is away: VMs of one host that are pinned to `fabric` reach each other through their
-/// daemon's sockets, and one that is pinned to what the host doesn't have isn't connected by something else.
+/// The service's pins apply on each host, also during an outage. VMs of one host that are pinned to `fabric` reach each other through their
+/// daemon's sockets. A VM that is pinned to a transport which the host lacks isn't connected by another.
 #[test]
 fn vms_use_the_transport_that_the_service_pins_them_to() {
     let mut cluster = Cluster::pinned(&[("*", "fabric"), ("c", "verbs"), ("d", "verbs")]);
@@ -117,7 +118,7 @@ fn a_daemon_that_is_started_during_an_outage_knows_where_others_are() {
     writes(&a, &b, 1, 50);
     writes(&b, &a, 100, 50);
     assert_eq!(transport(&one, &a, "a"), "fabric");
-    // The service is back: it takes the host for started again, and the VM has the same number in the next epoch.
+    // The service is back and treats the host as restarted; the VM has the same number in the next epoch.
     cluster.resume();
     wait_until("the next epoch", || cluster.wait_for("a", 1).epoch == before.epoch + 1);
     assert_eq!(cluster.wait_for("a", 1).id, before.id);
@@ -137,7 +138,7 @@ fn a_vm_that_is_elsewhere_now_is_found_there_by_new_connections() {
     wait_to_know(&cluster, &[&daemons[0], &daemons[1]]);
     connect(&a, &b);
     writes(&a, &b, 1, 20);
-    // While it runs nobody else can have its name: the third host says so, and its VM isn't reached.
+    // While it runs no other VM can have its name: the third host logs that, and its VM isn't reached.
     let impostor = guest(&daemons[2], "b", 2);
     std::thread::sleep(std::time::Duration::from_millis(300));
     cluster.wait_for("b", 2);
@@ -161,7 +162,7 @@ fn a_daemon_without_service_or_copy_or_with_anothers_name_isnt_started() {
     let one = cluster.daemon(1);
     let _a = guest(&one, "a", 1);
     let a = cluster.wait_for("a", 1);
-    // Another host of that name, which is heard of.
+    // Another host of that name, which is reported.
     let mut config = cluster.config(2);
     if let Some(FabricConfig { directory: DirectorySource::Cluster(cluster), .. }) = &mut config.fabric {
         cluster.name = "h1".to_owned();
@@ -178,12 +179,12 @@ fn a_daemon_without_service_or_copy_or_with_anothers_name_isnt_started() {
     };
     let text = chain(&config);
     assert!(text.contains("refuses this host") && text.contains("give this one another --name"), "{text}");
-    // A second daemon with the first one's name and address, by mistake: what the first has told isn't disturbed.
+    // A second daemon with the first one's name and address, by mistake, doesn't disturb the first one's registrations.
     let again = DaemonConfig { socket: cluster.folder.path().join("again.sock"), ..cluster.config(1) };
     let text = chain(&again);
     assert!(text.contains(&format!("127.0.0.1:{}", cluster.port)), "{text}");
     assert_eq!(cluster.wait_for("a", 1), a);
-    // Somebody says all the same that it was started again: it comes back as one that was, and its VM in the next epoch.
+    // If a client registers the host as restarted all the same, the host returns as restarted, and its VM in the next epoch.
     let request = proto::RegisterHostRequest {
         name: "h1".to_owned(),
         fabric_address: format!("127.0.0.1:{}", cluster.port),
@@ -200,7 +201,7 @@ fn a_daemon_without_service_or_copy_or_with_anothers_name_isnt_started() {
     );
 }
 
-/// Keys of the service and of hosts alike, made for this test.
+/// Keys for the service and for hosts, made for this test.
 fn keys() -> Keys {
     let mut params = rcgen::CertificateParams::new(Vec::new()).unwrap();
     params.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
@@ -215,7 +216,7 @@ fn keys() -> Keys {
     }
 }
 
-/// TLS is made in the sandbox each time that the service is back.
+/// The sandbox permits TLS each time that the service is back.
 #[test]
 fn daemons_with_keys_speak_with_a_service_that_has_some_and_others_are_not_answered() {
     let mut cluster = Cluster::with(Some(keys()));

@@ -1,4 +1,4 @@
-//! Daemon, two monitors and two guests' drivers in one process: everything but KVM.
+//! A daemon, two monitors and two guests' drivers in one process: everything except KVM.
 
 use crate::common;
 
@@ -15,7 +15,7 @@ use host::DaemonConfig;
 #[test]
 fn a_write_arrives_in_both_doorbell_modes_and_the_engine_sleeps_afterwards() {
     let folder = tempfile::tempdir().unwrap();
-    // On a crowded machine the guest's thread may get no turn for 50 ms, while the engine's looks for doorbells.
+    // On a busy machine the guest's thread may not run for 50 ms, while the engine polls doorbells.
     let mut config = DaemonConfig::new(folder.path().join("host.sock"));
     config.engine.idle = Duration::from_millis(500);
     let daemon = common::start(config);
@@ -26,7 +26,7 @@ fn a_write_arrives_in_both_doorbell_modes_and_the_engine_sleeps_afterwards() {
     assert!(a.write(&b, 1, 4096));
     assert_eq!(a.poll(1), 0);
     assert_eq!(b.guest.bytes(&b.endpoint.buffer)[..4096], [0x5A; 4096]);
-    // Busy: doorbells become memory, and no exit happens any more.
+    // Busy: doorbells become memory, without exits.
     let mut wr_id = 2;
     wait_until("doorbells in memory", || {
         assert!(a.write(&b, wr_id, 64));
@@ -47,10 +47,10 @@ fn a_write_arrives_in_both_doorbell_modes_and_the_engine_sleeps_afterwards() {
     wait_until("sleep", || {
         let before = polls();
         std::thread::sleep(Duration::from_millis(200));
-        // Asking costs two rounds.
+        // The query costs two passes.
         polls() - before <= 4
     });
-    // And a doorbell wakes it.
+    // A doorbell wakes it.
     a.guest.fill(&a.endpoint.buffer, 0xA5);
     assert!(a.write(&b, 77_777, 4096));
     assert_eq!(a.poll(77_777), 0);
@@ -66,22 +66,22 @@ fn a_write_arrives_in_both_doorbell_modes_and_the_engine_sleeps_afterwards() {
 
 #[test]
 fn nothing_is_lost_while_doorbell_modes_change() {
-    // Bursts and pauses around the idle time: each post is answered, whatever the mode changes to meanwhile.
+    // Bursts and pauses around the idle time: each post completes, whatever the mode is meanwhile.
     let folder = tempfile::tempdir().unwrap();
-    // The idle time adapts, to 16 times this: still within the pauses.
+    // The idle time adapts, up to 16 times this: still within the pauses.
     let mut config = DaemonConfig::new(folder.path().join("host.sock"));
     config.engine.idle = Duration::from_micros(500);
     let daemon = common::start(config);
     let (a, b) = (vm(daemon.socket(), "a", 1, true), vm(daemon.socket(), "b", 2, true));
     connect(&a, &b);
     let (mut wr_id, mut random) = (0, 12345_u32);
-    // As long as it takes on a crowded machine, and at most half a minute.
+    // As long as it takes on a busy machine, and at most half a minute.
     let deadline = Instant::now() + Duration::from_secs(30);
     while Instant::now() < deadline && a.monitor.doorbells.switches.load(Ordering::SeqCst) < 24 {
         for _ in 0..60 {
             wr_id += 1;
             assert!(a.write(&b, wr_id, 8));
-            // Without a doorbell per empty poll: what was posted must be found by its own doorbell alone.
+            // Without a doorbell per empty poll: the post must be found by its own doorbell alone.
             let waited = Instant::now();
             let entry = loop {
                 if let Some(entry) = a.guest.take(&a.endpoint) {
@@ -133,7 +133,7 @@ fn a_client_that_cannot_map_or_has_no_doorbell_mode_is_served_all_the_same() {
     let client = HostClient::new(daemon.socket());
     let words = client.inspect(Some("vms/b/nics/rdma0/rdma/doorbells")).unwrap();
     assert!(words.as_str().unwrap().contains("no doorbell mode"), "{words}");
-    // How many requests make a device busy depends on the machine's other work.
+    // How many requests make a device busy depends on the machine's other load.
     let failures = || client.inspect(Some("vms/a/nics/rdma0/rdma/doorbell_mode_failures")).unwrap();
     let mut wr_id = 1000;
     wait_until("a refused doorbell mode", || {
@@ -156,7 +156,7 @@ fn a_crash_in_the_middle_of_traffic_releases_a_vm_and_leaves_the_others_alone() 
     connect(&c, &d);
     let mut wr_id = 0;
     for _ in 0..3 {
-        // Traffic both ways, then the monitor of b dies with requests under way.
+        // Traffic both ways, then the monitor of b dies with requests in flight.
         for _ in 0..32 {
             wr_id += 1;
             assert!(d.write(&c, wr_id, 16_384) && c.write(&d, wr_id, 16_384));
@@ -165,15 +165,15 @@ fn a_crash_in_the_middle_of_traffic_releases_a_vm_and_leaves_the_others_alone() 
         drop(monitor);
         wait_until("the NIC's end", || client.list_nics().unwrap().iter().all(|nic| nic.vm != "d"));
         wait_until("its socket's end", || !folder.path().join("host.d/d:rdma0.0").exists());
-        // Others go on.
+        // Others continue.
         wr_id += 1;
         assert!(a.write(&b, wr_id, 4096));
         assert_eq!(a.poll(wr_id), 0);
-        // Its address is free, and the same VM comes back.
+        // Its address is free, and the same VM returns.
         drop(machine);
         d = vm(daemon.socket(), "d", 4, true);
     }
-    // The survivor's requests end with an error (retry exceeded, or flushed), none is left without an answer.
+    // The survivor's requests end with an error (retry exceeded, or flushed); every one completes.
     let mut last = 0;
     let deadline = Instant::now() + Duration::from_secs(10);
     while last != 12 && last != 5 {
@@ -183,7 +183,7 @@ fn a_crash_in_the_middle_of_traffic_releases_a_vm_and_leaves_the_others_alone() 
             None => std::thread::yield_now(),
         }
     }
-    // A new pair works, on the same machines' addresses.
+    // A new pair works, with the same machines' addresses.
     a.endpoint = a.guest.endpoint(&a.monitor, 2, 4);
     a.guest.connect(&a.monitor, &a.endpoint, d.endpoint.qp.1, d.gid);
     d.guest.connect(&d.monitor, &d.endpoint, a.endpoint.qp.1, a.gid);
@@ -202,7 +202,7 @@ fn after_a_restart_of_the_daemon_the_driver_is_told_and_the_device_works_again()
     assert!(!socket.exists(), "an orderly end removes the socket");
     let second = daemon(folder.path());
     let Vm { machine, .. } = &a;
-    // What a monitor does: attaches again, and gives memory, interrupts and bus mastering.
+    // A monitor's steps: it attaches again, and provides memory, interrupts and bus mastering.
     a.monitor = machine.connect(second.socket(), true);
     assert!(a.monitor.await_interrupt(1), "the driver isn't told");
     assert_eq!(a.guest.events(), [8], "DEVICE_FATAL");
@@ -290,7 +290,7 @@ fn vms_of_two_daemons_talk_and_both_say_how() {
         let folder = tempfile::tempdir().unwrap();
         let daemons = two_daemons(folder.path(), key);
         let (mut a, mut b) = (vm(daemons[0].socket(), "a", 1, true), vm(daemons[1].socket(), "b", 2, true));
-        // A quarter of a second: a crowded machine may take longer than a millisecond.
+        // A quarter of a second: a busy machine may take longer than a millisecond.
         (a.guest.timeout, b.guest.timeout) = (16, 16);
         connect(&a, &b);
         for wr_id in 1..=50 {
@@ -302,7 +302,7 @@ fn vms_of_two_daemons_talk_and_both_say_how() {
             let client = HostClient::new(daemon.socket());
             let fabric = client.inspect(Some("daemon/fabric")).unwrap();
             assert_eq!(fabric["encryption"], said);
-            // On a crowded machine an answer may come after the next Hello has left.
+            // On a busy machine a response may arrive after the next Hello was sent.
             let late = fabric["dropped_old_handshake"].as_u64().unwrap();
             assert_eq!(fabric["dropped"], late, "{fabric}");
             let counters = client.inspect(Some(&format!("vms/{vm}/nics/rdma0/rdma/counters"))).unwrap();
@@ -351,7 +351,7 @@ fn limits_hold_from_the_moment_they_are_set() {
     assert_eq!((&shown["contexts"], &shown["messages_per_second"]), (&8.into(), &1000.into()));
 }
 
-/// A tap as a host's owner makes it; gone at the end.
+/// A tap of the host's owner, removed at the end.
 struct OwnTap(String);
 
 impl OwnTap {
@@ -367,7 +367,7 @@ impl Drop for OwnTap {
     }
 }
 
-/// In its sandbox, as `daemon` starts it: what a tap needs is allowed.
+/// In its sandbox, like `daemon`: it permits what a tap needs.
 #[test]
 fn a_sandboxed_daemon_connects_a_segment_with_a_tap() {
     let tap = OwnTap(format!("cwt{}", std::process::id()));
@@ -407,7 +407,7 @@ fn what_cannot_be_attached_is_refused_in_a_sentence() {
     assert!(text(&NicRequest { mac: Some([1; 6]), ..fine() }).contains("group address"));
     assert!(text(&NicRequest { tap: Some("lo".into()), ..fine() }).contains("ip tuntap add"));
     client.attach_nic(&fine()).unwrap();
-    // Nobody is connected: anew, as often as one likes.
+    // Without clients, a NIC can be replaced any number of times.
     client.attach_nic(&fine()).unwrap();
     let [nic] = &client.list_nics().unwrap()[..] else { panic!("one NIC") };
     let mac: [u8; 6] = nic.mac.clone().try_into().unwrap();

@@ -1,4 +1,4 @@
-//! A client's word on memory that is still to come, from a client that means to stop the engine's thread, which serves all VMs of the host.
+//! A hostile client's post-copy descriptors: it tries to block the engine's thread, which serves all VMs of the host.
 
 use crate::common;
 
@@ -18,7 +18,7 @@ use rustix::fs::{
 };
 use rustix::pipe::pipe;
 
-/// Longer than anything takes that doesn't hang.
+/// Longer than any step that doesn't hang.
 const HANGS: Duration = Duration::from_secs(60);
 
 fn bitmap(size: u64) -> OwnedFd {
@@ -33,8 +33,8 @@ fn make_blocking(fd: BorrowedFd<'_>) {
     fcntl_setfl(fd, flags - OFlags::NONBLOCK).unwrap();
 }
 
-/// What isn't an eventfd, or one end of a stream of Unix sockets, is refused. The daemon serves another VM of the host even after the
-/// client has made its eventfd blocking.
+/// Descriptors other than an eventfd and one end of a Unix stream socket are refused. The daemon serves another VM of the host even after
+/// the client has made its eventfd blocking.
 #[test]
 fn descriptors_of_one_vm_stop_no_other() {
     let cluster = Cluster::new();
@@ -59,7 +59,7 @@ fn descriptors_of_one_vm_stop_no_other() {
     let wishes = OwnedFd::from(wishes);
     let datagrams = || OwnedFd::from(std::os::unix::net::UnixDatagram::unbound().unwrap());
     let tcp = || OwnedFd::from(std::net::TcpListener::bind("127.0.0.1:0").unwrap());
-    // They block their reader, as they come.
+    // Their reader would block.
     let (silent, _other) = pipe().unwrap();
     for index in [0, 1] {
         for arrivals in [silent.try_clone().unwrap(), plain()] {
@@ -73,7 +73,7 @@ fn descriptors_of_one_vm_stop_no_other() {
     assert!(say(1, &wishes, &arrivals).unwrap());
     make_blocking(arrivals.as_fd());
     make_blocking(wishes.as_fd());
-    // Each answer of the engine wakes it, and puts it to sleep again.
+    // Each response wakes the engine, which then sleeps again.
     let (answered, answers) = channel();
     let asking = std::thread::spawn(move || {
         for _ in 0..20 {

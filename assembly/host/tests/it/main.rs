@@ -1,4 +1,4 @@
-//! Integration tests of `host`: one program, since each is linked with everything.
+//! Integration tests of `host`: one binary, since linking takes most of the time.
 #![allow(clippy::unwrap_used)] // A test that can't go on has failed.
 
 mod bad_link;

@@ -1,5 +1,5 @@
-//! A VM with an RDMA NIC moves between daemons, by the coordinator's word, while guests work: operations are counted by fetch-and-add, and each
-//! count is exact.
+//! A VM with an RDMA NIC migrates between daemons, as the coordinator decides, while guests run: operations are counted by fetch-and-add,
+//! and each count is exact.
 
 use crate::common;
 
@@ -13,8 +13,8 @@ use control_api::host::HostClient;
 use control_api::host::proto::move_vm_reply::State;
 use control_api::host::proto::move_vm_request::Step;
 
-/// To another host, to that of its peer (from the network to RAM), away from it (from RAM to the network), and back, twice: numbers, keys and
-/// order are kept, and each page that a daemon wrote is noted.
+/// To another host, to its peer's host (from the network to RAM), away from it (from RAM to the network), and back, twice. Numbers, keys
+/// and order are kept, and each page that a daemon wrote is marked.
 #[test]
 fn a_vm_moves_with_its_connection_open() {
     let cluster = Cluster::new();
@@ -39,8 +39,8 @@ fn a_vm_moves_with_its_connection_open() {
             of_a.work(on_its_way.vm, 8);
         }
         assert_eq!(on_its_way.converged(), State::Stop);
-        // Longer than all retries of a queue pair take: whoever isn't held fails. First the monitor is slow to stop the VM, which works on; then the
-        // rest takes long.
+        // Longer than all retries of a queue pair, so that one that isn't suspended fails. First the monitor is slow to stop the VM, which
+        // continues meanwhile; then the rest takes long.
         let slow = if number < 4 { Duration::from_millis(1_700) } else { Duration::ZERO };
         let asked = Instant::now();
         while asked.elapsed() < slow {
@@ -50,7 +50,7 @@ fn a_vm_moves_with_its_connection_open() {
         on_its_way.stop();
         std::thread::sleep(slow);
         assert_eq!(on_its_way.arrived(), (State::Moved, State::Runs));
-        // The host of its peer says how long it was held: from before the stop until the VM runs, or a little later.
+        // The peer's host reports its pause: from before the stop until the VM runs, or a little later.
         let held = on_its_way.peers_held();
         let [(host, held)] = held.as_slice() else { panic!("{held:?} after move {number}") };
         let most = asked.elapsed() + Duration::from_secs(1);
@@ -76,8 +76,8 @@ fn a_vm_moves_with_its_connection_open() {
     assert!(a.guest.events().is_empty() && b.guest.events().is_empty(), "no queue pair has failed");
 }
 
-/// By post-copy: the VM runs before anything of its memory is there but what its NIC counts on. To another host, and to that of its peer and away
-/// from it: each count is exact, and nobody fails.
+/// Post-copy: the VM runs before any of its memory is present, except what its NIC needs. To another host, to its peer's host and away from
+/// it: each count is exact, and no queue pair fails.
 #[test]
 fn a_vm_runs_before_its_memory_is_there() {
     let cluster = Cluster::new();
@@ -118,7 +118,7 @@ fn a_vm_runs_before_its_memory_is_there() {
     assert!(a.guest.events().is_empty() && b.guest.events().is_empty(), "no queue pair has failed");
 }
 
-/// Given up when its devices have stopped, and before that: the source goes on, its peer too, and it moves the next time.
+/// Aborts after its devices have stopped, and before: the source resumes, so does its peer, and the next migration succeeds.
 #[test]
 fn a_migration_that_is_given_up_leaves_the_source_unharmed() {
     let cluster = Cluster::new();
@@ -154,7 +154,7 @@ fn a_migration_that_is_given_up_leaves_the_source_unharmed() {
     check(&a, &of_a, &b, &of_b);
 }
 
-/// The destination's daemon dies when the VM stands still and the rest has come: it runs on at the source, and its peer goes on.
+/// The destination's daemon dies when the VM is suspended and the rest has arrived: the VM resumes at the source, and its peer continues.
 #[test]
 fn a_destination_that_dies_before_the_commit_costs_nothing() {
     let cluster = Cluster::new();
@@ -169,7 +169,7 @@ fn a_destination_that_dies_before_the_commit_costs_nothing() {
     assert_eq!(on_its_way.converged(), State::Stop);
     on_its_way.stop();
     drop(three);
-    // Nobody tells the source: the time for the switch-over runs out.
+    // The source gets no message: the switchover's time-out expires.
     let source = HostClient::new(one.socket());
     let began = Instant::now();
     assert_eq!(common::moving::ask(&source, "a", Step::Wait(true)), State::Stays);
@@ -183,7 +183,7 @@ fn a_destination_that_dies_before_the_commit_costs_nothing() {
     assert_eq!(cluster.wait_for("a", 1).epoch, 1);
 }
 
-/// Both monitors die while memory is copied: the migration is over, the VM has ended, and its peer hears of that by its own means.
+/// Both monitors die during the copy: the migration is over, the VM has ended, and its peer detects that by its own timers.
 #[test]
 fn monitors_that_die_end_the_migration_and_the_vm() {
     let cluster = Cluster::new();
@@ -195,13 +195,13 @@ fn monitors_that_die_end_the_migration_and_the_vm() {
     drop(a);
     wait_until("the end of the migration", || cluster.state().migrations.is_empty());
     wait_until("the end of the VM", || cluster.state().vms.iter().all(|vm| vm.name != "a"));
-    // The name is free, and the host takes a VM of it again.
+    // The name is free, and the host accepts a VM with it again.
     let a = guest(&two, "a", 1);
     cluster.wait_for("a", 2);
     drop((a, b));
 }
 
-/// What can't be is said in a sentence, and nothing is stopped.
+/// An impossible migration is refused with a sentence, and nothing is stopped.
 #[test]
 fn what_cannot_move_is_refused_with_a_sentence() {
     let cluster = Cluster::new();
@@ -214,7 +214,7 @@ fn what_cannot_move_is_refused_with_a_sentence() {
     assert!(text.contains("no such host has reported"), "{text}");
     let text = refused("nobody", "h2");
     assert!(text.contains("nobody"), "{text}");
-    // Nobody waits there.
+    // No monitor waits there.
     match source.move_vm("a", Step::Begin("h2".to_owned())) {
         Ok(reply) => assert_eq!(State::try_from(reply.state).unwrap(), State::Stays, "{}", reply.reason),
         Err(error) => assert!(error.to_string().contains("--incoming"), "{error}"),

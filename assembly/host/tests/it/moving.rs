@@ -1,9 +1,9 @@
-//! VMs move among hosts of one process while their programs work over RDMA: each operation happens once and in order, whatever the path is
-//! and becomes. The long run is `cargo run --release -p host --example migrate_exact`.
+//! VMs migrate among hosts of one process while their programs use RDMA: each operation is executed once and in order, on any path and
+//! through any change of it. The long run is `cargo run --release -p host --example migrate_exact`.
 
 use host::testing::moving::Cluster;
 
-/// How long a turn takes in the tests' time, nanoseconds: about what it takes here with optimization.
+/// Simulated duration of a turn, nanoseconds: about the real one in an optimised build.
 const TURN_NS: u64 = 20_000;
 
 fn check(hosts: usize, vms: u32, seed: u64, operations: u64, every_ns: u64) {
@@ -20,12 +20,12 @@ fn check(hosts: usize, vms: u32, seed: u64, operations: u64, every_ns: u64) {
         moves.local > 0 && moves.remote > 0 && moves.came_local > 0,
         "not all paths were taken: {moves:?}"
     );
-    // As the drivers made them: ready to send, with the numbers that they were given.
+    // As the drivers set them: RTS, with their original numbers.
     assert!(cluster.states().iter().all(|(state, _)| *state == 3));
 }
 
-/// Connections are the hosts' devices', also between VMs of one host: these are done with everything when a VM stops, whose connections are made anew by
-/// the device of the host where it is then. Each operation happens once and in order.
+/// Connections use the hosts' devices, also between VMs of one host. The devices have completed everything when a VM stops. Its connections
+/// are created again at the device of the VM's new host. Each operation is executed once and in order.
 fn check_by_verbs(hosts: usize, vms: u32, seed: u64, operations: u64) {
     let mut cluster = Cluster::by_verbs(hosts, vms, seed);
     cluster.simulate_time(TURN_NS);
@@ -66,8 +66,8 @@ fn three_vms_on_three_hosts_move_alone_and_in_groups() {
     check(3, 3, 2, 8_000, 3_000_000);
 }
 
-/// Beside their connections with each other, VMs have some with a peer that knows of no cluster, over a link that loses frames or doesn't: whatever moves, is
-/// cancelled or changes places, each operation happens once and in order, no queue pair fails, and nothing is sent from where a VM doesn't run.
+/// VMs also have connections with a peer outside of the cluster, over a link with and without loss. Through migrations, cancellations and
+/// exchanges, each operation is executed once and in order, no queue pair fails, and no host sends a VM's frames unless the VM runs there.
 fn check_outside(hosts: usize, vms: u32, seed: u64, loss_percent: u64, operations: u64) {
     let mut cluster = Cluster::with_outside(hosts, vms, seed, loss_percent);
     cluster.simulate_time(TURN_NS);

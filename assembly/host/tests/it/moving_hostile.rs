@@ -1,4 +1,4 @@
-//! A destination takes saved state from anywhere: whatever it is, it is refused with a sentence or made into objects that an engine can run.
+//! A destination accepts hostile saved state: it refuses it with a sentence, or restores objects that an engine can run.
 
 use std::sync::OnceLock;
 
@@ -29,7 +29,7 @@ fn other_versions_are_refused_by_name() {
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
-    /// Bytes changed, cut off or taken from other objects: nothing panics, in restoring or in running.
+    /// Bytes changed, cut off or taken from other objects: neither restoring nor running panics.
     #[test]
     fn damaged_state_does_no_harm(
         changes in prop::collection::vec((any::<prop::sample::Index>(), any::<prop::sample::Index>(), any::<u8>()), 1..6),

@@ -1,4 +1,4 @@
-//! Daemons of a cluster whose service has two instances: they follow the one that leads, through its loss and another's, in their sandboxes.
+//! Daemons of a cluster whose service has two instances: they follow the leader, through its loss and another's, in their sandboxes.
 
 use crate::common;
 
@@ -21,7 +21,7 @@ use host::Daemon;
 
 struct Instance {
     server: Server,
-    /// From the store that instances share.
+    /// Whether it is cut off from the store that the instances share.
     cut: Arc<AtomicBool>,
 }
 
@@ -56,7 +56,7 @@ fn several() -> (Cluster, [Instance; 2]) {
     (Cluster { folder, server: None, address: addresses[0], service, port, keys: None }, instances)
 }
 
-/// The instance that leads is cut off from the store until the other leads, and daemons follow that.
+/// Cuts the leader off from the store until the other instance leads and the daemons follow it.
 fn take_over(cluster: &Cluster, instances: &[Instance; 2], daemons: &[Daemon], mut work: impl FnMut()) {
     let (leads, other) = match instances[0].leads() {
         true => (&instances[0], &instances[1]),
@@ -76,8 +76,8 @@ fn take_over(cluster: &Cluster, instances: &[Instance; 2], daemons: &[Daemon], m
     wait_to_know(cluster, &daemons.iter().collect::<Vec<_>>());
 }
 
-/// A VM moves, the instance that leads is cut off from the store, and it moves again by the word of the other; and once more back. Its guest works
-/// all the while, and counts exactly. Nobody gets another number or epoch by it.
+/// A VM migrates, the leader is cut off from the store, the VM migrates again under the other leader, and once more back. Its guest runs
+/// all the while, and counts exactly. No VM's number or epoch changes by the take-over.
 #[test]
 fn vms_move_by_the_word_of_whichever_instance_leads() {
     let (cluster, instances) = several();
@@ -109,7 +109,7 @@ fn vms_move_by_the_word_of_whichever_instance_leads() {
         let after = cluster.wait_for("a", u32::try_from(to + 1).unwrap());
         assert_eq!((after.id, after.epoch), (before.id, before.epoch));
     }
-    // Nothing is decided when another takes over: it gives the migration up, and the VM stays where it runs. Later it moves.
+    // Without a decision at the take-over, the new leader aborts the migration, and the VM stays where it runs. A later one succeeds.
     let (from, to) = (daemons[at].socket(), daemons[0].socket());
     let source = HostClient::new(from);
     let mut on_its_way = Move::begin(&mut a, from, to, "h1");

@@ -1,4 +1,4 @@
-//! Monitors that wait for VMs are found by the names of their hosts, as long as they wait, and when the service was away meanwhile.
+//! Waiting monitors are found by the names of their hosts as long as they wait, also after an outage of the service.
 
 use crate::common;
 
@@ -18,7 +18,7 @@ fn a_monitor_that_waits_is_found_by_its_hosts_name() {
     let (one, two) = (cluster.daemon(1), cluster.daemon(2));
     let [h1, h2] = [&one, &two].map(|daemon| HostClient::new(daemon.socket()));
     let waits = h2.await_vm("a", at("0.0.0.0:7100")).unwrap();
-    // All of a host's addresses are told as the one that other daemons use.
+    // The service gets the address that other daemons use, for any address of the host.
     assert_eq!((waits.host.as_str(), waits.address.as_str()), ("h2", "127.0.0.2:7100"));
     let other = h2.await_vm("b", at("127.0.0.9:7200")).unwrap();
     assert_eq!(h1.find_waiting("a", "h2").unwrap(), "127.0.0.2:7100");
@@ -31,12 +31,12 @@ fn a_monitor_that_waits_is_found_by_its_hosts_name() {
     assert!(h2.await_vm("../x", at("0.0.0.0:7300")).unwrap_err().to_string().contains("not a VM's name"));
     assert!(h2.await_vm("c", at("10.0.0.1:0")).unwrap_err().to_string().contains("has no port"));
 
-    // A service that is started again has forgotten it, and is told.
+    // A restarted service has lost it, and is notified again.
     cluster.stop();
     cluster.resume();
     wait_until("the monitor to be known again", || h1.find_waiting("a", "h2").is_ok());
 
-    // What has come isn't waited for.
+    // An arrived VM isn't waited for.
     drop(waits);
     wait_until("the monitor to be forgotten", || {
         h1.find_waiting("a", "h2").is_err_and(|error| error.to_string().starts_with("No monitor waits"))

@@ -1,8 +1,8 @@
 //! Translation of keys. A guest's keys are names inside its VM; the host's device assigns its own, and those of another host's device are
 //! requested from its daemon.
 //!
-//! The rules are those of *Nomad* (2006; see `cores/nomad`). The virtual key never changes. The real key is created on first use at its host,
-//! sent to daemons that request it, cached there, and invalidated when the guest deregisters. Addresses are never translated: a
+//! The rules are those of *Nomad* (2006; see `cores/nomad`). The virtual key never changes. The real key is created on first use at its
+//! host, sent to daemons that request it, cached there, and invalidated when the guest deregisters. Addresses are never translated: a
 //! registration begins at the guest's own address.
 
 use std::collections::{BTreeSet, HashMap};

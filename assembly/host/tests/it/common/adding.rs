@@ -1,4 +1,5 @@
-//! Guests that add to each other's words by fetch-and-add without pause: each count is exact, or something was lost, repeated or reordered.
+//! Guests that add to each other's words by fetch-and-add without pause: if a count isn't exact, an operation was lost, repeated or
+//! reordered.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -11,15 +12,15 @@ use super::cluster::{Cluster, guest, wait_to_know};
 use super::vm::{Vm, connect};
 use super::wait_until;
 
-/// Where in a buffer peers count, and where own results come.
+/// Offsets in a buffer: words for peers' additions, and own results.
 const COUNTED: u64 = 64;
 const RESULT: u32 = 128;
 
-/// A guest that adds to a word of its peer's, and checks what it is told.
+/// A guest that adds to a word of its peer's, and checks the results.
 pub struct Adder {
-    /// The peer's buffer.
+    /// Address and key of the peer's buffer.
     to: (u64, u32),
-    /// Operations that were posted, and that are complete.
+    /// Number of operations posted, and complete.
     pub posted: u64,
     pub done: u64,
 }
@@ -29,7 +30,7 @@ impl Adder {
         Self { to: (to.endpoint.buffer.address + COUNTED, to.endpoint.buffer.rkey), posted: 0, done: 0 }
     }
 
-    /// Keeps up to `depth` operations under way, and takes what is complete.
+    /// Keeps up to `depth` operations in flight, and consumes completions.
     pub fn work(&mut self, vm: &Vm, depth: u64) {
         while self.posted - self.done < depth {
             let at = RESULT + u32::try_from(self.posted % 16 * 8).unwrap();
@@ -57,7 +58,7 @@ impl Adder {
     }
 }
 
-/// A peer that works on a thread of its own.
+/// A peer that runs on its own thread.
 pub struct Peer {
     stop: Arc<AtomicBool>,
     done: Arc<AtomicU64>,
@@ -96,7 +97,7 @@ pub fn pair(cluster: &Cluster, one: &Daemon, two: &Daemon) -> (Vm, Vm) {
     pair_at(cluster, [(one, 1), (two, 2)])
 }
 
-/// The same, on hosts with these numbers, which may be one.
+/// The same, on hosts with these numbers, which may be the same.
 pub fn pair_at(cluster: &Cluster, [(one, first), (two, second)]: [(&Daemon, u32); 2]) -> (Vm, Vm) {
     let (a, b) = (guest(one, "a", 1), guest(two, "b", 2));
     cluster.wait_for("a", first);
@@ -108,7 +109,7 @@ pub fn pair_at(cluster: &Cluster, [(one, first), (two, second)]: [(&Daemon, u32)
     (a, b)
 }
 
-/// How often each word was added to is what its peer has asked for.
+/// Checks that each word was increased as often as its peer has completed additions.
 pub fn check(a: &Vm, of_a: &Adder, b: &Vm, of_b: &Adder) {
     let counts = [a, b].map(|vm| u64::from(vm.guest.word(&vm.endpoint.buffer, COUNTED)));
     assert_eq!(counts, [of_b.done, of_a.done]);

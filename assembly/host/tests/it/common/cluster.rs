@@ -31,7 +31,7 @@ impl Cluster {
         Self::made(|config| config.keys = keys)
     }
 
-    /// Whose service pins VMs to transports.
+    /// A cluster whose service pins VMs to transports.
     pub fn pinned(pins: &[(&str, &str)]) -> Self {
         let own = |(vm, transport): &(&str, &str)| ((*vm).to_owned(), (*transport).to_owned());
         Self::made(|config| config.pins = pins.iter().map(own).collect())
@@ -62,7 +62,7 @@ impl Cluster {
         config
     }
 
-    /// In its sandbox.
+    /// A daemon in its sandbox.
     pub fn daemon(&self, number: u8) -> Daemon {
         super::start(self.config(number))
     }
@@ -71,7 +71,7 @@ impl Cluster {
         drop(self.server.take());
     }
 
-    /// On the same file and address.
+    /// Restarts the service with the same file and address.
     pub fn resume(&mut self) {
         let mut config = config(self.folder.path(), self.address);
         config.keys = self.keys.clone();
@@ -82,7 +82,7 @@ impl Cluster {
         self.service.state().unwrap()
     }
 
-    /// Waits until a VM runs with an address and a host.
+    /// Waits until a VM runs with an address on a host.
     pub fn wait_for(&self, name: &str, host: u32) -> proto::Vm {
         let mut found = None;
         wait_until(&format!("VM {name} on host {host}"), || {
@@ -109,7 +109,7 @@ fn config(folder: &Path, listen: SocketAddr) -> ServerConfig {
 
 pub fn guest(daemon: &Daemon, name: &str, last: u8) -> Vm {
     let mut vm = vm(daemon.socket(), name, last, true);
-    // A quarter of a second: a crowded machine may take longer than a millisecond.
+    // A quarter of a second: a busy machine may take longer than a millisecond.
     vm.guest.timeout = 16;
     vm
 }
@@ -118,7 +118,7 @@ pub fn known(daemon: &Daemon) -> serde_json::Value {
     HostClient::new(daemon.socket()).inspect(Some("daemon/cluster")).unwrap()
 }
 
-/// Until a daemon has seen what the service shows: not every transaction is for watchers.
+/// Waits until the daemons have the service's state: not every transaction causes an event.
 pub fn wait_to_know(cluster: &Cluster, daemons: &[&Daemon]) {
     let revision = cluster.state().shown_revision;
     for daemon in daemons {
@@ -126,7 +126,7 @@ pub fn wait_to_know(cluster: &Cluster, daemons: &[&Daemon]) {
     }
 }
 
-/// How a daemon reaches the peer of a VM's newest queue pair.
+/// The remote path from a daemon to the peer of a VM's newest queue pair.
 pub fn transport(daemon: &Daemon, vm: &Vm, name: &str) -> serde_json::Value {
     let path = format!("vms/{name}/nics/rdma0/rdma/queue_pairs/{}", vm.endpoint.qp.0);
     HostClient::new(daemon.socket()).inspect(Some(&path)).unwrap()["transport"].clone()

@@ -1,4 +1,4 @@
-//! Memory of a VM that has moved before it: what a monitor does that fetches pages, with all pages missing at first.
+//! Post-copy memory of a VM: acts as a monitor that fetches pages, with all pages missing at first.
 
 use std::collections::BTreeSet;
 use std::os::fd::{AsFd, OwnedFd};
@@ -16,14 +16,15 @@ use vfio_user_protocol::client::Client;
 
 const PAGE: u64 = 4096;
 
-/// Pages that come when they are asked for, or at the end.
+/// Pages that arrive when they are requested, or at the end.
 pub struct LateRam {
     stop: Arc<AtomicBool>,
     thread: JoinHandle<BTreeSet<u64>>,
 }
 
 impl LateRam {
-    /// All of `ram` from address 0 on, `size` bytes whose pages were taken out of its file, is still to come, as `clients` are told: `contents`.
+    /// Begins post-copy for all of `ram` from address 0 on, `size` bytes whose pages were removed from its file. Notifies `clients`. The
+    /// pages' contents will be `contents`.
     pub fn begin(ram: &MappedMemory, size: u64, contents: Vec<u8>, clients: [&Client; 2]) -> Self {
         let file = memfd_create("late", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
         ftruncate(&file, bitmap_size(size)).unwrap();
@@ -40,7 +41,7 @@ impl LateRam {
             assert!(client.can_be_late().unwrap());
             let told = client.late_memory(&[(0, size, 0)], file.as_fd(), wisher.as_fd(), arrivals.as_fd());
             assert!(told.unwrap());
-            // Once, and only of what is mapped.
+            // Once, and only mapped pages.
             assert!(
                 client.late_memory(&[(0, size, 0)], file.as_fd(), wisher.as_fd(), arrivals.as_fd()).is_err()
             );
@@ -55,7 +56,7 @@ impl LateRam {
         Self { stop, thread }
     }
 
-    /// All else comes as well. The pages that were asked for before.
+    /// Delivers all other pages. Returns the pages that were requested before.
     pub fn end(self) -> BTreeSet<u64> {
         self.stop.store(true, Ordering::SeqCst);
         self.thread.join().unwrap()
@@ -84,7 +85,7 @@ fn serve(
             std::thread::sleep(Duration::from_micros(200));
             continue;
         }
-        // On its way from another host.
+        // Transfer time from another host.
         std::thread::sleep(Duration::from_millis(1));
         let (address, pages) = wished(wish);
         (address / PAGE..address / PAGE + pages).for_each(&place);

@@ -20,13 +20,13 @@ pub fn daemon(folder: &Path) -> Daemon {
     start(DaemonConfig::new(folder.join("host.sock")))
 }
 
-/// Starts a daemon in its sandbox, as `causeway host` does. Only its own threads are confined: the one that starts it ends.
+/// Starts a daemon in its sandbox, like `causeway host`. Only its own threads are confined: the one that starts it ends.
 pub fn start(config: DaemonConfig) -> Daemon {
     let config = DaemonConfig { sandbox: true, ..config };
     std::thread::spawn(move || Daemon::start(&config).unwrap()).join().unwrap()
 }
 
-/// Waits up to a minute: what takes longer hangs, also on a machine that has much to do.
+/// Waits up to a minute; longer means a hang, even on a busy machine.
 pub fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(60);
     while !condition() {

@@ -1,4 +1,5 @@
-//! Monitors of both ends of a migration: memory by the dirty pages of guest and daemons, state by vfio-user, and the daemons' word on when.
+//! Monitors of both ends of a migration: they transfer memory by the dirty pages of guest and daemons, and state by vfio-user, as the
+//! daemons request.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,7 +19,7 @@ use super::vm::Vm;
 
 const PAGE: u64 = 4096;
 
-/// A VM on its way.
+/// A VM that migrates.
 pub struct Move<'a> {
     name: String,
     source: HostClient,
@@ -26,13 +27,13 @@ pub struct Move<'a> {
     pub vm: &'a mut Vm,
     pub machine: Machine,
     pub monitor: Monitor,
-    /// Pages that daemons wrote and nobody else noted, in all rounds.
+    /// Number of pages that only daemons have marked dirty, in all rounds.
     pub by_daemon: usize,
-    /// Which try of the VM's it is.
+    /// Number of this attempt of the VM.
     attempt: u64,
 }
 
-/// Tries so far: each has a number of its own.
+/// Number of attempts so far: each has its own.
 static ATTEMPTS: AtomicU64 = AtomicU64::new(1);
 
 fn clients(monitor: &Monitor) -> [&Client; 2] {
@@ -42,14 +43,14 @@ fn clients(monitor: &Monitor) -> [&Client; 2] {
 pub fn ask(daemon: &HostClient, vm: &str, step: Step) -> State {
     let MoveVmReply { state, reason, .. } = daemon.move_vm(vm, step).unwrap();
     if !reason.is_empty() {
-        // Shown where a test fails.
+        // Displayed when a test fails.
         eprintln!("VM {vm}: {reason}");
     }
     State::try_from(state).unwrap()
 }
 
 impl<'a> Move<'a> {
-    /// A monitor waits at the destination.
+    /// Starts a monitor that waits at the destination.
     pub fn prepare(vm: &'a mut Vm, from: &Path, to: &Path) -> Self {
         let machine = Machine::with_ram(&vm.machine.vm, &vm.machine.segment, vm.machine.size);
         let monitor = machine.await_vm(to);
@@ -59,7 +60,7 @@ impl<'a> Move<'a> {
         Self { name, source, destination, vm, machine, monitor, by_daemon: 0, attempt }
     }
 
-    /// A monitor waits at the destination, and the source's daemon has begun.
+    /// Starts a monitor that waits at the destination, and begins at the source's daemon.
     pub fn begin(vm: &'a mut Vm, from: &Path, to: &Path, host: &str) -> Self {
         let on_its_way = Self::prepare(vm, from, to);
         assert_eq!(ask(&on_its_way.source, &on_its_way.name, Step::Begin(host.to_owned())), State::Copy);
@@ -85,7 +86,7 @@ impl<'a> Move<'a> {
         Step::BeginTogether(BeginTogether { host: host.to_owned(), vms: vms.to_vec(), attempt: self.attempt })
     }
 
-    /// Says that it moves together with others, to a host; a daemon's sentence where that can't be.
+    /// Requests a joint migration with others to a host; returns the daemon's error if it refuses.
     fn ask_together(&self, host: &str, vms: &[String]) -> Result<State, String> {
         let step = self.together(host, vms);
         let reply = self.source.move_vm(&self.name, step).map_err(|error| error.to_string())?;
@@ -102,7 +103,7 @@ impl<'a> Move<'a> {
         }
     }
 
-    /// What changed since the last round: state, then memory.
+    /// Transfers changes since the last round: state, then memory.
     pub fn round(&mut self) {
         for (from, to) in clients(&self.vm.monitor).into_iter().zip(clients(&self.monitor)) {
             to.write_migration_data(&from.read_all_migration_data().unwrap()).unwrap();
@@ -118,12 +119,12 @@ impl<'a> Move<'a> {
         self.copy(&mut words);
     }
 
-    /// Waits until peers are held: the guest, which is the caller's to stop, must do nothing from here on.
+    /// Waits until peers are suspended: the caller stops the guest, which must do nothing from here on.
     pub fn converged(&self) -> State {
         ask(&self.source, &self.name, Step::Converged(true))
     }
 
-    /// Stops the devices, and brings the rest over: both memories are the same then.
+    /// Stops the devices, and transfers the rest: both memories are equal then.
     pub fn stop(&mut self) {
         for client in clients(&self.vm.monitor) {
             client.set_device_state(DeviceState::StopCopy).unwrap();
@@ -139,7 +140,7 @@ impl<'a> Move<'a> {
         assert_eq!(differ, None, "a page changed and nobody noted it");
     }
 
-    /// As [`Move::stop`]; but nothing of the memory is there, and it comes when it is asked for.
+    /// As [`Move::stop`], but no memory is present, and pages arrive on request (post-copy).
     pub fn stop_late(&mut self) -> LateRam {
         self.stop();
         let mut bytes = vec![0; usize::try_from(self.machine.size).unwrap()];
@@ -148,25 +149,25 @@ impl<'a> Move<'a> {
         LateRam::begin(&self.machine.ram, self.machine.size, bytes, clients(&self.monitor))
     }
 
-    /// All is there; how it was decided.
+    /// Reports the arrival; returns the decision.
     pub fn arrived(&self) -> (State, State) {
         for client in clients(&self.monitor) {
             client.set_device_state(DeviceState::Stop).unwrap();
-            // Not for the monitor to decide.
+            // The monitor doesn't decide that.
             assert!(client.set_device_state(DeviceState::Running).is_err());
         }
         let there = ask(&self.destination, &self.name, Step::Arrived(true));
         (ask(&self.source, &self.name, Step::Wait(true)), there)
     }
 
-    /// It has moved: how long its peers were held, as the source's daemon says, by host.
+    /// After the migration: its peers' pauses by host, from the source's daemon.
     pub fn peers_held(&self) -> Vec<(String, Duration)> {
         let reply = self.source.move_vm(&self.name, Step::Peers(true)).unwrap();
         let held = |peer: PeerHold| (peer.host, Duration::from_micros(peer.microseconds));
         reply.peers.into_iter().map(held).collect()
     }
 
-    /// The guest runs at the destination from here on; the source's monitor ends.
+    /// Runs the guest at the destination; the source's monitor ends.
     pub fn land(self) {
         for client in clients(&self.monitor) {
             client.set_device_state(DeviceState::Running).unwrap();
@@ -179,7 +180,7 @@ impl<'a> Move<'a> {
         self.vm.monitor = self.monitor;
     }
 
-    /// The source can't go on: how it ends there. The guest runs there again.
+    /// Aborts at the source, and returns the final state. The guest runs there again.
     pub fn give_up(self) -> State {
         let mut ended = ask(&self.source, &self.name, Step::Broken(true));
         while ended == State::Pending {
@@ -189,7 +190,7 @@ impl<'a> Move<'a> {
         ended
     }
 
-    /// The guest goes on at the source.
+    /// Resumes the guest at the source.
     pub fn stay(self) {
         for client in clients(&self.vm.monitor) {
             client.set_device_state(DeviceState::Running).unwrap();
@@ -199,7 +200,7 @@ impl<'a> Move<'a> {
     }
 }
 
-/// All have asked to move together, each to its host, and may be copied.
+/// Begins a joint migration of all, each to its host, up to the copying.
 pub fn begin_together(moves: &[Move<'_>], hosts: &[&str]) {
     let vms: Vec<String> = moves.iter().map(|one| one.name.clone()).collect();
     let mut copied = vec![false; moves.len()];
@@ -213,7 +214,7 @@ pub fn begin_together(moves: &[Move<'_>], hosts: &[&str]) {
     moves.iter().for_each(Move::copy_first);
 }
 
-/// All ask at the same time to move together; what each is told in the end.
+/// All request a joint migration concurrently; returns each one's final error.
 pub fn refused_together(moves: &[Move<'_>], hosts: &[&str]) -> Vec<String> {
     let vms: Vec<String> = moves.iter().map(|one| one.name.clone()).collect();
     let asking = moves.iter().zip(hosts).map(|(one, host)| {
@@ -235,7 +236,7 @@ pub fn refused_together(moves: &[Move<'_>], hosts: &[&str]) -> Vec<String> {
     asking.into_iter().map(|one| one.join().unwrap()).collect()
 }
 
-/// A step of all sources (or destinations) at the same time: each answers when all are there.
+/// Executes a step at all sources (or destinations) concurrently: each returns when all have reached it.
 pub fn together(moves: &[Move<'_>], there: bool, step: &Step) -> Vec<State> {
     let asking = moves.iter().map(|one| {
         let daemon = if there { &one.destination } else { &one.source };
@@ -246,7 +247,7 @@ pub fn together(moves: &[Move<'_>], there: bool, step: &Step) -> Vec<State> {
     asking.into_iter().map(|one| one.join().unwrap()).collect()
 }
 
-/// All is there; how it was decided, at each destination and at each source.
+/// Reports the arrival of all; returns the decision at each destination and at each source.
 pub fn arrived_together(moves: &[Move<'_>]) -> (Vec<State>, Vec<State>) {
     for client in moves.iter().flat_map(|one| clients(&one.monitor)) {
         client.set_device_state(DeviceState::Stop).unwrap();

@@ -1,5 +1,5 @@
-//! A bad link between two daemons: a relay that loses, repeats, holds up and reorders their datagrams, as tc netem does where a kernel
-//! has it. It has an address for each daemon, which the other one takes for it.
+//! A bad link between two daemons: a relay that loses, repeats, delays and reorders their datagrams, like tc netem in a kernel that has it.
+//! It has an address for each daemon, at which the other one reaches it.
 
 use std::collections::BinaryHeap;
 use std::net::{SocketAddr, UdpSocket};
@@ -12,14 +12,14 @@ use proptest::prelude::Rng;
 use proptest::test_runner::{RngAlgorithm, TestRng};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-/// What the link does to each datagram, of a million.
+/// Treatment of each datagram, in parts per million.
 #[derive(Debug, Clone, Copy)]
 pub struct Troubles {
     pub lost: u32,
     pub repeated: u32,
-    /// Delivered at once, before those that are held up.
+    /// Datagrams delivered at once, before delayed ones.
     pub overtaking: u32,
-    /// Others are held up between `delay` - `jitter` and `delay` + `jitter`.
+    /// Others are delayed by `delay` - `jitter` to `delay` + `jitter`.
     pub delay: Duration,
     pub jitter: Duration,
 }
@@ -32,24 +32,24 @@ pub struct Counts {
     pub overtaking: AtomicU64,
 }
 
-/// One of its two ways.
+/// One direction.
 pub struct Way {
-    /// Takes datagrams here...
+    /// Receives datagrams.
     pub at: UdpSocket,
-    /// ...sends them from here...
+    /// Sends the datagrams.
     pub from: UdpSocket,
-    /// ...to there.
+    /// Destination.
     pub to: SocketAddr,
 }
 
-/// Works until it is dropped.
+/// Runs until it is dropped.
 pub struct Relay {
     pub counts: Arc<Counts>,
     stop: Arc<AtomicBool>,
     threads: Vec<JoinHandle<()>>,
 }
 
-/// A datagram on its way. The earliest is the greatest, as a heap wants it.
+/// A datagram in flight. The earliest compares as the greatest, as the heap requires.
 #[derive(PartialEq, Eq)]
 struct Held {
     due: Instant,
@@ -120,7 +120,7 @@ fn relay(way: &Way, troubles: Troubles, seed: u8, counts: &Counts, stop: &Atomic
         }
         while held.peek().is_some_and(|first| first.due <= now) {
             if let Some(first) = held.pop() {
-                // A full buffer loses, as a link does.
+                // A full buffer loses datagrams, as a link does.
                 let _ = way.from.send_to(&first.bytes, way.to);
             }
         }

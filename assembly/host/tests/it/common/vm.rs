@@ -35,13 +35,13 @@ pub fn connect(a: &Vm, b: &Vm) {
 }
 
 impl Vm {
-    /// An RDMA write into a peer's buffer; `wait` finds the completion.
+    /// Posts an RDMA WRITE to a peer's buffer; `false` when the queue is full. [`Vm::poll`] waits for its completion.
     pub fn write(&self, to: &Vm, wr_id: u64, length: u32) -> bool {
         let target = (to.endpoint.buffer.address, to.endpoint.buffer.rkey);
         self.guest.post_write(&self.monitor, &self.endpoint, wr_id, length, target)
     }
 
-    /// Polls busily, as applications do. Status of the completion.
+    /// Polls busily, as applications do. Returns the completion's status.
     pub fn poll(&self, wr_id: u64) -> u32 {
         let deadline = Instant::now() + Duration::from_secs(10);
         loop {
