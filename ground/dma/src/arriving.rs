@@ -6,10 +6,10 @@
 //!
 //! ```text
 //! monitor                                     this process
-//!    places a page, sets its bit ─ bitmap ─────▶ an access to a page without its bit fails, and is retried later
-//!    fetches it with priority    ◀─── socket ─── requests the page
-//!    increments the generation   ─ bitmap ─────▶ retries what waits for pages
-//!                                ◀─ bitmap ───── sets the bit of a page that it overwrote as a whole
+//!   places a page, sets its bit ─ bitmap ─────▶ an access to a page without its bit fails, and is retried later
+//!   fetches it with priority    ◀─── socket ─── requests the page
+//!   increments the generation   ─ bitmap ─────▶ retries what waits for pages
+//!                               ◀─ bitmap ───── sets the bit of a page that it overwrote as a whole
 //! ```
 //! Nothing here blocks.
 #![allow(unsafe_code)] // Maps the bitmap, which both processes change by atomic operations.

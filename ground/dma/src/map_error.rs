@@ -20,7 +20,7 @@ pub enum MapError {
         address: u64,
         /// Size in bytes.
         size: u64,
-        /// Guest address of the range in the way.
+        /// Guest address of the overlapped range.
         other: u64,
     },
     /// The file could shrink later, and an access would then kill this process by SIGBUS.

@@ -190,8 +190,8 @@ impl MappedMemory {
     }
 
     /// Begins post-copy for the region at `address`: from here on only pages in the bitmap are present. An access to another page requests
-    /// it over the Unix socket `wishes`, without blocking. Applies to all tables that share the region, until the bitmap says that all
-    /// pages are present. Once per region.
+    /// it over the Unix socket `wishes`, without blocking. Applies to all tables that share the region, until the bitmap marks all
+    /// pages as present. Once per region.
     ///
     /// # Errors
     /// When there is no such region, post-copy has begun for it already, or the kernel refuses.
