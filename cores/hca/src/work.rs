@@ -162,8 +162,7 @@ pub struct ReceiveRequest {
     pub sges: SgeList,
 }
 
-/// Why a request in the ring is malformed. The request completes with
-/// [`Status::LocalQpOperation`] if it has a `wr_id`.
+/// Why a request in the ring is malformed. The request completes with [`Status::LocalQpOperation`] if it has a `wr_id`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Malformed {
     /// An opcode that the queue pair's type or owner doesn't permit.

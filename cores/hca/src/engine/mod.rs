@@ -2,9 +2,9 @@
 //!
 //! ```text
 //! doorbell_*, scan_context ──▶ active list ──▶ poll: one turn per queue pair, round robin
-//!                                                 │ fetch, execute (local transport), retire, push completions
-//!                        timers ◀── waits ────────┤ no receive at the peer, no response, rate limit
-//!                                                 └▶ Sink: completion and asynchronous events
+//!                                                │ fetch, execute (local transport), retire, push completions
+//!                       timers ◀── waits ────────┤ no receive at the peer, no response, rate limit
+//!                                                └▶ Sink: completion and asynchronous events
 //! ```
 //!
 //! Nothing here is concurrent. When a verb returns, it is complete, and the engine doesn't access a destroyed object's memory any more.

@@ -7,7 +7,7 @@
 //!
 //! ```text
 //! send queue ─▶ fetch, check ─▶ Action::Post ─▶ transport ─ … ─▶ transport ─▶ remote_receive/write/read/atomic
-//!                     outstanding ◀─ remote_complete ◀─┘
+//!                    outstanding ◀─ remote_complete ◀─┘
 //! ```
 //!
 //! **Which peers are remote.** In a segment with an uplink ([`Engine::set_uplink`]): an address that no device of this engine has, or that

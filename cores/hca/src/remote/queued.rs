@@ -233,8 +233,8 @@ impl<P: Provider> Engine<P> {
         self.outstanding(qp, token).map(|outstanding| outstanding.request.sges.as_slice())
     }
 
-    /// The registered memory of a key in a protection domain. From now on
-    /// [`super::Action::RegionGone`] announces its end. `None` when the key is unknown, or isn't of user memory.
+    /// The registered memory of a key in a protection domain. From now on [`super::Action::RegionGone`] announces its end. `None` when the
+    /// key is unknown, or isn't of user memory.
     pub fn remote_region(&mut self, device: DeviceId, pd: PdHandle, key: u32) -> Option<RegionInfo> {
         let region = self.device_mut(device.0)?.regions.of_key_mut(key)?;
         let fits = region.key == key && region.pd == pd.0 && region.valid && region.kind == Kind::User;
