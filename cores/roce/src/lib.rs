@@ -1,8 +1,8 @@
 //! RoCEv2 without I/O: the protocol of reliable and unreliable connections and of datagrams, for a software HCA.
 //!
-//! Packets and the time come in, packets and completions go out. A [`Connection`] keeps no payload and never allocates per packet. It
-//! gathers bytes from a [`Memory`] whenever it sends them, and places received bytes there at once. Time is a number of nanoseconds from
-//! any clock that never goes back.
+//! The caller passes in packets and the time, and gets packets and completions. A [`Connection`] keeps no payload and never allocates per
+//! packet. It gathers bytes from a [`Memory`] whenever it sends them, and places received bytes there at once. Time is a number of
+//! nanoseconds from any monotonic clock.
 //!
 //! ```text
 //! post(request) ──▶ ┌────────────┐ ──▶ transmit(now, memory, output)     packets from BTH to pad

@@ -51,15 +51,15 @@ pub struct Received {
     pub immediate: Option<[u8; 4]>,
     /// The key that [`Memory::invalidate`] was called with.
     pub invalidated: Option<u32>,
-    /// Whether the sender asked for a solicited event.
+    /// Whether the sender requested a solicited event.
     pub solicited: bool,
 }
 
 /// Memory, receive queue and completions of a connection.
 ///
-/// At most one receive is in use at a time: [`Memory::take_receive`] begins, and [`Memory::complete_receive`],
-/// [`Memory::fail_receive`] or [`Memory::keep_receive`] ends it. The implementer owns and saves its state. When the connection fails for
-/// another reason, the implementer flushes the receive in use with all others.
+/// At most one receive is in use at a time: [`Memory::take_receive`] begins, and [`Memory::complete_receive`], [`Memory::fail_receive`] or
+/// [`Memory::keep_receive`] ends it. The implementer owns and saves its state. When the connection fails for another reason, the
+/// implementer flushes the receive in use with all others.
 pub trait Memory {
     /// Copies bytes `offset..` of a request's message into `into`. Called again for retransmissions.
     ///

@@ -255,7 +255,7 @@ pub struct Deth {
 pub enum Syndrome {
     /// Acknowledged; flow-control credits are ignored.
     Ack,
-    /// Receiver not ready: wait as long as the timer code says.
+    /// Receiver not ready: wait for the duration of the timer code.
     Rnr(u8),
     /// A packet is missing.
     SequenceError,

@@ -46,8 +46,8 @@ pub enum Kind {
         /// The addend.
         add: u64,
     },
-    /// A request that the peer doesn't see, in order with the others: it registers or invalidates memory.
-    /// [`crate::Memory::execute_local`] executes it when all earlier requests have been sent once.
+    /// A request that the peer doesn't see, in order with the others: it registers or invalidates memory. [`crate::Memory::execute_local`]
+    /// executes it when all earlier requests have been sent once.
     Local {
         /// Executes only when all earlier requests are complete.
         wait: bool,

@@ -1,11 +1,11 @@
 //! A connection: requester and responder of one queue pair.
 //!
 //! ```text
-//!    post ───▶ queue ──▶ transmit ──▶ request packets ──────▶ receive ──▶ Memory::write, read, atomic, ..._receive
-//!                ▲          ▲                                    │
-//!                │          └── una ≤ next ≤ sent                ▼
-//!    complete ◀──┴─────────── receive ◀─── responses ◀───── transmit: READ responses and atomics' results by PSN,
-//!                                                           then one acknowledgement or NAK for all before it
+//!   post ───▶ queue ──▶ transmit ──▶ request packets ──────▶ receive ──▶ Memory::write, read, atomic, ..._receive
+//!               ▲          ▲                                    │
+//!               │          └── una ≤ next ≤ sent                ▼
+//!   complete ◀──┴─────────── receive ◀─── responses ◀───── transmit: READ responses and atomics' results by PSN,
+//!                                                          then one acknowledgement or NAK for all before it
 //! ```
 //!
 //! Three PSNs are the requester's state. `una` is the oldest unacknowledged PSN, `next` the next to send, and `sent` the first that was

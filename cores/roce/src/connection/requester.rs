@@ -182,7 +182,7 @@ impl Requester {
         self.cursor = self.cursor.saturating_sub(1);
     }
 
-    /// How many packets a READ request that begins at packet `index` of `packets` asks for.
+    /// Number of response packets of a READ request that begins at packet `index` of `packets`.
     #[inline]
     pub(super) fn chunk_from(&self, index: u32, packets: u32) -> u32 {
         let boundary = (index / self.chunk + 1).saturating_mul(self.chunk);
