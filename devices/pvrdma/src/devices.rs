@@ -7,8 +7,7 @@ use hca::work::AsyncEvent;
 
 use crate::device::Device;
 
-/// The functions of one engine. Pass it to [`hca::Engine::poll`] as the sink, then call
-/// [`Device::flush_events`] for each device.
+/// The functions of one engine. Pass it to [`hca::Engine::poll`] as the sink, then call [`Device::flush_events`] for each device.
 pub struct Devices<M: Dma + Clone + 'static> {
     /// Sorted by identifier: there are tens of devices, and each event needs a look-up.
     devices: Vec<Device<M>>,

@@ -73,8 +73,8 @@ pub(super) struct LivePage {
 }
 
 impl<M: Dma + Clone + 'static> Device<M> {
-    /// Sets the delivery of doorbells. After a switch to [`DoorbellMode::Trapped`], call
-    /// [`Device::scan`] once more after the pages stopped being memory, so that no earlier doorbell is lost.
+    /// Sets the delivery of doorbells. After a switch to [`DoorbellMode::Trapped`], call [`Device::scan`] once more after the pages stopped
+    /// being memory, so that no earlier doorbell is lost.
     pub fn set_doorbells(&mut self, engine: &mut Engine<Pvrdma<M>>, mode: DoorbellMode) {
         self.mode = mode;
         engine.set_arm_exact(self.id, mode == DoorbellMode::Trapped);

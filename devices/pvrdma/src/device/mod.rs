@@ -1,13 +1,13 @@
 //! The PVRDMA function.
 //!
 //! ```text
-//!             DSR_HIGH (valid region)          CONTROL ACTIVATE
-//!   Silent ──────────────────────▶ Described ─────────────────▶ Active
-//!     ▲  ▲                          │    ▲                         │
-//!     │  └── CONTROL RESET ─────────┴────┼─────────────────────────┤
-//!     │                                  └── DSR_HIGH (new region) ┤
-//!     │                                                            │
-//!     └── reset(), remove          Failed ◀── announce_fatal ──────┘   until the next DSR_HIGH
+//!            DSR_HIGH (valid region)          CONTROL ACTIVATE
+//!  Silent ──────────────────────▶ Described ─────────────────▶ Active
+//!    ▲  ▲                          │    ▲                         │
+//!    │  └── CONTROL RESET ─────────┴────┼─────────────────────────┤
+//!    │                                  └── DSR_HIGH (new region) ┤
+//!    │                                                            │
+//!    └── reset(), remove          Failed ◀── announce_fatal ──────┘   until the next DSR_HIGH
 //! ```
 
 mod attributes;
