@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! new / restore -> registers by the driver -> ACTIVATE -> (frames) -> QUIESCE -> ACTIVATE ...
-//!                                                 └ RESET, function reset, or a stopped queue ┘
+//!                                                └ RESET, function reset, or a stopped queue ┘
 //! ```
 //!
 //! # Which register writes may be lost

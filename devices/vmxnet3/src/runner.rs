@@ -1,11 +1,11 @@
 //! A thread that owns a segment with all its devices and ports, and handles for other threads.
 //!
 //! ```text
-//!   vfio-user thread of a NIC                         segment thread (owns all state, plain &mut)
-//!     │ NicHandle::bar_write ── message, eventfd ───────▶│ executes it
-//!     │◀────────────────────────────── response ─────────│
-//!   guest ── store to a doorbell ── ioeventfd ──────────▶│ Segment::serve
-//!   host  ── frame at a tap ─────────────────────────────▶│
+//!  vfio-user thread of a NIC                         segment thread (owns all state, plain &mut)
+//!    │ NicHandle::bar_write ── message, eventfd ───────▶│ executes it
+//!    │◀────────────────────────────── response ─────────│
+//!  guest ── store to a doorbell ── ioeventfd ──────────▶│ Segment::serve
+//!  host  ── frame at a tap ─────────────────────────────▶│
 //! ```
 //!
 //! A call returns after the thread has executed it. So when a QUIESCE command, a reset, a change of memory or a drop of the handle returns,
