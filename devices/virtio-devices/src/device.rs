@@ -45,7 +45,7 @@ pub struct Activation {
 ///
 /// ```text
 /// created -> activate -> (stop -> activate)* -> dropped
-///                |  guest-caused error: interrupt.failed(reason), queues idle until stop
+///               |  guest-caused error: interrupt.failed(reason), queues idle until stop
 /// ```
 pub trait VirtioDevice: Send {
     /// Name, unique in the VM.

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! spawn ── state moves into the thread ── body(&mut state, &poller) until the stop event
-//!    body returns Err(reason) or panics: interrupt.failed(reason), the thread ends
+//!   body returns Err(reason) or panics: interrupt.failed(reason), the thread ends
 //! stop  ── signals, joins, returns the state, whatever happened
 //! ```
 
@@ -223,8 +223,8 @@ pub struct Worker<S> {
 }
 
 impl<S: Send + 'static> Worker<S> {
-    /// Starts a thread called `name` (the kernel shows its first 15 bytes). `body` returns after
-    /// [`Wake::Stop`] from [`Poller::wait`], or earlier with the reason why the device has failed.
+    /// Starts a thread called `name` (the kernel shows its first 15 bytes). `body` returns after [`Wake::Stop`] from [`Poller::wait`], or
+    /// earlier with the reason why the device has failed.
     pub fn spawn<F>(name: &str, interrupt: Arc<dyn VirtioInterrupt>, state: S, body: F) -> io::Result<Self>
     where
         F: FnOnce(&mut S, &Poller) -> Result<(), String> + Send + 'static,

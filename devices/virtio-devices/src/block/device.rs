@@ -88,8 +88,7 @@ pub struct BlockConfig {
     /// I/O engine.
     pub engine: EngineChoice,
     /// Claims (locks) the image when it is opened. Otherwise it is opened for a VM that still runs on another host, and can't be used
-    /// before
-    /// [`VirtioDevice::take_over`].
+    /// before [`VirtioDevice::take_over`].
     pub claim: bool,
 }
 

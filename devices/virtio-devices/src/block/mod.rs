@@ -2,8 +2,7 @@
 //!
 //! A write completes when it is in the host's page cache, so it survives the end of this process. A flush completes after `fdatasync`, so
 //! what it covers survives a crash of the host. [`request`] parses and checks, `task` turns a request into system calls, two engines
-//! execute them (io_uring, or one at a time), and
-//! [`worker`] connects a ring to an engine.
+//! execute them (io_uring, or one at a time), and [`worker`] connects a ring to an engine.
 
 mod chunks;
 mod counters;

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! Task::start ─▶ Running(task) ── op() ─▶ engine executes ─▶ advance(result) ─▶ None: next op()
-//!             └─▶ Done(status)                                                └─▶ Some(status)
+//!            └─▶ Done(status)                                                └─▶ Some(status)
 //! ```
 
 use std::os::fd::{AsRawFd, RawFd};

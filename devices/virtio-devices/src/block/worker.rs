@@ -2,8 +2,8 @@
 //!
 //! ```text
 //! kick ─▶ pop all ─▶ parse ─▶ engine ─▶ flush ─▶ reap ─▶ status byte, used ring ─▶ one interrupt
-//!           ▲                                       │
-//!           └── repeat while there are requests ────┘  then enable kicks and sleep
+//!          ▲                                       │
+//!          └── repeat while there are requests ────┘  then enable kicks and sleep
 //! ```
 
 use std::sync::Arc;

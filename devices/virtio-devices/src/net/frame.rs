@@ -95,7 +95,7 @@ impl<'a> FrameSink<'a> {
         for vec in &self.vecs[1..] {
             let (now, later) = rest.split_at(rest.len().min(vec.iov_len));
             // SAFETY: the entry is valid for writes of its length, which `now` doesn't exceed; guest memory
-            // and the spill buffer are disjoint from the back end's own buffer that `frame` lies in.
+            // and the spill buffer are disjoint from the backend's own buffer that `frame` lies in.
             unsafe { std::ptr::copy_nonoverlapping(now.as_ptr(), vec.iov_base.cast(), now.len()) };
             rest = later;
         }

@@ -1,7 +1,7 @@
 //! The thread of a queue pair.
 //!
 //! ```text
-//!             kick ──▶ transmit ──▶ channel full ──▶ wait until it is writable
+//!            kick ──▶ transmit ──▶ channel full ──▶ wait until it is writable
 //! channel readable ──▶ receive  ──▶ no buffers  ──▶ don't poll the channel until a kick
 //! ```
 //!

@@ -47,8 +47,8 @@ fn exactly(segments: &[Segment], offset: u64, len: usize) -> Result<Vec<Segment>
         .ok_or_else(|| RingError::Short { have: total_len(segments).saturating_sub(offset), want: len })
 }
 
-/// Marks the first `len` bytes of a list of guest buffers as dirty, after the kernel wrote them through
-/// [`GuestIoVecs`]. Skips buffers that aren't RAM any more, which a migration needn't copy.
+/// Marks the first `len` bytes of a list of guest buffers as dirty, after the kernel wrote them through [`GuestIoVecs`]. Skips buffers that
+/// aren't RAM any more, which a migration needn't copy.
 pub fn mark_written(memory: &GuestMemory, segments: &[Segment], len: u64) {
     let mut left = len;
     for segment in segments {

@@ -71,9 +71,8 @@ impl VirtioPciFunction {
         self.threads.get_or_init(|| threads);
     }
 
-    /// Restores a function. `device` was restored by its own constructor from
-    /// [`VirtioPciFunction::saved_device`]. The function is quiesced, like the saved one;
-    /// [`PciFunction::unquiesce`] starts it.
+    /// Restores a function. `device` was restored by its own constructor from [`VirtioPciFunction::saved_device`]. The function is
+    /// quiesced, like the saved one; [`PciFunction::unquiesce`] starts it.
     pub fn restore(
         device: Box<dyn VirtioDevice>,
         memory: GuestMemorySpace,

@@ -1,9 +1,9 @@
 //! One connection: a Unix stream on the host's side, credit and half-closes towards the guest.
 //!
 //! ```text
-//!    host connects: Requested ──RESPONSE──▶ Established ─┬─ SHUTDOWN(both) sent ──RST──▶ gone
-//!   guest connects: ───────────────────────▶ Established ─┤
-//!                                                          └─ RST from either, timeout ──▶ gone
+//!   host connects: Requested ──RESPONSE──▶ Established ─┬─ SHUTDOWN(both) sent ──RST──▶ gone
+//!  guest connects: ───────────────────────▶ Established ─┤
+//!                                                         └─ RST from either, timeout ──▶ gone
 //! ```
 
 use std::num::Wrapping;
@@ -61,7 +61,7 @@ pub enum Fate {
 pub struct Connection {
     /// Its ends.
     pub key: Key,
-    /// How far it has come.
+    /// State of the connection.
     pub state: State,
     /// When it is aborted.
     pub deadline: Option<Instant>,

@@ -1,13 +1,13 @@
 //! The virtio socket device (virtio 1.2, 5.10): byte streams between programs in the guest and on the host, without a network.
 //!
 //! ```text
-//!   guest rings ── VsockQueues ── Muxer ──┬─ Listener  <path>         host connects, sends "CONNECT <port>\n",
-//!                  one thread             │                           receives "OK <host port>\n"
-//!                                         └─ Connection ── <path>_<port>   sockets for guest connections
+//!  guest rings ── VsockQueues ── Muxer ──┬─ Listener  <path>         host connects, sends "CONNECT <port>\n",
+//!                 one thread             │                           receives "OK <host port>\n"
+//!                                        └─ Connection ── <path>_<port>   sockets for guest connections
 //! ```
 //!
 //! - [`packet`]: the header. [`connection`]: one stream: credit, half-closes. [`muxer`]: all of them,
-//!    without rings and threads, for tests. [`socket`]: the files on the host's side.
+//!   without rings and threads, for tests. [`socket`]: the files on the host's side.
 //!
 //! The protocol of the Unix socket is that of Firecracker and Cloud Hypervisor. All state that a guest can cause is bounded: connections
 //! ([`muxer::CONNECTIONS_MAX`]), bytes per connection ([`connection::BUFFER`]) and over all ([`muxer::PENDING_MAX`]), replies

@@ -1,7 +1,7 @@
 //! All connections of one device: dispatch of packets, fairness, and limits.
 //!
-//! Independent of rings and threads: [`Muxer::packet`] receives packets,
-//! [`Muxer::ready`] readiness of sockets, [`Muxer::expire`] the time; [`Muxer::next`] returns packets to send.
+//! Independent of rings and threads: [`Muxer::packet`] receives packets, [`Muxer::ready`] readiness of sockets, [`Muxer::expire`] the time;
+//! [`Muxer::next`] returns packets to send.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::io;
