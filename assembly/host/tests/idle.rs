@@ -1,5 +1,5 @@
 //! Cost of an idle daemon.
-#![allow(clippy::unwrap_used)] // A test that can't go on has failed.
+#![allow(clippy::unwrap_used)] // A test that can't continue has failed.
 
 #[path = "it/common/mod.rs"]
 mod common;

@@ -4,7 +4,7 @@
 //! ```text
 //! monitor of VM a ── vfio-user ──▶ its thread ─┐
 //! monitor of VM b ── vfio-user ──▶ its thread ─┼─▶ desk: one lock ─▶ vpio::Monitor ─▶ SharedCard ─▶ vfio-pci
-//!                         card's interrupt ─▶ thread of the card ─┘     accesses, time slices
+//!                        card's interrupt ─▶ thread of the card ─┘     accesses, time slices
 //! ```
 //!
 //! | module | holds |

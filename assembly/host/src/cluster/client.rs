@@ -1,9 +1,9 @@
 //! The thread that is the client of the cluster service.
 //!
 //! ```text
-//!   connect ─▶ RegisterHost ─▶ Watch ─▶ RegisterVm … ReportLinks ─▶ events, local changes, heartbeats ─┐
-//!      ▲                                                                                              │ any failure
-//!      └────────────────── back-off 0.1 to 2 s ◀────────────────────────────────────────────────────────┘
+//!  connect ─▶ RegisterHost ─▶ Watch ─▶ RegisterVm … ReportLinks ─▶ events, local changes, heartbeats ─┐
+//!     ▲                                                                                              │ any failure
+//!     └────────────────── back-off 0.1 to 2 s ◀────────────────────────────────────────────────────────┘
 //! ```
 
 use std::collections::{BTreeMap, BTreeSet};

@@ -1,10 +1,10 @@
 //! The directory of a host whose cluster has a service (`causeway host --cluster`).
 //!
 //! ```text
-//!   engine thread          owner, host … ──▶ View (lock-free, replaced as a whole)
-//!                          tell ───────────▶ local state (a lock held for a moment)
-//!                                               │ wakes                ▲ replaces, then notifies the engine
-//!   "cluster" thread       registers host and VMs, keeps the lease, follows the watch ◀──▶ causeway cluster serve
+//!  engine thread          owner, host … ──▶ View (lock-free, replaced as a whole)
+//!                         tell ───────────▶ local state (a lock held for a moment)
+//!                                              │ wakes                ▲ replaces, then notifies the engine
+//!  "cluster" thread       registers host and VMs, keeps the lease, follows the watch ◀──▶ causeway cluster serve
 //! ```
 //!
 //! The engine's thread never waits for the network. During an outage of the service the daemon continues with its current view, and reports

@@ -2,13 +2,13 @@
 //! (see [`vfio_user_protocol::doorbell_mode`]).
 //!
 //! ```text
-//!   wanted    signalled   client read    client reached
-//!   Trapped      -             -             Trapped      idle: the daemon may sleep
-//!   Mapped      yes            no            Trapped      doorbells may be memory from the signal on: polled
-//!   Mapped      yes           yes            Trapped      polled
-//!   Mapped       -             -             Mapped       polled
-//!   Trapped     yes            no            Mapped       polled
-//!   Trapped     yes           yes            Mapped       polled; REACHED = Trapped ends it, after a last poll
+//!  wanted    signalled   client read    client reached
+//!  Trapped      -             -             Trapped      idle: the daemon may sleep
+//!  Mapped      yes            no            Trapped      doorbells may be memory from the signal on: polled
+//!  Mapped      yes           yes            Trapped      polled
+//!  Mapped       -             -             Mapped       polled
+//!  Trapped     yes            no            Mapped       polled
+//!  Trapped     yes           yes            Mapped       polled; REACHED = Trapped ends it, after a last poll
 //! ```
 //!
 //! A confirmation counts only if the client has read WANTED after the signal: an earlier one belongs to an earlier signal. So the daemon

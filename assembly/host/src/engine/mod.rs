@@ -2,10 +2,10 @@
 //! results.
 //!
 //! ```text
-//!   vfio-user threads      EngineHandle::call ── bounded channel, eventfd while it sleeps ──▶ job(&mut Worker)
-//!   (one per socket)       ◀──────────────────────────── response ──────────────────────────
-//!                          EngineHandle::doorbell ── no response ──────────────────────────▶
-//!   guests' doorbells in memory  ◀── polled, while a device's doorbells are memory
+//!  vfio-user threads      EngineHandle::call ── bounded channel, eventfd while it sleeps ──▶ job(&mut Worker)
+//!  (one per socket)       ◀──────────────────────────── response ──────────────────────────
+//!                         EngineHandle::doorbell ── no response ──────────────────────────▶
+//!  guests' doorbells in memory  ◀── polled, while a device's doorbells are memory
 //! ```
 //!
 //! When a call returns, its job is complete: the engine doesn't access a destroyed queue pair's memory any more, nor an old table of guest
@@ -14,10 +14,10 @@
 //! Sleeping and polling, per device (see [`handshake`] and [`load`]):
 //!
 //! ```text
-//!             32 trapped doorbells in 40 ms (`--doorbell-window`), and no program is event-driven: request memory
-//!    trapped ──────────────────────────────────────────────────────────────▶ memory: the thread polls
-//!       ▲                                                                     │
-//!       └── last poll, full scan ◀── client: trapped ◀── no work for 100 ms, or a program arms: request trapped
+//!            32 trapped doorbells in 40 ms (`--doorbell-window`), and no program is event-driven: request memory
+//!   trapped ──────────────────────────────────────────────────────────────▶ memory: the thread polls
+//!      ▲                                                                     │
+//!      └── last poll, full scan ◀── client: trapped ◀── no work for 100 ms, or a program arms: request trapped
 //! ```
 //!
 //! When every device is trapped the thread sleeps until a call, a trapped doorbell or a timer of the engine.

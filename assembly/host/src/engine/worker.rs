@@ -363,7 +363,7 @@ impl Worker {
         self.settle(self.now());
     }
 
-    /// Also ends at the host's RDMA device what a command has ended.
+    /// Ends at the host's RDMA device the objects that a command has destroyed.
     fn settle(&mut self, now: u64) {
         if let Some(transports) = &mut self.transports {
             transports.settle(&mut self.engine, now);

@@ -1,8 +1,8 @@
 //! All NICs of the host: their owners, and their removal when their clients disconnect.
 //!
 //! ```text
-//!   attach ──▶ sockets listen ──▶ clients connect ──▶ both disconnect (crashed, or in order) ──▶ NIC removed
-//!                   └── no client connects for a minute ──▶ NIC removed
+//!  attach ──▶ sockets listen ──▶ clients connect ──▶ both disconnect (crashed, or in order) ──▶ NIC removed
+//!                  └── no client connects for a minute ──▶ NIC removed
 //! ```
 
 mod error;

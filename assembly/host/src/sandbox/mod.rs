@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! Sandbox::enter   once directory, key and sockets to other hosts are open, before the first thread is created:
-//!                   drops all capabilities but the one for taps and large socket buffers, then Landlock, seccomp
+//!                  drops all capabilities but the one for taps and large socket buffers, then Landlock, seccomp
 //! ```
 //!
 //! The threads inherit it. All have the same filter: they share all memory, so each could make the others act for it. A refused system call

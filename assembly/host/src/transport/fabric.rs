@@ -243,9 +243,9 @@ impl Fabric {
         self.sockets.iter().any(|socket| !socket.waiting.is_empty())
     }
 
-    /// Sends packets of `stride` bytes (the last may be shorter) to the same port of another host. Each begins with
-    /// [`Fabric::before`] bytes of room for its header, and ends with [`Fabric::behind`]. Packets without room are kept, and the next
-    /// [`Fabric::has_room`] sends them in order. Callers check that first, so few are ever kept.
+    /// Sends packets of `stride` bytes (the last may be shorter) to the same port of another host. Each begins with [`Fabric::before`]
+    /// bytes of room for its header, and ends with [`Fabric::behind`]. Packets without room are kept, and the next [`Fabric::has_room`]
+    /// sends them in order. Callers check that first, so few are ever kept.
     pub fn send(&mut self, to: SocketAddr, header: &Header, run: Run<'_>, now: u64) {
         let Run { index, bytes, stride, ecn } = run;
         let version = if self.secure.is_some() { SEALED } else { PLAIN };

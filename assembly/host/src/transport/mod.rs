@@ -2,9 +2,9 @@
 //!
 //! ```text
 //! hca::Engine ── Action::Post ──▶ Transports ── roce::Connection::transmit ──▶ fabric ──▶ UDP
-//!       ▲                            │    ▲                                     wire ──▶ frames on the NIC's segment
-//!       └── remote_* (Carrier) ◀─────┘    └── fabric ◀── UDP, wire ◀── frames
-//!                                    └── verbs ──▶ the host's RDMA device, which implements the protocol itself
+//!      ▲                            │    ▲                                     wire ──▶ frames on the NIC's segment
+//!      └── remote_* (Carrier) ◀─────┘    └── fabric ◀── UDP, wire ◀── frames
+//!                                   └── verbs ──▶ the host's RDMA device, which implements the protocol itself
 //! ```
 //!
 //! All of it runs on the engine's thread, between its polls. A connection of the protocol is created when its queue pair first posts a

@@ -1,5 +1,5 @@
 //! Integration tests of `host`: one binary, since linking takes most of the time.
-#![allow(clippy::unwrap_used)] // A test that can't go on has failed.
+#![allow(clippy::unwrap_used)] // A test that can't continue has failed.
 
 mod bad_link;
 mod cluster;

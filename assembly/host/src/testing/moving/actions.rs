@@ -108,8 +108,7 @@ impl Cluster {
                     let device = machine.here.remove(&vm).unwrap();
                     machine.drop_lines(device);
                     source.leave(&mut machine.parts());
-                    // Nothing of this host writes to it any more. If something did, it would now write another VM's memory, and be
-                    // detected.
+                    // Nothing of this host writes to it any more: a write would now hit another VM's memory, and be detected.
                     self.spare.extend(self.vms.get_mut(&vm).and_then(|found| found.left.take()));
                 }
             }

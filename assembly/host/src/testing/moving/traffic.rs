@@ -1,8 +1,11 @@
 //! A program in each of two guests: it posts operations to its peer, and checks each result for exactly-once execution in order.
 //!
-//! Operation n of a direction is, by n mod 5: fetch-and-add of 1 to a word of its own (the result must be the number of earlier ones);
-//! compare and swap of a word from k to k+1 (the result must be k); a WRITE of a block whose bytes follow from n; a SEND of n, whose
-//! receiver checks that it is the next and that the WRITE before it has arrived whole; a READ of that block.
+//! Operation n of a direction is, by n mod 5:
+//! - 0: fetch-and-add of 1 to a word of its own; the result must be the number of earlier ones.
+//! - 1: compare and swap of a word from k to k+1; the result must be k.
+//! - 2: a WRITE of a block whose bytes follow from n.
+//! - 3: a SEND of n, whose receiver checks that it is the next and that the WRITE before it has arrived whole.
+//! - 4: a READ of that block.
 
 use dma::MappedMemory;
 use pvrdma::abi::work::opcode;

@@ -6,11 +6,11 @@
 //!
 //! ```text
 //! initiator                                                            responder
-//!    Hello   version 2 · 3 · 0 (2) │ e, {own session number, time} ──────▶  key right? time newer than the last one?
-//!    ◀────────── Answer  version 2 · 4 · 0 (2) │ initiator's session │ e, {own session number}     session waits (`next`)
-//!    session in use (`current`)
-//!    Alive   kind 5, sealed, empty ──────────────────────────────────────▶  it opens: session in use (`current`)
-//!    packets, kinds 1 and 2, sealed ◀──────────────────────────────────▶
+//!   Hello   version 2 · 3 · 0 (2) │ e, {own session number, time} ──────▶  key right? time newer than the last one?
+//!   ◀────────── Answer  version 2 · 4 · 0 (2) │ initiator's session │ e, {own session number}     session waits (`next`)
+//!   session in use (`current`)
+//!   Alive   kind 5, sealed, empty ──────────────────────────────────────▶  it opens: session in use (`current`)
+//!   packets, kinds 1 and 2, sealed ◀──────────────────────────────────▶
 //! ```
 //!
 //! The prologue binds both hosts' addresses in the directory, initiator first, so no message can be replayed to its sender. A replayed

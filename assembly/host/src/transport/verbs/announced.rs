@@ -4,8 +4,8 @@
 //! ```text
 //! sender                                          receiver
 //! guest posts ─▶ posted    ── Announce (posted) ──▶  wanted
-//!                                                     taken ◀─ receives of the shared queue, while the device has room
-//!                 ready     ◀── Ready (n) ──────────  wanted, or what was taken where there is no room
+//!                                                    taken ◀─ receives of the shared queue, while the device has room
+//!                ready     ◀── Ready (n) ──────────  wanted, or what was taken where there is no room
 //! sent, up to ready
 //! ```
 //! An empty queue blocks nothing here: the sender's device gets an RNR NAK as on any wire, and the guest's own number of retries applies.

@@ -6,7 +6,7 @@
 //! Hello (A's end, I know B's)     ──▶   B may send
 //! Resolve (rkey)                  ──▶   registers with its device
 //! caches the number               ◀──   Resolved (rkey is n)
-//!                                  ◀──   Invalidate (rkey), when the guest deregisters, repeated until acknowledged
+//!                                 ◀──   Invalidate (rkey), when the guest deregisters, repeated until acknowledged
 //! Invalidated (rkey)              ──▶
 //! Announce (n)                    ──▶   consumes receives of its shared queue for n messages
 //! sends up to the n-th            ◀──   Ready (n)

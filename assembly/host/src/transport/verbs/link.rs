@@ -1,10 +1,10 @@
 //! A guest's queue pair that is backed by one of the host's device.
 //!
 //! ```text
-//!             Hello arrives                     the peer has confirmed that it knows ours
-//!    new ──────────────────▶ receives ────────────────────────────────▶ settled ── first request ──▶ sends
-//!     │ Hello, repeated         receives of the guest are posted
-//!     └─ no response in the guest's own time: retry exceeded
+//!            Hello arrives                     the peer has confirmed that it knows ours
+//!   new ──────────────────▶ receives ────────────────────────────────▶ settled ── first request ──▶ sends
+//!    │ Hello, repeated         receives of the guest are posted
+//!    └─ no response in the guest's own time: retry exceeded
 //! ```
 
 use std::collections::{BTreeSet, VecDeque};

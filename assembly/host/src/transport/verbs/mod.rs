@@ -9,19 +9,18 @@
 //! ```
 //!
 //! Numbers of queue pairs, keys and PSNs differ from the guest's and per host; addresses don't. A guest's region is registered with its
-//! scattered pages in order and its own start (`dma::Alias`), so that a request needs no cutting, whatever the pages: one request of the
-//! guest is one of the device. Protection is the device's: a protection domain of the guest is one of the device, with the same regions and
-//! rights.
+//! scattered pages in order and its own start (`dma::Alias`). So a request of the guest is one request of the device, whatever its pages.
+//! The device enforces protection: a protection domain of the guest is one of the device, with the same regions and rights.
 //!
 //! | module | holds |
 //! |---|---|
-//! | `rnic` | what a device must do; `device`, `library`: libibverbs (crate `ibverbs`) |
-//! | `numbers` | keys, both ways |
-//! | `control` | what daemons tell each other |
+//! | `rnic` | interface of a device; `device`, `library`: libibverbs (crate `ibverbs`) |
+//! | `numbers` | keys, in both directions |
+//! | `control` | messages between daemons |
 //! | `link` | a connection |
 //! | `announced` | messages for shared receive queues |
-//! | `requests`, `messages` | what the guest posts; what daemons say |
-//! | `moving` | what becomes of connections when a VM moves |
+//! | `requests`, `messages` | the guest's requests; processing of daemons' messages |
+//! | `moving` | connections of VMs that migrate |
 
 mod announced;
 mod control;

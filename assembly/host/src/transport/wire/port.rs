@@ -1,9 +1,9 @@
 //! Port between a NIC's Ethernet function, which a segment's thread serves, and its RDMA function, which the engine's thread serves.
 //!
 //! ```text
-//!   segment's thread                                        engine's thread
-//!   frame for the NIC ── is it RoCEv2 to an address of the RDMA function? headers, ICRC ──▶ inbox ──▶ Port::drain
-//!   sent with the NIC's address ◀───────────────────── outbox ◀─────────────────────────────────────── Port::send
+//!  segment's thread                                        engine's thread
+//!  frame for the NIC ── is it RoCEv2 to an address of the RDMA function? headers, ICRC ──▶ inbox ──▶ Port::drain
+//!  sent with the NIC's address ◀───────────────────── outbox ◀─────────────────────────────────────── Port::send
 //! ```
 //!
 //! Both boxes are bounded in bytes; packets without room are dropped and counted, as on any link.
