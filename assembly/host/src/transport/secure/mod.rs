@@ -291,7 +291,7 @@ impl Secure {
         Sealing::Done
     }
 
-    /// Keeps unsealed packets until there is a session, within [`MOST_HELD`] bytes and a time limit.
+    /// Keeps unsealed packets until there is a session, within `MOST_HELD` bytes and a time limit.
     pub fn hold(&mut self, to: SocketAddr, lane: usize, packets: &[u8], stride: usize, ecn: bool, now: u64) {
         let index = self.peer(to);
         let count = packets.len().div_ceil(stride.max(1)) as u64;
