@@ -1,7 +1,9 @@
-//! Hand-offs per second between two guests on reference devices in this process: `cargo run --release -p vpio --example handoff`.
+//! Measures hand-offs per second between two guests on the reference devices of this process: `cargo run --release -p
+//! vpio --example handoff`.
 //!
-//! Counted are whole hand-offs: freeze, save, reset, restore, with the memory of the guest that gets the device validated and mapped. The
-//! reference devices answer at once; a physical one takes time for each of the accesses, whose number is printed too.
+//! A hand-off is freeze, save, reset and restore. It includes the validation and mapping of the incoming guest's
+//! memory. The reference devices answer at once, but a physical device takes time for each register access. So the
+//! example prints the number of accesses, too.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -15,14 +17,14 @@ use vpio::fast_forward::Scratch;
 use vpio::{Answer, FailurePolicy, GuestConfig, GuestId, Monitor, MonitorError, Slot, Slots};
 
 const STATION: [u8; 6] = [0, 0xE0, 0x4C, 0, 0, 1];
-/// Each guest's memory, one behind the other, then the monitor's scratch memory.
+/// Size in bytes of each region: one region per guest, then the monitor's scratch region.
 const BYTES: u32 = 0x10_0000;
 const SCRATCH: u32 = 2 * BYTES;
 
 /// Offset, bytes, value.
 type Write = (u32, u8, u32);
 
-/// A ring of 52 pages, the receiver runs.
+/// Returns the writes that start a receiver with a ring of 52 pages.
 fn ne2000(_: u32) -> Vec<Write> {
     let bytes = [
         (0x21, 0x00),
@@ -41,26 +43,26 @@ fn ne2000(_: u32) -> Vec<Write> {
     bytes.into_iter().map(|(value, offset)| (offset, 1, value)).collect()
 }
 
-/// A ring of 32 KiB, four buffers, both engines run.
+/// Returns the writes that start both engines, with a receive ring of 32 KiB and four transmit buffers.
 fn rtl8139(memory: u32) -> Vec<Write> {
     let frames = (0..4).map(|n| (0x20 + 4 * n, 4, memory + 0x1_0000 + 0x800 * n));
     let start = [(0x30, 4, memory), (0x37, 1, 0x0C), (0x44, 4, 0xF78A), (0x40, 4, 0x0300_0680)];
     start.into_iter().chain(frames).collect()
 }
 
-/// Rings of 64 descriptors, both engines run.
+/// Returns the writes that start both engines, with rings of 64 descriptors.
 fn e1000(memory: u32) -> Vec<Write> {
     let transmit = [(0x3800, memory + 0x2000), (0x3804, 0), (0x3808, 0x400), (0x400, 2)];
     let receive = [(0x2800, memory + 0x1000), (0x2804, 0), (0x2808, 0x400), (0x100, 0x8002), (0x2818, 63)];
     transmit.into_iter().chain(receive).map(|(offset, value)| (offset, 4, value)).collect()
 }
 
-/// Memory of both guests and the monitor.
+/// The memory of both guests and of the monitor.
 #[derive(Debug, Clone)]
 struct Ram(Arc<Mutex<Vec<u8>>>);
 
 impl Ram {
-    /// With descriptors of receive buffers for an e1000.
+    /// Allocates the memory and writes receive descriptors for an e1000.
     fn new() -> Self {
         let mut bytes = vec![0; usize::try_from(SCRATCH + BYTES).unwrap_or(0)];
         for memory in [0, BYTES] {
@@ -143,7 +145,7 @@ fn measure<P: Card>(
                 let done = monitor.switch(GuestId(number), false)?;
                 assert_eq!(done, vpio::Switched::Done, "{} is reusable", device.name);
                 switches += 1;
-                // What a card sends to itself to move its pointers doesn't pile up.
+                // Drops the frames that the card sent to itself to move its pointers, so that they don't accumulate.
                 monitor.physical().take_sent();
             }
         }

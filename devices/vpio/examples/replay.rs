@@ -1,6 +1,8 @@
-//! Replays files of violations, as `causeway run --nic vpio:ADDRESS,violations=FILE` writes them: `cargo run -p vpio --example replay -- FILE ...`.
+//! Replays violation files that `causeway run --nic vpio:ADDRESS,violations=FILE` wrote: `cargo run -p vpio --example
+//! replay -- FILE ...`.
 //!
-//! A line for each violation; the status is 1 where this program decides otherwise than the monitor that wrote the file did.
+//! Prints a line per violation. The exit status is 1 if this program decides a violation differently from the monitor
+//! that recorded it.
 
 use std::process::ExitCode;
 
@@ -13,7 +15,7 @@ fn chain(error: &dyn std::error::Error) -> String {
         .join(": ")
 }
 
-/// How many violations a file has, and how many of them are decided otherwise now.
+/// Replays a file. Returns the number of violations, and how many of them this program decides differently.
 fn replay(path: &str) -> Result<(usize, usize), Box<dyn std::error::Error>> {
     let violations = read(&std::fs::read_to_string(path)?)?;
     let mut otherwise = 0;

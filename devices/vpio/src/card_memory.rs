@@ -1,14 +1,14 @@
-//! What of a guest lies in memory on a shared card, while the guest has the card and while another one does.
+//! A guest's data in the memory on a shared card, while the guest is resident and while it isn't.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// What of a guest lies in memory on the card.
+/// One guest's data in the card's memory.
 #[derive(Debug, Default)]
 pub(crate) struct CardMemory {
-    /// Pages that it wrote, as far as they aren't all of its receive ring.
+    /// Pages that the guest wrote and that aren't entirely part of its receive ring.
     pub(crate) written: BTreeSet<u32>,
-    /// Pages of receive rings that were granted since it got the device.
+    /// Pages of the receive rings that were granted since the guest became resident.
     pub(crate) rings: BTreeSet<u32>,
-    /// Contents, while the device is with another guest.
+    /// Contents of the pages, by page number, while another guest has the device.
     pub(crate) saved: BTreeMap<u32, Vec<u32>>,
 }

@@ -1,8 +1,9 @@
-//! Windows in the host's memory: checked against the guest's memory map, then mapped (with an IOMMU) or translated (without).
+//! DMA windows: checked against the guest's memory map, then mapped (with an IOMMU) or translated (without one).
 //!
-//! With an IOMMU the device uses the guest's own addresses, and reaches the pages of validated windows only: pages are counted, mapped
-//! with the first window that needs them, unmapped with the last. A device that takes addresses out of the guest's memory (e1000) reaches all
-//! of that memory from the first start of an engine until a reset or the hand-off, and never more.
+//! With an IOMMU the device uses guest-physical addresses and reaches only the pages of validated windows. [`Mappings`]
+//! counts the windows per page: the first window maps a page, and the last one unmaps it. A device that reads addresses
+//! from guest memory (e1000) reaches all of the guest's memory, from the first start of an engine until a reset or the
+//! hand-off.
 
 use std::collections::BTreeMap;
 
@@ -12,29 +13,31 @@ use device_models::physical::{DeviceError, Mapping, PhysicalDevice};
 
 use crate::violation::Recorder;
 
-/// Bytes of a page: what an IOMMU maps.
+/// Size in bytes of an IOMMU page.
 pub const PAGE: u64 = 4096;
 
-/// A guest's memory, as far as devices may use it.
+/// The part of a guest's memory that devices may use.
 pub trait MemoryMap {
-    /// The address by which a device without an IOMMU reaches the guest's byte `base`, when all `length` bytes from there are the
-    /// guest's, may be used by devices in this direction, and are contiguous in those addresses.
+    /// Returns the address by which a device without an IOMMU reaches the guest-physical address `base`.
+    ///
+    /// Returns `None` unless all `length` bytes belong to the guest, permit `direction`, and are contiguous in the
+    /// device's addresses.
     fn dma(&self, base: u64, length: u64, direction: Direction) -> Option<u64>;
-    /// All of the memory that devices may use: first byte in the guest's addresses, bytes (both multiples of [`PAGE`]), whether devices may write
-    /// there. No two overlap. The same as long as the guest lives.
+    /// Returns all regions that devices may use: guest-physical base, length in bytes (both multiples of [`PAGE`]), and
+    /// whether devices may write. Regions don't overlap. The result doesn't change during the guest's lifetime.
     fn all(&self) -> Vec<(u64, u64, bool)>;
 }
 
-/// A piece of guest memory.
+/// A region of guest memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Slot {
-    /// First byte in the guest's addresses, a multiple of [`PAGE`].
+    /// Guest-physical base address, a multiple of [`PAGE`].
     pub guest_base: u64,
-    /// Bytes, a multiple of [`PAGE`].
+    /// Length in bytes, a multiple of [`PAGE`].
     pub length: u64,
-    /// First byte in the addresses of a device without an IOMMU.
+    /// Base address for a device without an IOMMU.
     pub device_base: u64,
-    /// Whether devices may write there.
+    /// Whether devices may write to the region.
     pub writable: bool,
 }
 
@@ -59,29 +62,30 @@ impl MemoryMap for Slots {
     }
 }
 
-/// Why memory isn't mapped for the device.
+/// Why memory couldn't be mapped for the device.
 #[derive(Debug)]
 pub(crate) enum Unmapped {
-    /// This memory can't be: what was mapped before is mapped, and nothing else. It concerns the guest that asked, and nobody else.
+    /// The IOMMU refused this memory. Earlier mappings are unchanged. The error concerns only the requesting guest.
     Refused(DeviceError),
-    /// What was mapped before can't be restored: the device has to be reset.
+    /// Earlier mappings couldn't be restored: the device must be reset.
     Failed(DeviceError),
 }
 
-/// What the device reaches through the IOMMU for the resident guest: pages, how many windows use each, how many of these are written; or all of
-/// the guest's memory.
+/// The resident guest's memory that the device reaches through the IOMMU. Either single pages, each with the number of
+/// windows that use it and how many of these permit writes, or all of the guest's memory.
 #[derive(Debug, Default)]
 pub struct Mappings {
     pages: BTreeMap<u64, (u32, u32)>,
-    /// All of the memory, as it is mapped, while `whole_users` windows need it. Pages are counted meanwhile, and not mapped by themselves.
+    /// Mappings of all guest memory, while `whole_users` windows need it. Meanwhile pages are counted but not mapped
+    /// one by one.
     whole: Vec<Mapping>,
     whole_users: u32,
-    /// Most bytes that were mapped at a time.
+    /// Largest number of bytes that were mapped at one time.
     pub peak: u64,
 }
 
 impl Mappings {
-    /// Bytes that are mapped, so pinned.
+    /// Returns the number of bytes that are mapped, and so pinned.
     pub fn bytes(&self) -> u64 {
         if self.whole_users > 0 {
             return self.whole.iter().map(|mapping| mapping.length).sum();
@@ -89,7 +93,8 @@ impl Mappings {
         u64::try_from(self.pages.len()).unwrap_or(u64::MAX).saturating_mul(PAGE)
     }
 
-    /// Maps all of the guest's memory. The first time no engine of the device runs that needs memory, so pages may go for a moment.
+    /// Maps all of the guest's memory. On the first call no engine that uses memory runs, so single pages may be
+    /// unmapped for a moment.
     pub(crate) fn add_all<P: PhysicalDevice>(
         &mut self,
         physical: &mut P,
@@ -100,7 +105,7 @@ impl Mappings {
             for &(base, length, writable) in memory {
                 let mapping = Mapping { device_base: base, guest_base: base, length, writable };
                 if let Err(error) = physical.map(mapping) {
-                    // As it was: what was mapped goes, pages come back.
+                    // Roll back: unmap the regions, then map the counted pages again.
                     self.unmap_whole(physical)
                         .and_then(|()| self.map_pages(physical))
                         .map_err(Unmapped::Failed)?;
@@ -131,7 +136,7 @@ impl Mappings {
         Ok(())
     }
 
-    /// Nothing is mapped any more, whoever used it. The device was reset.
+    /// Unmaps everything, for all users. The caller has reset the device.
     pub(crate) fn clear<P: PhysicalDevice>(&mut self, physical: &mut P) -> Result<(), DeviceError> {
         if self.whole.is_empty() {
             while let Some((&page, &(_, writers))) = self.pages.first_key_value() {
@@ -145,7 +150,7 @@ impl Mappings {
         Ok(())
     }
 
-    /// Maps all pages that are counted. Those that aren't mapped after an error aren't counted any more.
+    /// Maps all counted pages. After an error, pages that aren't mapped are no longer counted.
     fn map_pages<P: PhysicalDevice>(&mut self, physical: &mut P) -> Result<(), DeviceError> {
         let failed = self.pages.iter().find_map(|(&page, &(_, writers))| {
             physical.map(Self::mapping(page, writers > 0)).err().map(|error| (page, error))
@@ -155,7 +160,7 @@ impl Mappings {
         Err(error)
     }
 
-    /// Unmaps all pages, which are still counted. After an error only those are that are still mapped.
+    /// Unmaps all pages but keeps their counts. After an error only the pages that are still mapped stay counted.
     fn unmap_pages<P: PhysicalDevice>(&mut self, physical: &mut P) -> Result<(), DeviceError> {
         let failed = self.pages.iter().find_map(|(&page, &(_, writers))| {
             physical.unmap(Self::mapping(page, writers > 0)).err().map(|error| (page, error))
@@ -184,7 +189,7 @@ impl Mappings {
         for page in pages.clone() {
             match self.add_page(physical, page, writes) {
                 Err(Unmapped::Refused(error)) => {
-                    // As it was.
+                    // Roll back.
                     for added in *pages.start()..page {
                         self.remove_page(physical, added, writes).map_err(Unmapped::Failed)?;
                     }
@@ -205,14 +210,13 @@ impl Mappings {
     ) -> Result<(), Unmapped> {
         let (users, writers) = self.pages.get(&page).copied().unwrap_or((0, 0));
         if self.whole_users > 0 {
-            // It is mapped.
+            // Already mapped, as part of all guest memory.
         } else if users == 0 {
             physical.map(Self::mapping(page, writes)).map_err(Unmapped::Refused)?;
         } else if writes && writers == 0 {
             physical.unmap(Self::mapping(page, false)).map_err(Unmapped::Failed)?;
             if let Err(error) = physical.map(Self::mapping(page, true)) {
                 if let Err(lost) = physical.map(Self::mapping(page, false)) {
-                    // It isn't mapped any more.
                     self.pages.remove(&page);
                     return Err(Unmapped::Failed(lost));
                 }
@@ -252,7 +256,6 @@ impl Mappings {
         if single && writers > 0 && left == 0 {
             physical.unmap(Self::mapping(page, true))?;
             if let Err(lost) = physical.map(Self::mapping(page, false)) {
-                // It isn't mapped any more.
                 self.pages.remove(&page);
                 return Err(lost);
             }
@@ -262,14 +265,14 @@ impl Mappings {
     }
 }
 
-/// What the model of the resident guest is granted.
+/// Decides grants of memory to the resident guest's model.
 pub(crate) struct Vetter<'a, P> {
     pub physical: &'a mut P,
     pub mappings: &'a mut Mappings,
     pub memory: &'a dyn MemoryMap,
     pub permissions: &'a [Permission],
     pub recorder: &'a mut Recorder,
-    /// The device failed while memory was mapped for it, or unmapped. Memory that can't be mapped is no failure: it is denied.
+    /// A failure of the device during map or unmap. Memory that can't be mapped isn't a failure: the grant is denied.
     pub failure: Option<DeviceError>,
 }
 
@@ -307,8 +310,9 @@ impl<P: PhysicalDevice> Grants for Vetter<'_, P> {
         verdict
     }
 
-    /// Behind an IOMMU all that devices may use of the guest's memory, for writing where that is allowed. Without one nothing keeps the device
-    /// there: it takes its rings from somebody else then, who copies the descriptors that it checked (`crate::sharing`).
+    /// Grants all of the guest's memory that devices may use, with an IOMMU. Without an IOMMU nothing confines the
+    /// device. A shared card then takes its rings from the owner, who copies the descriptors after checking them
+    /// (`crate::sharing`).
     fn grant_all(&mut self, _: Direction) -> Result<(), Denied> {
         let verdict = if self.physical.has_iommu() {
             self.mappings.add_all(self.physical, &self.memory.all()).map_err(|unmapped| self.denied(unmapped))

@@ -1,5 +1,5 @@
-//! Another device of the same kind in the place of one: a card for its emulation, an emulation for a card. Guests' contexts stay with the
-//! monitor; what lies on the device itself, and the memory that it may use, stays with the device.
+//! Exchange of a device for another one of the same kind: a card for its emulation, or the reverse. The guests'
+//! contexts stay in the monitor. On-device contents and scratch memory stay with their device.
 
 use std::collections::BTreeSet;
 
@@ -8,21 +8,22 @@ use device_models::physical::PhysicalDevice;
 use crate::fast_forward::Scratch;
 use crate::monitor::Monitor;
 
-/// A device that waits beside a monitor's own.
+/// A device that isn't in use by a monitor.
 pub struct Aside<P> {
     physical: P,
-    /// Pages of card memory in which something of a guest may lie.
+    /// Pages of card memory that may hold guest data.
     dirty: BTreeSet<u32>,
     scratch: Option<Box<dyn Scratch + Send>>,
 }
 
 impl<P> Aside<P> {
-    /// A device that no guest has had, with memory for frames to itself where it needs that ([`Monitor::set_scratch`]).
+    /// Wraps a device that no guest has used. A device with hidden ring pointers needs `scratch`
+    /// ([`Monitor::set_scratch`]).
     pub fn new(physical: P, scratch: Option<Box<dyn Scratch + Send>>) -> Self {
         Self { physical, dirty: BTreeSet::new(), scratch }
     }
 
-    /// The device, to look at.
+    /// Returns the device for inspection.
     pub fn physical_ref(&self) -> &P {
         &self.physical
     }
@@ -34,11 +35,11 @@ impl<P> Aside<P> {
 }
 
 impl<P: PhysicalDevice> Monitor<P> {
-    /// Takes another device of the same description, and gives its own back. The guest that is given the device next finds its context
-    /// there.
+    /// Replaces the monitor's device by `other`, which has the same description, and returns the previous device. The
+    /// next resident guest finds its context restored on the new device.
     ///
     /// # Errors
-    /// The device that came, while a guest has this monitor's own: [`Monitor::release`] takes it.
+    /// Returns `other` while a guest is resident. Call [`Monitor::release`] first.
     pub fn exchange(&mut self, other: Aside<P>) -> Result<Aside<P>, Aside<P>> {
         if self.resident.is_some() {
             return Err(other);

@@ -1,6 +1,6 @@
-//! Ring pointers that a device shows but doesn't let anybody write are moved by frames that the device sends to itself, into a ring of
-//! the monitor's: the sizes add up to the position in the receive ring, the number of frames to the next transmit descriptor
-//! (spec nics 2.6).
+//! Moves ring pointers that a device exposes but doesn't let software write. The device sends frames to itself, into a
+//! ring in the monitor's scratch memory. Their sizes add up to the position in the receive ring, and their number to
+//! the next transmit descriptor.
 
 use device_models::describe::Pointers;
 use device_models::physical::PhysicalDevice;
@@ -8,15 +8,16 @@ use device_models::physical::PhysicalDevice;
 use crate::monitor::{Monitor, MonitorError};
 pub use crate::scratch::{FRAME, RING, Scratch};
 
-/// Reads until a frame must have been sent.
+/// Limit of status reads until a frame counts as not sent.
 const MAX_SEND_READS: u32 = 1000;
-/// The same for a frame that may not be its turn: it would be on the wire for 5 µs, and a read takes a µs at least.
+/// Limit of status reads for a frame in a descriptor that may not be next. A frame takes 5 µs on the wire and a read at
+/// least 1 µs, so 200 reads suffice.
 const FIND: u32 = 200;
-/// Smallest and largest frame.
+/// Smallest and largest frame in bytes.
 const SIZES: (u32, u32) = (60, 1512);
 
-/// Sizes of frames that move a ring pointer by `distance` bytes (modulo `ring`), so that their number is `next` modulo `descriptors`.
-/// `None` when the distance can't be made of frames.
+/// Returns frame sizes that move a ring pointer by `distance` bytes (modulo `ring`) and whose number is `next` modulo
+/// `descriptors`. Returns `None` if no sequence of legal frames does.
 pub(crate) fn frames(pointers: &Pointers, distance: u32, ring: u32, next: u32) -> Option<Vec<u32>> {
     let (overhead, round) = pointers.overhead;
     let descriptors = u32::try_from(pointers.descriptors.len()).ok()?;
@@ -42,7 +43,8 @@ pub(crate) fn frames(pointers: &Pointers, distance: u32, ring: u32, next: u32) -
 }
 
 impl<P: PhysicalDevice> Monitor<P> {
-    /// Gives the monitor memory for frames that a device sends to itself; devices with hidden ring pointers need it to be shared.
+    /// Sets the memory for frames that a device sends to itself. A device with hidden ring pointers can't be shared
+    /// without it.
     pub fn set_scratch(&mut self, scratch: Box<dyn Scratch + Send>) {
         self.scratch = Some(scratch);
     }
@@ -57,7 +59,8 @@ impl<P: PhysicalDevice> Monitor<P> {
         if distance == 0 && next == 0 {
             return self.put(at, receive, config);
         }
-        // The receiver accepts something of what the device could send to itself, and the ring has such a position.
+        // Only if the receiver accepts some frame that the device could send to itself, and the ring has such a
+        // position.
         let sizes = frames(pointers, distance, ring, next)
             .filter(|_| config & (pointers.accept.0 | pointers.accept.1) != 0);
         let (Some(scratch), Some(sizes)) = (self.scratch.as_mut(), sizes) else {
@@ -65,7 +68,7 @@ impl<P: PhysicalDevice> Monitor<P> {
         };
         let base = u32::try_from(scratch.device_base()).unwrap_or(u32::MAX);
         let mut frame = vec![0; usize::try_from(SIZES.1).unwrap_or(0)];
-        // To an address that nobody on the wire sends to, if it can be: what comes from there moves the pointer as well.
+        // Prefer an address that no station on the wire sends to: a frame from the wire would move the pointer as well.
         let to = if config & pointers.accept.1 != 0 { pointers.station } else { [0xFF; 6] };
         frame[..6].copy_from_slice(&to);
         scratch.write(RING, &frame);
@@ -73,7 +76,7 @@ impl<P: PhysicalDevice> Monitor<P> {
         self.set_bus_master(true)?;
         self.put(at, pointers.base, base)?;
         self.put(at, pointers.enable.0, pointers.enable.1)?;
-        // Once: a second write would set the pointers back.
+        // Write the configuration once: a second write would reset the pointers.
         self.put(at, receive, config)?;
         self.put(at, transmit, pointers.loopback)?;
         let mut position = 0;
@@ -104,7 +107,7 @@ impl<P: PhysicalDevice> Monitor<P> {
         for &(address, _) in pointers.descriptors {
             self.put(at, address, 0)?;
         }
-        // It goes on sending to itself, so deaf to the wire, until the context's last steps.
+        // The device stays in loopback, and so ignores the wire, until the context's last steps.
         self.set_bus_master(false)?;
         self.scratch_mapping(false)?;
         if arrived == distance {
@@ -118,8 +121,8 @@ impl<P: PhysicalDevice> Monitor<P> {
         })
     }
 
-    /// Finds out which descriptor the device sends next: a frame in any other waits for its turn. They go to the device itself, whose receiver is off.
-    /// It is left to be reset.
+    /// Finds the descriptor that the device sends next: a frame in any other descriptor isn't sent. The frames go to
+    /// the device itself, with its receiver disabled. The caller must reset the device afterwards.
     pub(crate) fn find_next(&mut self, at: usize) -> Result<(), MonitorError> {
         let Some(pointers) = &self.device.context.pointers else { return Ok(()) };
         let Some(scratch) = self.scratch.as_mut() else { return Ok(()) };
@@ -154,7 +157,7 @@ impl<P: PhysicalDevice> Monitor<P> {
         Ok(())
     }
 
-    /// The pointers can't be moved: the guest's ring starts anew, and its driver is told.
+    /// The pointers can't be moved: restarts the guest's ring, and raises the causes that make its driver restart.
     fn restart(&mut self, at: usize, pointers: &Pointers) -> Result<(), MonitorError> {
         let graph = self.guests[at].model.graph();
         let (receive, value) = (pointers.config.0, graph.value(pointers.config.0));
@@ -187,7 +190,7 @@ mod tests {
 
     use super::{SIZES, frames};
 
-    /// Every position of every ring with every next descriptor is reached by frames of legal sizes.
+    /// Legal frame sizes reach every position of every ring with every next descriptor.
     #[test]
     fn every_position_is_reached() {
         let pointers = RTL8139.context.pointers.as_ref().unwrap();

@@ -1,4 +1,4 @@
-//! What a guest is given.
+//! Configuration of a guest: address, permissions, policy and memory.
 
 use device_models::describe::Permission;
 use serde::{Deserialize, Serialize};
@@ -9,31 +9,32 @@ use crate::dma::MemoryMap;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct GuestId(pub usize);
 
-/// What happens when a request is refused (spec nics 0.10).
+/// What the monitor does when it refuses a request (`docs/reference/vpio.md`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum FailurePolicy {
-    /// The request is dropped and counted.
+    /// Drop the request and count it.
     Ignore,
-    /// The device's own error status is raised, so that the driver recovers. For a device without such a status, as `Stop`.
+    /// Raise the device's own error status, so that the driver recovers. A device without such a status is stopped, as
+    /// with `Stop`.
     DeviceError,
-    /// The guest gets a machine check.
+    /// Inject a machine check into the guest.
     MachineCheck,
-    /// The guest's use of the device is frozen.
+    /// Stop the guest's use of the device.
     Stop,
 }
 
-/// A guest of a monitor.
+/// Configuration of a monitor's guest.
 pub struct GuestConfig {
-    /// Its name, for texts.
+    /// Name for messages.
     pub name: String,
-    /// The Ethernet address that the device has for it.
+    /// The Ethernet address that the guest reads from the device.
     pub address: [u8; 6],
-    /// What it may do beyond its own traffic.
+    /// Permissions beyond the guest's own traffic.
     pub permissions: Vec<Permission>,
-    /// What happens when a request is refused.
+    /// Reaction to a refused request.
     pub policy: FailurePolicy,
-    /// Its memory.
+    /// The guest's memory map.
     pub memory: Box<dyn MemoryMap + Send>,
 }
 

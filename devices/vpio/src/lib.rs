@@ -1,9 +1,9 @@
 //! Guarded passthrough: a physical device, the guests' own drivers, and a model between them.
 //!
-//! A [`Monitor`] holds one physical device and any number of guests. Each guest has a [`Model`](device_models::Model) of the device: what
-//! it believes the device to hold. A request that the model lets pass goes to the device; one that it refuses is treated by the guest's
-//! [`FailurePolicy`]. One guest at a time is *resident*, the device holds its context; the others wait, and the device goes from one to
-//! the next when it is reusable.
+//! A [`Monitor`] owns one physical device and serves any number of guests. Each guest has a
+//! [`Model`](device_models::Model): the state of the device as this guest's driver left it. The monitor passes a
+//! permitted request to the device. It handles a refused request by the guest's [`FailurePolicy`]. One guest at a time
+//! is *resident*: the device holds its context. A hand-off moves the device to the next guest at a quiescent point.
 //!
 //! ```text
 //! guest's access ──▶ Monitor::access ──▶ model ──▶ PhysicalDevice          Answer: value, wait, machine check, stopped
@@ -13,25 +13,26 @@
 //!
 //! | module | holds |
 //! |---|---|
-//! | [`monitor`] | the monitor |
-//! | [`guest`] | what a guest is given: address, permissions, policy, memory |
-//! | [`dma`] | windows: checked against the guest's memory, mapped or translated |
+//! | [`monitor`] | register accesses, interrupts and policies |
+//! | [`guest`] | a guest's configuration: address, permissions, policy, memory |
+//! | [`dma`] | DMA windows: checked against the guest's memory, mapped or translated |
 //! | [`switch`] | hand-off of the device |
 //! | [`fast_forward`] | ring pointers that can't be written |
-//! | [`exchange`] | another device of the same kind in the place of one |
-//! | [`open`] | the device without its model, for a guest that is trusted with it |
-//! | [`pad`] | scratch memory where the device is an emulation |
-//! | [`sharing`] | a card whose receiver feeds all guests, while they take turns with the rest |
-//! | [`shown`] | registers that a guest reads without anybody seeing it |
-//! | [`scheduler`] | who holds the device next |
+//! | [`exchange`] | replacement of the device by another one of the same kind |
+//! | [`open`] | passthrough: a trusted guest uses the device without its model |
+//! | [`pad`] | scratch memory for an emulated device |
+//! | [`sharing`] | a card whose receiver serves all guests, while a hand-off moves the rest |
+//! | [`shown`] | shadow register pages, which a guest reads without an exit |
+//! | [`scheduler`] | which guest is resident next |
 //! | [`violation`] | traces of refused requests, and their replay |
 //! | [`plan`] | which pages and ports KVM may handle without an exit to user space |
-//! | [`counters`] | what happened |
-//! | [`remote`] | one that a QEMU process plays, as the physical device |
-//! | [`vfio`] | a card of this host that is bound to vfio-pci, as the physical device |
+//! | [`counters`] | event counters |
+//! | [`remote`] | a physical device that a QEMU process emulates |
+//! | [`vfio`] | a physical device of this host that is bound to vfio-pci |
 //!
-//! Sans-KVM and without threads or clocks: whoever owns a monitor calls it from one thread at a time, and gives it the time. Facts and
-//! aims: specs nics and vpio. The idea: *Investigating Virtual Passthrough I/O on Commodity Devices* (2009).
+//! The crate uses neither KVM nor threads nor clocks. The owner of a monitor calls it from one thread at a time and
+//! passes the time in. `docs/design/vpio.md` has the design. The idea: *Investigating Virtual Passthrough I/O on
+//! Commodity Devices* (2009).
 
 mod card_memory;
 pub mod counters;

@@ -1,4 +1,4 @@
-//! The monitor: guests' accesses in, accesses of the device out, with the model between them.
+//! The monitor: guests' accesses come in, device accesses go out, and a model decides between them.
 
 use std::collections::BTreeMap;
 
@@ -16,42 +16,42 @@ use crate::guest::{FailurePolicy, GuestConfig, GuestId};
 use crate::scratch::Scratch;
 use crate::violation::{Recorder, Violation};
 
-/// Times that the interrupt status is read until it stays clear.
+/// Limit of reads of the interrupt status until it must stay clear.
 const HARVESTS: u32 = 8;
-/// Violations that are kept per guest.
+/// Limit of violations that are kept per guest.
 const VIOLATIONS: usize = 16;
 
-/// How an access ends.
+/// The outcome of an access.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Answer {
-    /// It is done; the value that was read, 0 for a write.
+    /// The access is complete. The value is what a read returned, and 0 for a write.
     Done(u32),
-    /// The device is with another guest: try again after the hand-off. Nothing has changed.
+    /// Another guest is resident: retry after the hand-off. No state has changed.
     Wait,
-    /// The guest gets a machine check.
+    /// The caller must inject a machine check into the guest.
     MachineCheck,
-    /// The guest's use of the device is stopped.
+    /// The policy stopped the guest's use of the device.
     Stopped,
 }
 
-/// What ends a monitor's work on a device.
+/// An error that ends a monitor's use of a device.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum MonitorError {
-    /// The device can't be reached.
+    /// A register access failed.
     #[error(transparent)]
     Device(#[from] DeviceError),
-    /// The device doesn't do what the description says.
+    /// The device doesn't behave as its description says.
     #[error(
         "The device's {register} didn't become {value:X}h (of the bits {mask:X}h) in {times} reads: reset it"
     )]
     Stuck {
         /// The register.
         register: &'static str,
-        /// The bits.
+        /// The bits that were checked.
         mask: u32,
-        /// Their expected value.
+        /// The expected value of these bits.
         value: u32,
-        /// Reads.
+        /// The number of reads.
         times: u32,
     },
 }
@@ -60,44 +60,44 @@ pub(crate) struct Guest {
     pub config: GuestConfig,
     pub model: Model,
     pub card: CardMemory,
-    /// Words of tables that the guest wrote since its device was reset, by register and offset.
+    /// Table words that the guest wrote since its device was reset, by register and offset.
     pub tables: BTreeMap<(Reg, u32), u32>,
-    /// What it has asked of registers that aren't done at once, and has not seen done.
+    /// Requests to slow registers (such as a PHY) whose completion the guest hasn't read yet.
     pub asked: BTreeMap<Reg, u32>,
     pub counters: Counters,
     pub recorder: Recorder,
     pub violations: Vec<Violation>,
     pub stopped: bool,
     pub resets: u64,
-    /// The guest reads a page.
+    /// The guest's shadow register page, if it uses one.
     pub page: Option<crate::shown::Page>,
 }
 
-/// One device and its guests.
+/// A device and its guests.
 pub struct Monitor<P> {
     pub(crate) device: &'static Device,
     pub(crate) physical: P,
     pub(crate) guests: Vec<Guest>,
     pub(crate) resident: Option<usize>,
     pub(crate) mappings: Mappings,
-    /// Pages of card memory in which something of a guest may lie.
+    /// Pages of card memory that may hold guest data.
     pub(crate) dirty: std::collections::BTreeSet<u32>,
-    /// Causes wait in the device because reading them would disturb it.
+    /// Interrupt causes stay in the device because reading them now would disturb it.
     pub(crate) harvest_due: bool,
-    /// Causes were taken since the device came to the resident guest.
+    /// The monitor harvested causes since the resident guest got the device.
     pub(crate) harvested: bool,
     pub(crate) current_at_start: u32,
     pub(crate) scratch: Option<Box<dyn Scratch + Send>>,
-    /// The resident guest drives the device without its model.
+    /// The resident guest uses the device without its model.
     pub(crate) open: bool,
-    /// What a guest that has it so did, and its model doesn't allow.
+    /// The first access of such a guest that its model doesn't permit.
     pub(crate) broken: Option<Box<Refusal>>,
-    /// Windows before a request, while it is treated.
+    /// The windows before the current request. A field, so that a request allocates nothing.
     before: Vec<Option<Granted>>,
 }
 
 impl<P: PhysicalDevice> Monitor<P> {
-    /// A monitor of `physical`, which is what `device` describes. No guest has it yet.
+    /// Creates a monitor of `physical`, which must match the description `device`. No guest is resident.
     pub fn new(device: &'static Device, physical: P) -> Self {
         Self {
             device,
@@ -116,7 +116,7 @@ impl<P: PhysicalDevice> Monitor<P> {
         }
     }
 
-    /// Adds a guest. It doesn't have the device yet.
+    /// Adds a guest, which isn't resident yet.
     pub fn add(&mut self, config: GuestConfig) -> GuestId {
         let model = Model::new(self.device, config.address);
         let recorder = Recorder::new(&model);
@@ -141,51 +141,51 @@ impl<P: PhysicalDevice> Monitor<P> {
         &mut self.physical
     }
 
-    /// The same, to look at.
+    /// Returns the physical device for inspection.
     pub fn physical_ref(&self) -> &P {
         &self.physical
     }
 
-    /// Who has the device.
+    /// Returns the resident guest.
     pub fn resident(&self) -> Option<GuestId> {
         self.resident.map(GuestId)
     }
 
-    /// A guest's model.
+    /// Returns a guest's model.
     pub fn model(&self, guest: GuestId) -> &Model {
         &self.guests[guest.0].model
     }
 
-    /// A guest's counters.
+    /// Returns a guest's counters.
     pub fn counters(&self, guest: GuestId) -> &Counters {
         &self.guests[guest.0].counters
     }
 
-    /// How often a guest has reset its device.
+    /// Returns how often a guest reset its device.
     pub fn resets(&self, guest: GuestId) -> u64 {
         self.guests[guest.0].resets
     }
 
-    /// A guest's refused requests, the oldest first; the first 16 are kept.
+    /// Returns a guest's refused requests, oldest first. Only the first 16 are kept.
     pub fn violations(&self, guest: GuestId) -> &[Violation] {
         &self.guests[guest.0].violations
     }
 
-    /// Bytes of the resident guest's memory that are mapped for the device, and the most that there were.
+    /// Returns the bytes of the resident guest's memory that are mapped for the device, and the peak.
     pub fn mapped(&self) -> (u64, u64) {
         (self.mappings.bytes(), self.mappings.peak)
     }
 
-    /// Level of a guest's interrupt line.
+    /// Returns the level of a guest's virtual interrupt line.
     pub fn line(&self, guest: GuestId) -> bool {
         let guest = &self.guests[guest.0];
         !self.open && !guest.stopped && guest.model.line()
     }
 
-    /// A guest accesses a BAR.
+    /// Executes a guest's BAR access.
     ///
     /// # Errors
-    /// The device can't be reached, or doesn't do what the description says.
+    /// The device is unreachable or doesn't behave as its description says.
     pub fn access(&mut self, id: GuestId, access: Access) -> Result<Answer, MonitorError> {
         let resident = self.resident == Some(id.0);
         let guest = &mut self.guests[id.0];
@@ -210,7 +210,7 @@ impl<P: PhysicalDevice> Monitor<P> {
             self.guests[id.0].counters.requests += 1;
             match access.write {
                 Some(write) => {
-                    // What is left of an access that was refused doesn't happen either.
+                    // Skip the rest of an access of which a part was refused.
                     if let Some(refused) =
                         self.write(id.0, access.bar, piece, truncated(write >> (8 * done), piece.bytes))?
                     {
@@ -227,10 +227,10 @@ impl<P: PhysicalDevice> Monitor<P> {
         Ok(Answer::Done(value))
     }
 
-    /// The device's interrupt line is up: its causes go to the resident guest's virtual status.
+    /// Handles an asserted interrupt line of the device: moves its causes to the resident guest's virtual status.
     ///
     /// # Errors
-    /// The device can't be reached.
+    /// The device is unreachable.
     pub fn interrupt(&mut self) -> Result<(), MonitorError> {
         if self.resident.is_some() && self.physical.interrupt()? {
             self.harvest()?;
@@ -238,7 +238,8 @@ impl<P: PhysicalDevice> Monitor<P> {
         Ok(())
     }
 
-    /// Whether causes wait in the device because reading them now would disturb it. They are taken with a later access of the guest.
+    /// Returns whether causes stay in the device because reading them now would disturb it. A later access of the guest
+    /// harvests them.
     pub fn causes_wait(&self) -> bool {
         self.harvest_due
     }
@@ -250,7 +251,7 @@ impl<P: PhysicalDevice> Monitor<P> {
         piece: Piece,
         value: u32,
     ) -> Result<Option<Answer>, MonitorError> {
-        // Lent, so that a request needs no memory of its own.
+        // Take the buffer out of `self`, so that a request allocates nothing.
         let mut before = std::mem::take(&mut self.before);
         before.clear();
         before.extend_from_slice(self.guests[at].model.windows());
@@ -279,7 +280,7 @@ impl<P: PhysicalDevice> Monitor<P> {
             self.forward(at, bar, piece, value)?;
         }
         if !writes.released.is_empty() {
-            // Only now: until the device had the write it might use them.
+            // Release only now: the device may use these windows until it has the write.
             self.vet(at, |model, vetter| model.give_back(&writes.released, vetter))?;
         }
         for reg in writes.looks {
@@ -322,7 +323,7 @@ impl<P: PhysicalDevice> Monitor<P> {
         }
     }
 
-    /// Calls the model of a guest with what the guest was granted.
+    /// Calls a guest's model together with the grants of that guest.
     pub(crate) fn vet<T>(
         &mut self,
         at: usize,
@@ -341,7 +342,7 @@ impl<P: PhysicalDevice> Monitor<P> {
         vetter.failure.map_or(Ok(result), |error| Err(error.into()))
     }
 
-    /// A request was refused: the guest's policy decides.
+    /// Applies the guest's policy to a refused request.
     pub(crate) fn fail(&mut self, at: usize, refusal: Refusal) -> Answer {
         let guest = &mut self.guests[at];
         guest.counters.refused += 1;
@@ -365,7 +366,7 @@ impl<P: PhysicalDevice> Monitor<P> {
         }
     }
 
-    /// Passes a guest's write on.
+    /// Passes a guest's write to the device.
     fn forward(&mut self, at: usize, bar: u8, piece: Piece, value: u32) -> Result<(), MonitorError> {
         self.select(at, piece.reg)?;
         self.physical.write(bar, piece.offset, piece.bytes, value)?;
@@ -387,14 +388,14 @@ impl<P: PhysicalDevice> Monitor<P> {
         Ok(())
     }
 
-    /// The device has got a guest's write of a register, or of a part of one.
+    /// Notes a guest's write of a register, or of a part of one, after the device has it.
     pub(crate) fn wrote(&mut self, at: usize, reg: Reg, piece: Piece, value: u32) {
         let model = &mut self.guests[at].model;
         let whole = if piece.is_whole(self.device.register(reg)) { value } else { model.graph().value(reg) };
         model.wrote_device(reg, whole);
     }
 
-    /// A guest has read a register: one that wasn't done at once may be.
+    /// Notes a guest's read of a register: a slow register may have completed.
     fn has_seen(&mut self, at: usize, piece: Piece, value: u32) {
         let settles = self.device.polled.settles.iter().find(|(reg, _)| piece.reg == Some(*reg));
         if let Some((reg, done)) = settles
@@ -405,7 +406,8 @@ impl<P: PhysicalDevice> Monitor<P> {
         }
     }
 
-    /// Brings the device to the guest's bank, if the register is in banks and the monitor has left the guest's.
+    /// Selects the guest's register bank on the device, if the register is banked and the monitor selected another
+    /// bank.
     fn select(&mut self, at: usize, reg: Option<Reg>) -> Result<(), MonitorError> {
         let (Some(reg), Some(_)) = (reg, &self.device.bank) else { return Ok(()) };
         let model = &self.guests[at].model;
@@ -441,13 +443,13 @@ impl<P: PhysicalDevice> Monitor<P> {
         Ok(())
     }
 
-    /// Writes a register of the device, in whatever bank.
+    /// Writes a device register in any bank.
     pub(crate) fn put(&mut self, at: usize, reg: Reg, value: u32) -> Result<(), MonitorError> {
         self.reach(at, reg)?;
         self.put_raw(at, reg, value)
     }
 
-    /// Reads a register of the device, in whatever bank.
+    /// Reads a device register in any bank.
     pub(crate) fn get(&mut self, at: usize, reg: Reg) -> Result<u32, MonitorError> {
         self.reach(at, reg)?;
         let register = self.device.register(reg);
@@ -456,7 +458,8 @@ impl<P: PhysicalDevice> Monitor<P> {
         Ok(self.physical.read(self.device.bar(), offset, register.width)?)
     }
 
-    /// Takes the device's causes to the resident guest's virtual status and acknowledges them, if that doesn't disturb the device now.
+    /// Moves the device's causes to the resident guest's virtual status and acknowledges them, unless that would
+    /// disturb the device now.
     pub(crate) fn harvest(&mut self) -> Result<(), MonitorError> {
         let Some(at) = self.resident.filter(|_| !self.open) else { return Ok(()) };
         self.harvest_due = false;
@@ -479,8 +482,8 @@ impl<P: PhysicalDevice> Monitor<P> {
                 self.put(at, interrupts.status, causes)?;
             }
             self.harvested = true;
-            // Only what goes with these causes: a cause that the guest hasn't looked at keeps its values, which the device may have lost
-            // in a switch.
+            // Read only the registers that belong to these causes. A cause that the guest hasn't read keeps its values,
+            // which a hand-off may have erased in the device.
             for &(reg, _) in interrupts.latched.iter().filter(|(_, with)| causes & with != 0) {
                 let value = self.get(at, reg)?;
                 self.guests[at].model.latch(reg, value);
@@ -497,7 +500,7 @@ impl<P: PhysicalDevice> Monitor<P> {
         Ok(())
     }
 
-    /// Switches bus mastering of a device that needs it.
+    /// Enables or disables bus mastering, for a device that needs it.
     pub(crate) fn set_bus_master(&mut self, on: bool) -> Result<(), MonitorError> {
         if self.device.pci.bus_master == BusMaster::WhileValidated {
             self.physical.set_bus_master(on)?;
@@ -505,7 +508,7 @@ impl<P: PhysicalDevice> Monitor<P> {
         Ok(())
     }
 
-    /// Whether a register's value comes from the device when the guest reads it.
+    /// Returns whether a guest's read of the register goes to the device.
     pub(crate) fn is_readable(&self, reg: Reg) -> bool {
         let register = self.device.register(reg);
         register.read.is_some() && !matches!(register.returns, Returns::Shadow)

@@ -1,17 +1,19 @@
-//! The device without its model, for a guest that is trusted with it (mode `passthrough`), begun and ended while the guest runs.
+//! The device without its model, for a trusted guest (mode `passthrough`). The mode may change while the guest runs.
 //!
 //! ```text
 //! open    settle ─▶ save ─▶ all of the guest's memory mapped ─▶ restore ─▶ the guest's own interrupt mask
 //! close   learn ─▶ settle ─▶ save ─▶ nothing mapped ─▶ restore, windows validated and mapped
 //! ```
 //!
-//! Saving and restoring are those of a hand-off. What differs is where the model's knowledge comes from: a guest that had the device so far has
-//! told the model everything; one that drove it by itself has left it in the device's registers. These are read, and taken as if the guest had written
-//! them, checks included: a guest that does what its model doesn't allow stays without it. A device of which no access comes past the monitor
-//! is watched instead, since not every such device lets its registers be read back.
+//! Saving and restoring are those of a hand-off. The difference is the source of the model's knowledge. Under its model
+//! a guest's accesses keep the model up to date. A guest without its model leaves its state in the device's registers.
+//! [`Monitor::close`] reads these and feeds them to the model as if the guest had written them, checks included. It
+//! refuses the change if the model doesn't permit the state. Some devices don't let all registers be read back. For
+//! these, the monitor sees every access ([`Monitor::watched`]).
 //!
-//! Both need a moment in which nothing is handed over that isn't sent. Causes that the guest hasn't been told of are in the model: they are set in the device where it
-//! has a register for that (e1000); with others [`Monitor::open`] waits until there are none.
+//! Both changes need a moment at which all frames that were handed over have been sent. The model may hold causes that
+//! the guest hasn't read. The monitor sets them in the device if that has a register for it (e1000). Otherwise
+//! [`Monitor::open`] waits until there are none.
 
 use device_models::Access;
 use device_models::describe::{BusMaster, Reg};
@@ -24,37 +26,38 @@ use crate::guest::GuestId;
 use crate::monitor::{Monitor, MonitorError};
 use crate::switch::Switched;
 
-/// How the device was given to a guest without its model, or taken under it again.
+/// The outcome of [`Monitor::open`] or [`Monitor::close`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Passed {
-    /// As it was asked for.
+    /// The mode has changed.
     Done,
-    /// Not now: try again after the guest's next access, or the device's next interrupt. Nothing has changed.
+    /// Not at a quiescent point: retry after the guest's next access or the device's next interrupt. Nothing has
+    /// changed.
     Busy,
-    /// What the guest does with the device is not allowed by its model. Nothing has changed.
+    /// The model doesn't permit the guest's use of the device. Nothing has changed.
     Refused(Refusal),
-    /// The guest's memory can't be mapped. It has the device as before.
+    /// The guest's memory can't be mapped. The mode hasn't changed.
     NotMapped(DeviceError),
-    /// The guest has no device: its policy has stopped it.
+    /// The guest's policy has stopped its use of the device.
     Stopped,
 }
 
 impl<P: PhysicalDevice> Monitor<P> {
-    /// Whether the guest that has the device drives it without its model.
+    /// Returns whether the resident guest uses the device without its model.
     pub const fn is_open(&self) -> bool {
         self.open
     }
 
-    /// Whether all that such a guest does has to come by [`Self::watched`].
+    /// Returns whether all accesses of such a guest must go through [`Self::watched`].
     pub const fn is_watched(&self) -> bool {
         self.device.context.learn.is_empty()
     }
 
-    /// The device's line goes to the guest now, which may have been up before: it falls and rises, since an interrupt controller that was asked in between may
-    /// wait for that (QEMU's does).
+    /// Raises the interrupt line again after it was connected to the guest. The line may have been high before. It
+    /// falls and rises, since an interrupt controller that was read in between may need an edge (QEMU's does).
     ///
     /// # Errors
-    /// The device can't be reached.
+    /// The device is unreachable.
     pub fn connected(&mut self) -> Result<(), MonitorError> {
         match self.resident.filter(|_| self.open) {
             Some(at) => self.run(at, self.device.context.open),
@@ -66,10 +69,10 @@ impl<P: PhysicalDevice> Monitor<P> {
         self.device.pci.bus_master == BusMaster::WhileValidated
     }
 
-    /// Gives the guest that has the device all of it: its memory is mapped, its interrupts are its own.
+    /// Gives the resident guest direct use of the device: maps all of its memory and unmasks its own interrupts.
     ///
     /// # Errors
-    /// The device can't be reached.
+    /// The device is unreachable.
     pub fn open(&mut self) -> Result<Passed, MonitorError> {
         let Some(at) = self.resident else { return Ok(Passed::Stopped) };
         if self.open {
@@ -85,7 +88,7 @@ impl<P: PhysicalDevice> Monitor<P> {
             return Ok(Passed::Busy);
         }
         self.take_out(at, false)?;
-        // A card that does no DMA needs none of it.
+        // A card without DMA needs no memory.
         let memory = if self.reaches_memory() { self.guests[at].config.memory.all() } else { Vec::new() };
         let mapped = match self.mappings.add_all(&mut self.physical, &memory) {
             Ok(()) => Ok(()),
@@ -110,10 +113,10 @@ impl<P: PhysicalDevice> Monitor<P> {
         Ok(Passed::Done)
     }
 
-    /// Takes the device under its model again. The guest's accesses have to wait meanwhile.
+    /// Puts the device under the guest's model again. The caller blocks the guest's accesses meanwhile.
     ///
     /// # Errors
-    /// The device can't be reached, or doesn't do what the description says.
+    /// The device is unreachable or doesn't behave as its description says.
     pub fn close(&mut self) -> Result<Passed, MonitorError> {
         let Some(at) = self.resident.filter(|_| self.open) else { return Ok(Passed::Done) };
         if !self.is_watched() {
@@ -133,7 +136,7 @@ impl<P: PhysicalDevice> Monitor<P> {
         }
         self.open = false;
         let taken = self.take_out(at, true);
-        // Whatever came of that: under its model a card reaches windows only.
+        // Even after a failure: under its model a card reaches validated windows only.
         self.mappings.remove_all(&mut self.physical)?;
         taken?;
         Ok(match self.switch(GuestId(at), false)? {
@@ -142,10 +145,10 @@ impl<P: PhysicalDevice> Monitor<P> {
         })
     }
 
-    /// A guest that drives the device without its model accesses a BAR: the device does it, and the model is kept up to date. A read's value.
+    /// Executes a BAR access of a guest without its model, and keeps the model up to date. Returns a read's value.
     ///
     /// # Errors
-    /// The device can't be reached.
+    /// The device is unreachable.
     pub fn watched(&mut self, id: GuestId, access: Access) -> Result<u32, MonitorError> {
         if !matches!(access.size, 1 | 2 | 4) {
             return Ok(0);
@@ -160,7 +163,8 @@ impl<P: PhysicalDevice> Monitor<P> {
                 Some(value) => self.watch_write(id.0, piece, truncated(value >> (8 * done), piece.bytes))?,
                 None => match self.guests[id.0].model.read(piece) {
                     Reads::Ask => asked.push((piece, done)),
-                    // The reset port: what was done before is over. What is watched has its windows on the card.
+                    // The reset port discards the earlier state. A watched device has its windows on the card, so there
+                    // is nothing to unmap.
                     Reads::Answer(_, true) => {
                         self.broken = None;
                         self.vet(id.0, |model, vetter| model.forget_all(vetter))?;
@@ -190,7 +194,7 @@ impl<P: PhysicalDevice> Monitor<P> {
         let before = self.guests[at].model.windows().to_vec();
         let written = self.vet(at, |model, vetter| {
             let written = model.write(piece, value, vetter);
-            // What is watched has its windows on the card: there is nothing to unmap.
+            // A watched device has its windows on the card, so there is nothing to unmap.
             match &written {
                 Ok(writes) if writes.reset => model.forget_all(vetter),
                 Ok(writes) => model.give_back(&writes.released, vetter),
@@ -210,7 +214,7 @@ impl<P: PhysicalDevice> Monitor<P> {
         Ok(())
     }
 
-    /// Reads a register; the model takes it as if the guest had written it.
+    /// Reads a register and feeds it to the model as if the guest had written it.
     pub(crate) fn learn(&mut self, at: usize, reg: Reg) -> Result<(), MonitorError> {
         let register = self.device.register(reg);
         let Some(offset) = register.offset else { return Ok(()) };
@@ -218,7 +222,7 @@ impl<P: PhysicalDevice> Monitor<P> {
         self.learn_piece(at, Piece { reg: Some(reg), offset, skip: 0, bytes: register.width }, value)
     }
 
-    /// The same for the words of a table that aren't zero.
+    /// Does the same for the nonzero words of a table.
     pub(crate) fn learn_table(&mut self, at: usize, table: Reg) -> Result<(), MonitorError> {
         let register = self.device.register(table);
         let Some(base) = register.offset else { return Ok(()) };

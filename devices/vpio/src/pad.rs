@@ -1,4 +1,4 @@
-//! The monitor's scratch memory where the device is an emulation of this process.
+//! The monitor's scratch memory for a device that this process emulates.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -6,15 +6,15 @@ use device_models::physical::Bus;
 
 use crate::fast_forward::{FRAME, RING, Scratch};
 
-/// Where it is in the device's addresses. No card reaches it: what sends to itself is the emulation.
+/// Base address for the device. No physical card reaches it: the emulation sends frames to itself.
 const PAD: u64 = 0xE010_0000;
 
-/// Scratch memory for a monitor: give it a clone.
+/// Scratch memory. Clones share the bytes, so a monitor gets a clone.
 #[derive(Debug, Clone)]
 pub struct Pad(Arc<Mutex<Vec<u8>>>);
 
 impl Pad {
-    /// Zeros.
+    /// Allocates zeroed scratch memory.
     #[must_use]
     pub fn new() -> Self {
         Self(Arc::new(Mutex::new(vec![0; usize::try_from(RING + FRAME).unwrap_or(0)])))
@@ -45,7 +45,7 @@ impl Scratch for Pad {
     }
 }
 
-/// What an emulation reaches: a guest's memory, while there is one, and the scratch memory.
+/// The memory that an emulation reaches: a guest's memory, if any, and the scratch memory.
 #[derive(Debug)]
 pub struct Inlet<B> {
     memory: Option<B>,
@@ -53,18 +53,18 @@ pub struct Inlet<B> {
 }
 
 impl<B> Inlet<B> {
-    /// Both.
+    /// Combines a guest's memory and the scratch memory.
     pub fn new(memory: Option<B>, pad: Pad) -> Self {
         Self { memory, pad }
     }
 
-    /// Another guest's memory from here on.
+    /// Replaces the guest's memory.
     pub fn set_memory(&mut self, memory: Option<B>) {
         self.memory = memory;
     }
 }
 
-/// The offset in the scratch memory of an address of the device's.
+/// Converts a device address to an offset in the scratch memory.
 pub(crate) fn in_pad(address: u64) -> Option<u64> {
     address.checked_sub(PAD).filter(|&offset| offset < RING + FRAME)
 }

@@ -1,63 +1,63 @@
-//! What KVM may handle without an exit to user space, as data: whoever wires a monitor to KVM owns the memory slots and zones and applies
-//! the plan.
+//! Says, as data, which accesses KVM may handle without an exit to user space. The code that connects a monitor to KVM
+//! owns the memory slots and zones, and applies the plan.
 //!
-//! KVM decides by page: a page of a memory BAR is mapped, mapped read-only over a shadow page that the monitor keeps fresh, or traps.
-//! Port reads always leave the guest. Writes that may be late wait in a coalescing ring, which is drained before anything else is done
-//! for the device (spec vpio, 3.1).
+//! KVM decides by page. A page of a memory BAR is mapped, or is mapped read-only over a shadow page that the monitor
+//! updates, or traps. Port reads always exit. Deferred writes stay in a coalescing ring, which the monitor drains
+//! before it does anything else for the device (`docs/design/vpio.md`).
 
 use device_models::describe::{Bar, Class, Device, Effect, Event, Register};
 
-/// Bytes of a page.
+/// Size in bytes of a page.
 pub const PAGE: u32 = 4096;
 
-/// How a page of a memory BAR is treated.
+/// How KVM treats a page of a memory BAR.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PagePlan {
-    /// The guest gets the device's own page: no exits.
+    /// The guest accesses the device's own page without exits.
     Map,
-    /// The guest reads a page of the monitor's; writes trap, or are coalesced. The monitor writes the page anew after each interrupt
+    /// The guest reads a shadow page; writes trap or are deferred. The monitor updates the page after each interrupt
     /// and each write that it handles.
     ReadOnlyShadow,
     /// Every access traps.
     Trap,
 }
 
-/// Bytes of a BAR whose writes may wait in a coalescing ring, in order.
+/// A range of a BAR whose writes KVM may defer, in order, in a coalescing ring.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Zone {
-    /// Number of the BAR.
+    /// BAR number.
     pub bar: u8,
-    /// First byte.
+    /// Offset of the first byte.
     pub offset: u32,
-    /// Bytes.
+    /// Length in bytes.
     pub length: u32,
 }
 
-/// What KVM may do.
+/// What KVM may handle by itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Plan {
-    /// Pages of memory BARs: BAR, offset of the page, treatment.
+    /// Pages of memory BARs: BAR number, offset of the page, treatment.
     pub pages: Vec<(u8, u32, PagePlan)>,
-    /// Zones of late writes, for whoever looks at them soon after any access ([`late`]).
+    /// Zones of deferred writes, for a monitor that drains the ring soon after any access ([`late`]).
     pub late: Vec<Zone>,
-    /// Writes of these values to memory BARs are told by an eventfd.
+    /// Writes of these values to memory BARs signal an eventfd.
     pub told: Vec<Told>,
 }
 
-/// A write that only has to be known of before anything else is done for the device.
+/// A write that the monitor must only notice before it does anything else for the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Told {
-    /// Number of the BAR.
+    /// BAR number.
     pub bar: u8,
-    /// First byte.
+    /// Offset of the first byte.
     pub offset: u32,
-    /// Bytes.
+    /// Length in bytes.
     pub bytes: u8,
-    /// What is written.
+    /// The written value.
     pub value: u32,
 }
 
-/// The plan for a device, the same in all of its states.
+/// Returns the plan for a device. It is the same in all device states.
 pub fn plan(device: &'static Device) -> Plan {
     let mut pages = Vec::new();
     for (number, bar) in (0u8..).zip(device.bars) {
@@ -76,8 +76,8 @@ pub fn plan(device: &'static Device) -> Plan {
     Plan { pages, late: late(device, true), told: told.collect() }
 }
 
-/// Where writes may wait. `watched`: whoever owns the device looks at late writes soon after any access, so that registers may be among them whose
-/// writes start something (`Register::starts`).
+/// Returns the zones of deferred writes. `watched` means that the owner drains the ring soon after any access. Then
+/// zones may contain registers whose writes start an action (`Register::starts`).
 pub fn late(device: &Device, watched: bool) -> Vec<Zone> {
     let mut late: Vec<Zone> = Vec::new();
     for (number, bar) in (0u8..).zip(device.bars) {
@@ -94,8 +94,9 @@ pub fn late(device: &Device, watched: bool) -> Vec<Zone> {
     late
 }
 
-/// Whether writes to a byte may wait, in whatever bank it is when they are taken: the writes before them, one of which may have changed it,
-/// are taken first. A register that a check guards may be among them: the check comes before the device has the write, however late.
+/// Returns whether writes to a byte may be deferred in any bank. The monitor drains the ring in order, so earlier
+/// writes, which may have changed the bank, come first. A register that a check guards may be deferred: the check
+/// precedes the device's write in any case.
 fn may_wait(device: &Device, offset: u32, watched: bool) -> bool {
     let written = device.numbered().filter(|(_, register)| register.write.is_some());
     let mut any = false;
@@ -127,7 +128,7 @@ fn page_plan(device: &'static Device, page: u32) -> PagePlan {
     let read_has_effect = |reg| {
         let reads = device.transitions.iter().filter(|transition| transition.event == Event::Read(reg));
         let mut effects = reads.flat_map(|transition| transition.effects);
-        // A status that a read clears is cleared later.
+        // A shadowed status that a read clears is cleared later (`crate::shown`), so its read effect doesn't count.
         (reg != device.interrupts.status || device.polled.read_clears.is_none())
             && effects.any(|effect| !matches!(effect, Effect::Answer(_)))
     };
@@ -135,7 +136,7 @@ fn page_plan(device: &'static Device, page: u32) -> PagePlan {
         let mut ports = inside().filter(|(_, register)| !register.table);
         ports.any(|(reg, register)| read_has_effect(reg) || register.span > u32::from(register.width))
     };
-    // What is looked at all the time lies in the first.
+    // Registers that drivers poll are in the first page.
     if page > 0 || !device.polled.any() || wide() { PagePlan::Trap } else { PagePlan::ReadOnlyShadow }
 }
 
@@ -155,8 +156,8 @@ mod tests {
 
     #[test]
     fn what_fills_a_frame_s_buffer_may_wait_and_what_sends_it_may_not() {
-        // The NE2000: the data port, where the remote transfer goes, and what the frame is; not the reset, and CR and the mask of interrupts only
-        // where somebody looks.
+        // The NE2000: the data port, the remote transfer's address, and the frame's length. Not the reset. CR and the
+        // interrupt mask only if the owner watches.
         let unwatched = super::late(&NE2000, false);
         for late in [0x01, 0x03, 0x04, 0x05, 0x06, 0x07, 0x08, 0x0B, 0x10, 0x11, 0x13] {
             assert!(covers(&NE2000, 0, late) && is_in(&unwatched, 0, late), "{late:#x}");
@@ -170,13 +171,15 @@ mod tests {
         }
     }
 
-    /// The RTL8139's page can be read, and 8139too's mask while it polls is known without an exit; the others' reads have to be seen.
+    /// Registers that drivers poll are on a shadow page. An eventfd reports the mask that 8139too writes during its
+    /// poll. Other pages trap.
     #[test]
     fn what_drivers_look_at_all_the_time_is_a_page() {
         let pages = |device| plan(device).pages.into_iter().map(|(_, _, plan)| plan).collect::<Vec<_>>();
         assert_eq!(pages(&RTL8139), [PagePlan::ReadOnlyShadow]);
         assert_eq!(plan(&RTL8139).told, [Told { bar: 1, offset: 0x3C, bytes: 2, value: 0xC02E }]);
-        // The e1000: its first page, and what Linux wants to hear of; statistics as they are; nothing where its rings are named.
+        // The e1000: the first page is a shadow page, the statistics' page is mapped, and pages with ring registers
+        // trap.
         let of_e1000 = pages(&E1000);
         assert_eq!((of_e1000[0], of_e1000[4]), (PagePlan::ReadOnlyShadow, PagePlan::Map));
         assert!((1..32).filter(|page| *page != 4).all(|page| of_e1000[page] == PagePlan::Trap));
@@ -193,7 +196,7 @@ mod tests {
                 assert!(!covers(&RTL8139, bar, prompt), "{prompt:#x}");
             }
         }
-        // The e1000: IMC, and the receive ring's tail; IMS, and the tail that sends.
+        // The e1000: IMC and the receive tail; IMS and the transmit tail.
         assert!(covers(&E1000, 0, 0xD8) && covers(&E1000, 0, 0x2818));
         for prompt in [0xD0, 0x3818] {
             assert!(!covers(&E1000, 0, prompt), "{prompt:#x}");

@@ -1,11 +1,14 @@
-//! A card that another process plays: QEMU's device models behind a socket (`-machine x-remote`, `x-remote-object`; Debian's packages have them).
+//! A card that another process emulates: QEMU's device models behind a socket (`-machine x-remote`, `x-remote-object`).
+//! Debian's QEMU packages include them.
 //!
-//! The process is started by [`Remote::start`] and ends with it. It speaks QEMU's own protocol between a proxy and a remote device (`hw/remote` of QEMU 7.2, the same in
-//! later releases): messages of a header and a fixed body, in the byte order of this machine. Registers are read and written through the addresses
-//! that the card's BARs have there, INTx comes by an eventfd and is looked at again through another one. What of the guest's memory the card reaches is what was mapped:
-//! the process has descriptors and offsets of these pieces, and nothing else, so that this stands for an IOMMU. Seven pieces at most, whole pages, always writable.
+//! [`Remote::start`] starts the process, which ends with the value. It speaks QEMU's protocol between a proxy and a
+//! remote device (`hw/remote` of QEMU 7.2, unchanged in later releases): messages of a header and a fixed body, in this
+//! machine's byte order. Register accesses use the addresses of the card's BARs in the process. INTx arrives on an
+//! eventfd, and a second eventfd makes the process sample the line again. The card reaches only mapped guest memory:
+//! the process has descriptors and offsets of these regions and nothing else, so it stands for an IOMMU. It accepts at
+//! most seven regions of whole pages, which are always writable.
 //!
-//! It is for tests and benchmarks where there is no card: what it costs is a socket's round trip per access.
+//! Used by tests and benchmarks on hosts without a card. Each access costs a round trip on the socket.
 
 use std::collections::BTreeMap;
 use std::io::{self, IoSlice};
@@ -25,7 +28,7 @@ use rustix::net::{
 };
 use thiserror::Error;
 
-/// Kinds of messages.
+/// Message types.
 const SYNC_SYSMEM: u32 = 0;
 const RET: u32 = 1;
 const CONFIG_WRITE: u32 = 2;
@@ -34,65 +37,65 @@ const BAR_WRITE: u32 = 4;
 const BAR_READ: u32 = 5;
 const SET_IRQFD: u32 = 6;
 const DEVICE_RESET: u32 = 7;
-/// Bytes before the body: kind, padding, bytes of the body.
+/// Header size in bytes: type, padding, size of the body.
 const HEAD: usize = 16;
-/// Places for pieces of memory in a message, and how many may be used: the process refuses one that is full.
+/// Region entries in a message, and how many of them may be used: the process rejects a full message.
 const PLACES: usize = 8;
 const MOST_PIECES: usize = PLACES - 1;
-/// An answer takes so long at most.
+/// Time-out of a response.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
-/// The machine of the process is reset once after its start, which takes what was written before; so long nothing may change.
+/// QEMU resets the machine once after its start, which discards earlier writes. No register may change before that.
 const SETTLED: Duration = Duration::from_millis(1000);
-/// Configuration space.
+/// Offsets in configuration space.
 const COMMAND: u32 = 4;
 const DECODE: u32 = 0x3;
 const BUS_MASTER: u32 = 0x4;
 const FIRST_BAR: u32 = 0x10;
-/// Where the card's BARs are in the process: ports, memory above all RAM that it may have.
+/// Addresses of the card's BARs in the process: ports, and memory above all RAM.
 const PORTS: u64 = 0xC000;
 const MEMORY: u64 = 0xF000_0000;
-/// Between two BARs.
+/// Distance in bytes between two BARs.
 const APART: u64 = 0x100_0000;
-/// A page that the card may always reach, since it can't be told that it reaches nothing.
+/// A page that the card may always reach, since the protocol can't express an empty set of regions.
 const NOTHING: u64 = 0xFFFF_F000;
 const PAGE: u64 = 4096;
 
-/// Memory that can be mapped for the card: a part of a file.
+/// Memory that can be mapped for the card: a range of a file.
 #[derive(Debug, Clone)]
 pub struct RamFile {
-    /// First byte in the guest's addresses; a multiple of a page.
+    /// Guest-physical base, a multiple of the page size.
     pub guest_base: u64,
-    /// Bytes, whole pages.
+    /// Length in bytes, a multiple of the page size.
     pub length: u64,
-    /// The file: a memfd.
+    /// The file, a memfd.
     pub file: Arc<OwnedFd>,
-    /// First byte in the file.
+    /// Offset of the first byte in the file.
     pub offset: u64,
 }
 
-/// The process can't be had.
+/// The process can't be started or used.
 #[derive(Debug, Error)]
 pub enum RemoteError {
-    /// QEMU has no model of it.
+    /// QEMU has no model of the device.
     #[error("QEMU has no model of {0}")]
     NoModel(&'static str),
-    /// It can't be started.
+    /// The process can't be started.
     #[error("{program} can't be started with a remote {device}; Debian has it in qemu-system-x86")]
     Start {
-        /// Which program.
+        /// The program's path.
         program: String,
-        /// For which device.
+        /// The device's name.
         device: &'static str,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// It doesn't do what it should.
+    /// The process doesn't follow the protocol.
     #[error("The process that plays {device} doesn't work")]
     Broken {
-        /// Which device.
+        /// The device's name.
         device: &'static str,
-        /// What was tried, and what came of it.
+        /// The failed operation and its error.
         #[source]
         source: DeviceError,
     },
@@ -104,7 +107,7 @@ pub struct Remote {
     description: &'static Device,
     process: Child,
     socket: OwnedFd,
-    /// Where each BAR is, and whether it is memory.
+    /// Each BAR's address, and whether it is a memory BAR.
     bars: Vec<Option<(u64, bool)>>,
     ram: Vec<RamFile>,
     nothing: Arc<OwnedFd>,
@@ -125,11 +128,11 @@ fn model(device: &Device) -> Option<&'static str> {
 }
 
 impl Remote {
-    /// Starts `program` (QEMU) with a card of a description, of an Ethernet address and on a network as QEMU's option `-netdev` has it, but for its `id`
-    /// (`socket,udp=…,localaddr=…`). The card was reset, and reaches nothing.
+    /// Starts `program` (QEMU) with a card. `network` has the syntax of QEMU's `-netdev` without its `id`
+    /// (`socket,udp=…,localaddr=…`). The card is reset and reaches no memory.
     ///
     /// # Errors
-    /// The program isn't there, has no such device, or ends.
+    /// The program is missing, doesn't support the device, or exits.
     pub fn start(
         program: &Path,
         description: &'static Device,
@@ -198,32 +201,32 @@ impl Remote {
         Ok(card)
     }
 
-    /// What it is.
+    /// Returns the card's description.
     #[must_use]
     pub fn description(&self) -> &'static Device {
         self.description
     }
 
-    /// Tells it where memory is that may be mapped: the guest's, the monitor's.
+    /// Sets the memory that may be mapped: the guest's and the monitor's.
     pub fn set_ram(&mut self, ram: Vec<RamFile>) {
         self.ram = ram;
     }
 
-    /// The eventfd of its INTx line.
+    /// Returns the eventfd of the INTx line.
     #[must_use]
     pub fn interrupt_fd(&self) -> BorrowedFd<'_> {
         self.trigger.as_fd()
     }
 
-    /// The causes have been taken: a line that is still up is signalled again.
+    /// Ends an interrupt after its causes were read: a line that is still asserted signals again.
     ///
     /// # Errors
-    /// The process is gone.
+    /// The process has ended.
     pub fn unmask(&mut self) -> Result<(), DeviceError> {
         self.signalled = false;
         rustix::io::write(&self.resample, &1_u64.to_ne_bytes())
             .map_err(|error| self.failed(0, 0, &format!("its line can't be looked at: {error}")))?;
-        // The process looks at its line when it comes to that: between two messages at the latest.
+        // The process samples its line in its event loop: at the latest between two messages.
         for _ in 0..2 {
             self.config(CONFIG_READ, 0, 0, 4)?;
         }
@@ -258,7 +261,7 @@ impl Remote {
         self.reset()
     }
 
-    /// Where its BARs are, and that they are decoded.
+    /// Sets the addresses of the BARs and enables their decoding.
     fn place(&mut self) -> Result<(), DeviceError> {
         for (at, bar) in (0u32..).zip(self.bars.clone()) {
             if let Some((address, _)) = bar {
@@ -288,7 +291,7 @@ impl Remote {
         DeviceError { bar, offset, why: format!("{why} (the process that plays {})", self.description.name) }
     }
 
-    /// Says something that is answered.
+    /// Sends a request and returns the response.
     fn ask(&mut self, kind: u32, body: &[u8]) -> Result<u64, String> {
         send(&self.socket, kind, body, &[]).map_err(|error| format!("it can't be told anything: {error}"))?;
         let word = |bytes: &[u8], at: usize| {
@@ -299,7 +302,7 @@ impl Remote {
         let mut head = [0; HEAD];
         self.receive(&mut head)?;
         let (kind, bytes) = (word(&head, 0) & 0xFFFF_FFFF, word(&head, 8));
-        // That of a reset has no body.
+        // The response to a reset has no body.
         if kind != u64::from(RET) || ![0, 8].contains(&bytes) {
             return Err(format!("it answered with a message of kind {kind} and {bytes} bytes"));
         }
@@ -326,7 +329,7 @@ impl Remote {
         Ok(())
     }
 
-    /// Reads or writes configuration space.
+    /// Accesses configuration space.
     fn config(&mut self, kind: u32, offset: u32, value: u32, bytes: u32) -> Result<u32, DeviceError> {
         let mut body = Vec::with_capacity(12);
         for word in [offset, value, bytes] {
@@ -348,7 +351,7 @@ impl Remote {
         self.ask(kind, &body).map_err(|why| self.failed(bar, offset, &why))
     }
 
-    /// Pieces of files that hold what is mapped: neighbours are one.
+    /// Returns the file ranges of the current mappings, with adjacent ones merged.
     fn pieces(&self) -> Result<Vec<(u64, u64, RamFile)>, DeviceError> {
         let mut pieces: Vec<(u64, u64, RamFile)> = Vec::new();
         for mapping in self.mappings.values() {
@@ -373,7 +376,7 @@ impl Remote {
         Ok(pieces)
     }
 
-    /// Tells the process all memory that the card reaches, in place of what it reached before.
+    /// Sends the process the set of all regions that the card reaches, which replaces the previous set.
     fn tell_memory(&mut self) -> Result<(), DeviceError> {
         let mut pieces = self.pieces()?;
         if pieces.is_empty() {
@@ -398,12 +401,12 @@ impl Remote {
         let fds: Vec<BorrowedFd<'_>> = pieces.iter().map(|(_, _, ram)| ram.file.as_fd()).collect();
         send(&self.socket, SYNC_SYSMEM, &body, &fds)
             .map_err(|error| self.failed(0, 0, &error.to_string()))?;
-        // It isn't answered; this is, when the process has done what was said before.
+        // The message has no response. This request's response confirms that the process has handled both.
         self.config(CONFIG_READ, 0, 0, 4).map(drop)
     }
 }
 
-/// A message, with descriptors.
+/// Sends a message with descriptors.
 fn send(socket: &OwnedFd, kind: u32, body: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
     let mut bytes = Vec::with_capacity(HEAD + body.len());
     bytes.extend(kind.to_ne_bytes());
@@ -422,7 +425,7 @@ fn send(socket: &OwnedFd, kind: u32, body: &[u8], fds: &[BorrowedFd<'_>]) -> io:
     Ok(())
 }
 
-/// A file in memory.
+/// Creates a memfd of `bytes` bytes.
 ///
 /// # Errors
 /// The kernel refuses.
@@ -433,7 +436,7 @@ pub fn memory_file(bytes: u64) -> Result<OwnedFd, rustix::io::Errno> {
 }
 
 fn end(mut process: Child) {
-    // It may have ended by itself.
+    // The process may have exited by itself.
     let _ = process.kill();
     let _ = process.wait();
 }
@@ -456,9 +459,9 @@ impl PhysicalDevice for Remote {
         self.access(BAR_WRITE, bar, offset, size, value).map(drop)
     }
 
-    /// Whether the line was signalled since [`Remote::unmask`].
+    /// Returns whether the line was signalled since [`Remote::unmask`].
     fn interrupt(&mut self) -> Result<bool, DeviceError> {
-        // QEMU makes what it is given block, for both sides.
+        // QEMU makes descriptors that it receives blocking, for both sides.
         let mut ready = [PollFd::new(&self.trigger, PollFlags::IN)];
         let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
         if matches!(poll(&mut ready, Some(&at_once)), Ok(1..)) {

@@ -1,5 +1,5 @@
-//! Who holds the device next: round robin among the guests that asked, each for a time slice. Time comes in as nanoseconds of a clock
-//! that never goes back.
+//! Chooses the resident guest: round robin among the guests that requested the device, each for a time slice. Times are
+//! nanoseconds of a monotonic clock.
 
 use std::collections::VecDeque;
 
@@ -14,12 +14,13 @@ pub struct Scheduler {
 }
 
 impl Scheduler {
-    /// A scheduler that leaves the device with a guest for at least `slice` nanoseconds while others wait.
+    /// Creates a scheduler that leaves the device with a guest for at least `slice` nanoseconds while other guests
+    /// wait.
     pub fn new(slice: u64) -> Self {
         Self { slice, waiting: VecDeque::new(), holder: None }
     }
 
-    /// A guest asks for the device.
+    /// Notes that a guest requests the device.
     pub fn demand(&mut self, guest: GuestId) {
         let holds = self.holder.is_some_and(|(holder, _)| holder == guest);
         if !holds && !self.waiting.contains(&guest) {
@@ -27,25 +28,26 @@ impl Scheduler {
         }
     }
 
-    /// The guest that should get the device now; `None`: nothing changes. The device stays with its holder as long as nobody asks.
+    /// Returns the guest that should get the device now. `None` means no change. The device stays with its holder until
+    /// another guest requests it.
     pub fn next(&self, now: u64) -> Option<GuestId> {
         let due = self.holder.is_none_or(|(_, since)| now.saturating_sub(since) >= self.slice);
         if due { self.waiting.front().copied() } else { None }
     }
 
-    /// The device went to `guest`.
+    /// Notes that `guest` got the device.
     pub fn switched(&mut self, guest: GuestId, now: u64) {
         self.waiting.retain(|&waiting| waiting != guest);
         self.holder = Some((guest, now));
     }
 
-    /// A guest has gone, or doesn't want the device any more.
+    /// Removes a guest that ended or no longer needs the device.
     pub fn forget(&mut self, guest: GuestId) {
         self.waiting.retain(|&waiting| waiting != guest);
         self.holder = self.holder.filter(|&(holder, _)| holder != guest);
     }
 
-    /// When [`Self::next`] may say something else than now, if somebody waits.
+    /// Returns the time at which [`Self::next`] may return another result, if a guest waits.
     pub fn due(&self) -> Option<u64> {
         self.waiting.front()?;
         Some(self.holder.map_or(0, |(_, since)| since.saturating_add(self.slice)))
@@ -57,7 +59,8 @@ mod tests {
     use super::Scheduler;
     use crate::guest::GuestId;
 
-    /// Everybody who asks gets the device, in order, and nobody loses it before the slice is over or while nobody asks.
+    /// Every requesting guest gets the device in order. No guest loses it before its slice ends or without another
+    /// guest's request.
     #[test]
     fn slices_go_round() {
         let (a, b, c) = (GuestId(0), GuestId(1), GuestId(2));

@@ -1,15 +1,16 @@
-//! A card that guests take turns with, and whose receiver nobody takes from the others.
+//! A card that several guests share. A hand-off moves the transmitter, and the receiver serves all guests at any time.
 //!
-//! A hand-off resets a card, and what comes in meanwhile is lost; and a card that takes every guest's frames would put them all into the
-//! holder's memory. So the receiver of a shared card is its owner's for good: one ring of the owner's own, all frames. What the monitor hands over is
-//! the rest, among it the transmitter, which sends the holder's frames; and in the receiver's place a virtual one, the reference
-//! emulation's, which fills the holder's ring. The monitor doesn't see the difference: this is a [`PhysicalDevice`].
+//! A hand-off with a receiver would reset the card and lose incoming frames. And the receiver would write every guest's
+//! frames into the holder's memory. So the receiver of a shared card always belongs to the owner: one ring in the
+//! owner's memory accepts all frames. A hand-off moves the rest, such as the transmitter, which sends the holder's
+//! frames. The holder sees a virtual receiver: that of the reference emulation, which fills the holder's ring. To the
+//! monitor a [`SharedCard`] is a normal [`PhysicalDevice`].
 //!
 //! ```text
 //! Monitor ─▶ SharedCard ─┬─ frames to send ────────▶ card ─▶ wire
 //!                        ├─ link ──────────────────▶ card
 //!                        └─ other registers ───────▶ reference emulation ─▶ holder's ring
-//! wire ─▶ card ─▶ owner's ring ─▶ holder: its receiver; others: their queues, until it is their turn
+//! wire ─▶ card ─▶ owner's ring ─▶ holder: its receiver; others: their queues, until they hold the card
 //! ```
 //!
 //! | kind | owner's ring | frames to send |
@@ -18,11 +19,13 @@
 //! | `e1000` | in the owner's memory | by DMA out of the holder's memory; the holder's descriptors are read once, checked and put into a ring of the owner's |
 //! | `ne2000` | on the card | each guest's on-card memory is the emulation's; a frame is copied to the card when it is sent |
 //!
-//! A card without an IOMMU reaches whatever its descriptors name, so it takes them from the owner only: an e1000's rings are the owner's in any case,
-//! and the holder's frames get the addresses that its [`MemoryMap`] gives ([`SharedCard::add_seat_of`]). Nothing is mapped then.
+//! Without an IOMMU a card reaches any address that its descriptors name, so it must get all of them from the owner. An
+//! e1000's rings are the owner's in any case. The holder's frames get the addresses that its [`MemoryMap`] returns
+//! ([`SharedCard::add_seat_of`]). Nothing is mapped then.
 //!
-//! A frame of a guest for another one's address goes onto the wire and to that guest: no wire brings it back. Nothing of a frame that isn't
-//! a guest's reaches its memory, and the virtual receiver writes only where the monitor has mapped a validated window.
+//! A frame from one guest to another goes onto the wire and directly to that guest, since no wire returns it. A guest's
+//! memory receives only frames for this guest. The virtual receiver writes only into windows that the monitor validated
+//! and mapped.
 
 mod counted;
 mod e1000;
@@ -45,20 +48,20 @@ use crate::dma::MemoryMap;
 use crate::fast_forward::{RING, Scratch};
 use crate::pad::{Inlet, Pad};
 
-/// Frames that wait for a guest's turn or for room in its ring.
+/// Capacity of a guest's queue, in frames: they wait until the guest holds the card or its ring has room.
 const QUEUE: usize = 512;
-/// Frames that are taken out of the owner's ring at a time.
+/// Frames that [`SharedCard::poll`] takes from the owner's ring at a time.
 const BATCH: usize = 64;
-/// Looks at the card until what it has must have been sent.
+/// Limit of status reads until a card must have sent what it has.
 const MAX_CARD_READS: u32 = 10_000;
 
-/// The owner's memory for the card: at least [`own_bytes`].
+/// The owner's memory for the card: at least [`own_bytes`] bytes.
 pub trait OwnRing: Scratch {
     /// Reads bytes at an offset, as the card wrote them.
     fn read(&mut self, offset: u64, into: &mut [u8]);
 }
 
-/// Bytes of the owner's memory that a card needs, which it reaches by DMA; `None`: such a card can't be shared.
+/// Returns how many bytes of the owner's memory a card needs for DMA, or `None` if it can't be shared.
 pub fn own_bytes(device: &Device) -> Option<u64> {
     match device.name {
         "rtl8139" => Some(RING),
@@ -68,60 +71,61 @@ pub fn own_bytes(device: &Device) -> Option<u64> {
     }
 }
 
-/// Cards that can be shared.
+/// Returns the titles of all cards that can be shared.
 pub fn known() -> String {
     let all = devices::ALL.iter().filter(|device| own_bytes(device).is_some());
     all.map(|device| device.title).collect::<Vec<_>>().join(", ")
 }
 
-/// What happened to frames for one guest.
+/// Frame counters of one guest.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Fed {
-    /// Put into its ring.
+    /// Frames that were stored in the guest's ring.
     pub delivered: u64,
-    /// Of these: waited for its turn or for room.
+    /// Of these, frames that waited for the card or for room.
     pub queued: u64,
-    /// Lost: more waited than there is room for.
+    /// Frames that were lost because the queue was full.
     pub dropped: u64,
-    /// Handed to the card.
+    /// Frames that were handed to the card.
     pub sent: u64,
-    /// Not handed to the card: they lie outside of the guest's memory or where it can't be mapped, or have more pieces than a card takes.
+    /// Frames that were refused: outside of the guest's memory, impossible to map, or in more pieces than a card
+    /// accepts.
     pub refused: u64,
 }
 
-/// One guest's side.
+/// State of one guest of the card.
 struct Seat {
     address: [u8; 6],
-    /// Where its memory is for a card without an IOMMU.
+    /// The guest's memory map, for a card without an IOMMU.
     map: Option<Box<dyn MemoryMap + Send>>,
-    /// What its receiver takes, while another guest has the card.
+    /// The guest's receive filter, while another guest has the card.
     parked: Option<Filter>,
     queue: VecDeque<Vec<u8>>,
-    /// Its ring has no room for the first of the queue: only the guest itself changes that, by an access.
+    /// The guest's ring has no room for the first frame of the queue. Only an access of this guest changes that.
     full: bool,
-    /// Causes that it is told when it has the card again.
+    /// Interrupt causes that the guest gets together with the card.
     owed: u32,
-    /// What a kind keeps of a guest that no register shows.
+    /// Hidden device state of the guest: state that no register exposes.
     hidden: Vec<u8>,
     fed: Fed,
 }
 
-/// What happened to the card.
+/// Counters of the card.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Totals {
-    /// Frames that came in.
+    /// Frames that the card received.
     pub arrived: u64,
-    /// Of these, for none of the guests.
+    /// Of these, frames that no guest accepts.
     pub for_nobody: u64,
-    /// Frames of a guest for another.
+    /// Frames from one guest to another.
     pub between_guests: u64,
-    /// Times that the owner's ring or the card's buffer was full.
+    /// Overruns of the owner's ring or the card's buffer.
     pub overruns: u64,
-    /// Times that the card had to be reset, with what it held.
+    /// Resets of the card, which lose the frames that it holds.
     pub resets: u64,
 }
 
-/// The card, its owner's side and the holder's. See the module.
+/// The card with its owner's side and its holder's. See the module.
 pub struct SharedCard<P, B, O> {
     device: &'static Device,
     card: Counted<P>,
@@ -130,17 +134,18 @@ pub struct SharedCard<P, B, O> {
     pad: Pad,
     seats: Vec<Seat>,
     holder: Option<usize>,
-    /// The holder's command register lets the card master the bus; and the monitor does.
+    /// Bus mastering as the holder's command register has it, and as the monitor has it. Both must be on.
     guest_master: bool,
     monitor_master: bool,
     totals: Totals,
 }
 
 impl<P: PhysicalDevice, B: Bus + Send + 'static, O: OwnRing> SharedCard<P, B, O> {
-    /// Starts the receiver of a card, which is what `device` describes, with a ring in `own`. No guest has a seat yet.
+    /// Starts the receiver of a card that matches the description `device`, with a ring in `own`. No guest has a seat
+    /// yet.
     ///
     /// # Errors
-    /// The card can't be reached, or nobody knows how to share it: of those that reach memory only the e1000 without an IOMMU.
+    /// The card is unreachable or can't be shared. Of the cards with DMA only the e1000 can be shared without an IOMMU.
     pub fn new(device: &'static Device, card: P, own: O) -> Result<Self, DeviceError> {
         if device.pci.bus_master != BusMaster::Never && device.name != "e1000" && !card.has_iommu() {
             let why = format!(
@@ -176,33 +181,35 @@ impl<P: PhysicalDevice, B: Bus + Send + 'static, O: OwnRing> SharedCard<P, B, O>
         Ok(shared)
     }
 
-    /// What it is.
+    /// Returns the card's description.
     pub fn device(&self) -> &'static Device {
         self.device
     }
 
-    /// Scratch memory for the monitor.
+    /// Returns scratch memory for the monitor.
     pub fn pad(&self) -> Pad {
         self.pad.clone()
     }
 
-    /// The card itself.
+    /// Returns the card itself.
     pub fn card(&mut self) -> &mut P {
         &mut self.card.card
     }
 
-    /// Bytes of guests' memory that are mapped for the card, and the most that there were.
+    /// Returns how many bytes of guests' memory are mapped for the card, and the peak.
     pub fn mapped(&self) -> (u64, u64) {
         (self.card.mapped, self.card.peak)
     }
 
-    /// A seat for a guest with this address: the next number, from 0 on. Behind an IOMMU, or at a card that reaches no memory.
+    /// Adds a guest with this Ethernet address. Seats are numbered from 0. Only for a card behind an IOMMU or without
+    /// DMA.
     pub fn add_seat(&mut self, address: [u8; 6]) {
         self.push_seat(address, None);
     }
 
-    /// The same at any card. Without an IOMMU the card reads the guest's frames where [`MemoryMap::dma`] says that they are, so that memory stays
-    /// there, pinned, and the guest's, until the guest has lost the card.
+    /// Adds a guest to any card. Without an IOMMU the card reads the guest's frames at the addresses from
+    /// [`MemoryMap::dma`]. This memory must stay there, pinned and owned by the guest, until the guest has lost the
+    /// card.
     pub fn add_seat_of(&mut self, address: [u8; 6], map: Box<dyn MemoryMap + Send>) {
         self.push_seat(address, Some(map));
     }
@@ -220,17 +227,17 @@ impl<P: PhysicalDevice, B: Bus + Send + 'static, O: OwnRing> SharedCard<P, B, O>
         });
     }
 
-    /// What happened to a guest's frames.
+    /// Returns a guest's frame counters.
     pub fn fed(&self, seat: usize) -> Fed {
         self.seats.get(seat).map(|seat| seat.fed).unwrap_or_default()
     }
 
-    /// What happened to the card.
+    /// Returns the card's counters.
     pub fn totals(&self) -> Totals {
         self.totals
     }
 
-    /// Guests without the card for whom frames wait, which their rings may have room for.
+    /// Returns the guests that don't hold the card, and have queued frames for which their rings may have room.
     pub fn waiting(&self) -> impl Iterator<Item = usize> {
         let waits = |(number, seat): (usize, &Seat)| {
             (self.holder != Some(number) && !seat.queue.is_empty() && !seat.full).then_some(number)
@@ -238,7 +245,7 @@ impl<P: PhysicalDevice, B: Bus + Send + 'static, O: OwnRing> SharedCard<P, B, O>
         self.seats.iter().enumerate().filter_map(waits)
     }
 
-    /// The holder is about to lose the card: what its receiver takes is remembered. Before the monitor's `release`.
+    /// Saves the receive filter of the holder, which is about to lose the card. Call it before the monitor's `release`.
     pub fn park(&mut self) {
         let filter = self.kind.filter();
         if let Some(seat) = self.holder.and_then(|holder| self.seats.get_mut(holder)) {
@@ -246,7 +253,8 @@ impl<P: PhysicalDevice, B: Bus + Send + 'static, O: OwnRing> SharedCard<P, B, O>
         }
     }
 
-    /// The next accesses are for this guest, with this memory; nobody's with `None`. After the monitor's `release`.
+    /// Assigns the following accesses to this guest with this memory, or to no guest with `None`. Call it after the
+    /// monitor's `release`.
     pub fn seat(&mut self, holder: Option<(usize, B, bool)>) {
         if let Some(seat) = self.holder.and_then(|holder| self.seats.get_mut(holder)) {
             seat.hidden = self.kind.hidden();
@@ -262,7 +270,7 @@ impl<P: PhysicalDevice, B: Bus + Send + 'static, O: OwnRing> SharedCard<P, B, O>
         self.kind.set_hidden(seat.map(|seat| std::mem::take(&mut seat.hidden)).unwrap_or_default());
     }
 
-    /// The guest of a seat is gone, and so is what waits for it. It doesn't hold the card.
+    /// Removes a guest and its queue. It must not hold the card.
     pub fn vacate(&mut self, seat: usize) {
         if let Some(seat) = self.seats.get_mut(seat) {
             seat.parked = None;
@@ -272,28 +280,28 @@ impl<P: PhysicalDevice, B: Bus + Send + 'static, O: OwnRing> SharedCard<P, B, O>
         }
     }
 
-    /// The card has failed, or may have: it is reset, with what it has, and its receiver starts anew. What it had of the holder's is told as sent.
-    /// The monitor's `recover` comes next.
+    /// Resets a card that failed or may have failed, and restarts its receiver. Reports the holder's pending frames as
+    /// sent. The monitor's `recover` must follow.
     ///
     /// # Errors
-    /// The card can't be reached.
+    /// The card is unreachable.
     pub fn restart(&mut self) -> Result<(), DeviceError> {
         self.totals.resets += 1;
         self.with(|kind, side| kind.start(side))
     }
 
-    /// Nothing of the memory of a seat's guest is mapped any more after this. It doesn't hold the card.
+    /// Unmaps all memory of a guest, which must not hold the card.
     ///
     /// # Errors
-    /// The card can't be reached.
+    /// The card is unreachable.
     pub fn forget_memory(&mut self, seat: usize) -> Result<(), DeviceError> {
         self.with(|kind, side| kind.forget_memory(side, seat))
     }
 
-    /// Bus mastering as the holder's command register has it.
+    /// Sets bus mastering as the holder's command register has it.
     ///
     /// # Errors
-    /// The card can't be reached.
+    /// The card is unreachable.
     pub fn set_guest_bus_master(&mut self, on: bool) -> Result<(), DeviceError> {
         self.master(on, self.monitor_master)
     }
@@ -301,7 +309,7 @@ impl<P: PhysicalDevice, B: Bus + Send + 'static, O: OwnRing> SharedCard<P, B, O>
     fn master(&mut self, guest: bool, monitor: bool) -> Result<(), DeviceError> {
         let before = self.masters();
         if before && !(guest && monitor) {
-            // Before windows are unmapped.
+            // Before the windows are unmapped.
             self.with(|kind, side| kind.empty(side))?;
         }
         (self.guest_master, self.monitor_master) = (guest, monitor);
@@ -311,11 +319,11 @@ impl<P: PhysicalDevice, B: Bus + Send + 'static, O: OwnRing> SharedCard<P, B, O>
         Ok(())
     }
 
-    /// Takes what the card has finished: frames that came in, frames that were sent. Whether there is more. The card's interrupt may be unmasked
-    /// after it.
+    /// Processes what the card has finished: received frames and sent frames. Returns whether more is pending. The
+    /// caller may unmask the card's interrupt afterwards.
     ///
     /// # Errors
-    /// The card can't be reached.
+    /// The card is unreachable.
     pub fn poll(&mut self) -> Result<bool, DeviceError> {
         let look = self.with(|kind, side| kind.look(side))?;
         self.totals.overruns += u64::from(look.overrun);
@@ -342,8 +350,8 @@ impl<P: PhysicalDevice, B: Bus + Send + 'static, O: OwnRing> SharedCard<P, B, O>
         Ok(true)
     }
 
-    /// Puts what waits for the holder into its ring, as far as there is room. After the monitor's `switch` and after each access: what makes room
-    /// in the midst of a hand-off makes none for the guest.
+    /// Stores the holder's queued frames in its ring while there is room. Call it after the monitor's `switch` and
+    /// after each access. Room that appears during a hand-off isn't the guest's.
     pub fn feed(&mut self) {
         let masters = self.masters();
         let Some(seat) = self.holder.and_then(|holder| self.seats.get_mut(holder)) else { return };
@@ -353,7 +361,7 @@ impl<P: PhysicalDevice, B: Bus + Send + 'static, O: OwnRing> SharedCard<P, B, O>
         }
         seat.full = false;
         while let Some(frame) = seat.queue.front() {
-            // A filter that has changed meanwhile decides anew.
+            // The filter may have changed since the frame was queued.
             if self.kind.filter().accepts(frame) {
                 if !masters {
                     return;
@@ -368,7 +376,7 @@ impl<P: PhysicalDevice, B: Bus + Send + 'static, O: OwnRing> SharedCard<P, B, O>
         }
     }
 
-    /// Has the kind do something, and does what follows.
+    /// Calls the card's kind, then updates counters and delivers copies.
     fn with<R>(
         &mut self,
         act: impl FnOnce(&mut dyn Kind<B>, &mut Side<'_>) -> Result<R, DeviceError>,
@@ -400,13 +408,14 @@ impl<P: PhysicalDevice, B: Bus + Send + 'static, O: OwnRing> SharedCard<P, B, O>
         result
     }
 
-    /// Gives a frame to all whose receivers take it but its sender. Whether anybody does.
+    /// Delivers a frame to all guests whose receivers accept it, except its sender. Returns whether any guest accepts
+    /// it.
     fn deliver(&mut self, frame: &[u8], sender: Option<usize>) -> bool {
         let masters = self.masters();
         let mut taken = false;
         for (number, seat) in self.seats.iter_mut().enumerate() {
             let holds = self.holder == Some(number);
-            // A guest has its own frames and groups', whatever else it would take.
+            // A guest gets only frames to its own address or to a group, even with a promiscuous filter.
             let its = frame.get(..6).is_some_and(|to| to[0] & 1 == 1 || to == seat.address);
             if sender == Some(number) || !its {
                 continue;
@@ -432,7 +441,7 @@ impl<P: PhysicalDevice, B: Bus + Send + 'static, O: OwnRing> SharedCard<P, B, O>
         taken
     }
 
-    /// Whether the card may use the holder's memory. One that has no bus mastering needs no leave.
+    /// Returns whether the card may use the holder's memory. A card without bus mastering needs no permission.
     fn masters(&self) -> bool {
         self.device.pci.bus_master == BusMaster::Never || self.guest_master && self.monitor_master
     }
@@ -464,11 +473,12 @@ impl<P: PhysicalDevice, B: Bus + Send + 'static, O: OwnRing> PhysicalDevice for 
 
     fn set_bus_master(&mut self, on: bool) -> Result<(), DeviceError> {
         self.master(self.guest_master, on)?;
-        // The monitor's own frames to itself need nobody else's leave.
+        // The monitor's own frames to itself need only the monitor's permission.
         self.kind.front().set_bus_master(on)
     }
 
-    /// Whatever the card has: what the monitor maps is kept by the emulated receiver, and for frames to send by the kind.
+    /// Independent of the card: the emulated receiver checks the monitor's mappings, and the kind does so for frames to
+    /// send.
     fn has_iommu(&self) -> bool {
         true
     }

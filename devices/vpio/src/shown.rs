@@ -1,30 +1,33 @@
-//! Registers that a guest reads without anybody seeing it: a page of the monitor's, mapped read-only where a memory BAR has its registers
-//! (spec vpio, 3.1: a read costs nanoseconds then, and not an exit).
+//! Shadow register pages: registers that a guest reads without an exit. The page belongs to the monitor, and is mapped
+//! read-only where a memory BAR has its registers. A read then costs nanoseconds (`docs/design/vpio.md`).
 //!
 //! ```text
-//! guest's write ─▶ exit ─▶ Monitor::access ───┐
-//! late writes ───▶ ring ─▶ Monitor::access ───┼─▶ Monitor::show ─▶ the page ─▶ guest's reads
-//! device's line ─────────▶ Monitor::interrupt ┘
+//! guest's write ───▶ exit ─▶ Monitor::access ───┐
+//! deferred writes ─▶ ring ─▶ Monitor::access ───┼─▶ Monitor::show ─▶ the page ─▶ guest's reads
+//! device's line ───────────▶ Monitor::interrupt ┘
 //! ```
-//! What changes by itself is asked of the device at each [`Monitor::show`], as the description's [`Polled`] says; the rest when something
-//! happened that may have changed it.
+//! [`Monitor::show`] reads the registers that change by themselves from the device, as the description's [`Polled`]
+//! says. It updates the others after an event that may have changed them.
 //!
-//! **Acknowledgements.** A guest that isn't seen reading, and whose acknowledgements wait, may have acknowledged a cause *before* the
-//! device reported it anew. So a cause that was taken is *unseen* at first: acknowledgements don't clear it. Whoever owns the monitor shows
-//! the page, then takes the late writes (these may be older than the page), then calls [`Monitor::seen`]: what is acknowledged from then on
-//! was read from the page. One that comes between is lost, and the driver is told once more: it finds nothing to do.
+//! **Acknowledgements.** The monitor doesn't see the guest's reads, and the guest's acknowledgements are deferred. So
+//! the guest may have acknowledged a cause *before* the device reported it anew. A harvested cause is therefore
+//! *unseen* at first: acknowledgements don't clear it. The monitor's owner shows the page, drains the deferred writes
+//! (these may be older than the page), and calls [`Monitor::seen`]. A later acknowledgement follows a read of the page.
+//! An earlier one is ignored, and the driver gets the interrupt once more and finds nothing to do.
 //!
-//! **A status that a read clears** (`Polled::read_clears`; the e1000's ICR). Nobody sees the read, so the page goes on showing causes that the
-//! guest has read, for a while. Two things tell that it has, and a cause that is told twice costs an interrupt and nothing else:
-//! - The guest clears bits of the mask, as its handler does after the read. Causes of frames (`Polled::causes`) that are not unseen are clear
-//!   then: the page had shown them before, and the driver looks at its rings after it, whether or not its read came before the page's change.
-//! - The line was raised and the interrupt has ended, twice ([`Monitor::raised`], [`Monitor::lowered`]): the second handler began after the end
-//!   of the first, so it has read what was shown before the first. The first end alone may be that of a handler which had read already, of
-//!   another device's interrupt on the same line for instance. So a change of the link is never lost, and a handler that leaves the mask as it
-//!   is gets each interrupt twice, not for ever.
+//! **A status that a read clears** (`Polled::read_clears`; the e1000's ICR). The monitor doesn't see the read. For a
+//! while the page shows causes that the guest has read. A repeated cause costs one interrupt and nothing else. Two
+//! events prove the read:
+//! - The guest clears bits of the mask, as its handler does after the read. Then the causes of frames
+//!   (`Polled::causes`) that aren't unseen are cleared. The page had shown them before the write. The driver polls its
+//!   rings after it, even if its read preceded the page's change.
+//! - The monitor raised the line and the interrupt ended, twice ([`Monitor::raised`], [`Monitor::lowered`]). The second
+//!   handler began after the first interrupt's end, so it has read what the page showed before the first. The first end
+//!   proves nothing: its handler may have read before, for another device on the same line. So no link change is lost.
+//!   A handler that leaves the mask alone gets each interrupt twice.
 //!
-//! A handler that reads until nothing is left would read for ever: whoever owns the monitor has to take the page away from a guest whose
-//! interrupt doesn't end. Then its reads are seen, and clear.
+//! A handler that reads until no cause is left would loop forever. If a guest's interrupt doesn't end, the monitor's
+//! owner must remove the page. The guest's reads then exit, and clear the status.
 
 use device_models::Access;
 use device_models::describe::{Bar, Effect, Event, Polled, Reg, Register, Store};
@@ -35,23 +38,25 @@ use crate::guest::GuestId;
 use crate::monitor::{Monitor, MonitorError};
 use crate::plan::PAGE;
 
-/// How often a register is looked at that isn't done at once: a PHY takes about 64 µs, a read of a card's register one.
+/// Limit of reads of a slow register until it must be done. A PHY takes about 64 µs, and a read of a card's register 1
+/// µs.
 const SETTLES: u32 = 1000;
 
-/// What a guest whose reads aren't seen has in its page.
+/// State of a guest's shadow register page.
 #[derive(Debug)]
 pub(crate) struct Page {
-    /// Causes that it may not have read yet.
+    /// Causes that the guest may not have read yet.
     unseen: u32,
-    /// Any register may have changed, as far as the model knows them.
+    /// Any register may have changed in the model.
     stale: bool,
-    /// Any register of the device may have.
+    /// Any register may have changed in the device.
     changed: bool,
-    /// A register that the device isn't done with at once was written.
+    /// The guest wrote a slow register whose operation may not be done.
     settling: bool,
     /// The line was raised, and the interrupt hasn't ended.
     in_service: bool,
-    /// Causes that were shown before it was raised, and those of them for which that is the second time.
+    /// Causes that the page showed when the line was raised; and those of them that it showed at the previous
+    /// interrupt, too.
     told: u32,
     told_again: u32,
 }
@@ -75,13 +80,13 @@ impl Page {
         self.anew(causes);
     }
 
-    /// Causes that came after what was told before.
+    /// Notes new events of causes that were shown before.
     fn anew(&mut self, causes: u32) {
         self.told &= !causes;
         self.told_again &= !causes;
     }
 
-    /// A register was written; `through`: that reached the device.
+    /// Notes a write of a register. `through`: the write reached the device.
     pub fn wrote(&mut self, reg: Option<Reg>, through: bool, polled: &Polled) {
         let others = reg.is_some_and(|reg| !polled.written.contains(&reg));
         self.stale |= others;
@@ -93,7 +98,7 @@ impl Page {
         self.changed = true;
     }
 
-    /// The guest's machine was reset: nothing was told, and no interrupt is under way.
+    /// Resets the state together with the guest's machine: no cause was shown, and no interrupt is in service.
     pub fn forget(&mut self) {
         *self = Self::new();
     }
@@ -102,30 +107,30 @@ impl Page {
 /// A register's bytes in the page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shown {
-    /// First byte, from the beginning of the BAR.
+    /// Offset of the first byte in the BAR.
     pub offset: u32,
-    /// Bytes: 1, 2 or 4.
+    /// Length in bytes: 1, 2 or 4.
     pub bytes: u8,
-    /// Their value.
+    /// The value.
     pub value: u32,
 }
 
 impl<P: PhysicalDevice> Monitor<P> {
-    /// From here on the guest reads a page: [`Self::show`] tells what is in it.
+    /// Starts a shadow page for a guest. [`Self::show`] returns its contents.
     ///
-    /// Nothing happens where the description says of no register that drivers look at it all the time.
+    /// Does nothing if the description lists no registers that drivers poll.
     pub fn show_from_now(&mut self, id: GuestId) {
         if self.device.polled.any() {
             self.guests[id.0].page = Some(Page::new());
         }
     }
 
-    /// Tells what has changed of the guest's page since the last call, at least.
+    /// Passes at least all changes of the guest's page since the last call to `put`.
     ///
-    /// Nothing while the guest doesn't have the device, or its use of it is stopped.
+    /// Does nothing while the guest isn't resident or its use of the device is stopped.
     ///
     /// # Errors
-    /// The device can't be reached.
+    /// The device is unreachable.
     pub fn show(&mut self, id: GuestId, put: &mut dyn FnMut(Shown)) -> Result<(), MonitorError> {
         if self.resident != Some(id.0) || self.guests[id.0].stopped {
             return Ok(());
@@ -161,7 +166,7 @@ impl<P: PhysicalDevice> Monitor<P> {
         Ok(())
     }
 
-    /// A table at its place in the page: what the guest has written since its device was reset, and zeros.
+    /// Passes a table's bytes: what the guest has written since its device was reset, and zeros.
     fn show_table(
         &self,
         at: usize,
@@ -176,8 +181,8 @@ impl<P: PhysicalDevice> Monitor<P> {
         }
     }
 
-    /// Waits for registers that the device isn't done with at once. One that takes longer is shown as it is; it is asked of again when the
-    /// guest next leaves.
+    /// Waits until slow registers are done. The page shows one that takes longer as it is. The next exit of the guest
+    /// reads it again.
     fn settle_registers(&mut self, at: usize) -> Result<(), MonitorError> {
         for &(reg, done) in self.device.polled.settles {
             let mut looks = 0..SETTLES;
@@ -194,7 +199,8 @@ impl<P: PhysicalDevice> Monitor<P> {
         Ok(())
     }
 
-    /// Whether the device may have changed a register since it was asked: of one that it hands back, only while it has it.
+    /// Returns whether the device may have changed a register since the last read. Registers of descriptors change only
+    /// while the device owns the descriptor.
     fn moves(&self, at: usize, reg: Reg) -> bool {
         let states = self.guests[at].model.graph().states();
         let mut returns =
@@ -217,10 +223,10 @@ impl<P: PhysicalDevice> Monitor<P> {
             bytes: register.width,
         };
         if reg == self.device.interrupts.status && self.device.polled.read_clears.is_some() {
-            // To look isn't to read.
+            // An inspection, without the read's effects.
             return Ok(Some(self.guests[at].model.graph().value(reg)));
         }
-        // A read changes nothing here: the description is checked for that.
+        // A read has no effect here: a check of the description ensures it.
         match self.guests[at].model.read(piece) {
             Reads::Answer(value, _) => Ok(Some(value)),
             Reads::Ask if ask => {
@@ -232,31 +238,32 @@ impl<P: PhysicalDevice> Monitor<P> {
         }
     }
 
-    /// Whether causes were taken that the guest may not have read.
+    /// Returns whether causes were harvested that the guest may not have read.
     pub fn has_unseen(&self, id: GuestId) -> bool {
         self.guests[id.0].page.as_ref().is_some_and(|page| page.unseen != 0)
     }
 
-    /// The guest's page has been shown, and late writes that may be older have been taken since.
+    /// Notes that the page was shown, and that deferred writes that may be older were drained since.
     pub fn seen(&mut self, id: GuestId) {
         if let Some(page) = &mut self.guests[id.0].page {
             page.unseen = 0;
         }
     }
 
-    /// The guest's line was raised: after its page was shown, with nothing between them that the guest could have done for the device.
+    /// Notes that the guest's line was raised. The caller showed the page before, and the guest made no access to the
+    /// device in between.
     pub fn raised(&mut self, id: GuestId) {
         let guest = &mut self.guests[id.0];
         let status = guest.model.graph().value(self.device.interrupts.status);
         let Some(page) = &mut guest.page else { return };
-        // Raised within an interrupt: its end is that of a handler that may have read before.
+        // Not for a line that was raised within an interrupt: its handler may have read before.
         if !std::mem::replace(&mut page.in_service, true) {
             page.told_again = page.told & status & !page.unseen;
             page.told = status & !page.unseen;
         }
     }
 
-    /// The interrupt has ended, and the line is low. Late writes were taken since.
+    /// Notes that the interrupt has ended and the line is low. The caller drained the deferred writes since.
     pub fn lowered(&mut self, id: GuestId) {
         let guest = &mut self.guests[id.0];
         guest.recorder.trim(&guest.model);
@@ -268,22 +275,22 @@ impl<P: PhysicalDevice> Monitor<P> {
         }
     }
 
-    /// Whether the line was raised and the interrupt hasn't ended.
+    /// Returns whether the line was raised and the interrupt hasn't ended.
     pub fn is_in_service(&self, id: GuestId) -> bool {
         self.guests[id.0].page.as_ref().is_some_and(|page| page.in_service)
     }
 
-    /// Whether the device's status is cleared by a read, and a guest with a page isn't seen reading it.
+    /// Returns whether a read clears the device's status. The monitor doesn't see such a read of a guest with a page.
     pub fn clears_by_reads(&self) -> bool {
         self.device.polled.read_clears.is_some()
     }
 
-    /// Whether any cause waits for the guest, masked or not.
+    /// Returns whether any cause is pending for the guest, masked or not.
     pub fn has_causes(&self, id: GuestId) -> bool {
         self.guests[id.0].model.graph().value(self.device.interrupts.status) != 0
     }
 
-    /// Causes of a status that a read clears are clear now, as after the guest's read that nobody saw.
+    /// Clears causes of a status that a read clears, since the guest has read them from the page.
     fn was_read(&mut self, at: usize, causes: u32) {
         let guest = &mut self.guests[at];
         let status = guest.model.graph().value(self.device.interrupts.status);
@@ -293,7 +300,7 @@ impl<P: PhysicalDevice> Monitor<P> {
         }
     }
 
-    /// A guest that reads a page has written a register.
+    /// Notes a register write of a guest with a page.
     pub(crate) fn note_written(&mut self, at: usize, reg: Option<Reg>, value: u32, through: bool) {
         let device = self.device;
         let (Some(page), polled) = (&mut self.guests[at].page, &device.polled) else { return };
@@ -312,12 +319,12 @@ impl<P: PhysicalDevice> Monitor<P> {
         }
     }
 
-    /// A guest's access, with what it acknowledges without having read it taken out.
+    /// Removes acknowledgements of causes that the guest can't have read from an access.
     pub(crate) fn without_unseen(&self, at: usize, access: Access) -> Access {
         let (Some(page), Some(value)) = (&self.guests[at].page, access.write) else { return access };
         let register = self.device.register(self.device.interrupts.status);
         let (Some(from), Store::ClearOnes(_)) = (register.offset, register.store) else { return access };
-        // The status' first byte in the access, which may begin before or behind it.
+        // Offset of the status' first byte in the access, which may begin before or behind it.
         let distance = i64::from(from) - i64::from(access.offset);
         let unseen = u64::from(page.unseen);
         let covered = match u32::try_from(distance.unsigned_abs()) {
@@ -330,7 +337,7 @@ impl<P: PhysicalDevice> Monitor<P> {
     }
 }
 
-/// Numbers of the memory BARs whose first page a guest can read so.
+/// Returns the memory BARs whose first page can be a shadow page.
 pub fn bars(device: &device_models::describe::Device) -> impl Iterator<Item = u8> {
     let any = device.polled.any();
     (0u8..)

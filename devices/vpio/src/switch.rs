@@ -1,4 +1,5 @@
-//! Hand-off of the device from one guest to another: freeze, save, reset, restore, as the description's context says.
+//! Hand-off of the device from one guest to another: freeze, save, reset, restore, as the description's context
+//! specifies.
 
 use std::collections::BTreeMap;
 
@@ -10,26 +11,26 @@ use crate::card_memory::CardMemory;
 use crate::guest::GuestId;
 use crate::monitor::{Monitor, MonitorError};
 
-/// How often a device is restored again that isn't as it should be.
+/// Limit of repeated restores of a device whose state differs from the context.
 const MAX_RESTORES: u32 = 3;
 
-/// How a hand-off ends.
+/// The outcome of a hand-off.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Switched {
-    /// The guest has the device.
+    /// The guest is resident.
     Done,
-    /// The guest that has it can't give it up now: try again after the device's next interrupt.
+    /// The resident guest isn't at a quiescent point: retry after the device's next interrupt.
     Busy,
-    /// A window of the incoming guest can't be granted any more: its policy was applied, and nobody has the device.
+    /// A window of the incoming guest can't be granted any more. Its policy was applied, and no guest is resident.
     Refused,
 }
 
 impl<P: PhysicalDevice> Monitor<P> {
-    /// Gives the device to a guest. With `force` it is taken from a guest that isn't at a reusable point: that guest's device is reset
-    /// then, and its driver sees the device's error status.
+    /// Hands the device to a guest. `force` revokes it from a guest that isn't at a quiescent point. That guest's
+    /// device is reset, and its driver gets the device's error status.
     ///
     /// # Errors
-    /// The device can't be reached, or doesn't do what the description says.
+    /// The device is unreachable or doesn't behave as its description says.
     pub fn switch(&mut self, to: GuestId, force: bool) -> Result<Switched, MonitorError> {
         if self.resident == Some(to.0) {
             return Ok(Switched::Done);
@@ -49,7 +50,7 @@ impl<P: PhysicalDevice> Monitor<P> {
         Ok(if self.resident.is_some() { Switched::Done } else { Switched::Refused })
     }
 
-    /// Takes the device from the guest that has it, and gives it to nobody.
+    /// Revokes the device from the resident guest. No guest is resident afterwards.
     ///
     /// # Errors
     /// As [`Self::switch`].
@@ -57,7 +58,7 @@ impl<P: PhysicalDevice> Monitor<P> {
         self.resident.map_or(Ok(()), |from| self.take_out(from, false))
     }
 
-    /// Takes what the device has finished; whether the guest that has it is at a reusable point now.
+    /// Collects what the device has finished. Returns whether the resident guest is at a quiescent point.
     ///
     /// # Errors
     /// As [`Self::switch`].
@@ -67,13 +68,13 @@ impl<P: PhysicalDevice> Monitor<P> {
         Ok(self.guests[from].model.is_reusable())
     }
 
-    /// The guest's machine is reset: what it did with the device is forgotten, and when it has the device, that is reset.
+    /// Resets a guest's device together with its machine. If the guest is resident, the physical device is reset, too.
     ///
     /// # Errors
     /// As [`Self::switch`].
     pub fn power_on(&mut self, id: GuestId) -> Result<(), MonitorError> {
         let resident = self.resident == Some(id.0);
-        // The guest begins anew whatever the device does.
+        // The guest's state is reset even if the device fails.
         let stopped = if resident { self.stop(id.0) } else { Ok(()) };
         let guest = &mut self.guests[id.0];
         guest.model = Model::new(self.device, guest.config.address);
@@ -89,9 +90,9 @@ impl<P: PhysicalDevice> Monitor<P> {
         if resident { self.bring_in(id.0) } else { Ok(()) }
     }
 
-    /// Resets the device of the guest that has it, whose machine is reset. Its windows are given back then.
+    /// Resets the device of the resident guest, whose machine is reset, and then releases its windows.
     fn stop(&mut self, at: usize) -> Result<(), MonitorError> {
-        // Nothing of the guest's may be left for what comes after it.
+        // A later guest must find none of this guest's data on the card.
         let card = &self.guests[at].card;
         self.dirty.extend(card.written.iter().chain(&card.rings));
         self.set_bus_master(false)?;
@@ -99,8 +100,8 @@ impl<P: PhysicalDevice> Monitor<P> {
         self.vet(at, |model, vetter| model.forget_all(vetter))
     }
 
-    /// The device has failed, or may have: the guest that has it loses it, as by a hand-off that was forced. Its driver sees the device's
-    /// error status, where it has one. [`Self::recover`] comes next, before anybody gets the device.
+    /// Revokes a device that failed or may have failed, as a forced hand-off does. The guest's driver gets the device's
+    /// error status, if there is one. [`Self::recover`] must follow before any guest gets the device.
     pub fn abandon(&mut self) {
         self.harvest_due = false;
         self.open = false;
@@ -115,31 +116,32 @@ impl<P: PhysicalDevice> Monitor<P> {
         }
     }
 
-    /// A device that was abandoned is reset, and nothing stays mapped for it.
+    /// Resets an abandoned device, and unmaps all memory.
     ///
     /// # Errors
-    /// The device can't be reached. This may be tried again.
+    /// The device is unreachable. The caller may retry.
     pub fn recover(&mut self) -> Result<(), MonitorError> {
-        // Whether or not it hears this: the reset says so again.
+        // The device may not respond: the reset disables bus mastering as well.
         let quiet = self.set_bus_master(false);
         self.physical.reset()?;
         quiet?;
         Ok(self.mappings.clear(&mut self.physical)?)
     }
 
-    /// A guest's device isn't as it left it any more: it begins anew.
+    /// Discards a guest's device state, which the device no longer has.
     fn forget_progress(&mut self, at: usize) {
         let guest = &mut self.guests[at];
         guest.model = Model::new(self.device, guest.config.address);
         guest.tables.clear();
         guest.asked.clear();
-        // Nothing of the guest's may be left on the card for what comes after it.
+        // A later guest must find none of this guest's data on the card.
         let card = std::mem::take(&mut guest.card);
         self.dirty.extend(card.written.iter().chain(&card.rings));
         guest.model.raise(self.device.interrupts.error.unwrap_or(0));
     }
 
-    /// With `learned` the model came to know the device by what it holds, which doesn't tell where it is in its descriptors.
+    /// Saves the resident guest's context and revokes the device. `learned`: the model was filled from the device's
+    /// registers, which don't expose the next transmit descriptor. So the monitor must find it.
     pub(crate) fn take_out(&mut self, from: usize, learned: bool) -> Result<(), MonitorError> {
         self.run(from, self.device.context.freeze)?;
         let reusable = self.guests[from].model.is_reusable();
@@ -153,7 +155,7 @@ impl<P: PhysicalDevice> Monitor<P> {
         if !reusable {
             self.physical.reset()?;
         }
-        // Only now: its engines are idle or reset.
+        // Only now: the engines are idle or reset.
         self.vet(from, |model, vetter| model.forget_all(vetter))?;
         if !reusable {
             self.forget_progress(from);
@@ -162,10 +164,11 @@ impl<P: PhysicalDevice> Monitor<P> {
         Ok(())
     }
 
-    /// Brings the device to the guest's context.
+    /// Restores a guest's context on the device.
     pub(crate) fn bring_in(&mut self, to: usize) -> Result<(), MonitorError> {
         self.harvest_due = false;
-        // It begins with a reset. Ring pointers can be moved by a frame of the wire's as well, a broadcast.
+        // The restore begins with a reset. It is repeated if a broadcast frame from the wire moved the ring pointers
+        // meanwhile.
         let mut restored = self.run(to, self.device.context.restore);
         for _ in 0..MAX_RESTORES {
             if !matches!(restored, Err(MonitorError::Stuck { .. })) {
@@ -191,7 +194,7 @@ impl<P: PhysicalDevice> Monitor<P> {
         self.ask_again(to)
     }
 
-    /// What the guest had asked of the device and still waits for is asked again: a register that isn't done at once says so no more after a reset.
+    /// Repeats the guest's pending requests to slow registers: the reset has discarded them.
     fn ask_again(&mut self, at: usize) -> Result<(), MonitorError> {
         if self.resident != Some(at) {
             return Ok(());
@@ -205,7 +208,7 @@ impl<P: PhysicalDevice> Monitor<P> {
     pub(crate) fn run(&mut self, at: usize, steps: &'static [Step]) -> Result<(), MonitorError> {
         for step in steps {
             if self.resident != Some(at) {
-                // A window of this guest can't be granted: it doesn't get the device.
+                // A window of this guest can't be granted: the guest doesn't get the device.
                 return Ok(());
             }
             match *step {
@@ -245,11 +248,12 @@ impl<P: PhysicalDevice> Monitor<P> {
                         self.fail(at, refusal);
                         self.guests[at].stopped = true;
                         self.physical.reset()?;
-                        // Windows that were granted before that one.
+                        // Release the windows that were granted before this one.
                         self.vet(at, |model, vetter| model.forget_all(vetter))?;
                         self.resident = None;
                     } else {
-                        // Before its engines run: one that receives without it takes a descriptor that it can't read, and goes past it.
+                        // Before the engines start: a receiver without bus mastering fetches an unreadable descriptor
+                        // and skips it.
                         self.set_bus_master(true)?;
                     }
                 }
@@ -265,7 +269,7 @@ impl<P: PhysicalDevice> Monitor<P> {
         Ok(())
     }
 
-    /// Reads a register for the model; what the guest sees of it.
+    /// Reads a register for the model. Returns the value that the guest gets.
     pub(crate) fn ask(&mut self, at: usize, reg: Reg) -> Result<u32, MonitorError> {
         let raw = self.get(at, reg)?;
         let register = self.device.register(reg);
@@ -298,7 +302,7 @@ impl<P: PhysicalDevice> Monitor<P> {
         Ok(())
     }
 
-    /// Windows on the card changed: what the guest may write there from now on isn't clean any more.
+    /// Notes a change of the windows on the card: pages that the guest may write from now on count as dirty.
     pub(crate) fn note_card_windows(&mut self, at: usize, before: &[Option<Granted>]) {
         let Some(memory) = &self.device.context.memory else { return };
         let ring = ring_pages(memory, &self.guests[at].model);
@@ -333,7 +337,7 @@ impl<P: PhysicalDevice> Monitor<P> {
         let in_ring = |page: u32| ring.is_some_and(|(start, stop)| (start..stop).contains(&page));
         let mut live = live_ring(memory, model);
         live.extend(self.guests[at].card.written.iter().copied().filter(|&page| !in_ring(page)));
-        // A page inside the ring that the guest wrote itself is dirty as well.
+        // A page inside the ring that the guest itself wrote is dirty, too.
         self.dirty.extend(&self.guests[at].card.written);
         if moved || self.harvested {
             self.dirty.extend(&self.guests[at].card.rings);
@@ -367,7 +371,7 @@ impl<P: PhysicalDevice> Monitor<P> {
         Ok(())
     }
 
-    /// Moves one page between the card and the monitor; the device is stopped.
+    /// Copies one page between the card and the monitor. The device is stopped.
     fn transfer(
         &mut self,
         at: usize,
@@ -407,7 +411,7 @@ fn holds(condition: &Cond, model: &Model) -> bool {
     condition.holds(model.graph())
 }
 
-/// First page of the ring and the one after it.
+/// Returns the first page of the ring and the page after its last one.
 fn ring_pages(memory: &Memory, model: &Model) -> Option<(u32, u32)> {
     memory.live.iter().find_map(|pages| match pages {
         Pages::Ring { start, stop, .. } => {
@@ -418,7 +422,7 @@ fn ring_pages(memory: &Memory, model: &Model) -> Option<(u32, u32)> {
     })
 }
 
-/// Pages of the ring that hold frames which the driver hasn't read.
+/// Returns the pages of the ring that hold frames which the driver hasn't read.
 fn live_ring(memory: &Memory, model: &Model) -> Vec<u32> {
     let Some((start, stop)) = ring_pages(memory, model) else { return Vec::new() };
     let mut found = Vec::new();

@@ -1,8 +1,8 @@
-//! A card of this host that is bound to `vfio-pci`, behind an IOMMU (Linux, `Documentation/driver-api/vfio.rst`): by a container and the card's group, and
-//! by iommufd where the kernel has no containers.
+//! A card of this host that is bound to `vfio-pci`, behind an IOMMU (Linux, `Documentation/driver-api/vfio.rst`). It is
+//! opened through a container and the card's group, or through iommufd if the kernel has no containers.
 //!
-//! Registers are read and written through the device's file, INTx comes by an eventfd: VFIO masks the line when it signals, and
-//! [`Vfio::unmask`] opens it again. The address space's mappings are all that the card reaches.
+//! Register accesses use the device's file. INTx arrives on an eventfd: VFIO masks the line when it signals, and
+//! [`Vfio::unmask`] unmasks it. The card reaches only what is mapped in its address space.
 #![allow(unsafe_code)] // Mapping for DMA, and descriptors that are handed to the crate's own eventfd type.
 
 use std::any::Any;
@@ -26,104 +26,105 @@ use crate::sharing::OwnRing;
 /// System calls of threads that use an opened device.
 pub const SYSCALLS: &[i64] = &[libc::SYS_pread64, libc::SYS_pwrite64, libc::SYS_ioctl];
 
-/// Where PCI devices of this host are.
+/// The host's directory of PCI devices.
 const DEVICES: &str = "/sys/bus/pci/devices";
-/// Configuration space: the command register, and its bits for ports, memory and bus mastering.
+/// Configuration space: offset of the command register, and its bits for ports, memory and bus mastering.
 const COMMAND: u64 = 4;
 const DECODE: u16 = 0x3;
 const BUS_MASTER: u16 = 0x4;
-/// Where the monitor's own memory lies in the device's addresses: between RAM below 3 GiB and what the host reserves for interrupts.
+/// Base address of the monitor's own memory for the device: between RAM below 3 GiB and the range that the host
+/// reserves for interrupts.
 const SCRATCH_BASE: u64 = 0xE000_0000;
 
-/// Addresses of the device that a guest of a shared card can't have memory at: the owner's and the monitor's.
+/// Device addresses at which a guest of a shared card can't have memory: those of the owner's and the monitor's memory.
 pub const RESERVED: std::ops::Range<u64> = SCRATCH_BASE..SCRATCH_BASE + 0x20_0000;
 
-/// A piece of the guest's memory in this process.
+/// A region of guest memory in this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Ram {
-    /// First byte in the guest's addresses.
+    /// Guest-physical base.
     pub guest_base: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub length: u64,
-    /// Where it is mapped in this process.
+    /// Address of the mapping in this process.
     pub host_address: usize,
 }
 
 /// A card can't be opened.
 #[derive(Debug, Error)]
 pub enum OpenError {
-    /// There is no such device.
+    /// The device doesn't exist.
     #[error("There is no PCI device {address} on this host ({} can't be read); lspci -D lists them", path.display())]
     Absent {
-        /// As it was asked for.
+        /// The requested address.
         address: String,
-        /// What was read.
+        /// The path that was read.
         path: PathBuf,
-        /// Why it can't be.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// Another driver has it.
+    /// The device is bound to another driver.
     #[error(
         "PCI device {address} belongs to {driver}, not to vfio-pci; bind it: echo vfio-pci > {DEVICES}/{address}/driver_override, then unbind and probe it"
     )]
     Driver {
-        /// The device.
+        /// The device's address.
         address: String,
-        /// Who has it.
+        /// The driver's name.
         driver: String,
     },
-    /// Nobody has described it.
+    /// This program has no description of the device.
     #[error(
         "PCI device {address} is {vendor:04x}:{device:04x}, of which there is no description; there are: {known}"
     )]
     Unknown {
-        /// The device.
+        /// The device's address.
         address: String,
-        /// Its vendor.
+        /// Its vendor ID.
         vendor: u16,
         /// Its device ID.
         device: u16,
-        /// What is described.
+        /// The described devices.
         known: String,
     },
-    /// VFIO refused.
+    /// VFIO refused an operation.
     #[error("VFIO refused to {what} for PCI device {address}")]
     Vfio {
-        /// The device.
+        /// The device's address.
         address: String,
-        /// What was tried.
+        /// The operation.
         what: &'static str,
-        /// Why.
+        /// The cause.
         #[source]
         source: VfioError,
     },
-    /// The card itself.
+    /// The card failed.
     #[error("PCI device {address} can't be set up")]
     Device {
-        /// The device.
+        /// The device's address.
         address: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: DeviceError,
     },
-    /// No eventfd.
+    /// No eventfd could be created.
     #[error("An eventfd for PCI device {address} can't be made")]
     Event {
-        /// The device.
+        /// The device's address.
         address: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
 }
 
-/// How the kernel gives a card to a process.
+/// The kernel interface by which a process gets a card.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Way {
-    /// Its own device file, bound to an address space of `/dev/iommu`.
+    /// The device's own file, bound to an address space of `/dev/iommu`.
     Iommufd,
-    /// Its group, in a container.
+    /// The device's group, in a container.
     Group,
 }
 
@@ -133,12 +134,13 @@ impl Way {
         Self::choose(is("/dev/vfio/vfio"), is("/dev/iommu") && device.join("vfio-dev").is_dir())
     }
 
-    /// The group where the kernel has containers, which is what tests run; iommufd where it hasn't, since no kernel of Debian's has that.
+    /// Prefers the group, since tests run it. Chooses iommufd on kernels without containers: no Debian kernel has
+    /// iommufd.
     const fn choose(containers: bool, iommufd: bool) -> Self {
         if iommufd && !containers { Self::Iommufd } else { Self::Group }
     }
 
-    /// As `causeway inspect` has it.
+    /// Returns the name that `causeway inspect` prints.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Iommufd => "iommufd",
@@ -147,24 +149,24 @@ impl Way {
     }
 }
 
-/// An opened card. Dropping it takes all its mappings back.
+/// An opened card. Dropping it removes all its mappings.
 pub struct Vfio {
     address: String,
     description: &'static Device,
-    // Before the container and the memory: it goes first.
+    // Before the container and the memory, so that it is dropped first.
     device: VfioDevice,
     space: Arc<dyn VfioOps>,
     by: Way,
     ram: Vec<Ram>,
-    /// Memory of the monitor's own that may be mapped for the device.
+    /// The monitor's own memory that may be mapped for the device.
     scratch: Option<Ram>,
     /// Keeps the guest's memory mapped.
     keep: Option<Box<dyn Any + Send>>,
     interrupt: EventFd,
     signalled: bool,
-    /// INTx goes somewhere.
+    /// INTx is connected to an eventfd.
     connected: AtomicBool,
-    /// Bus mastering as the guest and as the monitor want it.
+    /// Bus mastering as the guest requests it, and as the monitor does.
     guest_master: bool,
     monitor_master: bool,
 }
@@ -178,10 +180,10 @@ fn read_word(address: &str, file: &str) -> Result<u16, OpenError> {
 }
 
 impl Vfio {
-    /// Opens the card at a PCI address (`0000:03:00.0`), resets it and leaves its bus mastering off.
+    /// Opens the card at a PCI address (`0000:03:00.0`), resets it, and leaves bus mastering off.
     ///
     /// # Errors
-    /// It isn't there, not bound to vfio-pci, not described, or VFIO refuses.
+    /// The card doesn't exist, isn't bound to vfio-pci or isn't described, or VFIO refuses.
     pub fn open(address: &str) -> Result<Self, OpenError> {
         let (vendor, device) = (read_word(address, "vendor")?, read_word(address, "device")?);
         let path = Path::new(DEVICES).join(address);
@@ -235,33 +237,33 @@ impl Vfio {
         };
         let failed = |source| OpenError::Device { address: address.to_owned(), source };
         opened.reset().map_err(failed)?;
-        // Whoever had it before may have left something that a reset doesn't end.
+        // A previous user may have started something that the reset doesn't end.
         poke(description, &mut opened, description.power_on).map_err(failed)?;
         Ok(opened)
     }
 
-    /// Its PCI address.
+    /// Returns the PCI address.
     pub fn address(&self) -> &str {
         &self.address
     }
 
-    /// How the kernel gives it to this process.
+    /// Returns the kernel interface of this card.
     pub const fn way(&self) -> Way {
         self.by
     }
 
-    /// What it is.
+    /// Returns the card's description.
     pub fn description(&self) -> &'static Device {
         self.description
     }
 
-    /// Tells it where the guest's memory is; `keep` keeps that mapped.
+    /// Sets the guest's memory regions. `keep` keeps them mapped in this process.
     pub fn set_ram(&mut self, ram: Vec<Ram>, keep: Box<dyn Any + Send>) {
         self.ram = ram;
         self.keep = Some(keep);
     }
 
-    /// Has the INTx line signalled by the eventfd of [`Self::interrupt_fd`].
+    /// Connects the INTx line to the eventfd of [`Self::interrupt_fd`].
     ///
     /// # Errors
     /// VFIO refuses.
@@ -271,7 +273,8 @@ impl Vfio {
         self.device.enable_irq(VFIO_PCI_INTX_IRQ_INDEX, vec![&self.interrupt]).map_err(refused)
     }
 
-    /// Has the INTx line go to `trigger` and come back by `resample` without this process: KVM's level-triggered irqfd.
+    /// Connects the INTx line to `trigger`, and its unmasking to `resample`, without this process: KVM's
+    /// level-triggered irqfd.
     ///
     /// # Errors
     /// VFIO refuses.
@@ -290,7 +293,7 @@ impl Vfio {
         self.device.set_irq_resample_fd(VFIO_PCI_INTX_IRQ_INDEX, vec![&resample]).map_err(refused)
     }
 
-    /// Takes INTx from where it goes, to send it elsewhere: a line that is up is told there at once.
+    /// Disconnects INTx, so that it can be connected elsewhere. An asserted line then signals there at once.
     fn disconnect(&self) -> Result<(), OpenError> {
         if !self.connected.swap(true, Ordering::SeqCst) {
             return Ok(());
@@ -300,23 +303,24 @@ impl Vfio {
         self.device.disable_irq(VFIO_PCI_INTX_IRQ_INDEX).map_err(refused)
     }
 
-    /// A copy of the eventfd of the line.
+    /// Duplicates the eventfd of the line.
     ///
     /// # Errors
-    /// No descriptor is left.
+    /// The process has no free descriptor.
     pub fn interrupt_fd(&self) -> io::Result<OwnedFd> {
-        // SAFETY: the eventfd is open as long as `self`.
+        // SAFETY: the eventfd is open during the lifetime of `self`.
         unsafe { BorrowedFd::borrow_raw(self.interrupt.as_raw_fd()) }.try_clone_to_owned()
     }
 
-    /// The eventfd was signalled: the line counts as up until [`Self::unmask`].
+    /// Notes that the eventfd was signalled. The line counts as asserted until [`Self::unmask`].
     pub fn signalled(&mut self) {
-        // Takes the count back; there is none when somebody was faster, and then the causes are looked for in vain.
+        // Reset the eventfd's count. It may be zero if another reader came first: then the caller polls the causes
+        // needlessly.
         let _ = self.interrupt.read();
         self.signalled = true;
     }
 
-    /// The causes have been taken: VFIO signals again when the line is up, at once if it still is.
+    /// Unmasks the line after its causes were read. VFIO signals again if the line is asserted.
     ///
     /// # Errors
     /// VFIO refuses.
@@ -326,16 +330,17 @@ impl Vfio {
         self.device.unmask_irq(VFIO_PCI_INTX_IRQ_INDEX).map_err(refused)
     }
 
-    /// Bus mastering as the guest wants it. It is on while the guest and the monitor want it.
+    /// Sets bus mastering as the guest requests it. It is on while both the guest and the monitor request it.
     ///
     /// # Errors
-    /// The device can't be reached.
+    /// The device is unreachable.
     pub fn set_guest_bus_master(&mut self, on: bool) -> Result<(), DeviceError> {
         self.guest_master = on;
         self.write_command()
     }
 
-    /// A BAR as part of the device's file ([`AsFd`]), where VFIO lets it be mapped: offset and bytes, whole pages.
+    /// Returns offset and length in bytes (whole pages) of a BAR in the device's file ([`AsFd`]), if VFIO permits its
+    /// mapping.
     pub fn mappable(&self, bar: u8) -> Option<(u64, u64)> {
         const MMAP: u32 = vfio_bindings::bindings::vfio::VFIO_REGION_INFO_FLAG_MMAP;
         let index = u32::from(bar);
@@ -346,18 +351,19 @@ impl Vfio {
         Some((self.device.get_region_offset(index), bytes))
     }
 
-    /// Memory of the monitor's own, which can be mapped for the device like the guest's ([`MappedScratch::mapping`]). It isn't yet.
+    /// Allocates the monitor's own memory, which can be mapped for the device like the guest's
+    /// ([`MappedScratch::mapping`]). It isn't mapped yet.
     ///
     /// # Errors
-    /// The guest has memory there.
+    /// The guest has memory at these addresses.
     pub fn scratch(&mut self) -> Result<MappedScratch, DeviceError> {
         self.scratch_of(RING + FRAME)
     }
 
-    /// The same, of so many bytes, at most 1 MiB: for the owner of a shared card.
+    /// Does the same with `length` bytes, at most 1 MiB, for the owner of a shared card.
     ///
     /// # Errors
-    /// The guest has memory there.
+    /// The guest has memory at these addresses.
     pub fn scratch_of(&mut self, length: u64) -> Result<MappedScratch, DeviceError> {
         let length = length.next_multiple_of(4096);
         let bytes = usize::try_from(length).unwrap_or(0);
@@ -418,9 +424,9 @@ impl Vfio {
     }
 }
 
-/// The crate's eventfd type over a descriptor.
+/// Wraps a descriptor in the crate's eventfd type.
 fn event_fd(fd: OwnedFd) -> EventFd {
-    // SAFETY: the descriptor is an eventfd that nobody else owns.
+    // SAFETY: the descriptor is an eventfd with no other owner.
     unsafe { EventFd::from_raw_fd(fd.into_raw_fd()) }
 }
 
@@ -450,7 +456,7 @@ impl PhysicalDevice for Vfio {
         Ok(self.signalled)
     }
 
-    /// By VFIO where the function can be reset from outside, and by its registers in any case.
+    /// Resets by VFIO if the function supports it, and by the card's registers in any case.
     fn reset(&mut self) -> Result<(), DeviceError> {
         self.monitor_master = false;
         self.device.reset();
@@ -468,7 +474,7 @@ impl PhysicalDevice for Vfio {
         true
     }
 
-    /// VFIO's type 1 through this crate maps for reading and writing, whatever [`Mapping::writable`] says.
+    /// VFIO's type 1 through this crate maps for reading and writing, even if [`Mapping::writable`] is false.
     fn map(&mut self, mapping: Mapping) -> Result<(), DeviceError> {
         let end = mapping.guest_base.saturating_add(mapping.length);
         let ram = self
@@ -509,7 +515,7 @@ pub struct MappedScratch {
 }
 
 impl MappedScratch {
-    /// All of it, as the device would reach it.
+    /// Returns a mapping of all of it at its device address.
     #[must_use]
     pub const fn mapping(&self) -> Mapping {
         Mapping { device_base: SCRATCH_BASE, guest_base: SCRATCH_BASE, length: self.length, writable: true }
@@ -551,7 +557,7 @@ impl OwnRing for MappedScratch {
 mod tests {
     use super::Way;
 
-    /// Containers come first; a kernel with neither is told of by what fails then, the container's device.
+    /// A container is the first choice. On a kernel with neither interface, the error names the container's device.
     #[test]
     fn iommufd_is_for_kernels_without_containers() {
         let ways =

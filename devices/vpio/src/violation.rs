@@ -1,10 +1,10 @@
 //! Traces of refused requests, and their replay.
 //!
-//! A recorder keeps what a guest's model was told since a known state: accesses, the values that the device returned, causes, and how
-//! grants were decided. That is all that a model depends on, so a trace is replayed without device, guest or memory.
+//! A recorder keeps the inputs of a guest's model since a known state: accesses, values from the device, causes, and
+//! decisions on grants. A model depends on nothing else. So a trace can be replayed without device, guest or memory.
 //!
-//! In a file each is a line of JSON ([`Violation::line`], [`read`]): monitors append them, and [`decides_as_before`] says of each whether this program
-//! still decides so.
+//! In a file, each violation is a line of JSON ([`Violation::line`], [`read`]), which a monitor appends.
+//! [`decides_as_before`] checks whether this program still decides the same.
 
 use device_models::Access;
 use device_models::describe::{Device, Direction, Permission};
@@ -14,100 +14,100 @@ use device_models::saved::{RestoreError, SavedModel};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-/// Events that a recorder keeps; then it starts again from the state of that moment.
+/// Limit of events in a recorder. Beyond it the recorder restarts from the model's current state.
 pub const KEPT: usize = 1024;
 
-/// What a model was told.
+/// An input of a model.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Told {
-    /// The guest's access.
+    /// An access of the guest.
     Access(Access),
-    /// What the device returned to a read within the access before.
+    /// The value that the device returned to a read during the previous access.
     Returned(u32),
-    /// A window was granted: the device's address.
+    /// A window was granted, at this device address.
     Granted(u64),
-    /// A window wasn't granted: why.
+    /// A window wasn't granted, for this reason.
     Withheld(String),
-    /// Causes of the device.
+    /// Causes from the device.
     Cause(u32),
-    /// Causes that the guest has read where nobody saw it.
+    /// Causes that the guest has read from its shadow page.
     WasRead(u32),
 }
 
-/// A request that was refused, with all that led to it.
+/// A refused request with its history.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Violation {
-    /// Name of the guest.
+    /// The guest's name.
     pub guest: String,
     /// The refused request.
     pub refusal: Refusal,
-    /// What the guest may do.
+    /// The guest's permissions.
     pub permissions: Vec<Permission>,
-    /// The model before the events.
+    /// The model's state before the events.
     pub start: SavedModel,
-    /// What it was told; the refused access is the last one.
+    /// The model's inputs. The last one is the refused access.
     pub told: Vec<Told>,
-    /// How many of these accesses were refused before it.
+    /// Number of earlier refused accesses in the trace.
     pub earlier: usize,
 }
 
-/// A file of violations, or one of them, is of no use.
+/// A file of violations, or one of them, is invalid.
 #[derive(Debug, Error)]
 pub enum TraceError {
     /// A line isn't a violation.
     #[error("Line {number} is no violation")]
     Line {
-        /// Which, from 1.
+        /// Line number, from 1.
         number: usize,
-        /// Why.
+        /// The cause.
         #[source]
         source: serde_json::Error,
     },
-    /// A device that this program has no description of.
+    /// This program has no description of the device.
     #[error("There is no description of the device '{0}'")]
     Device(String),
-    /// A description that has changed.
+    /// The description has changed.
     #[error(transparent)]
     State(#[from] RestoreError),
-    /// It is decided in another way.
+    /// This program decides differently.
     #[error("After {earlier} other refusals it was decided: {recorded} Now, after {others}: {now}")]
     Otherwise {
-        /// How many requests were refused then, before it.
+        /// Number of recorded refusals before the last one.
         earlier: usize,
-        /// What was refused then.
+        /// The recorded refusal.
         recorded: Refusal,
-        /// How many are refused now, before the last one.
+        /// Number of refusals before the last access in the replay.
         others: usize,
-        /// What is refused now, or that nothing is.
+        /// The replay's refusal of the last access, or that it refused none.
         now: String,
     },
 }
 
 impl Violation {
-    /// It as a line of a file.
+    /// Returns the violation as a line of a file.
     ///
     /// # Errors
-    /// None that can be brought about: all of it has a form in JSON.
+    /// None in practice: all parts have a JSON form.
     pub fn line(&self) -> Result<String, serde_json::Error> {
         serde_json::to_string(self).map(|text| text + "\n")
     }
 }
 
-/// The violations of a file, one a line.
+/// Reads the violations of a file, one per line.
 ///
 /// # Errors
-/// Names the first line that is none. A last line that its writer didn't come to the end of is one.
+/// Names the first invalid line. This may be an incomplete last line.
 pub fn read(text: &str) -> Result<Vec<Violation>, TraceError> {
     let parse =
         |(at, line)| serde_json::from_str(line).map_err(|source| TraceError::Line { number: at + 1, source });
     text.lines().enumerate().map(parse).collect()
 }
 
-/// Whether this program refuses what was refused, for the same reason, and as many requests before it.
+/// Checks that this program refuses the same request for the same reason, after the same number of earlier refusals.
 ///
 /// # Errors
-/// It doesn't, or the trace isn't for this program.
+/// The decisions differ, or the trace doesn't fit this program.
 pub fn decides_as_before(violation: &Violation) -> Result<(), TraceError> {
     let name = &violation.start.device;
     let device = device_models::devices::named(name).ok_or_else(|| TraceError::Device(name.clone()))?;
@@ -121,7 +121,7 @@ pub fn decides_as_before(violation: &Violation) -> Result<(), TraceError> {
     Err(TraceError::Otherwise { earlier, recorded, others, now })
 }
 
-/// Keeps what a model is told.
+/// Records the inputs of a model.
 #[derive(Debug)]
 pub(crate) struct Recorder {
     start: SavedModel,
@@ -134,14 +134,14 @@ impl Recorder {
         Self { start: model.save(), told: Vec::new(), refused: 0 }
     }
 
-    /// Between two accesses: forgets the past when there is much of it.
+    /// Between two accesses: drops the history if it is long.
     pub fn trim(&mut self, model: &Model) {
         if self.told.len() >= KEPT {
             self.restart(model);
         }
     }
 
-    /// Forgets the past: it starts in the model's present state.
+    /// Drops the history and restarts from the model's current state.
     pub fn restart(&mut self, model: &Model) {
         self.start = model.save();
         self.told.clear();
@@ -152,7 +152,7 @@ impl Recorder {
         self.told.push(Told::Access(access));
     }
 
-    /// The monitor itself reads a register, for the model.
+    /// Records a register read that the monitor made for the model.
     pub fn read(&mut self, offset: u32, size: u8, raw: u32) {
         self.told.push(Told::Access(Access { bar: 0, offset, size, write: None }));
         self.told.push(Told::Returned(raw));
@@ -177,12 +177,12 @@ impl Recorder {
         self.told.push(Told::WasRead(causes));
     }
 
-    /// The last access was refused.
+    /// Records that the last access was refused.
     pub fn refused(&mut self) {
         self.refused += 1;
     }
 
-    /// The trace of the last access, which was refused.
+    /// Returns the trace of the last access, which was refused.
     pub fn violation(&self, guest: &str, permissions: &[Permission], refusal: Refusal) -> Violation {
         Violation {
             guest: guest.to_owned(),
@@ -195,7 +195,7 @@ impl Recorder {
     }
 }
 
-/// Decides as it was decided.
+/// Grants as recorded.
 struct AsRecorded<'a> {
     told: &'a [Told],
     at: usize,
@@ -222,8 +222,8 @@ impl Grants for AsRecorded<'_> {
     }
 }
 
-/// Tells a fresh model what is in the trace: the refusals that follow, in order. The last one is the violation's own when the program
-/// still decides as it did.
+/// Feeds the trace to a new model. Returns the refusals in order. The last one is the violation's own if the program
+/// still decides the same.
 ///
 /// # Errors
 /// The trace starts in a state that this program's description doesn't have.
@@ -235,10 +235,10 @@ pub fn replay(device: &'static Device, violation: &Violation) -> Result<Vec<Refu
         grants.at += 1;
         match told {
             Told::Access(access) => replay_access(&mut model, *access, &mut grants, &mut refusals),
-            // The registers that the monitor looked at then follow in the trace.
+            // The registers that the monitor read after the causes follow in the trace.
             Told::Cause(causes) => drop(model.cause(*causes)),
             Told::WasRead(causes) => model.was_read(*causes),
-            // Belongs to an access that needed it less than when it was recorded.
+            // Belongs to an access that no longer needs it.
             Told::Returned(_) | Told::Granted(_) | Told::Withheld(_) => {}
         }
     }

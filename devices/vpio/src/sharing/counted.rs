@@ -1,8 +1,8 @@
-//! The memory that is mapped for a card, counted.
+//! Counts the memory that is mapped for a card.
 
 use device_models::physical::{DeviceError, Mapping, PhysicalDevice};
 
-/// A card, and what is mapped for it.
+/// A card and its mapped bytes.
 #[derive(Debug)]
 pub(super) struct Counted<P> {
     pub card: P,

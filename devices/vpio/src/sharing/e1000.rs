@@ -1,14 +1,14 @@
-//! A shared e1000: the holder's descriptors are read once, checked, and put into a transmit ring of the owner's, with the frames where they are in
-//! the holder's memory. So the card's rings are the owner's for good, and a hand-off costs no access of it. Nor does the card need an IOMMU: no guest can write
-//! what it takes addresses from.
+//! A shared e1000. It reads each of the holder's descriptors once, checks it, and copies it into the owner's transmit
+//! ring. The frames stay in the holder's memory. So the card's rings always belong to the owner, and a hand-off costs
+//! no access to the card. The card needs no IOMMU: no guest can write to the rings from which the card reads addresses.
 //!
 //! ```text
 //! holder's ring ─▶ descriptor, read once ─▶ address checked and moved ─▶ owner's ring ─▶ card ─▶ reads the frame
 //! holder's ring ◀─ done, cause ◀──────────────────────────── done ◀──── owner's ring ◀─ card
 //! ```
 //!
-//! Hidden state of the card are the last context descriptors, which say where checksums go and how frames are cut: the card gets the
-//! holder's before a frame when it has others.
+//! The card's hidden state are the last context descriptors, which define checksum offload and segmentation. Before a
+//! frame, the card gets the holder's contexts if it has others.
 
 use std::collections::VecDeque;
 
@@ -25,108 +25,110 @@ use super::places::Places;
 use super::{Kind, Look, MAX_CARD_READS, Next, Side};
 use crate::pad::Inlet;
 
-/// Descriptors of each of the owner's rings.
+/// Descriptors in each of the owner's rings.
 const RING: u32 = 256;
-/// Where what lies in the owner's memory: both rings, buffers.
+/// Offsets in the owner's memory: both rings, then the buffers.
 const RX_AT: u64 = 0;
 const TX_AT: u64 = 0x1000;
 const BUFFERS_AT: u64 = 0x2000;
 const BUFFER: u64 = 2048;
-/// Bytes of the owner's memory.
+/// Size in bytes of the owner's memory.
 pub(super) const OWN_BYTES: u64 = BUFFERS_AT + RING as u64 * BUFFER;
-/// Buffers that are given back at a time.
+/// Receive buffers that are returned to the card at a time.
 const BACK: u32 = 32;
-/// RCTL: all frames, of groups too, broadcasts, without their CRC, in buffers of 2 KiB.
+/// RCTL: accept all unicast, multicast and broadcast frames, without their CRC, in buffers of 2 KiB.
 const OWN_RCTL: u32 = EN | UPE | 0x10 | 1 << 15 | 1 << 26;
-/// TCTL: short frames are made longer, 15 collisions, full duplex, late collisions are tried again; gaps as Intel's manual has them.
+/// TCTL: pad short frames, 15 collisions, full duplex, retransmit on late collision. Gaps as in Intel's manual.
 const OWN_TCTL: u32 = 0x0104_00F8 | EN;
 const OWN_TIPG: u32 = 0x0060_200A;
-/// ICR: the link changed; few buffers are left; none was left.
+/// ICR: link status change; receive descriptor minimum threshold; receiver overrun.
 const LSC: u32 = 0x04;
 const RXDMT0: u32 = 0x10;
 const RXO: u32 = 0x40;
 const OWN_CAUSES: u32 = TXDW | LSC | RXDMT0 | RXO | RXT0;
-/// CTRL: the link is up; VLAN tags are taken out and put in, whose type is that of 802.1Q.
+/// CTRL: set link up; strip and insert VLAN tags; VET: the tag type of 802.1Q.
 const SLU: u32 = 0x40;
 const VME: u32 = 1 << 30;
 const TAG: u16 = 0x8100;
-/// CTRL: link reset, inverted signal, forced speed and duplex: not as the owner wants it.
+/// CTRL bits that the owner keeps off: link reset, inverted signal, forced speed and duplex.
 const CTRL_OFF: u32 = 0x08 | 0x80 | 0x800 | 0x1000;
-/// Receive descriptor: done, the frame ends, it had a VLAN tag.
+/// Receive descriptor status: descriptor done, end of packet, VLAN tag.
 const DONE: u8 = 0x01;
 const END: u8 = 0x02;
 const TAGGED: u8 = 0x08;
-/// Command of a transmit descriptor: the frame ends, report, extended; delayed report and others' bits that the owner doesn't want.
+/// Transmit descriptor command: end of packet, report status, extended. The owner clears delayed reporting and reserved
+/// bits.
 const EOP: u8 = 0x01;
 const RS: u8 = 0x08;
 const EXTENDED: u8 = 0x20;
 const DELAYED: u8 = 0x80 | 0x10;
 const PUT_TAG: u8 = 0x40;
-/// Descriptors that are looked at before anything else happens, and those of one frame at most.
+/// Limit of descriptors that are read before other work, and of descriptors per frame.
 const WALK: u32 = 256;
 const MAX_FRAME_DESCRIPTORS: usize = 128;
-/// Bytes of a frame that other guests may get, before it is cut: 64 KiB and headers.
+/// Limit in bytes of an unsegmented frame that other guests may receive: 64 KiB and headers.
 const MAX_FRAME_BYTES: usize = 0x1_0100;
-/// Descriptors of which the holder waits to be told, and copies that are made for others at a time, both about.
+/// Approximate limits: descriptors whose report is pending, and copies for other guests at a time.
 const REPORTS: usize = 512;
 const COPIES: usize = 512;
-/// MDIC: read register of the one PHY; done.
+/// MDIC: read a register of the only PHY; ready.
 const PHY_READ: u32 = 1 << 27 | 1 << 21;
 const PHY_DONE: u32 = 1 << 28;
-/// Registers of the PHY that tell of the link: status, partner's abilities, 1000BASE-T status, Marvell's own status.
+/// PHY registers with the link's state: status, link partner ability, 1000BASE-T status, Marvell's specific status.
 const PHY_LINK: [u32; 4] = [1, 5, 10, 17];
 
-/// The holder's side of the card.
+/// The holder's state.
 pub(super) struct Shared<B> {
     front: E1000Card<Inlet<B>>,
     places: Places,
-    /// Next descriptor in the owner's receive ring, and how many have been read and not given back.
+    /// Next descriptor in the owner's receive ring, and the number of descriptors that were read but not returned to
+    /// the card.
     read: u32,
     back: u32,
-    /// The owner's transmit ring: first descriptor that the card has, first that is free.
+    /// The owner's transmit ring: first descriptor that the card has, and first free one.
     done: u32,
     free: u32,
     /// Next descriptor in the holder's ring.
     next: u32,
     frame: Frame,
-    /// What the holder is told when the card is done with it.
+    /// Reports to the holder that wait until the card has sent the frame.
     pending: VecDeque<Pending>,
-    /// The last contexts of the holder, for frames that are sent as they are and for those that are cut; what of them came since the last
-    /// frame; those that the card has.
+    /// Context descriptors: the holder's last ones (checksum and segmentation), which of them arrived since the last
+    /// frame, and those that the card has.
     contexts: [Option<[u8; 16]>; 2],
     fresh: [bool; 2],
     on_card: [Option<[u8; 16]>; 2],
-    /// Contexts for after the holder's next reset.
+    /// Contexts to restore after the holder's next reset.
     restored: [Option<[u8; 16]>; 2],
 }
 
-/// A frame of the holder that has begun.
+/// A frame of the holder that isn't complete.
 #[derive(Debug, Default)]
 struct Frame {
-    /// It has a first piece.
+    /// The frame has a first piece.
     begun: bool,
     bytes: usize,
-    /// As the card gets them.
+    /// Descriptors in the form that the card gets.
     descriptors: Vec<[u8; 16]>,
-    /// Another guest takes it.
+    /// Another guest accepts the frame.
     copied: bool,
     copies: Vec<Vec<u8>>,
-    /// The card doesn't get it.
+    /// The card doesn't get the frame.
     refused: bool,
-    /// Descriptors that report.
+    /// The holder's descriptors that request a report: address and content.
     reports: Vec<(u64, [u8; 16])>,
 }
 
 #[derive(Debug)]
 struct Pending {
-    /// Number of the descriptor after its last in the owner's ring.
+    /// Number of the descriptor after the frame's last one in the owner's ring.
     end: u32,
     reports: Vec<(u64, [u8; 16])>,
-    /// Where the holder's head is then.
+    /// The holder's head after the report.
     head: u32,
 }
 
-/// A register's offset.
+/// Returns a register's offset.
 fn at(reg: Reg) -> u32 {
     E1000.register(reg).offset.unwrap_or(0)
 }
@@ -158,7 +160,7 @@ impl<B: Bus> Shared<B> {
         side.masters && self.front.value(TCTL) & EN != 0
     }
 
-    /// Whether descriptors of the holder wait, and the owner's ring has room for the longest frame.
+    /// Returns whether descriptors of the holder wait and the owner's ring has room for the longest frame.
     fn has_more(&self, side: &Side<'_>) -> bool {
         let room = RING - 1 - (self.free + RING - self.done) % RING;
         self.sends(side)
@@ -167,26 +169,26 @@ impl<B: Bus> Shared<B> {
             && usize::try_from(room).unwrap_or(0) >= MAX_FRAME_DESCRIPTORS + self.contexts.len()
     }
 
-    /// Takes the holder's next descriptors.
+    /// Processes the holder's next descriptors.
     fn walk(&mut self, side: &mut Side<'_>) -> Result<(), DeviceError> {
         if let Some(holder) = side.holder
             && !self.frame.begun
             && self.places.is_full(holder)
         {
-            // Begins anew with what the next frames need.
+            // Restarts with the contexts that the next frames need.
             self.empty(side)?;
             self.places.forget(side.card, holder)?;
         }
         let before = self.free;
         for _ in 0..WALK {
-            // A guest's frames can be cut into very many.
+            // One frame of a guest can yield very many segments.
             if !self.has_more(side) || side.copies.len() >= COPIES {
                 break;
             }
             let descriptor = self.front.descriptor(self.next);
             let next = (self.next + 1) & 0xFFFF;
             self.next = if next * 16 == self.front.value(TDLEN) { 0 } else { next };
-            // One that the card couldn't read it would skip.
+            // Skip a descriptor that the card couldn't read.
             let Some((place, descriptor)) = descriptor else { continue };
             if reports(&descriptor) {
                 self.frame.reports.push((place, descriptor));
@@ -195,7 +197,7 @@ impl<B: Bus> Shared<B> {
                 Parsed::Context { segments } => {
                     let of = usize::from(segments);
                     (self.contexts[of], self.fresh[of]) = (Some(descriptor), true);
-                    // For copies.
+                    // For copies to other guests.
                     self.front.assemble(&descriptor);
                 }
                 Parsed::Data { address, length, last } => {
@@ -206,10 +208,10 @@ impl<B: Bus> Shared<B> {
                 }
                 Parsed::Unknown => {}
             }
-            // A frame that never ends but reports on and on.
+            // Limits a frame that never ends but requests report after report.
             self.frame.refused |= self.frame.begun && self.frame.reports.len() >= REPORTS;
             if !self.frame.begun || self.frame.refused {
-                // Nothing that is told only with a frame.
+                // Report descriptors that belong to no frame.
                 self.tell_after();
             }
         }
@@ -220,13 +222,13 @@ impl<B: Bus> Shared<B> {
         Ok(())
     }
 
-    /// What has been taken is told when the card is done with what it has.
+    /// Queues the report of processed descriptors behind the frames that the card has.
     fn tell_after(&mut self) {
         let reports = std::mem::take(&mut self.frame.reports);
         self.pending.push_back(Pending { end: self.free, reports, head: self.next });
     }
 
-    /// A piece of a frame.
+    /// Adds a piece to the current frame.
     fn add(
         &mut self,
         side: &mut Side<'_>,
@@ -245,7 +247,7 @@ impl<B: Bus> Shared<B> {
         }
         self.frame.bytes = self.frame.bytes.saturating_add(length);
         if self.frame.copied && self.frame.bytes > MAX_FRAME_BYTES {
-            // Nobody makes one: it isn't put together.
+            // No guest needs a copy, so don't assemble it.
             self.front.forget_frame();
             self.frame.copied = false;
         }
@@ -261,7 +263,7 @@ impl<B: Bus> Shared<B> {
                     self.places.translate(side.map(holder)?, address, length, MAX_FRAME_DESCRIPTORS)
                 }
             }
-            // The card skips it, wherever it is.
+            // The card skips an empty piece, whatever its address.
             _ => Some(vec![(side.own.device_base(), 0)]),
         };
         let Some(pieces) =
@@ -292,7 +294,7 @@ impl<B: Bus> Shared<B> {
         Ok(())
     }
 
-    /// The frame is complete: the card gets it.
+    /// Hands a complete frame to the card.
     fn commit(&mut self, side: &mut Side<'_>) {
         let frame = std::mem::take(&mut self.frame);
         if frame.refused {
@@ -327,7 +329,7 @@ impl<B: Bus> Shared<B> {
         self.free = (self.free + 1) % RING;
     }
 
-    /// Tells the holder what the card has sent.
+    /// Reports to the holder the frames that the card has sent.
     fn complete(&mut self, side: &mut Side<'_>) {
         while let Some(first) = self.pending.front() {
             if first.end != self.done {
@@ -347,13 +349,13 @@ impl<B: Bus> Shared<B> {
         }
     }
 
-    /// What the holder had begun is forgotten.
+    /// Discards the holder's incomplete frame.
     fn forget_frame(&mut self) {
         self.frame = Frame::default();
         self.front.forget_frame();
     }
 
-    /// The link as the card has it, for what the holder is about to read.
+    /// Updates the link state that the holder is about to read from the card's.
     fn look_at_link(&mut self, side: &mut Side<'_>, register: u32) -> Result<(), DeviceError> {
         if !PHY_LINK.contains(&register) {
             return Ok(());
@@ -378,7 +380,7 @@ impl<B: Bus> Shared<B> {
     }
 }
 
-/// A receive descriptor for a buffer of the owner's.
+/// Returns a receive descriptor for one of the owner's buffers.
 fn empty(base: u64, number: u32) -> [u8; 16] {
     let mut descriptor = [0; 16];
     descriptor[..8].copy_from_slice(&(base + BUFFERS_AT + u64::from(number) * BUFFER).to_le_bytes());
@@ -411,12 +413,12 @@ impl<B: Bus> Kind<B> for Shared<B> {
     }
 
     fn start(&mut self, side: &mut Side<'_>) -> Result<(), DeviceError> {
-        // First: if it can't be reset, it still reads nothing of what it was handed.
+        // First: a card that can't be reset still stops reading its frames.
         side.card.set_bus_master(false)?;
         side.reset()?;
         (self.read, self.back, self.done, self.free) = (0, 0, 0, 0);
         self.on_card = [None; 2];
-        // What was to be told after what the card had can be told: that is gone.
+        // The reports that wait behind the card's frames are due: these frames are gone.
         self.pending.iter_mut().for_each(|pending| pending.end = 0);
         self.complete(side);
         let base = side.own.device_base();
@@ -449,7 +451,7 @@ impl<B: Bus> Kind<B> for Shared<B> {
     }
 
     fn look(&mut self, side: &mut Side<'_>) -> Result<Look, DeviceError> {
-        // Reading clears: what happens from here on is told again.
+        // A read clears the causes: later events set them again.
         let causes = side.get(at(ICR), 4)?;
         self.complete(side);
         self.walk(side)?;
@@ -464,7 +466,7 @@ impl<B: Bus> Kind<B> for Shared<B> {
             self.give_back(side)?;
             return Ok(Next::Nothing);
         }
-        // Only now: the card has written all of it.
+        // Only after the status: the card has then written the whole descriptor.
         let mut descriptor = [0; 16];
         side.own.read(place, &mut descriptor);
         let length = usize::from(u16::from_le_bytes([descriptor[8], descriptor[9]]));
@@ -502,7 +504,7 @@ impl<B: Bus> Kind<B> for Shared<B> {
         self.frame = Frame::default();
         self.pending.clear();
         self.front.reset()?;
-        // Each guest's is virtual, and nothing of it goes to another.
+        // Each guest has a virtual PHY, which another guest must not observe.
         self.front.reset_phy();
         self.contexts = std::mem::take(&mut self.restored);
         self.fresh = [false; 2];
@@ -535,7 +537,7 @@ impl<B: Bus> Kind<B> for Shared<B> {
             self.look_at_link(side, value >> 16 & 0x1F)?;
         }
         if reg == Some(TCTL) && sent {
-            // It may be switched off: what the card has is sent.
+            // The holder may disable the transmitter: the card still sends what it has.
             self.empty(side)?;
         }
         self.front.write(E1000.bar(), offset, bytes, value)?;
@@ -554,7 +556,7 @@ impl<B: Bus> Kind<B> for Shared<B> {
         }
     }
 
-    /// The card needs none of the holder's windows: its rings are the owner's, and what frames need is mapped when they are sent.
+    /// The card uses no window of the holder: the rings are the owner's, and [`Places`] maps frames when they are sent.
     fn map(&mut self, _: &mut Side<'_>, mapping: Mapping) -> Result<(), DeviceError> {
         self.places.grant(mapping);
         self.front.map(mapping)
@@ -573,7 +575,7 @@ impl<B: Bus> Kind<B> for Shared<B> {
     fn set_hidden(&mut self, hidden: Vec<u8>) {
         self.contexts = [None; 2];
         for (context, bytes) in self.restored.iter_mut().zip(hidden.as_chunks::<16>().0) {
-            // Not even a command: there was none.
+            // All zeros means that the guest has sent no context: a context has a command bit.
             *context = (*bytes != [0; 16]).then_some(*bytes);
         }
         if hidden.is_empty() {

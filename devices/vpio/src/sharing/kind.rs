@@ -1,4 +1,4 @@
-//! What differs from one kind of card to another, and what a kind sees of everything else.
+//! The interface between a shared card and its kind (RTL8139, e1000, NE2000).
 
 use device_models::describe::Device;
 use device_models::physical::{DeviceError, Mapping, PhysicalDevice, poke};
@@ -7,7 +7,7 @@ use device_models::reference::Filter;
 use super::{OwnRing, Seat};
 use crate::dma::MemoryMap;
 
-/// What a kind of card sees of everything else while it works.
+/// The parts of the shared card that a kind may use during a call.
 pub(super) struct Side<'a> {
     pub device: &'static Device,
     pub card: &'a mut dyn PhysicalDevice,
@@ -16,9 +16,9 @@ pub(super) struct Side<'a> {
     pub masters: bool,
     pub seats: &'a [Seat],
     pub holder: Option<usize>,
-    /// Frames of the holder that another guest takes.
+    /// Copies of the holder's frames for other guests.
     pub copies: Vec<Vec<u8>>,
-    /// Frames of the holder that the card got, and that it didn't.
+    /// Frames of the holder that the card got, and frames that were refused.
     pub handed: u64,
     pub refused: u64,
     pub resets: u64,
@@ -33,16 +33,16 @@ impl Side<'_> {
         self.card.write(self.device.bar(), offset, bytes, value)
     }
 
-    /// Resets the card, by whatever way there is.
+    /// Resets the card by any available means.
     pub fn reset(&mut self) -> Result<(), DeviceError> {
         self.card.reset()?;
         poke(self.device, self.card, self.device.reset)
     }
 
-    /// Where the holder's memory is for a card without an IOMMU.
+    /// Returns the holder's memory map, for a card without an IOMMU.
     ///
     /// # Errors
-    /// Nobody has said it.
+    /// The seat has no memory map.
     pub fn map(&self, holder: usize) -> Result<&dyn MemoryMap, DeviceError> {
         let seat = self.seats.get(holder);
         seat.and_then(|seat| seat.map.as_deref()).map(|map| map as &dyn MemoryMap).ok_or_else(|| {
@@ -53,79 +53,80 @@ impl Side<'_> {
         })
     }
 
-    /// Whether another guest may take a frame of the holder to this address.
+    /// Returns whether another guest may accept a frame of the holder to this address.
     pub fn wants(&self, to: [u8; 6]) -> bool {
         let another = |(number, seat): (usize, &Seat)| self.holder != Some(number) && seat.address == to;
         self.seats.len() > 1 && (to[0] & 1 == 1 || self.seats.iter().enumerate().any(another))
     }
 }
 
-/// What the card said.
+/// The result of a poll of the card.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Look {
-    /// Frames that came in were lost.
+    /// The card lost received frames.
     pub overrun: bool,
     /// Causes that concern all guests.
     pub all: u32,
-    /// There is more to do at once.
+    /// More work is pending.
     pub more: bool,
 }
 
-/// What is next in the owner's ring.
+/// The next entry of the owner's ring.
 #[derive(Debug)]
 pub(super) enum Next {
     Frame(Vec<u8>),
     Nothing,
-    /// The ring can't be followed any more.
+    /// The ring's content is invalid: the card must be reset.
     Garbled,
 }
 
-/// What differs from one kind of card to another.
+/// The parts of a shared card that depend on its kind.
 pub(super) trait Kind<B> {
-    /// The emulation behind which the holder's registers are.
+    /// Returns the emulation with the holder's registers.
     fn front(&mut self) -> &mut dyn PhysicalDevice;
-    /// What the emulation reaches from here on.
+    /// Sets the memory that the emulation reaches.
     fn set_memory(&mut self, memory: Option<B>);
-    /// What the holder's receiver takes.
+    /// Returns the filter of the holder's receiver.
     fn filter(&self) -> Filter;
-    /// Whether the holder's ring has room for a frame.
+    /// Returns whether the holder's ring has room for a frame.
     fn has_room(&self, length: usize) -> bool;
-    /// Puts a frame into the holder's ring. Whether it did.
+    /// Stores a frame in the holder's ring. Returns whether it did.
     fn receive(&mut self, frame: &[u8]) -> bool;
-    /// Causes of an interrupt for the holder.
+    /// Raises interrupt causes for the holder.
     fn raise(&mut self, causes: u32);
-    /// Resets the card, with what it has, and starts its receiver.
+    /// Resets the card, which loses its frames, and starts its receiver.
     fn start(&mut self, side: &mut Side<'_>) -> Result<(), DeviceError>;
-    /// Takes the card's causes, and what it has sent.
+    /// Reads the card's causes and collects sent frames.
     fn look(&mut self, side: &mut Side<'_>) -> Result<Look, DeviceError>;
-    /// The next frame that came in.
+    /// Returns the next received frame.
     fn next(&mut self, side: &mut Side<'_>) -> Result<Next, DeviceError>;
-    /// Waits until the card has nothing of the holder's any more, so reads nothing of its memory. False: it doesn't come to an end.
+    /// Waits until the card has sent all frames of the holder and no longer reads its memory. Returns false if the card
+    /// doesn't finish.
     fn drain(&mut self, side: &mut Side<'_>) -> Result<bool, DeviceError>;
-    /// The holder's device is reset.
+    /// Resets the holder's device.
     fn reset(&mut self, side: &mut Side<'_>) -> Result<(), DeviceError>;
-    /// The card may use the holder's memory from here on.
+    /// Notes that the card may use the holder's memory from now on.
     fn may_master(&mut self, side: &mut Side<'_>) -> Result<(), DeviceError>;
     fn read(&mut self, side: &mut Side<'_>, offset: u32, bytes: u8) -> Result<u32, DeviceError>;
     fn write(&mut self, side: &mut Side<'_>, offset: u32, bytes: u8, value: u32) -> Result<(), DeviceError>;
-    /// A window of the holder's memory may be used.
+    /// Grants a window of the holder's memory.
     fn map(&mut self, side: &mut Side<'_>, mapping: Mapping) -> Result<(), DeviceError>;
     fn unmap(&mut self, side: &mut Side<'_>, mapping: Mapping) -> Result<(), DeviceError>;
-    /// As [`PhysicalDevice::keeps_memory`]: it is part of what is hidden.
+    /// As [`PhysicalDevice::keeps_memory`]: the card's memory is then part of the hidden state.
     fn keeps_memory(&self) -> bool {
         false
     }
-    /// What no register shows of the guest that has lost the card.
+    /// Returns the hidden state of the guest that has lost the card.
     fn hidden(&mut self) -> Vec<u8> {
         Vec::new()
     }
-    /// The same, of the guest that gets it. Its device is reset next.
+    /// Sets the hidden state of the guest that gets the card. A reset of its device follows.
     fn set_hidden(&mut self, _: Vec<u8>) {}
-    /// What stays mapped for the guest of a seat while others have the card is unmapped.
+    /// Unmaps the memory that stays mapped for a guest while others have the card.
     fn forget_memory(&mut self, _: &mut Side<'_>, _: usize) -> Result<(), DeviceError> {
         Ok(())
     }
-    /// As [`Self::drain`]; a card that doesn't come to an end is reset.
+    /// As [`Self::drain`], but resets a card that doesn't finish.
     fn empty(&mut self, side: &mut Side<'_>) -> Result<(), DeviceError> {
         if !self.drain(side)? {
             side.resets += 1;

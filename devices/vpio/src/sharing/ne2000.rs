@@ -1,9 +1,9 @@
-//! A shared NE2000: the card's memory is its owner's, six pages for the frame that is being sent, the others for a ring that takes all frames. Each guest's
-//! on-card memory, with its own ring and its frames to send, is the emulation's, which gets another one at a hand-off: moving it through the data port, as
-//! the monitor would have to do with a card's own, takes longer than a guest's turn when the ring is full. A frame to
-//! send is moved to the card in the moment in which its guest starts it.
+//! A shared NE2000. The card's memory belongs to the owner: six pages for the current transmit frame, and a ring that
+//! accepts all frames. Each guest's on-card memory is emulated: its ring and its transmit frames. A hand-off changes
+//! the emulation's memory. Moving it through the card's data port, as for an unshared card, would take longer than a
+//! time slice if the ring is full. A frame moves to the card when its guest starts the transmission.
 //!
-//! The card has one remote transfer at a time, which is the owner's: guests' transfers are the emulation's.
+//! The card has one remote DMA transfer at a time, which the owner uses. The emulation does the guests' transfers.
 
 use device_models::describe::Reg;
 use device_models::devices::ne2000::{
@@ -16,14 +16,14 @@ use device_models::reference::{Filter, SHORTEST};
 
 use super::{Kind, Look, MAX_CARD_READS, Next, Side};
 
-/// Pages of the card: the frame to send, then the ring.
+/// Pages of the card: the transmit frame, then the ring.
 const FRAME: u32 = 0x40;
 const START: u32 = 0x46;
 const STOP: u32 = 0x80;
 const PAGE: u32 = 256;
-/// The longest frame without its CRC, with a VLAN tag: it fits the six pages.
+/// Largest frame in bytes without its CRC, with a VLAN tag: it fits into six pages.
 const MAX_FRAME_BYTES: usize = 1518;
-/// CR: stopped; running, no remote transfer; the other bank; remote read; remote write; send.
+/// CR: stop; start without remote DMA; the other register page; remote read; remote write; transmit.
 const HALT: u32 = 0x21;
 const RUN: u32 = 0x22;
 const RUN_BANK1: u32 = 0x62;
@@ -31,31 +31,32 @@ const HALT_BANK1: u32 = 0x61;
 const FETCH: u32 = 0x0A;
 const STORE: u32 = 0x12;
 const SEND: u32 = 0x26;
-/// RCR: all stations, groups as their filter says, broadcasts.
+/// RCR: promiscuous, multicast as the filter says, broadcast.
 const OWN_RCR: u32 = PRO | 0x08 | 0x04;
-/// DCR: words, normal operation.
+/// DCR: word transfers, normal operation.
 const WORDS: u32 = 0x49;
 /// TCR: loopback.
 const LOOPBACK: u32 = 0x02;
 const OWN_CAUSES: u32 = PRX | PTX | RXE | TXE | OVW;
-/// TSR: sent; given up.
+/// TSR: transmitted; aborted.
 const SENT: u32 = 0x01;
 const ABORTED: u32 = 0x08;
-/// Reads until a card that was stopped must have stopped; QEMU's never says so.
+/// Limit of status reads until a stopped card must report it. QEMU's never does.
 const STOPPING: u32 = 2_000;
 
-/// The holder's side of the card.
+/// The holder's state.
 pub(super) struct Shared {
     front: Ne2000,
     /// Page that the owner reads next.
     next: u32,
-    /// The card sends the holder's frame.
+    /// The card is sending the holder's frame.
     sending: bool,
-    /// The ring was full, and the card stands still until it is empty: whether its frame has to be sent again.
+    /// After an overflow of the ring, the card stays stopped until the ring is empty. The value says whether its frame
+    /// must be sent again.
     full: Option<bool>,
 }
 
-/// A register's offset.
+/// Returns a register's offset.
 fn at(reg: Reg) -> u32 {
     NE2000.register(reg).offset.unwrap_or(0)
 }
@@ -65,7 +66,7 @@ impl Shared {
         Self { front: Ne2000::new([0; 6]).without_log(), next: START, sending: false, full: None }
     }
 
-    /// Takes what the card says of the frame that it sends.
+    /// Reads the outcome of the frame that the card sends.
     fn collect(&mut self, side: &mut Side<'_>) -> Result<(), DeviceError> {
         if !self.sending || side.get(at(CR), 1)? & TXP != 0 {
             return Ok(());
@@ -76,7 +77,7 @@ impl Shared {
         Ok(())
     }
 
-    /// The holder has started a frame: the card gets it.
+    /// Passes the frame that the holder started to the card.
     fn transmit(&mut self, side: &mut Side<'_>, frame: Vec<u8>) -> Result<(), DeviceError> {
         let length @ 1..=MAX_FRAME_BYTES = frame.len() else {
             side.refused += 1;
@@ -98,7 +99,7 @@ impl Shared {
         Ok(())
     }
 
-    /// The ring was full. As the data sheet says: stop, and go on without the wire until the ring is empty.
+    /// Handles an overflow of the ring. As the data sheet requires: stop, and run in loopback until the ring is empty.
     fn stand_still(&mut self, side: &mut Side<'_>) -> Result<(), DeviceError> {
         let sending = side.get(at(CR), 1)? & TXP != 0;
         side.put(at(CR), 1, HALT)?;
@@ -116,7 +117,7 @@ impl Shared {
         Ok(())
     }
 
-    /// The ring is empty.
+    /// Resumes after an overflow: the ring is empty.
     fn go_on(&mut self, side: &mut Side<'_>) -> Result<(), DeviceError> {
         let Some(again) = self.full.take() else { return Ok(()) };
         side.put(at(ISR), 1, OVW)?;
@@ -125,7 +126,7 @@ impl Shared {
     }
 }
 
-/// Begins a transfer of `bytes` bytes, which are made whole double words.
+/// Starts a transfer of `bytes` bytes, rounded up to whole double words.
 fn transfer(side: &mut Side<'_>, place: u32, bytes: usize, command: u32) -> Result<(), DeviceError> {
     let [low, high, ..] = bytes.next_multiple_of(4).to_le_bytes();
     for (reg, value) in [
@@ -147,7 +148,7 @@ fn end(side: &mut Side<'_>) -> Result<(), DeviceError> {
     side.put(at(ISR), 1, RDC)
 }
 
-/// Reads bytes out of the card's memory; through the end of the ring to its start, as the card does by itself.
+/// Reads from the card's memory. A read past the ring's end wraps to its start, as on the card.
 fn fetch(side: &mut Side<'_>, place: u32, bytes: usize) -> Result<Vec<u8>, DeviceError> {
     transfer(side, place, bytes, FETCH)?;
     let mut data = Vec::with_capacity(bytes + 3);
@@ -159,7 +160,7 @@ fn fetch(side: &mut Side<'_>, place: u32, bytes: usize) -> Result<Vec<u8>, Devic
     Ok(data)
 }
 
-/// Moves a frame to where it is sent from.
+/// Copies a frame to the transmit pages.
 fn store(side: &mut Side<'_>, frame: &[u8]) -> Result<(), DeviceError> {
     transfer(side, FRAME * PAGE, frame.len(), STORE)?;
     for chunk in frame.chunks(4) {
@@ -183,7 +184,7 @@ impl<B: Bus> Kind<B> for Shared {
     }
 
     fn set_memory(&mut self, _: Option<B>) {
-        // It reaches none.
+        // The card does no DMA.
     }
 
     fn filter(&self) -> Filter {
@@ -237,7 +238,7 @@ impl<B: Bus> Kind<B> for Shared {
         let causes = side.get(at(ISR), 1)? & OWN_CAUSES;
         let overrun = causes & OVW != 0;
         if causes & !OVW != 0 {
-            // First: what happens from here on is told again.
+            // First: later events must set the causes again.
             side.put(at(ISR), 1, causes & !OVW)?;
         }
         if overrun {
@@ -258,7 +259,7 @@ impl<B: Bus> Kind<B> for Shared {
         let header = fetch(side, self.next * PAGE, 4)?;
         let next = u32::from(header[1]);
         let length = usize::from(u16::from_le_bytes([header[2], header[3]]));
-        // With its CRC.
+        // The length includes the CRC.
         let sane = u32::from(header[0]) & PRX != 0 && (18..=MAX_FRAME_BYTES + 4).contains(&length);
         if !sane || next == self.next || [next, current].iter().any(|page| !(START..STOP).contains(page)) {
             return Ok(Next::Garbled);
@@ -284,7 +285,7 @@ impl<B: Bus> Kind<B> for Shared {
     }
 
     fn may_master(&mut self, _: &mut Side<'_>) -> Result<(), DeviceError> {
-        // It always may: it has no bus mastering.
+        // Always permitted: the card has no bus mastering.
         Ok(())
     }
 

@@ -1,9 +1,11 @@
-//! Where guests' memory is for a shared card that takes addresses from its owner only.
+//! Device addresses of guests' memory, for a shared card that gets addresses from its owner only.
 //!
-//! Each guest has addresses of its own there, so that what one needs can stay mapped while others have the card: mapping is what a hand-off would
-//! cost. Memory is mapped by the chunk, when a frame lies there, for as long as the guest's memory stays the same.
+//! Each guest has its own range of addresses. So a guest's memory stays mapped while other guests have the card, and a
+//! hand-off needs no mapping. A chunk is mapped when it first holds a frame, and stays mapped while the guest's memory
+//! map stays the same.
 //!
-//! A card without an IOMMU has no such addresses: a frame is where the guest's memory map says, piece by piece, and nothing is mapped.
+//! A card without an IOMMU has no such ranges. A frame's address then follows from the guest's memory map, piece by
+//! piece, and nothing is mapped.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,10 +14,10 @@ use device_models::physical::{DeviceError, Mapping, PhysicalDevice};
 
 use crate::dma::{MemoryMap, PAGE};
 
-/// Bytes that are mapped at a time, and how many such chunks of a guest at most: VFIO keeps 65,535 mappings for a process.
+/// Size in bytes of a chunk, and limit of chunks per guest. VFIO permits 65,535 mappings per process.
 const CHUNK: u64 = 2 << 20;
 const MAX_GUEST_CHUNKS: usize = 2048;
-/// Addresses for guests: above the owner's, below what the smallest IOMMUs have (39 bits).
+/// First address for guests: above the owner's, and below the limit of the smallest IOMMUs (39 bits).
 const FROM: u64 = 1 << 32;
 const TO: u64 = 1 << 39;
 
@@ -24,7 +26,7 @@ const TO: u64 = 1 << 39;
 struct Area {
     guest_base: u64,
     length: u64,
-    /// Its first byte for the card.
+    /// The region's base address for the card.
     base: u64,
     chunks: BTreeSet<u64>,
 }
@@ -41,10 +43,10 @@ impl Area {
     }
 }
 
-/// See the module.
+/// The memory of all guests of a card. See the module.
 #[derive(Debug, Default)]
 pub(super) struct Places {
-    /// What the holder may use, as the monitor has granted it.
+    /// The holder's memory that the monitor has granted.
     granted: Vec<Mapping>,
     seats: BTreeMap<usize, Vec<Area>>,
 }
@@ -60,8 +62,11 @@ impl Places {
         }
     }
 
-    /// Where `length` bytes of the holder's memory are for the card, piece by piece; what isn't mapped for it is. `None`: not all of it is
-    /// granted, or it can't be mapped: memory that devices may only read, or more than the host lets this process lock.
+    /// Returns the device addresses of `length` bytes of the holder's memory, piece by piece, and maps what isn't
+    /// mapped.
+    ///
+    /// Returns `None` if a part isn't granted or can't be mapped: devices may only read it, or the host's lock limit is
+    /// reached.
     pub fn find(
         &mut self,
         card: &mut dyn PhysicalDevice,
@@ -87,7 +92,7 @@ impl Places {
                     // Nothing can be unmapped now: the card may have frames there.
                     return None;
                 }
-                // The frame is refused, and counted: the card itself is well.
+                // The frame is refused and counted. The card itself works.
                 card.map(areas[area].mapping(chunk)).ok()?;
                 areas[area].chunks.insert(chunk);
             }
@@ -97,8 +102,10 @@ impl Places {
         Some(pieces)
     }
 
-    /// Where `length` bytes of the holder's memory are for a card without an IOMMU, by at most `most` pieces. `None`: not all of it is granted,
-    /// or it is in more pieces, or the map gives no address.
+    /// Returns the device addresses of `length` bytes of the holder's memory for a card without an IOMMU, as at most
+    /// `most` pieces.
+    ///
+    /// Returns `None` if a part isn't granted, the map has no address for it, or it needs more pieces.
     pub fn translate(
         &self,
         map: &dyn MemoryMap,
@@ -113,7 +120,8 @@ impl Places {
                 |granted: &&Mapping| granted.guest_base <= at && at - granted.guest_base < granted.length;
             let granted = self.granted.iter().find(covers)?;
             let limit = end.min(granted.guest_base.saturating_add(granted.length));
-            // All of it where that is contiguous for the card, else page by page: within a page it always is.
+            // Try the whole length, which may be contiguous for the card, and else a page at a time. A page is always
+            // contiguous.
             let bytes = limit - at;
             let (place, bytes) = match map.dma(at, bytes, Direction::DeviceReads) {
                 Some(place) => (place, bytes),
@@ -134,23 +142,23 @@ impl Places {
         Some(pieces)
     }
 
-    /// Whether a guest has nearly as much mapped as it may.
+    /// Returns whether a guest is close to its limit of mapped chunks.
     pub fn is_full(&self, seat: usize) -> bool {
         let chunks = |areas: &Vec<Area>| areas.iter().map(|area| area.chunks.len()).sum::<usize>();
-        // Descriptors that are looked at before anything else happens, two chunks each.
+        // Descriptors that are processed before other work need at most two chunks each.
         self.seats.get(&seat).is_some_and(|areas| chunks(areas) + 512 >= MAX_GUEST_CHUNKS)
     }
 
-    /// Unmaps what is mapped of a guest's memory. The card has nothing of the guest's.
+    /// Unmaps a guest's memory. The card must have no frame of this guest.
     ///
     /// # Errors
-    /// The card can't be reached.
+    /// The card is unreachable.
     pub fn forget(&mut self, card: &mut dyn PhysicalDevice, seat: usize) -> Result<(), DeviceError> {
         let areas = self.seats.entry(seat).or_default();
         for area in areas {
             while let Some(&chunk) = area.chunks.first() {
                 card.unmap(area.mapping(chunk))?;
-                // Only now: what can't be unmapped is tried again.
+                // Remove it only now: a failed unmap is retried.
                 area.chunks.pop_first();
             }
         }
@@ -158,7 +166,7 @@ impl Places {
         Ok(())
     }
 
-    /// The number of the holder's area for a region; a new one where there are addresses left.
+    /// Returns the number of the holder's area for a region. Adds an area while addresses remain.
     fn area(&mut self, holder: usize, granted: &Mapping) -> Option<usize> {
         let is = |area: &Area| (area.guest_base, area.length) == (granted.guest_base, granted.length);
         if let Some(known) = self.seats.get(&holder).and_then(|areas| areas.iter().position(is)) {
@@ -200,7 +208,7 @@ mod tests {
 
     use super::*;
 
-    /// Remembers what is mapped; two mappings never share an address.
+    /// Records mappings and checks that no two share an address.
     #[derive(Default)]
     struct Maps(Vec<Mapping>);
 
@@ -239,7 +247,7 @@ mod tests {
         }
     }
 
-    /// A guest's regions: two side by side, and one beyond a hole.
+    /// A guest's regions: two adjacent ones, and one after a hole.
     const REGIONS: [(u64, u64); 3] = [(0, 0x30_0000), (0x30_0000, 0x1000), (0x1_0000_0000, 0x500_0000)];
 
     fn give(places: &mut Places, on: bool) {
@@ -250,8 +258,9 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever guests ask for in turn: what is found is all of it, piece by piece, mapped to the guest's own bytes, and nobody else's;
-        /// what isn't all the guest's isn't found; a guest that goes leaves nothing.
+        /// For any requests of several guests: a result covers all requested bytes, in pieces that are mapped to this
+        /// guest's bytes only. A range that isn't entirely the guest's has no result. A removed guest leaves no
+        /// mapping.
         #[test]
         fn bytes_are_found_where_they_are_mapped(
             asks in prop::collection::vec(
@@ -265,7 +274,7 @@ mod tests {
                 prop_assert_eq!(places.find(&mut card, seat, address, length), None, "nothing is granted");
                 give(&mut places, true);
                 let inside = |at: u64| REGIONS.iter().any(|(base, length)| (*base..base + length).contains(&at));
-                // Regions end at whole pages.
+                // Regions consist of whole pages.
                 let all = address.checked_add(length).is_some_and(|end| {
                     inside(address) && inside(end - 1) && (address..end).step_by(0x1000).all(inside)
                 });
@@ -294,15 +303,15 @@ mod tests {
         }
     }
 
-    /// The same regions for a card without an IOMMU: the first by pages that lie anywhere, some side by side, the others in one piece each, the last
-    /// for reading only.
+    /// The same regions for a card without an IOMMU. The first consists of scattered pages, of which some are adjacent.
+    /// The others are contiguous, and the last is read-only.
     struct Scattered;
 
     impl Scattered {
         fn byte(at: u64) -> Option<u64> {
             match at {
                 0..0x30_0000 => {
-                    // Pages by pairs, the pairs in the opposite order.
+                    // Pairs of pages, in reverse order.
                     let (pair, within) = (at / 0x2000, at % 0x2000);
                     Some(0x9000_0000 - pair * 0x3000 + within)
                 }
@@ -317,7 +326,7 @@ mod tests {
         fn dma(&self, base: u64, length: u64, direction: Direction) -> Option<u64> {
             let (first, last) = (Self::byte(base)?, Self::byte(base.checked_add(length - 1)?)?);
             let usable = base < 1 << 32 || direction == Direction::DeviceReads;
-            // What lies apart is further apart, or the other way round.
+            // Comparing both ends suffices: across a gap their distances differ.
             (usable && first.checked_add(length - 1) == Some(last)).then_some(first)
         }
         fn all(&self) -> Vec<(u64, u64, bool)> {
@@ -326,8 +335,9 @@ mod tests {
     }
 
     proptest! {
-        /// Without an IOMMU: what is found is all of it, in order, where the map has it, in no more pieces than asked for and no two that could be one;
-        /// what isn't all the guest's, or wasn't granted, isn't found; nothing is mapped.
+        /// Without an IOMMU: a result covers all bytes, in order, at the map's addresses. It has at most the requested
+        /// number of pieces, of which no two could be one. A range that isn't the guest's, or isn't granted, has no
+        /// result. Nothing is mapped.
         #[test]
         fn bytes_are_translated_where_the_map_has_them(
             address in prop_oneof![0u64..0x40_0000, 0xFFFF_0000u64..0x1_0600_0000, Just(u64::MAX - 3)],
@@ -360,11 +370,11 @@ mod tests {
         }
     }
 
-    /// What the map has and the monitor hasn't granted isn't found, behind granted memory either.
+    /// A range that the map has but the monitor hasn't granted has no result, even directly behind granted memory.
     #[test]
     fn without_an_iommu_all_of_a_frame_must_be_granted() {
         let mut places = Places::default();
-        // Of what is behind them the second is contiguous with it for the card.
+        // The range behind the second region is contiguous with it for the card.
         for (base, length) in [REGIONS[0], (REGIONS[2].0, 0x3000)] {
             places.grant(Mapping { device_base: base, guest_base: base, length, writable: true });
             let end = base + length;

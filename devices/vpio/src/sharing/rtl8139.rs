@@ -1,4 +1,5 @@
-//! A shared RTL8139: the card's four descriptors go round, whichever the holder uses; each gets the holder's address.
+//! A shared RTL8139. The card uses its four transmit descriptors in order, independent of the holder's next one. Each
+//! gets the address of the holder's frame.
 
 use std::collections::VecDeque;
 
@@ -14,37 +15,38 @@ use device_models::reference::{Filter, SHORTEST};
 use super::{Kind, Look, MAX_CARD_READS, Next, Side};
 use crate::pad::{Inlet, in_pad};
 
-/// Bytes of the owner's ring, and RCR for it: all frames, a frame at the end goes on behind it, 32 KiB, long bursts.
+/// Size in bytes of the owner's ring, and its RCR: all frames, no wrap inside a frame, 32 KiB, long bursts.
 const OWN_RING: u32 = 0x8000;
 const OWN_RCR: u32 = 0xF700 | 0x1000 | WRAP | AAP | APM | AM | AB;
-/// Usual gap between frames, 8 retries, long bursts: as Linux's driver has it.
+/// TCR as Linux's driver sets it: standard interframe gap, 8 retries, long bursts.
 const OWN_TCR: u32 = 0x0300_0680;
-/// Received, sent, errors. Not that the ring is full: QEMU's card then drops frames in place of holding them back.
+/// IMR: receive, transmit and their errors. Not ring overflow: with it, QEMU's card drops frames instead of holding
+/// them back.
 const OWN_CAUSES: u32 = 0x006F;
-/// TSD: carrier lost, aborted; the transmitter ran empty.
+/// TSD: carrier lost, aborted; transmit FIFO underrun.
 const ABORTED: u32 = 0x4000_0000;
 const EMPTY: u32 = 0x4000;
 
-/// The holder's side of the card.
+/// The holder's state.
 pub(super) struct Shared<B> {
     front: Rtl8139<Inlet<B>>,
-    /// Where the owner reads next in its ring.
+    /// The owner's read offset in its ring.
     read: u32,
-    /// The holder's descriptors as it sees them.
+    /// The holder's transmit status descriptors as it sees them.
     tsd: [u32; 4],
     tsad: [u32; 4],
-    /// Frames that the card has: the holder's descriptor, the card's.
+    /// Frames that the card has: the holder's descriptor, the card's descriptor.
     pending: VecDeque<(usize, u32)>,
     /// The card's next descriptor.
     next: u32,
 }
 
-/// A register's offset.
+/// Returns a register's offset.
 fn at(reg: Reg) -> u32 {
     RTL8139.register(reg).offset.unwrap_or(0)
 }
 
-/// A descriptor's number, for an access to one of four registers from `first` on.
+/// Returns the descriptor's number for an access to one of four registers from `first` on.
 fn descriptor(first: Reg, offset: u32, bytes: u8) -> Option<usize> {
     let within = offset.checked_sub(at(first)).filter(|within| *within < 16)?;
     (bytes == 4 && within.is_multiple_of(4)).then(|| usize::try_from(within / 4).unwrap_or(0))
@@ -62,7 +64,7 @@ impl<B: Bus> Shared<B> {
         }
     }
 
-    /// Takes what the card says of the frames that it has.
+    /// Reads the outcome of the frames that the card has.
     fn collect(&mut self, side: &mut Side<'_>) -> Result<(), DeviceError> {
         while let Some(&(descriptor, on_card)) = self.pending.front() {
             let status = side.get(at(TSD0) + 4 * on_card, 4)?;
@@ -76,7 +78,7 @@ impl<B: Bus> Shared<B> {
         Ok(())
     }
 
-    /// The holder hands a frame over, or takes a descriptor back.
+    /// Passes a frame of the holder to the card, or returns a descriptor to the holder.
     fn transmit(&mut self, side: &mut Side<'_>, descriptor: usize, value: u32) -> Result<(), DeviceError> {
         if value & OWN != 0 || self.pending.iter().any(|&(its, _)| its == descriptor) {
             self.empty(side)?;
@@ -94,7 +96,8 @@ impl<B: Bus> Shared<B> {
         Ok(())
     }
 
-    /// A copy of a frame that another guest takes. The holder may change it between this and the card's own reading: both are its frames.
+    /// Copies a frame for another guest. The holder may change it before the card reads it: both versions are the
+    /// holder's own frames.
     fn pass_on(&mut self, side: &mut Side<'_>, address: u32, length: u32) {
         let length = usize::try_from(length).unwrap_or(0);
         let mut to = [0; 6];
@@ -125,7 +128,7 @@ impl<B: Bus> Kind<B> for Shared<B> {
     }
 
     fn has_room(&self, length: usize) -> bool {
-        // While the monitor moves the ring pointers frames of the wire wait.
+        // While the monitor moves the ring pointers, frames from the wire wait.
         !self.loops() && self.front.has_room(length)
     }
 
@@ -155,7 +158,7 @@ impl<B: Bus> Kind<B> for Shared<B> {
     fn look(&mut self, side: &mut Side<'_>) -> Result<Look, DeviceError> {
         let causes = side.get(at(ISR), 2)?;
         if causes != 0 {
-            // First: what happens from here on is told again.
+            // First: later events must set the causes again.
             side.put(at(ISR), 2, causes)?;
         }
         self.collect(side)?;
@@ -172,7 +175,7 @@ impl<B: Bus> Kind<B> for Shared<B> {
         let (status, length) =
             (u16::from_le_bytes([low, high]), u16::from_le_bytes([length_low, length_high]));
         let length = usize::from(length);
-        // With its CRC.
+        // The length includes the CRC.
         if u32::from(status) & ROK == 0 || !(18..=1540).contains(&length) {
             return Ok(Next::Garbled);
         }
@@ -200,7 +203,7 @@ impl<B: Bus> Kind<B> for Shared<B> {
     }
 
     fn may_master(&mut self, _: &mut Side<'_>) -> Result<(), DeviceError> {
-        // What was handed over where the card might not read stays with the guest.
+        // A frame that was handed over without bus mastering stays pending.
         Ok(())
     }
 
@@ -211,7 +214,7 @@ impl<B: Bus> Kind<B> for Shared<B> {
             let value = self.tsd[usize::try_from(within / 4).unwrap_or(0) & 3];
             return Ok(value >> (8 * (within & 3)));
         }
-        // Link and transceiver.
+        // Registers of link and transceiver.
         if offset == 0x58 || (0x62..0x6C).contains(&offset) {
             return side.get(offset, bytes);
         }

@@ -20,14 +20,14 @@ fn monitor() -> Monitor<Card> {
     monitor
 }
 
-/// The driver reads the guest's own address from the virtual EEPROM, sends and receives frames byte by byte through several rounds of
-/// the rings; no DMA leaves the guest's memory, and the IOMMU has nothing to stop.
+/// The driver reads the guest's own address from the virtual EEPROM. It sends and receives frames, compared byte by
+/// byte, through several rounds of the rings. No DMA leaves the guest's memory, so the IOMMU blocks nothing.
 #[test]
 fn a_driver_sends_and_receives() {
     let (mut monitor, id) = (monitor(), GuestId(0));
     let driver = Driver::probe(&mut Guest::new(&mut monitor, id), 0);
     assert_eq!(driver.address, address(0));
-    // Linux keeps groups among the addresses; another station's is refused.
+    // Linux stores multicast addresses in the receive address registers. Another station's unicast address is refused.
     for (offset, size, value, fine) in [
         (0x5408, 4, 0x0000_3333, true),
         (0x540C, 4, 0x8000_0100, true),
@@ -69,8 +69,8 @@ fn a_driver_sends_and_receives() {
     assert!(touched > 100_000);
 }
 
-/// What a guest may do with the PHY: what drivers do to set the link up, and to loop frames back with the permission only, whichever register does that. And the
-/// card isn't reset from its own EEPROM, nor its pins turned.
+/// A guest may set the link up through the PHY as drivers do. It may loop frames back only with the permission,
+/// whichever register it uses. It can neither reset the card from its EEPROM nor drive its pins.
 #[test]
 fn the_phy_is_the_guests_for_its_link_only() {
     let write = |register: u32, value: u32| (0x20, 1 << 26 | 1 << 21 | register << 16 | value);
@@ -120,7 +120,7 @@ fn the_phy_is_the_guests_for_its_link_only() {
     }
 }
 
-/// Segmentation under the monitor sends what a bare card sends.
+/// Segmentation under the monitor sends the same frames as a bare card.
 #[test]
 fn frames_are_cut_as_by_a_bare_card() {
     let headers = 54;
@@ -147,7 +147,7 @@ fn frames_are_cut_as_by_a_bare_card() {
     assert_eq!(monitor.counters(id).refused, 0, "{:?}", monitor.violations(id));
 }
 
-/// In the steady state no request runs a check, and nothing but the guest's memory is pinned.
+/// In the steady state no request runs a check, and only the guest's memory is pinned.
 #[test]
 fn no_request_runs_a_check_in_the_steady_state() {
     let (mut monitor, id) = (monitor(), GuestId(0));
@@ -173,7 +173,7 @@ fn no_request_runs_a_check_in_the_steady_state() {
     );
     assert_eq!(counters.decisions, before.0.decisions);
     assert_eq!(pinned, MEMORY.end - MEMORY.start, "buffers are named by memory: all of it");
-    // An engine that is told to stop may end what it does: memory goes with a reset, or with the device.
+    // A stopped engine may finish its current work. So memory is unmapped at a reset or a hand-off, not at the stop.
     let mut guest = Guest::new(&mut monitor, id);
     Ports::write(&mut guest, 0x0, 4, 1 << 26);
     assert_eq!(monitor.mapped().0, 0, "nothing is mapped after a reset");
@@ -183,10 +183,11 @@ fn no_request_runs_a_check_in_the_steady_state() {
     assert_eq!(monitor.mapped().0, 0, "nothing stays pinned without the device");
 }
 
-/// Offsets and values read, frames received, frames sent, times that the device came to the guest.
+/// Offsets and values read, frames received, frames sent, hand-offs to the guest.
 type Seen = (Vec<(u32, u32)>, Vec<Vec<u8>>, Vec<Vec<u8>>, u64);
 
-/// What guest 0's driver reads, the frames it gets and sends, in a run in which the device goes to another guest before some accesses.
+/// Runs guest 0's driver, with hand-offs to the other guest before some accesses if `switching`. Returns what guest 0
+/// reads, receives and sends.
 fn run(seed: u64, switching: bool) -> Seen {
     let (a, b) = (GuestId(0), GuestId(1));
     let ram = Shared::new(vec![memory(0), memory(1)]);
@@ -207,7 +208,7 @@ fn run(seed: u64, switching: bool) -> Seen {
             driver.start(&mut Guest::new(monitor, b));
             driver
         });
-        // Sometimes the other guest leaves its frames unread.
+        // Sometimes the other guest leaves frames unread.
         monitor.physical().receive(&frame(
             address(1),
             0xB0,
@@ -234,7 +235,7 @@ fn run(seed: u64, switching: bool) -> Seen {
     }
     let mut driver = Driver::probe(&mut guest!(), 0);
     driver.start(&mut guest!());
-    // A group that the guest listens to: bit 1A5h of the filter.
+    // A multicast group that the guest joined: bit 1A5h of the filter.
     let group = [0x01, 0x00, 0x5E, 0x00, 0x50, 0x1A];
     Ports::write(&mut guest!(), 0x5200 + 4 * (0x1A5 >> 5), 4, 1 << (0x1A5 & 31));
     for round in 0u8..120 {
@@ -257,8 +258,8 @@ fn run(seed: u64, switching: bool) -> Seen {
     (trace, received, all.into_iter().filter(|frame| frame[6] != 0xBB).collect(), switches)
 }
 
-/// A driver can't tell a run in which it loses the device again and again from one in which it never does: heads, tails and the multicast
-/// filter included.
+/// The driver can't distinguish a run with many hand-offs from one without any. Heads, tails and the multicast filter
+/// are the same.
 #[test]
 fn a_switched_run_looks_like_an_unswitched_one() {
     let alone = run(1, false);

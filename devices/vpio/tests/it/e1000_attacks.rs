@@ -1,5 +1,5 @@
-//! What a hostile guest does with an e1000 (spec nics 3.6): it succeeds on a bare card, and not under the monitor. Judged by what the card
-//! touched, not by what the monitor says.
+//! Attacks of a hostile guest on an e1000. They succeed on a bare card, and fail under the monitor. The test judges by
+//! the memory that the card touched, not by the monitor's answers.
 
 use crate::support;
 
@@ -55,7 +55,7 @@ fn attacks_succeed_on_a_bare_card_and_not_under_the_monitor() {
             guest.write(offset, 4, value);
         }
         traffic(monitor.physical());
-        // An honest driver can use the card afterwards.
+        // A correct driver can use the card afterwards.
         let mut guest = Guest::new(&mut monitor, GuestId(0));
         prepare(&mut guest, &HONEST);
         for &(offset, value) in SETUP {
@@ -66,7 +66,7 @@ fn attacks_succeed_on_a_bare_card_and_not_under_the_monitor() {
         traffic(monitor.physical());
         assert_eq!(monitor.physical().take_sent().len(), 1, "{}: the card stands still", of.name);
         assert_eq!(ram.log().1, 0, "{}", of.name);
-        // What descriptors name is the IOMMU's to stop; what registers name was refused before.
+        // The IOMMU blocks addresses in descriptors. Addresses in registers were refused before.
         assert!(
             monitor.physical().blocked() > 0
                 || monitor.counters(GuestId(0)).refused > 0
@@ -80,7 +80,8 @@ fn attacks_succeed_on_a_bare_card_and_not_under_the_monitor() {
     }
 }
 
-/// What registers name is refused before the card knows of it, and the policy is asked; what descriptors name reaches the IOMMU.
+/// The monitor refuses addresses in registers before the card gets them, and applies the policy. Addresses in
+/// descriptors reach the IOMMU.
 #[test]
 fn a_ring_outside_is_refused() {
     for (name, expected) in [("a receive ring outside", true), ("a frame out of foreign memory", false)] {
@@ -97,7 +98,8 @@ fn a_ring_outside_is_refused() {
     }
 }
 
-/// Without an IOMMU nothing keeps what descriptors name in the guest's memory: the engines don't start, and the guest is told why.
+/// Without an IOMMU nothing confines the addresses in descriptors. So the engines don't start, and the error names the
+/// reason.
 #[test]
 fn without_an_iommu_no_engine_starts() {
     let (mut monitor, ram) = monitor(false, FailurePolicy::Ignore);
@@ -111,7 +113,7 @@ fn without_an_iommu_no_engine_starts() {
     assert!(said.iter().any(|why| why.contains("without an IOMMU")), "{said:?}");
 }
 
-/// Frames of others pass the packet buffer, which a bare card shows.
+/// Other guests' frames pass through the packet buffer, which a bare card exposes.
 #[test]
 fn the_packet_buffer_stays_closed() {
     let secret = frame([0xFF; 6], 0x5A, 500);
@@ -128,8 +130,8 @@ fn the_packet_buffer_stays_closed() {
     assert!((0..0x200).any(|word| shown(card.read(0, 0x1_0000 + 4 * word, 4).unwrap())));
 }
 
-/// Requests out of the grammar and frames in any order, while another thread writes over all of the guest's memory, its rings included: the
-/// card stays in it. `CAUSEWAY_RACES` gives another number of requests.
+/// Random requests of the grammar and frames in any order, while another thread overwrites all of the guest's memory,
+/// including its rings. The card stays inside that memory. `CAUSEWAY_RACES` sets the number of requests.
 #[test]
 fn no_sequence_of_requests_leaves_the_memory() {
     let wanted: u64 =
@@ -144,7 +146,7 @@ fn no_sequence_of_requests_leaves_the_memory() {
             move || {
                 let mut numbers = Numbers(seed);
                 while !over.load(Ordering::Relaxed) {
-                    // Half of them hit the rings: addresses near the guest's memory, and any.
+                    // Half of them hit the rings, with addresses near the guest's memory or anywhere.
                     let number = numbers.next();
                     let address = match number % 4 {
                         0 => u64::from(TX_RING) + numbers.next() % 0x80 / 8 * 8,

@@ -1,6 +1,7 @@
-//! Linux's e1000 on a page that it reads unseen, whose causes no read clears: the mask's opening is only told of, its closing and the receive
-//! ring's tail wait in a ring, the line is lowered at each end of interrupt, others' interrupts come by the same line, and the thread that takes
-//! the card's causes runs between any two accesses. No frame stands still, no change of the link is missed, and no interrupt comes for ever.
+//! Linux's e1000 driver on a shadow register page, whose causes no read clears. An eventfd only reports that the mask
+//! is opened. The mask's closing and the receive tail are deferred writes. The line falls at each end of interrupt, and
+//! other devices share it. The thread that harvests the causes runs between any two accesses. No frame stays
+//! unprocessed, no link change is lost, and interrupts end.
 
 use crate::support;
 
@@ -20,48 +21,48 @@ const CARD: [u8; 6] = [0x00, 0x1B, 0x21, 1, 2, 3];
 const ID: GuestId = GuestId(0);
 const LINK: u32 = 4;
 
-/// Where the thread stands.
+/// Position of the thread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Step {
     Waits,
-    /// Late writes were taken; the causes weren't.
+    /// Deferred writes were drained; causes weren't harvested.
     HasDrained,
-    /// The causes were taken and are shown; late writes weren't taken once more.
+    /// Causes were harvested and shown; deferred writes weren't drained once more.
     HasShown,
 }
 
-/// What is done as the module of the page says, and what isn't, to see that it matters.
+/// The protocol of `vpio::shown`, and broken variants as negative controls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Care {
     All,
-    /// A cause counts as read as soon as it is shown.
+    /// A cause counts as read as soon as the page shows it.
     Hasty,
-    /// The first end of interrupt clears all that is shown.
+    /// The first end of interrupt clears all shown causes.
     FirstEnd,
 }
 
 struct Machine {
     monitor: Monitor<Card>,
     page: Vec<u8>,
-    /// Late writes that wait.
+    /// Deferred writes.
     late: VecDeque<Access>,
-    /// A mask was told of, and the thread knows.
+    /// The eventfd reported a mask; the thread has noticed it.
     told: bool,
     collected: bool,
-    /// The line as the guest's interrupt controller has it, and whether the monitor has raised it.
+    /// The line's level at the guest's interrupt controller, and whether the monitor raised it.
     level: bool,
     asserted: bool,
-    /// An end of interrupt that the thread hasn't looked at.
+    /// An end of interrupt that the thread hasn't processed.
     lowered: bool,
     step: Step,
     care: Care,
     plan: Plan,
     numbers: Numbers,
-    /// Nothing happens by itself.
+    /// No spontaneous events.
     still: bool,
-    /// Frames for the driver: stored, lost; whether others come.
+    /// Frames for the driver: stored, lost; whether more come.
     frames: (usize, usize, bool),
-    /// Changes of the link, and the last one that the driver has heard of.
+    /// Link changes, and the last one that the driver noticed.
     link: (u32, u32),
     exits: u64,
 }
@@ -133,7 +134,7 @@ impl Machine {
             self.level = true;
             self.monitor.raised(ID);
             if self.care == Care::FirstEnd {
-                // As if it were told for the second time.
+                // As if it were shown for the second time.
                 self.monitor.lowered(ID);
                 self.monitor.raised(ID);
             }
@@ -141,12 +142,12 @@ impl Machine {
         self.asserted = wanted;
     }
 
-    /// A step of the thread: the guest does something before the next one.
+    /// One step of the thread: the guest acts before the next one.
     fn thread(&mut self) {
         match self.step {
             Step::Waits => {
                 if self.lowered || self.told || self.monitor.physical().interrupt().unwrap() {
-                    // Before late writes are taken: what masks before it waits there.
+                    // Before deferred writes are drained: earlier writes to the mask are among them.
                     self.collected |= std::mem::take(&mut self.told);
                     self.drain();
                     self.step = Step::HasDrained;
@@ -174,13 +175,13 @@ impl Machine {
         }
     }
 
-    /// The guest's end of interrupt, whoever's it was.
+    /// The guest's end of interrupt, for any device on the line.
     fn end(&mut self) {
         self.level = false;
         self.lowered = true;
     }
 
-    /// What happens while the guest does something else.
+    /// Events while the guest does something else.
     fn meanwhile(&mut self) {
         let many = if self.still { 0 } else { self.numbers.next() % 3 };
         for _ in 0..many {
@@ -205,7 +206,7 @@ impl Machine {
         }
     }
 
-    /// The guest's machine is reset, in the middle of whatever it is; its interrupt controller forgets the line.
+    /// Resets the guest's machine at any point. Its interrupt controller loses the line's state.
     fn power_on(&mut self) {
         self.late.clear();
         (self.told, self.collected, self.lowered, self.level, self.asserted) =
@@ -273,7 +274,8 @@ impl Memory for Machine {
     }
 }
 
-/// What stood still in the end: frames in the ring, frames that were sent and not noticed, a change of the link that nobody heard of.
+/// Unfinished work at the end: frames in the ring, sent frames without a report, a link change that the driver didn't
+/// notice.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Standing {
     frames: usize,
@@ -291,7 +293,7 @@ struct Outcome {
     exits: u64,
 }
 
-/// The driver masks in its handler, as Linux's does, or not at all, as others do. With `shared`, other devices interrupt by the same line.
+/// Runs the driver. `masks`: its handler masks interrupts, as Linux's does. `shared`: other devices share the line.
 fn run(seed: u64, care: Care, masks: bool, shared: bool) -> Outcome {
     let mut machine = Machine::new(seed, care);
     let mut driver = Driver::probe(&mut machine, 0);
@@ -300,7 +302,7 @@ fn run(seed: u64, care: Care, masks: bool, shared: bool) -> Outcome {
     machine.still = false;
     let mut outcome = Outcome::default();
     for step in 0..12_000 {
-        // Traffic, then calm in which all that is on its way arrives.
+        // Phases of traffic alternate with quiet ones, in which pending frames arrive.
         let busy = step % 200 < 100;
         machine.frames.2 = busy;
         machine.meanwhile();
@@ -361,7 +363,7 @@ fn nothing_stands_still_and_nothing_is_told_for_ever() {
     }
 }
 
-/// Controls: what is shown isn't read, and the first end of interrupt may be that of a handler which had read before.
+/// Controls: a shown cause isn't a read one, and the first end of interrupt may belong to a handler that read before.
 #[test]
 fn without_its_care_the_page_loses_causes() {
     for (care, shared) in [(Care::Hasty, false), (Care::FirstEnd, true)] {
@@ -370,7 +372,7 @@ fn without_its_care_the_page_loses_causes() {
     }
 }
 
-/// A frame costs an exit where it is sent, and none where it is received.
+/// A frame costs an exit to send, and none to receive.
 #[test]
 fn frames_cost_an_exit_where_they_are_sent() {
     let mut machine = Machine::new(1, Care::All);
@@ -408,12 +410,12 @@ fn frames_cost_an_exit_where_they_are_sent() {
     }
     assert_eq!(machine.exits - before, 100);
     machine.change_link();
-    // Told twice, heard of once at least.
+    // Shown twice, noticed at least once.
     assert_eq!((settle(&mut machine, &mut driver), machine.link), ((0, 0, 2), (1, 1)));
     assert_eq!(machine.load_page(0xC0, 4), 0);
 }
 
-/// After a reset of the guest's machine in the middle of an interrupt the next guest hears of a change as one whose machine began so: twice.
+/// After a machine reset within an interrupt, the next guest gets a change's interrupt twice, as after a normal start.
 #[test]
 fn a_reset_in_an_interrupt_is_a_new_beginning() {
     let mut machine = Machine::new(1, Care::All);
@@ -439,7 +441,7 @@ fn a_reset_in_an_interrupt_is_a_new_beginning() {
     assert_eq!((interrupts, machine.link), (2, (2, 2)));
 }
 
-/// What the page shows is what an access gets, whatever was written before; causes excepted, which an access clears.
+/// The page shows what an access returns, after any writes. Causes are the exception: an access clears them.
 #[test]
 fn the_page_is_what_an_access_gets() {
     let mut machine = Machine::new(1, Care::All);
@@ -461,7 +463,7 @@ fn the_page_is_what_an_access_gets() {
         let word = step % 128 * 4;
         machine.write(0x5200 + word, 4, 0x1000 + step);
         machine.drain();
-        // All of them are asked for after a write of a register that drivers seldom write.
+        // A write of a register that drivers rarely write makes the monitor read all registers.
         machine.make(Access { bar: 0, offset: 0x28, size: 4, write: Some(step) });
         for (reg, register) in E1000.numbered().filter(|(_, register)| register.read.is_some()) {
             let places = register.offset.into_iter().chain(register.aliases.iter().copied());

@@ -19,7 +19,7 @@ fn monitor(guests: u8) -> Monitor<Ne2000> {
     monitor
 }
 
-/// Sends a frame and lets it go.
+/// Sends a frame and lets the card finish it.
 fn send(monitor: &mut Monitor<Ne2000>, driver: &mut Driver, id: GuestId, frame: &[u8]) {
     driver.send(&mut Guest::new(monitor, id), frame);
     monitor.physical().tick();
@@ -30,8 +30,8 @@ fn send(monitor: &mut Monitor<Ne2000>, driver: &mut Driver, id: GuestId, frame: 
     assert!(!monitor.line(id), "and has acknowledged");
 }
 
-/// The driver finds the guest's own address, sends and receives frames byte by byte, also one larger than what is left to the ring's
-/// end, and nobody was refused or switched bus mastering on.
+/// The driver finds the guest's own address. It sends and receives frames, compared byte by byte, also one that wraps
+/// in the ring. No request is refused, and bus mastering stays unchanged.
 #[test]
 fn a_driver_sends_and_receives() {
     let (mut monitor, id) = (monitor(1), GuestId(0));
@@ -59,8 +59,8 @@ fn a_driver_sends_and_receives() {
     assert!(!monitor.physical().bus_master());
 }
 
-/// Share of port instructions that run a check, in a mix of as many frames sent as received: at most 4 % when each comes alone (spec
-/// vpio, G1), a little more when frames are received in groups, since fewer instructions go with each then.
+/// Share of port instructions that run a check, with as many frames sent as received. At most 4 % if frames arrive one
+/// by one. Slightly more if they arrive in groups, which need fewer instructions each.
 #[test]
 fn few_requests_run_a_check() {
     for (length, group) in [(60, 1), (1514, 1), (60, 8), (1514, 8)] {
@@ -93,10 +93,11 @@ fn few_requests_run_a_check() {
     }
 }
 
-/// Offsets and values read, frames received, frames sent, times that the device came to the guest.
+/// Offsets and values read, frames received, frames sent, hand-offs to the guest.
 type Seen = (Vec<(u32, u32)>, Vec<Vec<u8>>, Vec<Vec<u8>>, u64);
 
-/// What guest 0's driver reads, and the frames it gets, in a run in which the device goes to another guest before some of its accesses.
+/// Runs guest 0's driver, with hand-offs before some of its accesses if `switching`. Returns what it reads and
+/// receives.
 fn run(seed: u64, switching: bool) -> Seen {
     let (mut monitor, a, b) = (monitor(2), GuestId(0), GuestId(1));
     let (mut trace, mut received) = (Vec::new(), Vec::new());
@@ -115,7 +116,7 @@ fn run(seed: u64, switching: bool) -> Seen {
                 other = Some(driver);
             }
             Some(driver) => {
-                // Every third time the driver of the other guest leaves a frame unread.
+                // Every third time the other guest's driver leaves a frame unread.
                 switch(monitor, b);
                 monitor.physical().receive(&frame(address(1), 0xB0, 300));
                 monitor.interrupt().unwrap();
@@ -163,8 +164,8 @@ fn run(seed: u64, switching: bool) -> Seen {
     (trace, received, sent, switches)
 }
 
-/// A driver can't tell a run in which it loses the device hundreds of times from one in which it never does: every value that it reads,
-/// every frame is the same. The hidden state is included: frames in the ring, half-done remote transfers, loaded frames.
+/// The driver can't distinguish a run with hundreds of hand-offs from one without any: every read value and every frame
+/// is the same. This includes hidden state: frames in the ring, incomplete remote transfers, loaded frames.
 #[test]
 fn a_switched_run_looks_like_an_unswitched_one() {
     let alone = run(1, false);
@@ -197,7 +198,7 @@ fn dump(ports: &mut dyn Ports) -> Vec<u8> {
     (0..0x1000).flat_map(|_| ports.read(0x10, 4).to_le_bytes()).collect()
 }
 
-/// After a hand-off nothing of the other guest can be read from the card. Without the monitor it can.
+/// After a hand-off a guest can't read the other guest's data from the card. Without the monitor it can.
 #[test]
 fn nothing_of_a_guest_stays_on_the_card() {
     let secret = |memory: &[u8]| memory.iter().filter(|&&byte| byte == 0xA5).count();
@@ -218,11 +219,11 @@ fn nothing_of_a_guest_stays_on_the_card() {
     monitor.physical().tick();
     assert!(monitor.physical().receive(&frame(address(0), 0xA5, 1514)));
     assert_eq!(secret(&dump(&mut Guest::new(&mut monitor, b))), 0);
-    // It is the first guest's still.
+    // The data still belongs to the first guest.
     assert_eq!(secret(&dump(&mut Guest::new(&mut monitor, a))), 2 * 1508);
 }
 
-/// Status and mask are the model's: they are there for a guest that doesn't have the device; everything else waits.
+/// The model holds status and mask, so a guest that isn't resident can access them. Every other access waits.
 #[test]
 fn a_guest_without_the_device_waits() {
     let mut monitor = monitor(2);

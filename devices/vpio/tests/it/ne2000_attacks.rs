@@ -1,5 +1,5 @@
-//! The attacks of spec nics 1.7 on an NE2000: what the card touched of its memory judges them. On a bare card they succeed; under the
-//! monitor no byte outside the packet memory is touched.
+//! Attacks on an NE2000, judged by what the card touched of its memory. On a bare card they succeed. Under the monitor
+//! the card touches no byte outside the packet memory.
 
 use crate::support;
 
@@ -14,7 +14,7 @@ use vpio::{Answer, FailurePolicy, GuestId, Monitor, Slots, Violation};
 
 const CARD: [u8; 6] = [0x00, 0xE0, 0x4C, 1, 2, 3];
 
-/// Bytes that the card touched outside its packet memory.
+/// Counts the bytes that the card touched outside its packet memory.
 fn outside(log: &[Touch]) -> u64 {
     let inside = u64::from(MEMORY)..u64::from(MEMORY_END);
     log.iter()
@@ -25,7 +25,7 @@ fn outside(log: &[Touch]) -> u64 {
         .unwrap()
 }
 
-/// Ring 4C..80, running, promiscuous of broadcasts.
+/// Receive ring 4C..80, running, accepts broadcasts.
 const START: &[(u8, u32)] = &[
     (0x21, 0x00),
     (0x49, 0x0E),
@@ -41,7 +41,7 @@ const START: &[(u8, u32)] = &[
 
 type Attack = (&'static str, &'static [(u8, u32)], &'static [(u8, u32)], u32);
 
-/// Name, byte writes after `START`, byte writes after 64 bytes went to the data port, how many dwords go there.
+/// Name; byte writes after `START`; byte writes after 64 bytes to the data port; number of dwords to the data port.
 const ATTACKS: &[Attack] = &[
     (
         "ring that ends before it begins",
@@ -198,7 +198,7 @@ fn attacks_succeed_on_a_bare_card_and_not_under_the_monitor() {
     }
 }
 
-/// Each refused request is replayed from its trace without card and guest: the same check refuses it.
+/// A trace replays each refused request without card and guest: the same check refuses it.
 #[test]
 fn violations_are_replayed() {
     for one in ATTACKS {
@@ -215,7 +215,7 @@ fn violations_are_replayed() {
     }
 }
 
-/// What a guest sees of a refused request is its policy's choice.
+/// Each policy has its effect on the guest.
 #[test]
 fn policies_differ() {
     let bad = [(0x00, 0x04), (0x40, 0x05), (0x00, 0x06)];
@@ -242,7 +242,7 @@ fn policies_differ() {
     assert_eq!(outcome(FailurePolicy::Stop), (Answer::Stopped, Answer::Stopped, false));
 }
 
-/// The driver recovers from a refused frame by the card's own error: the next frame goes out.
+/// The card's own error makes the driver recover from a refused frame: the next frame goes out.
 #[test]
 fn the_driver_recovers_from_a_refused_frame() {
     use support::ne2000::Driver;
@@ -250,7 +250,7 @@ fn the_driver_recovers_from_a_refused_frame() {
     let id = GuestId(0);
     let mut driver = Driver::probe(&mut Guest::new(&mut monitor, id));
     driver.start(&mut Guest::new(&mut monitor, id));
-    // A stray process of the guest sends a frame out of the PROM.
+    // Another process of the guest sends a frame from the PROM.
     let mut guest = Guest::new(&mut monitor, id);
     for (value, offset) in [(0x00, 0x04), (0x40, 0x05), (0x00, 0x06), (0x26, 0x00)] {
         guest.outb(value, offset);
@@ -265,7 +265,7 @@ fn the_driver_recovers_from_a_refused_frame() {
     assert_eq!(monitor.physical().take_sent().len(), 1);
 }
 
-/// A value that the card returns and that can't be is not shown to the guest.
+/// The monitor hides an impossible value of the card from the guest.
 #[test]
 fn a_lying_card_isnt_believed() {
     let mut monitor = monitor(FailurePolicy::Ignore);
@@ -273,7 +273,7 @@ fn a_lying_card_isnt_believed() {
     for &(value, offset) in START {
         Guest::new(&mut monitor, id).outb(value, offset);
     }
-    // The card's pointer leaves its ring behind the monitor's back.
+    // The card's pointer leaves its ring without the monitor's knowledge.
     use device_models::PhysicalDevice;
     for (value, offset) in [(0x62, 0), (0xF0, 7), (0x22, 0)] {
         monitor.physical().write(0, offset, 1, value).unwrap();
@@ -287,7 +287,7 @@ fn a_lying_card_isnt_believed() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
 
-    /// Requests out of the grammar, frames, time and hand-offs in any order: the card stays in its packet memory, and every refusal is
+    /// Random requests, frames, times and hand-offs: the card stays inside its packet memory, and every refusal can be
     /// replayed.
     #[test]
     fn no_sequence_of_requests_leaves_the_memory(seed in 1u64..) {

@@ -1,5 +1,5 @@
-//! How often Linux's ne2k-pci leaves the guest per frame, with KVM's rules (specs/vpio.md, 3.1): late writes wait in a ring of 169 places, which is
-//! taken at each exit and by the NIC's thread; of a repeated read up to 1024 bytes make an exit. Aims: section 3.3, "VPIO best".
+//! Counts the exits per frame of Linux's ne2k-pci under KVM's rules (`docs/reference/vpio.md`). Deferred writes fill a
+//! ring of 169 entries. Each exit drains it, and so does the NIC's thread. A repeated read exits once per 1024 bytes.
 
 use crate::support;
 
@@ -13,9 +13,9 @@ use vpio::{Answer, FailurePolicy, GuestId, Monitor, Slots};
 
 const ID: GuestId = GuestId(0);
 const DATA: u32 = 0x10;
-/// Places of KVM's ring.
+/// Capacity of KVM's ring in entries.
 const PLACES: usize = 169;
-/// Bytes of a repeated read that make an exit.
+/// Bytes of a repeated read per exit.
 const BATCH: u32 = 1024;
 
 struct Kvm {
@@ -23,7 +23,7 @@ struct Kvm {
     zones: Vec<Zone>,
     ring: Vec<Access>,
     exits: u32,
-    /// Bytes of the repeated read that is going on.
+    /// Bytes of the current repeated read.
     batched: Option<u32>,
 }
 
@@ -41,7 +41,7 @@ impl Kvm {
         }
     }
 
-    /// The NIC's thread: late writes, what the card does, its causes.
+    /// The NIC's thread: deferred writes, the card's work, its causes.
     fn thread(&mut self) {
         self.drain();
         self.monitor.physical().tick();
@@ -51,7 +51,7 @@ impl Kvm {
 
 impl Ports for Kvm {
     fn read(&mut self, offset: u32, size: u8) -> u32 {
-        // Words that follow each other are those of one instruction.
+        // Consecutive words belong to one instruction.
         let before = self.batched.filter(|_| offset == DATA && size == 4);
         let bytes = before.map_or(u32::from(size), |bytes| bytes + u32::from(size));
         self.exits += u32::from(before.is_none() || bytes > BATCH);
@@ -78,7 +78,8 @@ impl Ports for Kvm {
     }
 }
 
-/// Exits per frame sent and received, of so many bytes, so many at a time.
+/// Returns the exits per frame sent and per frame received, for frames of `length` bytes that arrive in groups of
+/// `group`.
 fn exits(zones: Vec<Zone>, length: usize, group: u32) -> (f64, f64) {
     const ROUNDS: u32 = 20;
     let mut kvm = Kvm::new(zones);

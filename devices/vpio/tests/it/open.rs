@@ -1,5 +1,6 @@
-//! A card goes from its model to its guest and back (`vpio::open`), again and again, under a driver's traffic: nothing is lost, repeated or out of
-//! order, the memory that the card reaches is what it should be, and a guest that does what its model doesn't allow stays without it.
+//! A card changes between model and passthrough (`vpio::open`) many times under a driver's traffic. No frame is lost,
+//! repeated or reordered, and the card reaches the right memory. A guest whose state the model doesn't permit stays in
+//! passthrough.
 
 use crate::support;
 
@@ -14,24 +15,24 @@ use support::nic::Driver;
 use support::{Numbers, Ports, address, config, frame};
 use vpio::{Answer, FailurePolicy, GuestId, Monitor, Passed};
 
-/// A guest has its card's own address, as without the model it could read it.
+/// The guest has the card's own address, which it could read without the model.
 const CARD: [u8; 6] = address(0);
 const GUEST: GuestId = GuestId(0);
 
 type Boxed = Box<dyn Card + Send>;
 
-/// A card, and what it and the driver share.
+/// A card, and the state that it shares with the driver.
 struct Table {
     monitor: Monitor<Held>,
     ram: Shared,
-    /// Called before each access of the driver.
+    /// Decides before each access of the driver whether the mode changes.
     numbers: Option<Numbers>,
     opened: u32,
     closed: u32,
     busy: u32,
 }
 
-/// A reference card of any kind, and the bytes of a mapping that its IOMMU refuses.
+/// A reference card of any kind. Its IOMMU refuses mappings that contain the given address.
 struct Held(Boxed, Option<u64>);
 
 impl PhysicalDevice for Held {
@@ -99,7 +100,7 @@ impl Table {
         self.monitor.interrupt().unwrap();
     }
 
-    /// To the other side, where that can be.
+    /// Changes the mode if possible.
     fn change(&mut self) {
         let open = self.monitor.is_open();
         let passed = if open { self.monitor.close() } else { self.monitor.open() };
@@ -121,7 +122,7 @@ impl Table {
             return self.monitor.watched(GUEST, access).unwrap();
         }
         if self.monitor.is_open() {
-            // The guest has the card's registers itself.
+            // The guest accesses the card's registers directly.
             let card = self.monitor.physical();
             return match access.write {
                 Some(value) => card.write(access.bar, access.offset, access.size, value).map(|()| 0),
@@ -154,7 +155,7 @@ impl Memory for Table {
     }
 }
 
-/// A driver that was started with quiet hands, and then loses and gets its model before any access.
+/// Starts a driver without mode changes. Later, every access may be preceded by one.
 fn started(device: &'static Device, seed: u64) -> (Table, Driver) {
     let mut table = Table::new(device, None);
     let mut driver = Driver::probe(device, &mut table, 0);
@@ -164,8 +165,9 @@ fn started(device: &'static Device, seed: u64) -> (Table, Driver) {
     (table, driver)
 }
 
-/// Frames out and in, each of another length, through rings and descriptors many times, with the sides changing before any access of the driver. A frame that comes while the sides change would
-/// be lost, as in any change; here none comes then, and so none may be lost.
+/// Sends and receives frames of various lengths, through many rounds of rings and descriptors, with mode changes before
+/// any access. A frame that arrived during a change would be lost, as in a hand-off. None arrives then here, so none
+/// may be lost.
 fn traffic(device: &'static Device, seed: u64) -> (u32, u32, u32) {
     let (mut table, mut driver) = started(device, seed);
     for round in 0..150u16 {
@@ -208,7 +210,8 @@ fn a_driver_sees_nothing_of_the_model_coming_and_going() {
     }
 }
 
-/// What the card reaches: all of the guest's memory without its model, validated windows with it, nothing when it is taken.
+/// The card reaches all of the guest's memory without its model, validated windows with it, and nothing after its
+/// release.
 #[test]
 fn the_card_reaches_what_its_side_may() {
     let whole = MEMORY.end - MEMORY.start;
@@ -233,7 +236,7 @@ fn the_card_reaches_what_its_side_may() {
     }
 }
 
-/// A guest whose machine is reset while it has the card by itself finds it as after power-on, still by itself.
+/// A guest in passthrough whose machine is reset finds the card as after power-on, still in passthrough.
 #[test]
 fn a_reset_leaves_the_card_with_its_guest() {
     for device in [&RTL8139, &E1000, &NE2000] {
@@ -255,7 +258,8 @@ fn a_reset_leaves_the_card_with_its_guest() {
     }
 }
 
-/// A guest that listens to everybody, which its model doesn't allow, stays without its model, goes on, and is told which register it is for.
+/// A guest in promiscuous mode, which its model doesn't permit, stays in passthrough and continues. The result names
+/// the register.
 #[test]
 fn what_the_model_does_not_allow_keeps_it_away() {
     for (device, register, offset, size, value) in [
@@ -281,7 +285,7 @@ fn what_the_model_does_not_allow_keeps_it_away() {
     }
 }
 
-/// Memory that can't be mapped leaves the guest where it was, with its frames and under its model.
+/// If memory can't be mapped, the guest stays under its model and loses no frame.
 #[test]
 fn memory_that_can_not_be_mapped_leaves_the_model() {
     let (mut table, mut driver) = started(&RTL8139, 1);

@@ -1,5 +1,6 @@
-//! After each violation, injected beside a driver that runs, the driver goes on by what it does about an error of its card anyway, or the guest is stopped, as its
-//! policy says (docs/reference/vpio.md). Its card sends nothing of the violation's, and each can be replayed.
+//! Injects each violation beside a running driver. The driver recovers by its usual handling of a card error, or the
+//! policy stops the guest (`docs/reference/vpio.md`). The card sends nothing of the violation, and each violation can
+//! be replayed.
 
 use crate::support;
 
@@ -16,7 +17,7 @@ use vpio::{Answer, FailurePolicy, GuestId, Monitor, Violation};
 
 const CARD: [u8; 6] = [0x00, 0x1B, 0x21, 1, 2, 3];
 const ID: GuestId = GuestId(0);
-/// What a violation would have the card send, if it sent anything.
+/// Marks the frames that the card would send because of a violation.
 const STRAY: u8 = 0x66;
 
 /// Offset, bytes, value.
@@ -46,7 +47,7 @@ const OF_NE2000: &[(&str, &[Write])] = &[
 const POLICIES: [FailurePolicy; 4] =
     [FailurePolicy::Ignore, FailurePolicy::DeviceError, FailurePolicy::MachineCheck, FailurePolicy::Stop];
 
-/// The wire's end of a card.
+/// The wire side of a card.
 trait Wired: PhysicalDevice + Timed + OnBus {
     fn arrives(&mut self, frame: &[u8]);
     fn left(&mut self) -> Vec<Vec<u8>>;
@@ -71,7 +72,7 @@ impl OnBus for Ne2000 {
     }
 }
 
-/// A frame goes out whole, and one comes in.
+/// Sends a frame and receives one.
 fn works<C: Wired>(monitor: &mut Monitor<C>, driver: &mut Driver) -> bool {
     let (out, into) = (frame([0xFF; 6], 0x22, 200), frame(driver.address(), 0x33, 300));
     monitor.physical().left();
@@ -90,7 +91,7 @@ fn works<C: Wired>(monitor: &mut Monitor<C>, driver: &mut Driver) -> bool {
     monitor.physical().left() == [out] && received == [into]
 }
 
-/// As a line of a file it comes back, and is decided as it was; a cut line, and a trace that isn't what happened, are told.
+/// A violation survives the file format, with the same decision. A cut line and an altered trace are errors.
 fn in_a_file(violation: &Violation) {
     let line = violation.line().unwrap();
     assert_eq!(read(&format!("{line}{line}")).unwrap(), [violation.clone(), violation.clone()]);
@@ -110,7 +111,7 @@ fn in_a_file(violation: &Violation) {
     assert!(matches!(otherwise(&|other| drop(other.start.states.pop())), TraceError::State(_)));
 }
 
-/// Injects one violation under a policy, and sees that the guest comes back as that policy has it.
+/// Injects a violation under a policy, and checks that the guest recovers as the policy says.
 fn injected<C: Wired>(
     device: &'static Device,
     mut monitor: Monitor<C>,
@@ -143,7 +144,7 @@ fn injected<C: Wired>(
     let stops = policy == FailurePolicy::Stop
         || policy == FailurePolicy::DeviceError && device.interrupts.error.is_none();
     if stops {
-        // For good: until its machine is reset.
+        // The stop lasts until the guest's machine is reset.
         assert_eq!(last, Answer::Stopped, "{what}");
         let read = Access { bar: 0, offset: 0, size: 1, write: None };
         assert_eq!(Guest::new(&mut monitor, ID).access(read), Answer::Stopped, "{what}");
@@ -161,11 +162,11 @@ fn injected<C: Wired>(
         FailurePolicy::DeviceError | FailurePolicy::Stop => {}
     }
     if stops || policy == FailurePolicy::MachineCheck {
-        // Its kernel has died, or its VM was ended.
+        // The guest's kernel crashed or its VM ended.
         monitor.power_on(ID).unwrap();
         driver = Driver::probe(device, &mut Guest::new(&mut monitor, ID), 0);
     }
-    // As drivers do after their watchdog, and when they start.
+    // As drivers do after a watchdog time-out and when they start.
     driver.start(&mut Guest::new(&mut monitor, ID));
     for round in 0..3 {
         assert!(works(&mut monitor, &mut driver), "{what}: frame {round} after it");
@@ -212,7 +213,8 @@ fn an_ne2000_s_driver_goes_on_or_is_stopped() {
     }
 }
 
-/// Beside Linux's own drivers, in the lab (`vpio-recovery`): each file has what a monitor wrote, and each request is refused for the same reason still.
+/// Files that monitors wrote beside Linux's drivers in the lab (`vpio-recovery`): this program refuses each request for
+/// the same reason.
 #[test]
 fn what_was_refused_beside_linux_drivers_is_refused_still() {
     for (name, registers) in [

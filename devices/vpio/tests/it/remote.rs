@@ -1,5 +1,6 @@
-//! The monitor over QEMU's own models of the three cards, which a process plays: Linux's driver sequences probe, send and receive there as on the reference emulations, by frames
-//! of a UDP socket, and the card reaches mapped memory only. Without qemu-system-x86_64 these tests say that they are skipped.
+//! The monitor over QEMU's models of the three cards, in another process. Linux's driver sequences probe, send and
+//! receive as on the reference emulations, with a UDP socket as wire. The card reaches mapped memory only. The tests
+//! are skipped without qemu-system-x86_64.
 
 use crate::support;
 
@@ -21,7 +22,7 @@ const QEMU: &str = "qemu-system-x86_64";
 const CARD: [u8; 6] = [0x52, 0x54, 0, 0x12, 0x34, 0x56];
 const HANG_LIMIT: Duration = Duration::from_secs(20);
 
-/// QEMU, where it is installed.
+/// Finds QEMU, or reports that the test is skipped.
 fn qemu(test: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH")?;
     let found = std::env::split_paths(&path).map(|folder| folder.join(QEMU)).find(|file| file.exists());
@@ -34,7 +35,7 @@ fn qemu(test: &str) -> Option<PathBuf> {
     found
 }
 
-/// A process's card under the monitor with one guest, and the other end of its wire.
+/// A card in a process, under a monitor with one guest, and the other end of its wire.
 struct Lab {
     monitor: Monitor<Remote>,
     ram: Arc<std::os::fd::OwnedFd>,
@@ -43,7 +44,7 @@ struct Lab {
 
 const GUEST: GuestId = GuestId(0);
 
-/// A card on a wire of its own.
+/// Starts a card on a wire of its own.
 fn card(qemu: &Path, device: &'static Device) -> (Remote, UdpSocket) {
     let wire = UdpSocket::bind("127.0.0.1:0").unwrap();
     wire.set_read_timeout(Some(HANG_LIMIT)).unwrap();
@@ -107,7 +108,7 @@ impl Memory for Lab {
 }
 
 impl Lab {
-    /// Waits for the card's line, and takes its causes as the thread of a NIC does. Whether the guest's line is up.
+    /// Waits for the card's line and harvests its causes as a NIC's thread does. Returns the level of the guest's line.
     fn interrupted(&mut self) -> bool {
         let until = Instant::now() + HANG_LIMIT;
         while !self.monitor.physical().interrupt().unwrap() {
@@ -123,7 +124,7 @@ impl Lab {
         self.monitor.physical().unmask().unwrap();
     }
 
-    /// The next frame from the card.
+    /// Returns the next frame from the card.
     fn sent(&self) -> Vec<u8> {
         let mut bytes = vec![0; 2048];
         let length = self.wire.recv(&mut bytes).unwrap();
@@ -131,14 +132,14 @@ impl Lab {
         bytes
     }
 
-    /// No request was refused, and no answer of the card's disbelieved.
+    /// Checks that no request was refused and no value of the card rejected.
     fn is_content(&self) {
         let counters = self.monitor.counters(GUEST);
         assert_eq!((counters.refused, counters.disbelieved), (0, 0), "{:?}", self.monitor.violations(GUEST));
     }
 }
 
-/// Frames of many lengths.
+/// Returns marks and lengths of frames.
 fn rounds() -> impl Iterator<Item = (u8, usize)> {
     (1u8..=60).zip([60, 61, 64, 1000, 1514].into_iter().cycle())
 }
@@ -223,7 +224,7 @@ fn an_ne2000_of_qemu_sends_and_receives() {
     lab.is_content();
 }
 
-/// The line of a card comes by its eventfd, falls when the driver has taken its causes, and comes again.
+/// A card's line signals its eventfd, falls after the driver has handled its causes, and rises again.
 #[test]
 fn the_line_comes_and_goes() {
     let Some(qemu) = qemu("the_line_comes_and_goes") else { return };
@@ -239,8 +240,8 @@ fn the_line_comes_and_goes() {
     }
 }
 
-/// Negative control: what isn't mapped the card doesn't reach. A frame from there isn't the guest's bytes, and what comes in for a ring that is taken away changes
-/// nothing of the memory that it was in.
+/// Negative control: the card doesn't reach unmapped memory. It doesn't send the guest's bytes from there. A received
+/// frame for an unmapped ring doesn't change the memory.
 #[test]
 fn what_is_not_mapped_is_not_reached() {
     let Some(qemu) = qemu("what_is_not_mapped_is_not_reached") else { return };
@@ -266,14 +267,14 @@ fn what_is_not_mapped_is_not_reached() {
     assert_eq!(send(&mut card)[..64], [0x5A; 64]);
     card.unmap(page).unwrap();
     assert!(!send(&mut card).contains(&0x5A), "it was taken back");
-    // Memory that isn't whole pages, or is nobody's, is refused by a sentence.
+    // Memory that isn't whole pages or isn't in a region is refused with a message.
     let error = card.map(Mapping { length: 100, ..page }).unwrap_err();
     assert!(error.to_string().contains("whole pages"), "{error}");
     let error = card.map(Mapping { device_base: 0x20_0000, guest_base: 0x20_0000, ..page }).unwrap_err();
     assert!(error.to_string().contains("isn't memory"), "{error}");
 }
 
-/// A program that isn't there, and one that ends at once, are said.
+/// A missing program, and one that exits at once, are errors.
 #[test]
 fn a_process_that_does_not_work_is_an_error() {
     let absent = Remote::start("/nonexistent/qemu".as_ref(), &RTL8139, CARD, "user").unwrap_err();

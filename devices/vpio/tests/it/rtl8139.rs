@@ -29,8 +29,8 @@ fn monitor(guests: u8, iommu: bool) -> Monitor<Card> {
     monitor
 }
 
-/// The driver reads the guest's own address from the virtual EEPROM, sends and receives frames byte by byte through several rounds of
-/// the ring; no DMA leaves the guest's memory.
+/// The driver reads the guest's own address from the virtual EEPROM. It sends and receives frames, compared byte by
+/// byte, through several rounds of the ring. No DMA leaves the guest's memory.
 #[test]
 fn a_driver_sends_and_receives() {
     for iommu in [false, true] {
@@ -60,7 +60,7 @@ fn a_driver_sends_and_receives() {
     }
 }
 
-/// In the steady state no request runs a check: the ring and the four windows were checked in advance.
+/// In the steady state no request runs a check: the monitor checked the ring and the four windows in advance.
 #[test]
 fn no_request_runs_a_check_in_the_steady_state() {
     let (mut monitor, id) = (monitor(1, true), GuestId(0));
@@ -85,16 +85,17 @@ fn no_request_runs_a_check_in_the_steady_state() {
     );
     assert_eq!(counters.decisions, before.0.decisions);
     assert!(before.0.decisions >= 6, "ring, its size, four frames: {}", before.0.decisions);
-    // 32 KiB + 16 + 2 KiB from a page's start: 9 pages; four windows of 8 KiB - 1 which overlap: 4.
+    // Ring: 32 KiB + 16 + 2 KiB from a page's start are 9 pages. Four overlapping windows of 8 KiB - 1 are 4 pages.
     assert!((48 << 10..64 << 10).contains(&pinned), "{pinned}");
     monitor.release().unwrap();
     assert_eq!(monitor.mapped().0, 0, "nothing stays pinned without the device");
 }
 
-/// Offsets and values read, frames received, frames sent, times that the device came to the guest.
+/// Offsets and values read, frames received, frames sent, hand-offs to the guest.
 type Seen = (Vec<(u32, u32)>, Vec<Vec<u8>>, Vec<Vec<u8>>, u64);
 
-/// What guest 0's driver reads, the frames it gets and sends, in a run in which the device goes to another guest before some accesses.
+/// Runs guest 0's driver, with hand-offs to the other guest before some accesses if `switching`. Returns what guest 0
+/// reads, receives and sends.
 fn run(seed: u64, switching: bool, iommu: bool) -> Seen {
     let (mut monitor, a, b) = (monitor(2, iommu), GuestId(0), GuestId(1));
     let (mut trace, mut received) = (Vec::new(), Vec::new());
@@ -110,7 +111,7 @@ fn run(seed: u64, switching: bool, iommu: bool) -> Seen {
             driver.start(&mut Guest::new(monitor, b));
             driver
         });
-        // Sometimes the other guest leaves its frames unread.
+        // Sometimes the other guest leaves frames unread.
         monitor.physical().receive(&frame(
             address(1),
             0xB0,
@@ -154,8 +155,8 @@ fn run(seed: u64, switching: bool, iommu: bool) -> Seen {
     (trace, received, all.into_iter().filter(|frame| frame[6] != 0xBB).collect(), switches)
 }
 
-/// A driver can't tell a run in which it loses the device again and again from one in which it never does. Hidden state included: the
-/// ring's write position and the descriptor that is next, neither of which can be written.
+/// The driver can't distinguish a run with many hand-offs from one without any. This includes hidden state: the ring's
+/// write position and the next descriptor, which can't be written.
 #[test]
 fn a_switched_run_looks_like_an_unswitched_one() {
     for iommu in [false, true] {
@@ -174,7 +175,8 @@ fn a_switched_run_looks_like_an_unswitched_one() {
     }
 }
 
-/// A driver that changes what it receives, as for another multicast group, goes on with its next descriptor and in its ring, on the card that it has and on one that it gets back.
+/// A driver that changes its receive filter, such as for another multicast group, continues with its next descriptor
+/// and ring position. This holds on the card that it has and on one that it gets back.
 #[test]
 fn descriptors_and_ring_outlive_another_filter() {
     for iommu in [false, true] {

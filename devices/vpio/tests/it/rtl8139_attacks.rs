@@ -1,5 +1,5 @@
-//! The attacks of spec nics 2.8 on an RTL8139, judged by what the device read and wrote on the bus. On a bare card they succeed; under the
-//! monitor no byte outside the guest's memory is touched.
+//! Attacks on an RTL8139, judged by what the device read and wrote on the bus. On a bare card they succeed. Under the
+//! monitor the device touches no byte outside the guest's memory.
 
 use crate::support;
 
@@ -23,7 +23,7 @@ const END: u32 = 0x20_0000;
 /// Offset, bytes, value.
 type Write = (u32, u8, u32);
 
-/// A ring of 32 KiB, both engines on, two frames with addresses.
+/// A ring of 32 KiB, both engines enabled, two transmit frames with addresses.
 const START: &[Write] = &[
     (0x30, 4, BASE),
     (0x37, 1, 0x0C),
@@ -120,7 +120,8 @@ fn attacks_succeed_on_a_bare_card_and_not_under_the_monitor() {
     }
 }
 
-/// C+ registers, analogue tuning, PHY and EEPROM writes never reach the device, and aren't told from missing registers.
+/// Writes to C+ registers, analogue tuning, PHY and EEPROM never reach the device. The guest can't distinguish these
+/// from missing registers.
 #[test]
 fn what_is_denied_stays_denied() {
     let (mut monitor, _) = monitor(false, FailurePolicy::Ignore);
@@ -144,7 +145,7 @@ fn what_is_denied_stays_denied() {
     assert!(counters.denied > 9);
 }
 
-/// The driver's device error is a transmit error.
+/// The policy's device error is a transmit error.
 #[test]
 fn a_refused_frame_is_a_transmit_error() {
     let (mut monitor, _) = monitor(false, FailurePolicy::DeviceError);
@@ -152,14 +153,14 @@ fn a_refused_frame_is_a_transmit_error() {
     attack(&mut guest, &[(0x3C, 2, 0xC07F), (0x18, 4, 100)]);
     assert_eq!(guest.read(0x3E, 2), 0x0008);
     assert!(monitor.line(GuestId(0)));
-    // Another frame goes out.
+    // The next frame goes out.
     Guest::new(&mut monitor, GuestId(0)).write(0x10, 4, 100);
     monitor.physical().tick();
     assert_eq!(monitor.physical().take_sent().len(), 1);
 }
 
-/// Requests out of the grammar, frames and hand-offs in any order, while another thread writes over all of the guest's memory: the device
-/// stays in it. `CAUSEWAY_RACES` gives another number of requests.
+/// Random requests, frames and hand-offs, while another thread overwrites all of the guest's memory: the device stays
+/// inside it. `CAUSEWAY_RACES` sets the number of requests.
 #[test]
 fn no_sequence_of_requests_leaves_the_memory() {
     let wanted: u64 =

@@ -1,6 +1,7 @@
-//! Bulk traffic as Linux's 8139too drives it, with its softirq half: 64 frames a poll, four frames on their way, a ring that runs over, and
-//! interrupts, polls and frames in any order. Under the monitor whatever the card stored reaches the driver, and whatever the driver handed
-//! over is sent, without another event to push it. On a bare card a poll that ends at its 64 frames leaves the others where they are.
+//! Bulk traffic as Linux's 8139too drives it, including its softirq half: 64 frames per poll, four transmit frames in
+//! flight, ring overflows. Interrupts, polls and frames come in any order. Under the monitor every stored frame reaches
+//! the driver and every frame of the driver is sent, without a further event. On a bare card a poll that ends at its 64
+//! frames leaves the others in the ring.
 
 use crate::support;
 
@@ -14,9 +15,9 @@ use vpio::{FailurePolicy, GuestId, Monitor};
 
 const CARD: [u8; 6] = address(0);
 
-/// Frames that Linux's network stack lets a driver take in one poll.
+/// Limit of frames per poll in Linux's network stack.
 const BUDGET: usize = 64;
-/// Runs of each kind.
+/// Runs per kind.
 const SEEDS: u64 = 8;
 
 /// The card, alone or under the monitor.
@@ -62,7 +63,7 @@ impl Machine {
         }
     }
 
-    /// The thread that takes the card's causes gets its turn.
+    /// Lets the thread harvest the card's causes.
     fn take_causes(&mut self) {
         if let Self::Guarded(monitor) = self {
             monitor.interrupt().unwrap();
@@ -82,7 +83,7 @@ fn run(seed: u64, guarded: bool) -> (usize, usize) {
     let (mut stored, mut lost, mut received, mut handed, mut sent) = (0, 0, Vec::new(), 0, Vec::new());
     let mut order = 0u32;
     for step in 0..6000 {
-        // In the end nothing comes from outside any more.
+        // In the end no events come from outside.
         let over = step >= 5000;
         match numbers.next() % 8 {
             0..3 if !over => {
@@ -144,8 +145,8 @@ fn nothing_stands_still() {
     }
 }
 
-/// More frames than a poll takes, and then none: the wire waits for room in the ring, or the peer for an answer. 8139too has acknowledged ROK
-/// with the last frame that it took, and asks for ROK before it looks into the ring again.
+/// More frames than a poll accepts, and then none: the wire waits for room in the ring, or the peer for a response.
+/// 8139too has acknowledged ROK with its last frame, and reads ROK before it polls the ring again.
 #[test]
 fn frames_behind_a_full_poll_are_told_of_again() {
     for (guarded, expected) in [(false, BUDGET), (true, 3 * BUDGET + 8)] {

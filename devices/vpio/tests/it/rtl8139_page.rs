@@ -1,6 +1,6 @@
-//! Linux's 8139too on a page that it reads unseen: acknowledgements wait in a ring, a mask is only told of, the line is lowered at each end of
-//! interrupt, and the thread that takes the card's causes runs between any two accesses. No frame stands still, and no finished frame stays
-//! unnoticed.
+//! Linux's 8139too on a shadow register page. Acknowledgements are deferred writes, and an eventfd reports a mask. The
+//! line falls at each end of interrupt. The thread that harvests the causes runs between any two accesses. No frame
+//! stays unprocessed, and the driver notices each sent frame.
 
 use crate::support;
 
@@ -20,10 +20,10 @@ const CARD: [u8; 6] = address(0);
 const ID: GuestId = GuestId(0);
 const BUDGET: usize = 64;
 
-/// A card whose frames take their time: one is sent at a tick, and not before.
+/// A card that sends one frame per tick.
 struct Slow {
     card: Card,
-    /// Descriptors that were handed over, and what was written to them.
+    /// Descriptors that were handed over, and the values written to them.
     held: VecDeque<(u8, u32, u32)>,
 }
 
@@ -77,36 +77,36 @@ impl PhysicalDevice for Slow {
     }
 }
 
-/// Where the thread stands.
+/// Position of the thread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Step {
     Waits,
-    /// Late writes were taken; the causes weren't.
+    /// Deferred writes were drained; causes weren't harvested.
     HasDrained,
-    /// The causes were taken and are shown; late writes weren't taken once more.
+    /// Causes were harvested and shown; deferred writes weren't drained once more.
     HasShown,
 }
 
 struct Machine {
     monitor: Monitor<Slow>,
     page: [u8; 256],
-    /// Late writes that wait.
+    /// Deferred writes.
     late: VecDeque<Access>,
-    /// A mask was told of.
+    /// The eventfd reported a mask.
     told: bool,
-    /// The line as the guest's interrupt controller has it, and whether the monitor has raised it.
+    /// The line's level at the guest's interrupt controller, and whether the monitor raised it.
     line: bool,
     asserted: bool,
-    /// An end of interrupt that the thread hasn't looked at.
+    /// An end of interrupt that the thread hasn't processed.
     lowered: bool,
     step: Step,
-    /// Whether what the guest can't have read stays.
+    /// Acknowledgements leave causes that the guest can't have read.
     careful: bool,
     plan: Plan,
     numbers: Numbers,
-    /// Nothing happens by itself.
+    /// No spontaneous events.
     still: bool,
-    /// Frames for the driver: stored, lost; whether others come.
+    /// Frames for the driver: stored, lost; whether more come.
     frames: (usize, usize, bool),
     sent: usize,
 }
@@ -178,7 +178,7 @@ impl Machine {
         self.asserted = wanted;
     }
 
-    /// A step of the thread: the guest does something before the next one.
+    /// One step of the thread: the guest acts before the next one.
     fn thread(&mut self) {
         match self.step {
             Step::Waits => {
@@ -208,7 +208,7 @@ impl Machine {
         }
     }
 
-    /// What happens while the guest does something else.
+    /// Events while the guest does something else.
     fn meanwhile(&mut self) {
         let many = if self.still { 0 } else { self.numbers.next() % 3 };
         for _ in 0..many {
@@ -273,7 +273,7 @@ impl Memory for Machine {
     }
 }
 
-/// What stood still in the end: frames in the ring, frames that were sent and aren't the driver's again.
+/// Unfinished work at the end: frames in the ring, and sent frames that weren't returned to the driver.
 struct Outcome {
     standing: usize,
     unnoticed: u32,
@@ -288,7 +288,7 @@ fn run(seed: u64, careful: bool) -> Outcome {
     driver.start(&mut machine);
     let (mut received, mut handed) = (0, 0);
     for step in 0..12_000 {
-        // Traffic, then calm in which all that is on its way arrives.
+        // Phases of traffic alternate with quiet ones, in which pending frames arrive.
         let busy = step % 120 < 60;
         machine.frames.2 = busy;
         machine.meanwhile();
@@ -300,7 +300,7 @@ fn run(seed: u64, careful: bool) -> Outcome {
             1 | 2 if machine.line => {
                 driver.handle(&mut machine);
                 machine.meanwhile();
-                // The end of the interrupt.
+                // The end of interrupt.
                 machine.line = false;
                 machine.lowered = true;
             }
@@ -333,8 +333,9 @@ fn nothing_stands_still() {
     assert!(received > 10_000 && handed > 1000, "{received} received, {handed} sent");
 }
 
-/// The driver acknowledges that a frame was sent; then, before anybody knows of that, the card tells of the next frame, which the driver looked
-/// for too early. With the control: whoever lets an acknowledgement clear what is younger than itself tells nobody of that frame.
+/// The driver acknowledges a sent frame. Before the monitor has drained this write, the card reports the next frame,
+/// which the driver polled for too early. The control lets an acknowledgement clear a younger cause: the driver then
+/// misses that frame.
 #[test]
 fn a_cause_that_was_not_read_is_not_acknowledged() {
     for (careful, unnoticed) in [(true, 0), (false, 1)] {
@@ -369,7 +370,7 @@ fn a_cause_that_was_not_read_is_not_acknowledged() {
     }
 }
 
-/// What the page shows is what an access would have got, whatever was written before.
+/// The page shows what an access would have returned, after any writes.
 #[test]
 fn the_page_is_what_an_access_gets() {
     let mut machine = Machine::new(1, true);
@@ -398,7 +399,7 @@ fn the_page_is_what_an_access_gets() {
             let shown = machine.read_page(offset, size);
             let access = Access { bar: 1, offset, size, write: None };
             let asked = machine.monitor.access(ID, access).unwrap();
-            // Timer and missed frames count by themselves, and nobody polls them.
+            // Timer and missed frames count by themselves, and drivers don't poll them.
             if !matches!(register.name, "TCTR" | "MPC" | "CBR" | "ERBCR" | "ERSR") {
                 assert_eq!(asked, Answer::Done(shown), "{} in step {step}", register.name);
                 compared += 1;

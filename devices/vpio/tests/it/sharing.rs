@@ -1,4 +1,5 @@
-//! A shared card: guests take turns with it, its receiver feeds them all. Without threads; with sockets: `host::card`'s tests.
+//! A shared card: one guest at a time holds it, and its receiver serves all. Without threads; `host::card`'s tests use
+//! sockets.
 
 use crate::support;
 
@@ -10,8 +11,9 @@ use support::shared::{MASTERS, OUTSIDE, SHARED, Table};
 use support::{Guest, Numbers, Ports as _, address, frame};
 use vpio::{GuestId, Switched};
 
-/// Frames arrive while the other guest has the card, in the midst of a hand-off, and while rings wrap: each guest gets its own, whole and in
-/// order, and nobody else's; what is sent is on the wire; the card is never reset; it touches nothing but its ring and granted memory.
+/// Frames arrive while the other guest has the card, during a hand-off, and while rings wrap. Each guest gets its own
+/// frames only, intact and in order. Sent frames reach the wire. The card is never reset, and touches only its ring and
+/// granted memory.
 #[test]
 fn frames_come_whoever_has_the_card() {
     for which in SHARED {
@@ -60,7 +62,8 @@ fn frames_come_whoever_has_the_card() {
     }
 }
 
-/// Any order of frames from the wire, frames sent, looks, hand-offs and interrupts: nothing is lost, doubled, torn or out of order.
+/// Any order of incoming frames, sent frames, polls, hand-offs and interrupts loses, repeats, tears or reorders no
+/// frame.
 #[test]
 fn any_order_of_events_loses_nothing() {
     for (which, seed) in SHARED.into_iter().flat_map(|which| (1..=12).map(move |seed| (which, seed))) {
@@ -73,7 +76,7 @@ fn any_order_of_events_loses_nothing() {
             let mark = step.to_le_bytes()[0];
             let length = 60 + usize::try_from(numbers.next() % 1455).unwrap();
             match numbers.next() % 6 {
-                // As many as the smallest ring holds.
+                // As many as fit into the smallest ring.
                 0 | 1 if waiting < 7 => {
                     let number = u8::try_from(numbers.next() % 2).unwrap();
                     let into = frame(address(number), mark, length);
@@ -115,7 +118,7 @@ fn any_order_of_events_loses_nothing() {
             wire.extend(table.wire());
         }
         for frames in expected.iter_mut().chain(&mut got) {
-            // Frames of the wire and of the other guest come by two ways: each has its order.
+            // Frames from the wire and from the other guest take two paths, each of which preserves order.
             frames.sort_by_key(|frame| (frame[6], frame.len()));
         }
         let (first, second) = (got[0].len(), got[1].len());
@@ -132,7 +135,7 @@ fn any_order_of_events_loses_nothing() {
     }
 }
 
-/// A frame for another guest reaches it and the wire; one for a group reaches all but its sender.
+/// A frame for another guest reaches it and the wire. A multicast frame reaches all guests but its sender.
 #[test]
 fn guests_hear_each_other() {
     for which in SHARED {
@@ -152,7 +155,7 @@ fn guests_hear_each_other() {
     }
 }
 
-/// What became of a frame is told to a driver that looks only after several hand-offs.
+/// A driver that polls only after several hand-offs still gets the report of a sent frame.
 #[test]
 fn a_sent_frame_is_reported_however_late_the_driver_looks() {
     for which in SHARED {
@@ -166,7 +169,7 @@ fn a_sent_frame_is_reported_however_late_the_driver_looks() {
     }
 }
 
-/// A driver that has asked the PHY for a register, and waits for its answer, gets it after any number of hand-offs; and is asked nothing again when it has it.
+/// A driver's pending read of a PHY register completes after any number of hand-offs. A completed read isn't repeated.
 #[test]
 fn the_phy_answers_whoever_has_the_card() {
     const MDIC: u32 = 0x20;
@@ -179,7 +182,7 @@ fn the_phy_answers_whoever_has_the_card() {
                 Guest::new(&mut table.monitor, GuestId(1)).write(MDIC, 4, of_phy(register));
                 for _ in 0..hand_offs {
                     table.turn(0);
-                    // The other one's are its own.
+                    // The other guest reads its own PHY.
                     Guest::new(&mut table.monitor, GuestId(0)).write(MDIC, 4, of_phy(1));
                     table.turn(1);
                 }
@@ -197,7 +200,7 @@ fn the_phy_answers_whoever_has_the_card() {
     }
 }
 
-/// A guest that may not master the bus has neither frames read from its memory nor any written there.
+/// For a guest without bus mastering, the card neither reads frames from its memory nor writes any there.
 #[test]
 fn a_guest_without_bus_mastering_has_no_dma() {
     for which in MASTERS {
@@ -217,14 +220,14 @@ fn a_guest_without_bus_mastering_has_no_dma() {
     }
 }
 
-/// A guest that never comes to a reusable point has the card taken: its driver sees an error where the card has one, the card isn't reset for it, the
-/// other guest goes on.
+/// The card is revoked from a guest that never reaches a quiescent point. Its driver gets an error if the card has one.
+/// The card isn't reset, and the other guest continues.
 #[test]
 fn a_card_can_be_taken() {
     for which in MASTERS {
         let mut table = Table::new(which);
         let device = which.0;
-        // Handed over where the card may not read: it stays with the guest for good.
+        // Handed over while the card may not read: the frame stays pending.
         table.monitor.physical().set_guest_bus_master(false).unwrap();
         table.send(1, &frame(OUTSIDE, 2, 60));
         table.look();
@@ -246,7 +249,7 @@ fn a_card_can_be_taken() {
     }
 }
 
-/// A ring that is full doesn't ask for the card again and again: only its guest makes room.
+/// A full ring doesn't request the card repeatedly: only its guest makes room.
 #[test]
 fn a_full_ring_asks_for_nothing() {
     for which in SHARED {
@@ -274,8 +277,9 @@ fn a_full_ring_asks_for_nothing() {
     }
 }
 
-/// The e1000's hidden state: a frame that is cut by a context descriptor which came before hand-offs, between which another guest had the card cut
-/// frames otherwise. On the wire are a whole frame's segments with the guest's own headers.
+/// The e1000's hidden state: a context descriptor precedes hand-offs, and its frame follows them. Meanwhile the other
+/// guest had frames segmented by another context. The wire carries all segments of the frame with the guest's own
+/// headers.
 #[test]
 fn contexts_are_each_guests_own() {
     let cut = |mark: u8| {
@@ -310,7 +314,7 @@ fn contexts_are_each_guests_own() {
     }
 }
 
-/// What stays mapped of an e1000's guests is a part of their memory, and none of it after its guest is gone.
+/// Only a part of an e1000 guest's memory stays mapped, and none after its guest is gone.
 #[test]
 fn memory_is_mapped_by_need_and_forgotten() {
     let mut table = Table::new((&E1000, true));
@@ -329,7 +333,7 @@ fn memory_is_mapped_by_need_and_forgotten() {
     assert_eq!((table.mapped(), table.monitor.physical_ref().mapped().0), (0, 0));
 }
 
-/// Descriptors that name memory which isn't the guest's: the card doesn't get them, the guest's others go on.
+/// The card doesn't get descriptors that name memory outside of the guest's. The guest's other frames are sent.
 #[test]
 fn frames_outside_of_the_guests_memory_are_not_sent() {
     for iommu in [true, false] {
@@ -352,15 +356,15 @@ fn frames_outside_of_the_guests_memory_are_not_sent() {
     }
 }
 
-/// An NE2000 that is taken from its guest leaves nothing of it for the next.
+/// After an NE2000 is revoked, the next guest finds no data of the previous one.
 #[test]
 fn card_memory_is_zeroed_between_guests() {
     let mut table = Table::new((&NE2000, true));
     let secret = frame(OUTSIDE, 0xA5, 1000);
-    // Sent, so written to the guest's on-card memory; and received.
+    // The secret was sent, so it is in the guest's on-card memory; and it was received.
     table.send(1, &secret);
     table.arrive(&frame(address(1), 0xA5, 1000));
-    // In the midst of it the card is taken.
+    // The card is revoked during a transmission.
     assert!(!table.monitor.settle().unwrap());
     table.monitor.physical().park();
     table.monitor.release().unwrap();

@@ -1,5 +1,6 @@
-//! A shared e1000 without an IOMMU: nothing but the addresses that it is handed keeps it in its guests' memory, which lies scattered for it. Judged by what
-//! the card touched: from the moment on at which a guest has lost it, only the next one's memory is its to read, and nobody's to write.
+//! A shared e1000 without an IOMMU. Only the addresses that it gets confine it to its guests' memory, which is
+//! scattered on the bus. The tests judge by what the card touched. After a guest has lost the card, it may read only
+//! the next holder's memory, and write no guest's.
 
 use crate::support;
 
@@ -21,10 +22,10 @@ use vpio::sharing::SharedCard;
 use vpio::{FailurePolicy, GuestId, MemoryMap as _, Monitor};
 
 const PLAIN: Which = (&E1000, false);
-/// Where tests put frames into a guest's memory: its driver has nothing there.
+/// Base of the test frames in a guest's memory, which the driver doesn't use.
 const FREE: u64 = 0x8_0000;
 
-/// A guest's driver does something by itself.
+/// Lets a guest's driver act.
 fn with(table: &mut Table, number: u8, act: impl FnOnce(&mut e1000::Driver, &mut Guest<'_, Front>)) {
     let mut guest = Guest::new(&mut table.monitor, GuestId(number.into()));
     let Driver::E1000(driver, _) = &mut table.drivers[usize::from(number)] else { unreachable!() };
@@ -43,8 +44,8 @@ fn long(mark: u8, length: usize) -> Vec<u8> {
 
 type Frames = Vec<Vec<u8>>;
 
-/// One run of frames in and out, each wherever it lies in a guest's memory and in up to three pieces, looks, hand-offs and interrupts: what was on the wire, what
-/// guests got, and what became of their frames.
+/// Runs random traffic: frames anywhere in a guest's memory, in up to three pieces, with polls, hand-offs and
+/// interrupts. Returns the frames on the wire, the frames that guests got, and the reports of their frames.
 fn run(which: Which, seed: u64) -> (Frames, [Frames; 2], Vec<String>) {
     let mut table = Table::new(which);
     let mut numbers = Numbers(0x9E37_79B9_7F4A_7C15 ^ seed);
@@ -65,7 +66,7 @@ fn run(which: Which, seed: u64) -> (Frames, [Frames; 2], Vec<String>) {
                 while done < length {
                     let most = u64::try_from(length - done).unwrap();
                     let now = if pieces.len() == 2 { most } else { 1 + below(&mut numbers, most) };
-                    // 16 KiB apart, so in slots of their own, and wherever there.
+                    // 16 KiB apart, so in different slots, at any offset.
                     let base = memory(holder).start + FREE;
                     let place =
                         base + 0x4000 * u64::try_from(pieces.len()).unwrap() + below(&mut numbers, 0x3A00);
@@ -113,8 +114,7 @@ fn run(which: Which, seed: u64) -> (Frames, [Frames; 2], Vec<String>) {
     (wire, got, told)
 }
 
-/// Two guests whose memory is scattered for the card see, and others see of them, what they would with an IOMMU: every frame, whole and in order, and every
-/// report.
+/// Two guests with scattered memory send, receive and get reports as with an IOMMU: every frame, intact and in order.
 #[test]
 fn everything_is_as_with_an_iommu() {
     for seed in 1..=10 {
@@ -126,7 +126,8 @@ fn everything_is_as_with_an_iommu() {
     }
 }
 
-/// At each byte around the border of two slots, and over several borders: the frame on the wire is that in the guest's memory.
+/// At each byte around the border of two slots, and across several borders, the frame on the wire equals that in the
+/// guest's memory.
 #[test]
 fn frames_across_borders_are_whole() {
     let mut table = Table::new(PLAIN);
@@ -141,7 +142,7 @@ fn frames_across_borders_are_whole() {
             table.interrupt(1);
         }
     }
-    // Seven slots, in one descriptor.
+    // Seven slots in one descriptor.
     let (first, end) = (borders[0], borders[6] + 0x1000);
     let sent = long(9, usize::try_from(end - first).unwrap());
     table.store(1, first, &sent);
@@ -153,11 +154,12 @@ fn frames_across_borders_are_whole() {
     table.was_good();
 }
 
-/// A frame whose pieces are too many only because its memory is scattered isn't sent, and others are.
+/// A frame that has too many pieces because its memory is scattered isn't sent, but other frames are.
 #[test]
 fn a_frame_of_too_many_pieces_is_refused() {
     let mut table = Table::new(PLAIN);
-    // From the last byte of a slot of five pages to the first one behind a slot of one: three pieces each time, 128 are the most.
+    // From the last byte of a slot of five pages to the first byte behind a slot of one page: three pieces each. The
+    // limit is 128.
     let slot = scattered(1).0.windows(2).find(|pair| pair[0].length == 0x5000).unwrap()[1];
     assert_eq!(slot.length, 0x1000);
     let wide = (slot.guest_base - 1, 0x1002);
@@ -177,7 +179,8 @@ fn a_frame_of_too_many_pieces_is_refused() {
     table.was_good();
 }
 
-/// Addresses of the bus are nothing to a guest: its own memory's, the other guest's, the owner's rings. Nor is what lies behind its last slot.
+/// A guest can't use bus addresses: those of its own memory, of the other guest's, or of the owner's rings. Nor memory
+/// behind its last slot.
 #[test]
 fn a_guest_cannot_name_addresses_of_the_bus() {
     let mut table = Table::new(PLAIN);
@@ -193,7 +196,8 @@ fn a_guest_cannot_name_addresses_of_the_bus() {
     table.was_good();
 }
 
-/// What a card reads when a frame crosses a border and only its first address was translated: the control for the test above that has such frames.
+/// Control for the tests above with frames across borders: the card reads foreign memory if only the first address was
+/// translated.
 #[test]
 fn an_address_alone_is_not_enough() {
     let slots = scattered(1);
@@ -211,11 +215,11 @@ fn an_address_alone_is_not_enough() {
     assert_eq!(ram.log().1, 50, "behind the border is somebody else's memory");
 }
 
-/// How a guest can lose a card, or its memory.
+/// A way by which a guest loses the card or its memory.
 type Way = fn(&mut Table);
 
-/// A card that hasn't read what it was handed is reset before its holder loses it: it reads nothing afterwards, however late it wakes up. One that no reset reaches
-/// would: the log shows it.
+/// A card that hasn't read what it was handed is reset before its holder loses it. It reads nothing afterwards, however
+/// late it continues. A card that ignores the reset would: the log shows it.
 #[test]
 fn a_card_that_does_not_come_to_an_end_is_reset_first() {
     let handed_on: Way = |table| table.take(0);
@@ -253,7 +257,7 @@ fn a_card_that_does_not_come_to_an_end_is_reset_first() {
             assert_eq!(table.wire().is_empty(), !stubborn, "{number}");
         }
     }
-    // One that can't be reset any more: the owner is told, and it reads nothing either.
+    // For a card that can't be reset, the owner gets an error. It reads nothing either.
     let mut table = Table::new(PLAIN);
     let card = table.monitor.physical().card();
     (card.slow, card.resets) = (true, Resets::Fail);
@@ -263,7 +267,7 @@ fn a_card_that_does_not_come_to_an_end_is_reset_first() {
     table.monitor.physical().card().hear();
     assert_eq!((table.ram.log().1, table.wire()), (0, Vec::<Vec<u8>>::new()));
     assert!(table.monitor.physical().card().card.blocked() > 0, "bus mastering was switched off first");
-    // The next guest goes on with the card that was reset.
+    // The next guest uses the card after its reset.
     let mut table = Table::new(PLAIN);
     table.monitor.physical().card().slow = true;
     table.send(1, &frame(OUTSIDE, 1, 700));
@@ -277,7 +281,8 @@ fn a_card_that_does_not_come_to_an_end_is_reset_first() {
     table.was_good();
 }
 
-/// What can't be done is said: a guest without a memory map at such a card, another kind of card that reaches memory.
+/// Impossible configurations are errors: a guest without a memory map on such a card, and another kind of card with
+/// DMA.
 #[test]
 fn what_is_missing_is_named() {
     let ram = Shared::new(Vec::new());
@@ -303,8 +308,9 @@ fn what_is_missing_is_named() {
     assert!(failed.contains("add the seat with its memory map"), "{failed}");
 }
 
-/// What a hostile guest does with an e1000 succeeds on a bare card without an IOMMU, and not on a shared one, of which the attacker can be any guest and the other one
-/// goes on. What neither a refusal nor the list of frames tells was stopped by the emulated receiver.
+/// A hostile guest's attacks on an e1000 succeed on a bare card without an IOMMU, and fail on a shared one. Either
+/// guest can be the attacker, and the other one continues. The emulated receiver blocks the attacks that cause neither
+/// a refusal nor a dropped frame.
 #[test]
 fn attacks_succeed_on_a_bare_card_and_not_on_a_shared_one() {
     for of in ATTACKS {
@@ -341,7 +347,7 @@ fn attacks_succeed_on_a_bare_card_and_not_on_a_shared_one() {
         assert_eq!(table.wire(), vec![out], "{}", of.name);
         let (frames, sent, _) = table.interrupt(1);
         assert_eq!((frames.len(), sent), (12, 1), "{}: those of the wire", of.name);
-        // And an honest driver of the attacker's.
+        // A correct driver of the attacker's guest works, too.
         table.take(0);
         let mut guest = Guest::new(&mut table.monitor, GuestId(0));
         prepare(&mut guest, &HONEST);
@@ -353,7 +359,7 @@ fn attacks_succeed_on_a_bare_card_and_not_on_a_shared_one() {
     }
 }
 
-/// As for the bare card; the owner's receiver takes no frame of 4,000 bytes.
+/// As for the bare card. The owner's receiver accepts no frame of 4,000 bytes.
 fn traffic(table: &mut Table) {
     table.look();
     for length in [4000, 60, 1514, 600].repeat(4) {
@@ -363,7 +369,8 @@ fn traffic(table: &mut Table) {
     table.look();
 }
 
-/// Writes over both guests' memory, half of the time over their rings, until it is over: addresses of the guests' own, of the bus, and any; lengths and commands.
+/// Overwrites both guests' memory until the end, half of the time their rings. Addresses are the guests' own, bus
+/// addresses, and random ones; so are lengths and commands.
 fn rewrite(numbers: &mut Numbers, views: &[View; 2], ram: &Shared) {
     let number = u8::try_from(numbers.next() % 2).unwrap();
     let base = memory(number).start - MEMORY.start;
@@ -388,8 +395,8 @@ fn rewrite(numbers: &mut Numbers, views: &[View; 2], ram: &Shared) {
     ram.store(views[usize::from(number)].place(address).unwrap(), &value.to_le_bytes());
 }
 
-/// Requests out of the grammar, frames and hand-offs in any order, while another thread writes over both guests' memory, their rings and descriptors first: the
-/// card stays in what is its own and the holder's. `CAUSEWAY_RACES` gives another number of requests.
+/// Random requests, frames and hand-offs, while another thread overwrites both guests' memory, preferably rings and
+/// descriptors. The card stays in its own memory and the holder's. `CAUSEWAY_RACES` sets the number of requests.
 #[test]
 fn no_sequence_of_requests_leaves_what_was_granted() {
     let wanted: u64 =
@@ -435,7 +442,7 @@ fn no_sequence_of_requests_leaves_what_was_granted() {
                     requests += 1;
                 }
                 18 => {
-                    // At a reusable point, or in the midst of whatever there is.
+                    // At a quiescent point, or at any other moment.
                     if numbers.next().is_multiple_of(2) {
                         table.look();
                         table.monitor.settle().unwrap();

@@ -1,5 +1,5 @@
-//! A shared card that QEMU's own models play, in another process: two guests with the accesses of Linux's drivers, by frames of a UDP socket. Without qemu-system-x86_64 these
-//! tests say that they are skipped.
+//! A shared card that QEMU emulates in another process: two guests with the accesses of Linux's drivers, and a UDP
+//! socket as wire. The tests are skipped without qemu-system-x86_64.
 
 use crate::support;
 
@@ -38,7 +38,7 @@ fn qemu(test: &str) -> Option<PathBuf> {
     found
 }
 
-/// A file of memory, and its first byte's address.
+/// A file of memory, and its base address.
 #[derive(Clone)]
 struct Ram(Arc<OwnedFd>, u64);
 
@@ -113,7 +113,7 @@ impl Table {
         Self { device, monitor, guests, wire, now: 0, handoffs: 0 }
     }
 
-    /// What the owner's thread does.
+    /// Does the work of the owner's thread.
     fn look(&mut self) {
         if self.monitor.physical().card().interrupt().unwrap() {
             while self.monitor.physical().poll().unwrap() {}
@@ -179,8 +179,8 @@ impl Memory for Table {
     }
 }
 
-/// Both guests by turns: a frame out, which QEMU's card puts onto the wire; a frame in for each, whoever has the card; a frame for the other guest.
-/// Each comes once, in order, whole; the card isn't reset.
+/// The guests alternate. Each sends a frame, which QEMU's card puts onto the wire. Each receives one, independent of the
+/// card, and sends one to the other guest. Each frame arrives once, in order and intact, and the card isn't reset.
 fn share(test: &str, device: &'static Device) {
     let Some(qemu) = qemu(test) else { return };
     let mut table = Table::new(&qemu, device);
@@ -231,7 +231,7 @@ fn share(test: &str, device: &'static Device) {
             }
         }
         for frames in expected.iter_mut().chain(&mut got) {
-            // Frames of the wire and of the other guest come by two ways.
+            // Frames from the wire and from the other guest take two paths.
             frames.sort_by_key(|frame| (frame[6] & 0x80, frame[6] & 0x7F));
         }
         assert!(got == expected, "{} round {round}", device.name);

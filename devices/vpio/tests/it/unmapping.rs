@@ -1,5 +1,5 @@
-//! When memory is unmapped, and what happens when it can't be mapped: a device that may still use it comes first, and a guest whose memory can't be
-//! mapped is refused, alone.
+//! Memory is unmapped only after the device can no longer use it. A guest whose memory can't be mapped is refused,
+//! without effects on others.
 
 use std::collections::BTreeSet;
 
@@ -18,7 +18,7 @@ use vpio::{Answer, FailurePolicy, GuestId, Monitor};
 const CARD: [u8; 6] = [0x00, 0x1B, 0x21, 1, 2, 3];
 const ID: GuestId = GuestId(0);
 
-/// A card behind an IOMMU that remembers what is mapped, and what was unmapped while an engine could use it.
+/// A card behind an IOMMU that records mappings, and what was unmapped while an engine could use it.
 struct Watched<P> {
     card: P,
     /// Registers that start engines: offset, bytes, bits.
@@ -26,7 +26,7 @@ struct Watched<P> {
     masters: bool,
     mapped: BTreeSet<Mapping>,
     early: Vec<Mapping>,
-    /// Calls of `map` that still work; the next one doesn't, and `lasting` ones after it neither.
+    /// Number of `map` calls that succeed before a failure, and of further failures after it.
     maps: Option<usize>,
     lasting: bool,
 }
@@ -129,8 +129,8 @@ fn rtl8139(policy: FailurePolicy) -> Monitor<Watched<Rtl8139<Shared>>> {
     monitor(&RTL8139, Rtl8139::new(CARD, bus, true), &[(0x37, 1, 0x0C)], policy)
 }
 
-/// A guest that resets its device in the midst of its work, one whose machine is reset, and one that loses the device to another: the device is
-/// stopped before anything of the guest's is unmapped.
+/// A guest resets its device in flight, a guest's machine is reset, and a guest loses the device to another one. Each
+/// time the device is stopped before guest memory is unmapped.
 fn resets<P: PhysicalDevice + Timed + OnBus>(
     mut monitor: Monitor<Watched<P>>,
     device: &'static Device,
@@ -170,8 +170,8 @@ fn a_device_is_stopped_before_its_windows_are_unmapped() {
     resets(rtl8139(FailurePolicy::Stop), &RTL8139, (0x37, 1, 0x10));
 }
 
-/// Memory that can't be mapped, whichever page of a window it is: the guest's request is refused, what was mapped before is mapped and nothing else, and
-/// the device goes to the other guest.
+/// If any page of a window can't be mapped, the guest's request is refused. The earlier mappings remain, and no others.
+/// The device can go to the other guest.
 #[test]
 fn memory_that_cannot_be_mapped_is_a_refusal_of_its_guest() {
     let mut refused = 0;
@@ -208,7 +208,8 @@ fn memory_that_cannot_be_mapped_is_a_refusal_of_its_guest() {
     assert!(monitor.physical().mapped.is_empty(), "{:?}", monitor.physical().mapped);
 }
 
-/// Where what was mapped can't be mapped again the device has failed. It is reset, nothing is mapped then, and both guests have it again.
+/// If an earlier mapping can't be restored, the device has failed. After its reset nothing is mapped, and both guests
+/// can use it again.
 #[test]
 fn a_device_whose_memory_cannot_be_restored_begins_anew() {
     let mut monitor = e1000(FailurePolicy::Ignore);

@@ -1,4 +1,4 @@
-//! What Linux's e1000 does with an 82540EM, in the order of spec nics 3.4.
+//! Linux's e1000 driver for an 82540EM, as a sequence of register accesses.
 
 use device_models::reference::e1000::E1000Card;
 
@@ -163,7 +163,7 @@ impl Driver {
         }
     }
 
-    /// Sends what lies at an address by a legacy descriptor.
+    /// Sends the bytes at an address by a legacy descriptor.
     pub fn send_at(&mut self, ports: &mut dyn Memory, address: u64, length: u16) {
         let mut descriptor = [0; 16];
         descriptor[..8].copy_from_slice(&address.to_le_bytes());
@@ -173,20 +173,20 @@ impl Driver {
         self.w(ports, 0x3818, self.next % RING);
     }
 
-    /// Sends what lies in several places by a legacy descriptor each.
+    /// Sends the bytes at several addresses by a legacy descriptor each.
     pub fn send_pieces(&mut self, ports: &mut dyn Memory, pieces: &[(u64, u16)]) {
         for (number, (address, length)) in (1..).zip(pieces) {
             let mut descriptor = [0; 16];
             descriptor[..8].copy_from_slice(&address.to_le_bytes());
             descriptor[8..10].copy_from_slice(&length.to_le_bytes());
-            // The last ends the frame and reports.
+            // The last descriptor ends the frame and requests a report.
             descriptor[11] = if number == pieces.len() { SEND } else { 0x02 };
             self.post(ports, &descriptor);
         }
         self.w(ports, 0x3818, self.next % RING);
     }
 
-    /// Has the card cut what lies at an address, `length` bytes in one piece; of these `headers` go before each segment.
+    /// Has the card segment `length` bytes at an address. The first `headers` bytes precede each segment.
     pub fn send_cut_at(
         &mut self,
         ports: &mut dyn Memory,
@@ -222,7 +222,8 @@ impl Driver {
         self.w(ports, 0x3818, self.next % RING);
     }
 
-    /// Sends one that the card cuts: a context, and data in pieces of 1 KiB. `headers` of its bytes go before each segment.
+    /// Sends a frame that the card segments: a context, and data in pieces of 1 KiB. The first `headers` bytes precede
+    /// each segment.
     pub fn send_cut(&mut self, ports: &mut dyn Memory, frame: &[u8], headers: u8, segment: u16) {
         let mut context = [14, 24, 33, 0, 34, 50, 0, 0, 0, 0, 0, 0x27, 0, headers, 0, 0];
         context[14..].copy_from_slice(&segment.to_le_bytes());
@@ -230,7 +231,7 @@ impl Driver {
         self.send_more(ports, frame);
     }
 
-    /// The same, by the context that came last.
+    /// Does the same with the previous context.
     pub fn send_more(&mut self, ports: &mut dyn Memory, frame: &[u8]) {
         let pieces = frame.chunks(1024).count();
         for (number, piece) in frame.chunks(1024).enumerate() {
@@ -239,7 +240,7 @@ impl Driver {
             let mut descriptor = [0; 16];
             descriptor[..8].copy_from_slice(&buffer.to_le_bytes());
             descriptor[8..12].copy_from_slice(&(u32::try_from(piece.len()).unwrap() | 1 << 20).to_le_bytes());
-            // Extended, segmentation, IFCS; the last reports and ends the frame.
+            // Extended, segmentation, IFCS. The last one ends the frame and requests a report.
             descriptor[11] = 0x26 | if number + 1 == pieces { 0x09 } else { 0 };
             descriptor[13] = 3;
             self.post(ports, &descriptor);
@@ -247,7 +248,7 @@ impl Driver {
         self.w(ports, 0x3818, self.next % RING);
     }
 
-    /// The interrupt handler: causes, none where the interrupt is another device's.
+    /// Runs the interrupt handler. Returns the causes, which are 0 if another device interrupted.
     pub fn handle(&mut self, ports: &mut dyn Memory) -> u32 {
         let causes = self.r(ports, 0xC0);
         if causes != 0 {
@@ -257,7 +258,7 @@ impl Driver {
         causes
     }
 
-    /// The handler, and the poll after it: frames received, descriptors of frames that are sent.
+    /// Runs the handler and the poll after it. Returns received frames and the number of descriptors of sent frames.
     pub fn interrupt(&mut self, ports: &mut dyn Memory) -> (Vec<Vec<u8>>, u32) {
         if self.handle(ports) == 0 {
             return (Vec::new(), 0);
@@ -267,27 +268,27 @@ impl Driver {
         found
     }
 
-    /// Whether a frame can be sent.
+    /// Returns whether a frame can be sent.
     pub fn has_room(&self) -> bool {
         self.next - self.done + 1 < RING
     }
 
-    /// Descriptors that were handed over, and that the driver hasn't seen come back.
+    /// Returns the number of descriptors that were handed over and that the driver hasn't seen returned.
     pub fn unnoticed(&self) -> u32 {
         self.next - self.done
     }
 
-    /// Interrupts may come again.
+    /// Enables interrupts again.
     pub fn unmask(&mut self, ports: &mut dyn Memory) {
         self.w(ports, 0xD0, 0x9D);
         self.r(ports, 0x8);
     }
 
-    /// Looks at both rings: frames received, descriptors of frames that are sent.
+    /// Polls both rings. Returns received frames and the number of descriptors of sent frames.
     pub fn poll(&mut self, ports: &mut dyn Memory) -> (Vec<Vec<u8>>, u32) {
         let (mut frames, mut sent) = (Vec::new(), 0);
         while self.done != self.next {
-            // Of a frame of several descriptors the last reports.
+            // For a frame of several descriptors, the last one reports.
             let reported = (self.done..self.next).find(|at| {
                 let descriptor = self.memory + TX_RING + u64::from(at % RING) * 16;
                 ports.load(descriptor + 11, 1)[0] & 8 != 0

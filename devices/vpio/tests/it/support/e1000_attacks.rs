@@ -1,4 +1,4 @@
-//! What a hostile guest does with an e1000 (spec nics 3.6).
+//! Attacks of a hostile guest on an e1000.
 
 use super::memory::Memory;
 
@@ -7,10 +7,10 @@ pub const END: u32 = 0x20_0000;
 pub const RX_RING: u32 = START + 0x1000;
 pub const TX_RING: u32 = START + 0x2000;
 pub const BUFFER: u64 = 0x11_0000;
-/// Memory of somebody else.
+/// Memory of another guest.
 pub const FOREIGN: u64 = 0x20_0000;
 
-/// Both engines run on rings of eight descriptors; buffers are the guest's own.
+/// Both engines run on rings of eight descriptors. The buffers are the guest's own.
 pub const SETUP: &[(u32, u32)] = &[
     (0x0, 1 << 26),
     (0x3800, TX_RING),
@@ -29,7 +29,7 @@ pub type Write = (u8, u32, u32);
 /// A descriptor of 16 bytes at an address.
 pub type Descriptor = (u32, u64, u64);
 
-/// Address and the rest of a frame to send: 64 bytes, legacy, end, report.
+/// Returns a transmit descriptor for 64 bytes at `address`: legacy, end of packet, report.
 pub const fn tx(at: u32, address: u64) -> Descriptor {
     (at, address, 64 | 0x0B << 24)
 }
@@ -109,7 +109,7 @@ pub const ATTACKS: &[Attack] = &[
     },
 ];
 
-/// What the attack needs in memory.
+/// Writes the attack's descriptors to memory.
 pub fn prepare(ports: &mut dyn Memory, of: &Attack) {
     for at in 0..8 {
         ports.store(u64::from(RX_RING) + 16 * at, &BUFFER.to_le_bytes());
@@ -120,7 +120,7 @@ pub fn prepare(ports: &mut dyn Memory, of: &Attack) {
     }
 }
 
-/// Both engines on, then the attack: BAR, offset, value.
+/// Returns the requests (BAR, offset, value) that start both engines, then those of the attack.
 pub fn requests(of: &Attack) -> impl Iterator<Item = Write> {
     SETUP.iter().map(|&(offset, value)| (0, offset, value)).chain(of.writes.iter().copied())
 }

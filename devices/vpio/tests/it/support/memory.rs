@@ -1,4 +1,4 @@
-//! Memory that cards, guests and monitors share, with a log of what cards touch.
+//! Memory that cards, guests and monitors share, with a log of the cards' accesses.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -12,19 +12,20 @@ use vpio::{Monitor, Slot, Slots};
 
 use super::{Bare, Guest, Ports, Timed};
 
-/// Memory of guest 0, in its own addresses.
+/// Guest 0's memory, in guest-physical addresses.
 pub const MEMORY: Range<u64> = 0x10_0000..0x20_0000;
 
-/// Memory of guest `number`, in its own addresses. They differ, since a device behind an IOMMU uses these on one bus here.
+/// Guest `number`'s memory, in guest-physical addresses. The ranges differ, since a device behind an IOMMU uses them on
+/// one bus here.
 pub fn memory(number: u8) -> Range<u64> {
     let length = MEMORY.end - MEMORY.start;
     let start = MEMORY.start + u64::from(number) * length;
     start..start + length
 }
-/// Scratch memory of the monitor, in the device's addresses.
+/// The monitor's scratch memory, in the device's addresses.
 pub const SCRATCH: u64 = 0x3000_0000;
 
-/// Where guest `number`'s memory is for a device without an IOMMU.
+/// Base of guest `number`'s memory for a device without an IOMMU.
 pub fn at(number: u8) -> u64 {
     u64::from(number + 1) * 0x0800_0000 + MEMORY.start
 }
@@ -34,14 +35,14 @@ pub fn slots(number: u8) -> Slots {
     Slots(vec![Slot { guest_base: memory(number).start, length, device_base: at(number), writable: true }])
 }
 
-/// Memory in the device's addresses, with a log of what the device touched outside of what it may.
+/// Memory in the device's addresses, with a log of accesses outside of the permitted ranges.
 #[derive(Debug, Default)]
 pub struct Ram {
     pages: HashMap<u64, Box<[u8; 4096]>>,
     pub allowed: Vec<Range<u64>>,
-    /// Bytes that the device touched.
+    /// Number of bytes that the device touched.
     pub touched: u64,
-    /// Those outside of `allowed`.
+    /// Number of bytes that it touched outside of `allowed`.
     pub outside: u64,
 }
 
@@ -84,17 +85,17 @@ impl Shared {
     pub fn store(&self, address: u64, data: &[u8]) {
         self.0.lock().unwrap().store(address, data);
     }
-    /// Where the device may go from here on.
+    /// Sets the ranges that the device may access from now on.
     pub fn allow(&self, allowed: Vec<Range<u64>>) {
         self.0.lock().unwrap().allowed = allowed;
     }
-    /// The device went where it may not.
+    /// Logs an access outside of the permitted ranges.
     pub fn stray(&self, bytes: u64) {
         let mut ram = self.0.lock().unwrap();
         ram.touched += bytes;
         ram.outside += bytes;
     }
-    /// Bytes that the device touched, and those of them outside of what it may.
+    /// Returns the number of bytes that the device touched, and of those outside of the permitted ranges.
     pub fn log(&self) -> (u64, u64) {
         let ram = self.0.lock().unwrap();
         (ram.touched, ram.outside)
@@ -129,7 +130,7 @@ impl OwnRing for Shared {
     }
 }
 
-/// What of the scratch memory the device may touch.
+/// Returns the scratch ranges that the device may access.
 pub fn scratch() -> Range<u64> {
     SCRATCH..SCRATCH + RING + FRAME
 }
@@ -137,7 +138,7 @@ pub fn scratch() -> Range<u64> {
 /// A card on the shared memory.
 pub trait OnBus {
     fn bus(&mut self) -> &mut Shared;
-    /// Where a guest's page is on the bus, if it isn't where [`on_bus`] has it otherwise.
+    /// Returns the bus address of a guest's page if it differs from [`on_bus`]'s.
     fn place(&mut self, _number: u8, _address: u64) -> Option<u64> {
         None
     }
@@ -149,7 +150,7 @@ pub trait Memory: Ports {
     fn store(&mut self, address: u64, data: &[u8]);
 }
 
-/// A range by pages: neighbours of a guest's may lie apart on the bus.
+/// Splits a range by pages: a guest's adjacent pages may be apart on the bus.
 pub fn pages(address: u64, length: usize) -> Vec<(u64, usize)> {
     let (mut at, mut left, mut pages) = (address, length, Vec::new());
     while left > 0 {
@@ -161,7 +162,7 @@ pub fn pages(address: u64, length: usize) -> Vec<(u64, usize)> {
     pages
 }
 
-/// Where a guest's address is on the bus.
+/// Returns the bus address of a guest's address.
 pub fn on_bus(monitor: &mut Monitor<impl PhysicalDevice + OnBus>, number: u8, address: u64) -> u64 {
     if let Some(place) = monitor.physical().place(number, address) {
         return place;

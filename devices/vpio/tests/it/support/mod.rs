@@ -1,4 +1,4 @@
-//! What the tests share: ports of a guest under the monitor and of a bare device, guests, a generator of numbers.
+//! Helpers of the tests: access to a guest under the monitor and to a bare device, guests, a number generator.
 #![allow(dead_code, reason = "each test file uses a part")]
 
 pub mod e1000;
@@ -15,7 +15,7 @@ use device_models::grammar::Choices;
 use device_models::physical::PhysicalDevice;
 use vpio::{Answer, FailurePolicy, GuestConfig, GuestId, Monitor, Slots, Switched};
 
-/// How a driver reaches its device.
+/// A driver's access to its device.
 pub trait Ports {
     fn read(&mut self, offset: u32, size: u8) -> u32;
     fn write(&mut self, offset: u32, size: u8, value: u32);
@@ -39,7 +39,7 @@ impl<P: PhysicalDevice> Ports for Bare<P> {
     }
 }
 
-/// A device whose frames take time to be sent.
+/// A device that takes time to send frames.
 pub trait Timed {
     fn tick(&mut self);
 }
@@ -50,16 +50,17 @@ impl Timed for device_models::reference::ne2000::Ne2000 {
     }
 }
 
-/// What happens before an access.
+/// A callback before an access.
 pub type Between<'a, P> = &'a mut dyn FnMut(&mut Monitor<P>);
 
-/// A guest of a monitor. What it reads is kept; when the device is with another guest it is switched to this one.
+/// A guest of a monitor. It records the values that it reads. If another guest is resident, an access first hands the
+/// device over.
 pub struct Guest<'a, P> {
     pub monitor: &'a mut Monitor<P>,
     pub id: GuestId,
     pub bar: u8,
     pub trace: Option<&'a mut Vec<(u32, u32)>>,
-    /// Called before each access: may give the device to somebody else.
+    /// Called before each access. It may hand the device to another guest.
     pub between: Option<Between<'a, P>>,
 }
 
@@ -81,7 +82,8 @@ impl<'a, P: PhysicalDevice + Timed> Guest<'a, P> {
     }
 }
 
-/// Gives the device to `id`; time passes as long as another guest can't give it up. In the end it is taken.
+/// Hands the device to `id`. Time passes while the other guest isn't at a quiescent point; in the end the hand-off is
+/// forced.
 pub fn switch<P: PhysicalDevice + Timed>(monitor: &mut Monitor<P>, id: GuestId) {
     for patience in (0..8).rev() {
         match monitor.switch(id, patience == 0).unwrap() {
@@ -125,14 +127,14 @@ pub const fn address(number: u8) -> [u8; 6] {
     [0x52, 0x54, 0, 0, 0, number]
 }
 
-/// A frame to `to` whose bytes tell who made it.
+/// A frame to `to` whose bytes encode the sender's `mark`.
 pub fn frame(to: [u8; 6], mark: u8, length: usize) -> Vec<u8> {
     let mut frame = vec![mark; length];
     frame[..6].copy_from_slice(&to);
     frame
 }
 
-/// Numbers from a seed.
+/// A generator of numbers from a seed.
 pub struct Numbers(pub u64);
 
 impl Numbers {

@@ -1,4 +1,4 @@
-//! What Linux's ne2k-pci does, in the order of spec nics 1.4.
+//! Linux's ne2k-pci driver, as a sequence of port accesses.
 
 use super::Ports;
 
@@ -11,7 +11,7 @@ const RESET: u32 = 0x1F;
 pub struct Driver {
     pub address: [u8; 6],
     second: bool,
-    /// Port instructions: a repeated one counts once.
+    /// Port instructions. A repeated instruction counts once.
     pub instructions: u64,
     /// Port accesses.
     pub accesses: u64,
@@ -111,7 +111,7 @@ impl Driver {
         self.outs(ports, &[(0x20, CR), (0x04, 0x0C)]);
     }
 
-    /// Sends a frame: up to the write that starts it. The card must be idle.
+    /// Sends a frame, up to the write that starts it. The card must be idle.
     pub fn send(&mut self, ports: &mut dyn Ports, frame: &[u8]) {
         let mut frame = frame.to_vec();
         frame.resize(frame.len().max(60), 0);
@@ -153,7 +153,8 @@ impl Driver {
         self.outs(ports, &[(low, 0x05), (high, 0x06), (page, 0x04), (0x26, CR), (0x3F, 0x0F)]);
     }
 
-    /// The interrupt handler: the frames that were received, and whether one was sent, whether there was a transmit error.
+    /// Runs the interrupt handler. Returns received frames, whether a frame was sent, and whether there was a transmit
+    /// error.
     pub fn interrupt(&mut self, ports: &mut dyn Ports) -> (Vec<Vec<u8>>, bool, bool) {
         let (mut frames, mut sent, mut error) = (Vec::new(), false, false);
         self.out(ports, 0x20, CR);

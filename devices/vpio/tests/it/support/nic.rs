@@ -1,4 +1,4 @@
-//! The drivers behind one face, for tests that run with each card.
+//! The drivers behind one interface, for tests that run with each card.
 
 use device_models::describe::Device;
 use device_models::devices::{e1000::E1000, ne2000::NE2000, rtl8139::RTL8139};
@@ -9,13 +9,13 @@ use super::{e1000, ne2000, rtl8139};
 /// Cards that VMs can share.
 pub const CARDS: [&Device; 3] = [&RTL8139, &E1000, &NE2000];
 
-/// A driver of one of them.
+/// A driver of one of the cards.
 #[derive(Debug, Clone)]
 pub enum Driver {
     Rtl8139(rtl8139::Driver),
-    /// And frames that are under way.
+    /// With the number of frames in flight.
     E1000(e1000::Driver, u32),
-    /// And whether a frame is under way.
+    /// With whether a frame is in flight.
     Ne2000(ne2000::Driver, bool),
 }
 
@@ -47,7 +47,7 @@ impl Driver {
         }
     }
 
-    /// Whether a frame can be handed over.
+    /// Returns whether a frame can be handed over.
     pub fn has_room(&self) -> bool {
         match self {
             Self::Rtl8139(driver) => driver.has_room(),
@@ -70,7 +70,8 @@ impl Driver {
         }
     }
 
-    /// The interrupt handler: frames received, frames sent, whether there was a transmit error.
+    /// Runs the interrupt handler. Returns received frames, the number of sent frames, and whether there was a transmit
+    /// error.
     pub fn interrupt(&mut self, ports: &mut dyn Memory) -> (Vec<Vec<u8>>, u32, bool) {
         match self {
             Self::Rtl8139(driver) => driver.interrupt(ports),

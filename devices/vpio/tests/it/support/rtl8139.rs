@@ -1,4 +1,4 @@
-//! What Linux's 8139too does, in the order of spec nics 2.5.
+//! Linux's 8139too driver, as a sequence of register accesses.
 
 use device_models::reference::rtl8139::Rtl8139;
 
@@ -125,7 +125,8 @@ impl Driver {
         self.next += 1;
     }
 
-    /// The interrupt handler: frames received, frames sent, whether there was a transmit error.
+    /// Runs the interrupt handler. Returns received frames, the number of sent frames, and whether there was a transmit
+    /// error.
     pub fn interrupt(&mut self, ports: &mut dyn Memory) -> (Vec<Vec<u8>>, u32, bool) {
         let (mut frames, mut sent, mut error) = (Vec::new(), 0, false);
         let status = self.r(ports, 0x3E, 2);
@@ -155,17 +156,17 @@ impl Driver {
         (frames, sent, error)
     }
 
-    /// Whether a frame can be handed over.
+    /// Returns whether a frame can be handed over.
     pub fn has_room(&self) -> bool {
         self.next - self.done < 4
     }
 
-    /// Frames that were handed over and aren't the driver's again.
+    /// Returns the number of frames that were handed over and not returned to the driver.
     pub fn unnoticed(&self) -> u32 {
         self.next - self.done
     }
 
-    /// The interrupt handler without its softirq half: frames that were sent are the driver's again, what came in waits for a poll.
+    /// Runs the interrupt handler without its softirq half: it collects sent frames, and received ones wait for a poll.
     pub fn handle(&mut self, ports: &mut dyn Memory) {
         let status = self.r(ports, 0x3E, 2);
         if status & 0xC07F == 0 {
@@ -197,7 +198,7 @@ impl Driver {
         }
     }
 
-    /// The softirq half: at most `budget` frames.
+    /// Runs the softirq half for at most `budget` frames.
     pub fn poll(&mut self, ports: &mut dyn Memory, budget: usize) -> Vec<Vec<u8>> {
         let mut frames = Vec::new();
         if !self.polling {
@@ -220,7 +221,7 @@ impl Driver {
         frames
     }
 
-    /// The next frame of the ring.
+    /// Returns the next frame of the ring.
     fn take(&mut self, ports: &mut dyn Memory) -> Vec<u8> {
         let header = ports.load(self.memory + RING_AT + u64::from(self.read), 4);
         let length = usize::from(u16::from_le_bytes([header[2], header[3]]));

@@ -1,4 +1,4 @@
-//! A shared card and its guests on one bus, behind an IOMMU or without one.
+//! A shared card and its guests on one bus, with or without an IOMMU.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
@@ -19,18 +19,18 @@ pub const OUTSIDE: [u8; 6] = [0x52, 0x54, 0, 0, 0, 0x99];
 
 /// A card, and whether it is behind an IOMMU.
 pub type Which = (&'static Device, bool);
-/// Cards that VMs can share. (An NE2000 reaches no memory.)
+/// Cards that VMs can share. An NE2000 does no DMA.
 pub const SHARED: [Which; 4] = [(&RTL8139, true), (&E1000, true), (&NE2000, true), (&E1000, false)];
-/// Those that reach memory.
+/// Those with DMA.
 pub const MASTERS: [Which; 3] = [(&RTL8139, true), (&E1000, true), (&E1000, false)];
 
 const PAGE: u64 = 0x1000;
-/// TDT and CTRL of an e1000, and its reset.
+/// An e1000's TDT and CTRL, and CTRL's reset bit.
 const TAIL: u32 = 0x3818;
 const RST: u32 = 1 << 26;
 
-/// Memory of guest `number` in pieces of one to five pages that are neighbours for the guest, and for a device without an IOMMU lie the other way
-/// round, with memory that isn't the guest's between any two.
+/// Memory of guest `number` in regions of one to five pages. They are adjacent for the guest. For a device without an
+/// IOMMU they are in reverse order, and memory that isn't the guest's lies between any two.
 pub fn scattered(number: u8) -> Slots {
     let all = memory(number);
     let (mut slots, mut from) = (Vec::new(), all.start);
@@ -48,7 +48,8 @@ pub fn scattered(number: u8) -> Slots {
     Slots(slots)
 }
 
-/// Scattered memory that its owner calls one region: what is contiguous for the guest needn't be for the card.
+/// Scattered memory that its owner describes as one region. Memory that is contiguous for the guest needn't be so for
+/// the card.
 struct OneRegion(Slots);
 
 impl MemoryMap for OneRegion {
@@ -60,7 +61,7 @@ impl MemoryMap for OneRegion {
     }
 }
 
-/// What the card reaches: what is mapped through its IOMMU, or all there is.
+/// The memory that the card reaches: IOMMU mappings, or all memory.
 #[derive(Clone)]
 struct Reach {
     ram: Shared,
@@ -69,7 +70,7 @@ struct Reach {
 }
 
 impl Reach {
-    /// Behind an IOMMU the reference card asks for mapped addresses only.
+    /// Behind an IOMMU the reference card accesses mapped addresses only.
     fn place(&self, address: u64) -> u64 {
         let Some(maps) = &self.maps else { return address };
         let maps = maps.lock().unwrap();
@@ -92,7 +93,7 @@ impl Bus for Reach {
     fn write(&mut self, address: u64, data: &[u8]) {
         for (at, byte) in (address..).zip(data) {
             let place = self.place(at);
-            // A shared card writes nothing but its owner's rings and buffers.
+            // A shared card writes only its owner's rings and buffers.
             if (SCRATCH..SCRATCH + self.own).contains(&place) {
                 Bus::write(&mut self.ram, place, std::slice::from_ref(byte));
             } else {
@@ -102,13 +103,13 @@ impl Bus for Reach {
     }
 }
 
-/// What comes of a reset of a card.
+/// The effect of a card's reset.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Resets {
     Work,
-    /// It goes on as before.
+    /// The reset has no effect.
     Ignored,
-    /// It can't be reached.
+    /// The card is unreachable.
     Fail,
 }
 
@@ -116,17 +117,17 @@ pub enum Resets {
 pub struct Behind {
     pub card: Box<dyn Card + Send>,
     bus: Reach,
-    /// Where guests' memory is on the bus.
+    /// Guests' memory on the bus.
     slots: [Slots; 2],
-    /// An e1000 that learns of frames to send only later ([`Self::hear`]), unless it is reset before: its new tail.
+    /// The new tail of an e1000 that handles transmit frames only later ([`Self::hear`]), unless it is reset before.
     pub slow: bool,
     held: Option<u32>,
-    /// What comes of a reset.
+    /// The effect of a reset.
     pub resets: Resets,
 }
 
 impl Behind {
-    /// The card learns of the frames.
+    /// Lets the card handle the frames.
     pub fn hear(&mut self) {
         self.slow = false;
         if let Some(tail) = self.held.take() {
@@ -189,7 +190,7 @@ impl PhysicalDevice for Behind {
     }
 }
 
-/// A guest's memory by its own addresses, as the owner of the card has it.
+/// A guest's memory by guest-physical addresses, as the card's owner accesses it.
 #[derive(Clone)]
 pub struct View {
     ram: Shared,
@@ -197,7 +198,7 @@ pub struct View {
 }
 
 impl View {
-    /// Where a byte is on the bus.
+    /// Returns a byte's bus address.
     pub fn place(&self, address: u64) -> Option<u64> {
         self.slots.dma(address, 1, Direction::DeviceReads)
     }
@@ -250,7 +251,8 @@ pub struct Table {
 }
 
 impl Table {
-    /// A card, two guests with their drivers running; the last of them has it. Without an IOMMU their memory is scattered.
+    /// Starts a card and two guests with running drivers. The last one holds the card. Without an IOMMU their memory is
+    /// scattered.
     pub fn new(which: Which) -> Self {
         Self::with(which, FailurePolicy::DeviceError)
     }
@@ -258,14 +260,14 @@ impl Table {
     pub fn with((device, iommu): Which, policy: FailurePolicy) -> Self {
         let own = own_bytes(device).unwrap();
         let ram = Shared::default();
-        // Behind an IOMMU guests' addresses are those of the bus.
+        // Behind an IOMMU, bus addresses are guest-physical ones.
         let same = |number| {
             let mut slots = slots(number);
             slots.0.iter_mut().for_each(|slot| slot.device_base = slot.guest_base);
             slots
         };
         let slots = [0, 1].map(|number| if iommu { same(number) } else { scattered(number) });
-        // One guest's regions are its slots, the other's is all of its memory.
+        // One guest's regions are its slots, and the other's is all of its memory.
         let map = |number: u8| -> Box<dyn MemoryMap + Send> {
             let slots = slots[usize::from(number)].clone();
             if number == 0 { Box::new(slots) } else { Box::new(OneRegion(slots)) }
@@ -306,12 +308,12 @@ impl Table {
         table
     }
 
-    /// A guest's memory for its emulated receiver.
+    /// Returns a guest's memory for its emulated receiver.
     pub fn view(&self, number: u8) -> View {
         View { ram: self.ram.clone(), slots: self.slots[usize::from(number)].clone() }
     }
 
-    /// All bytes of a guest's memory.
+    /// Returns all bytes of a guest's memory.
     pub fn bytes(&self, number: u8) -> Vec<u8> {
         let slots = &self.slots[usize::from(number)].0;
         slots
@@ -320,13 +322,13 @@ impl Table {
             .collect()
     }
 
-    /// Puts bytes into a guest's memory.
+    /// Writes bytes to a guest's memory.
     pub fn store(&mut self, number: u8, address: u64, data: &[u8]) {
         use super::memory::Memory as _;
         Guest::new(&mut self.monitor, GuestId(number.into())).store(address, data);
     }
 
-    /// The card goes to this guest, and the holder was reusable.
+    /// Hands the card to this guest, from a holder at a quiescent point.
     pub fn turn(&mut self, to: u8) {
         self.look();
         assert!(self.monitor.settle().unwrap(), "the holder is reusable");
@@ -334,7 +336,8 @@ impl Table {
         self.monitor.interrupt().unwrap();
     }
 
-    /// The card goes to this guest, whatever the holder does. Only what is this guest's may be touched from the moment on at which the other one has lost the card.
+    /// Hands the card to this guest in any state of the holder. Once the other guest has lost it, the card may touch
+    /// only this guest's memory.
     pub fn take(&mut self, to: u8) {
         self.monitor.physical().park();
         self.monitor.release().unwrap();
@@ -345,14 +348,14 @@ impl Table {
         self.monitor.physical().feed();
     }
 
-    /// Only what is this guest's, and the card's own memory, may be touched from here on.
+    /// From now on the card may touch only this guest's memory and its own.
     pub fn allow(&mut self, holder: Option<u8>) {
         let slots = holder.into_iter().flat_map(|holder| &self.slots[usize::from(holder)].0);
         let its = slots.map(|slot| slot.device_base..slot.device_base + slot.length);
         self.ram.allow(its.chain(std::iter::once(SCRATCH..SCRATCH + self.own)).collect());
     }
 
-    /// Takes what the card has finished.
+    /// Collects what the card has finished.
     pub fn look(&mut self) {
         self.monitor.physical().tick();
         while self.monitor.physical().poll().unwrap() {}
@@ -382,13 +385,13 @@ impl Table {
         [0, 1].iter().map(|&number| self.monitor.counters(GuestId(number)).refused).sum()
     }
 
-    /// Nothing but the card's own memory and what the holder was granted was reached, or tried.
+    /// Checks that the card accessed, or tried to access, only its own memory and what the holder was granted.
     pub fn was_good(&mut self) {
         let (_, outside) = self.ram.log();
         assert_eq!((outside, self.monitor.physical().card().card.blocked()), (0, 0), "{}", self.device.name);
     }
 
-    /// Mappings of guests' memory.
+    /// Returns the number of mappings of guests' memory.
     pub fn mapped(&mut self) -> usize {
         let own = usize::from(own_bytes(self.device) != Some(0));
         self.monitor.physical().card().bus.maps.as_ref().map_or(0, |maps| maps.lock().unwrap().len() - own)
