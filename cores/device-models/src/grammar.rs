@@ -1,10 +1,10 @@
-//! Requests that reach into a device: what fuzzers and races send. The grammar comes from the description: every register at every
-//! place and alias, in the banks where it is found, with the values that stand for all, their neighbours, and raw ones.
+//! A grammar of requests for fuzzers and races, from a description. It covers every register at every offset and alias,
+//! in its banks. Values are the representatives, their neighbours, and random ones.
 
 use crate::describe::{Bar, Device, Reg};
 use crate::graph::Access;
 
-/// What a register can be asked.
+/// The requests to one register.
 #[derive(Debug, Clone, Copy)]
 struct Production {
     reg: Reg,
@@ -14,7 +14,7 @@ struct Production {
     writable: bool,
 }
 
-/// The requests of one device.
+/// The requests to one device.
 #[derive(Debug, Clone)]
 pub struct Grammar {
     device: &'static Device,
@@ -22,16 +22,16 @@ pub struct Grammar {
     bars: Vec<(u8, u32)>,
 }
 
-/// Where choices come from: a fuzzer's bytes, or a generator.
+/// Source of choices: a fuzzer's input, or a generator.
 pub trait Choices {
-    /// A number less than `limit`, which isn't 0.
+    /// Returns a number below `limit`, which isn't 0.
     fn below(&mut self, limit: usize) -> usize;
-    /// Any number.
+    /// Returns any number.
     fn any(&mut self) -> u32;
 }
 
 impl Grammar {
-    /// The grammar of `device`.
+    /// Builds the grammar of `device`.
     pub fn new(device: &'static Device) -> Self {
         let banks: Vec<u8> =
             device.bank.as_ref().map_or(vec![0], |bank| (0..=u8::try_from(bank.mask).unwrap_or(0)).collect());
@@ -60,11 +60,11 @@ impl Grammar {
         Self { device, productions, bars }
     }
 
-    /// The next request: one access, or two when a bank has to be selected first.
+    /// Returns the next request: one access, or two if a bank must be selected first.
     pub fn request(&self, choices: &mut dyn Choices) -> Vec<Access> {
         let (bar, size) = self.bars[choices.below(self.bars.len())];
         if choices.below(16) == 0 {
-            // Anything anywhere: wrong sizes, holes, across registers.
+            // Any access: wrong sizes, holes, across registers.
             let size_log = choices.below(3);
             let offset = u32::try_from(choices.below(usize::try_from(size).unwrap_or(1))).unwrap_or(0);
             let write = (choices.below(2) == 1).then(|| choices.any());
@@ -123,7 +123,7 @@ mod tests {
         }
     }
 
-    /// Every register that can be written is written, in some bank where it is found.
+    /// The grammar writes every writable register in some bank.
     #[test]
     fn every_writable_register_is_reached() {
         for device in devices::ALL {

@@ -1,42 +1,43 @@
-//! What a guest was granted: the seam by which a model asks its monitor for windows and permissions.
+//! The interface by which a model requests windows and permissions from its monitor.
 
 use thiserror::Error;
 
 use crate::describe::{Direction, Permission};
 
-/// A window that was validated.
+/// A validated window.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Granted {
-    /// First byte, in the guest's addresses.
+    /// Guest-physical base.
     pub base: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub length: u64,
-    /// First byte, in the device's addresses.
+    /// Base in the device's addresses.
     pub device_base: u64,
 }
 
-/// A window that can't be granted.
+/// The reason why a window can't be granted.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("{0}")]
 pub struct Denied(pub String);
 
-/// What a guest was granted: its memory map and its permissions. Implemented by the monitor.
+/// A guest's memory map and permissions. The monitor implements it.
 pub trait Grants {
-    /// Grants a window in the host's memory: `length` bytes from `base` in the guest's addresses must be the guest's, usable in
-    /// this direction and contiguous for the device. The answer is the device's address of the first byte.
+    /// Grants a window in the host's memory, and returns its base in the device's addresses. All `length` bytes from
+    /// `base` (guest-physical) must belong to the guest, permit this direction, and be contiguous for the device.
     ///
     /// # Errors
-    /// Why not.
+    /// The reason.
     fn grant(&mut self, base: u64, length: u64, direction: Direction) -> Result<u64, Denied>;
-    /// Grants all of the guest's memory, to a device that takes addresses out of that memory ([`Space::Guest`](crate::describe::Space::Guest)).
+    /// Grants all of the guest's memory to a device that reads addresses from that memory
+    /// ([`Space::Guest`](crate::describe::Space::Guest)).
     ///
     /// # Errors
-    /// Why not: nothing but an IOMMU keeps such a device in that memory.
+    /// The reason: only an IOMMU confines such a device.
     fn grant_all(&mut self, direction: Direction) -> Result<(), Denied>;
-    /// The device takes no addresses out of the guest's memory any more.
+    /// Ends [`Self::grant_all`]: the device no longer reads addresses from the guest's memory.
     fn release_all(&mut self);
-    /// The device doesn't use a granted window any more.
+    /// Releases a granted window that the device no longer uses.
     fn release(&mut self, window: Granted, direction: Direction);
-    /// Whether the guest has a permission.
+    /// Returns whether the guest has a permission.
     fn allows(&self, permission: Permission) -> bool;
 }

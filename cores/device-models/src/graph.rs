@@ -1,5 +1,5 @@
-//! Register values and states of one device, moved by the transitions of its description. The monitor's model and the reference
-//! emulation are both built on it.
+//! Register values and states of one device, and the transitions that change them. The monitor's model and the
+//! reference emulation use it.
 
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
@@ -9,40 +9,40 @@ use crate::describe::{
 };
 use crate::index::Index;
 
-/// One access of the guest to a BAR.
+/// An access of the guest to a BAR.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 pub struct Access {
-    /// Number of the BAR.
+    /// BAR number.
     pub bar: u8,
-    /// Offset in it.
+    /// Offset in the BAR.
     pub offset: u32,
-    /// Bytes: 1, 2 or 4.
+    /// Size in bytes: 1, 2 or 4.
     pub size: u8,
-    /// The value of a write.
+    /// The written value; `None` for a read.
     pub write: Option<u32>,
 }
 
-/// The part of an access that means one register.
+/// The part of an access that belongs to one register.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Piece {
-    /// The register; `None` where the description has none.
+    /// The register, or `None` for an offset without one.
     pub reg: Option<Reg>,
     /// Offset in the BAR.
     pub offset: u32,
-    /// First byte of the register that is meant.
+    /// First byte within the register.
     pub skip: u8,
-    /// Bytes.
+    /// Length in bytes.
     pub bytes: u8,
 }
 
 impl Piece {
-    /// Whether the whole register is meant.
+    /// Returns whether the piece covers the whole register.
     pub fn is_whole(&self, register: &Register) -> bool {
         register.span > u32::from(register.width) || self.skip == 0 && self.bytes == register.width
     }
 }
 
-/// `value` without the bits above `bytes` bytes.
+/// Returns the low `bytes` bytes of `value`.
 pub fn truncated(value: u32, bytes: u8) -> u32 {
     if bytes >= 4 { value } else { value & ((1 << (8 * bytes)) - 1) }
 }
@@ -70,7 +70,7 @@ impl Hash for Graph {
     }
 }
 
-/// What an expression sees of an access: bytes, offset, and the value that is written.
+/// An access as expressions see it: size, offset, written value.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Given {
     pub size: u32,
@@ -84,10 +84,10 @@ impl Given {
     }
 }
 
-/// What an expression sees while an event is treated.
+/// The values that expressions see while an event is handled.
 pub(crate) struct View<'a> {
     pub graph: &'a Graph,
-    /// The register that is being written or was returned, with its new value.
+    /// The register that is being written or was returned, and its new value.
     pub overlay: Option<(Reg, u32)>,
     pub access: Given,
     pub bases: &'a dyn Fn(WindowId) -> u64,
@@ -132,7 +132,7 @@ pub(crate) fn no_base(_: WindowId) -> u64 {
 }
 
 impl Graph {
-    /// A device after reset.
+    /// Creates a device after reset.
     pub fn new(device: &'static Device) -> Self {
         Self {
             values: device.registers.iter().map(|register| register.reset).collect(),
@@ -141,7 +141,7 @@ impl Graph {
         }
     }
 
-    /// Returns to the values after reset, but for the guest's address.
+    /// Resets all values but the guest's address.
     pub fn reset(&mut self, device: &'static Device) {
         for (reg, register) in device.numbered() {
             if !device.identity.contains(&reg) {
@@ -151,7 +151,7 @@ impl Graph {
         self.states.fill(0);
     }
 
-    /// The value of a register.
+    /// Returns the value of a register.
     pub fn value(&self, reg: Reg) -> u32 {
         self.values[reg.index()]
     }
@@ -161,34 +161,34 @@ impl Graph {
         self.values[reg.index()] = value;
     }
 
-    /// The component enters `state`.
+    /// Enters a state of a component.
     pub fn enter(&mut self, state: State) {
         self.states[usize::from(state.component)] = state.number;
     }
 
-    /// Whether the device is in `state`.
+    /// Returns whether the device is in `state`.
     pub fn is(&self, state: State) -> bool {
         self.states[usize::from(state.component)] == state.number
     }
 
-    /// The state numbers, one per component.
+    /// Returns the state numbers, one per component.
     pub fn states(&self) -> &[u8] {
         &self.states
     }
 
-    /// The value of an expression.
+    /// Evaluates an expression.
     pub fn number(&self, expr: &Expr) -> u64 {
         expr.value(self)
     }
 
-    /// The number of the bank that is selected.
+    /// Returns the number of the selected bank.
     pub fn bank(&self, device: &Device) -> u8 {
         device.bank.as_ref().map_or(0, |bank| {
             u8::try_from(self.values[bank.register.index()] >> bank.shift & bank.mask).unwrap_or(0)
         })
     }
 
-    /// The register that an access of `remaining` bytes at `offset` means first.
+    /// Returns the first piece of an access of `remaining` bytes at `offset`.
     pub fn piece(&self, device: &Device, offset: u32, remaining: u8, write: bool) -> Piece {
         let bank = self.bank(device);
         let found = match self.index.places(offset, write) {
@@ -213,7 +213,7 @@ impl Graph {
         Piece { reg: Some(reg), offset, skip, bytes: remaining.min(register.width - skip) }
     }
 
-    /// The transitions that fire at `event`.
+    /// Returns the transitions that fire at `event`.
     pub(crate) fn firing(
         &self,
         device: &'static Device,
@@ -235,7 +235,7 @@ impl Graph {
         device.transitions.iter().filter(meant).filter(fires).collect()
     }
 
-    /// Performs the effects of transitions; those that concern others than the graph go to `other`.
+    /// Applies the effects of transitions. Effects beyond the graph go to `other`.
     pub(crate) fn perform(
         &mut self,
         device: &'static Device,
@@ -261,8 +261,8 @@ impl Graph {
         }
     }
 
-    /// An event without a monitor: the transitions fire, checks are not looked at. For the reference emulation. What a read answers, where
-    /// a transition says so.
+    /// Handles an event without a monitor, for the reference emulation: transitions fire, and their checks are ignored.
+    /// Returns a read's answer if a transition defines it.
     pub(crate) fn happen(
         &mut self,
         device: &'static Device,
@@ -283,13 +283,13 @@ impl Graph {
         answer
     }
 
-    /// Whether the virtual interrupt line is up.
+    /// Returns the level of the virtual interrupt line.
     pub fn line(&self, device: &Device) -> bool {
         let interrupts = &device.interrupts;
         self.value(interrupts.status) & self.value(interrupts.mask) & interrupts.line != 0
     }
 
-    /// Whether a write of class `class` reaches the device.
+    /// Returns whether a write of class `class` reaches the device.
     pub(crate) fn reaches(class: Class) -> bool {
         !matches!(class, Class::Virtual | Class::Deny)
     }

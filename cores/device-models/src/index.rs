@@ -1,16 +1,18 @@
-//! What the accesses of a device would be searched for otherwise, each time: which registers may be at an offset, and which transitions a register has.
+//! An index over a description, which avoids a search per access: the registers that may be at an offset, and the
+//! transitions of a register.
 
 use crate::describe::{Device, Event, Reg, Transition};
 
-/// Offsets that are looked up; those behind them are searched for. All of the port devices, whose data come in words through one register.
+/// Indexed offsets; higher ones are searched. They cover the port devices, whose data pass through one register word by
+/// word.
 const OFFSETS: u32 = 256;
 
-/// Of one device.
+/// The index of one device.
 #[derive(Debug)]
 pub(crate) struct Index {
-    /// For reads and for writes, by offset: registers that some bank has there.
+    /// For reads and for writes, by offset: the registers at this offset in any bank.
     places: [Vec<Vec<Reg>>; 2],
-    /// By register: what its reads and its writes lead to.
+    /// For reads and for writes, by register: the transitions.
     transitions: [Vec<Vec<&'static Transition>>; 2],
 }
 
@@ -36,13 +38,14 @@ impl Index {
         }
     }
 
-    /// Registers that may be at an offset, in the order of the description; `None` where that isn't known.
+    /// Returns the registers that may be at an offset, in the description's order, or `None` if the offset isn't
+    /// indexed.
     pub fn places(&self, offset: u32, write: bool) -> Option<&[Reg]> {
         let place = usize::try_from(offset).ok()?;
         self.places[usize::from(write)].get(place).map(Vec::as_slice)
     }
 
-    /// Transitions of an access to a register, in the order of the description; `None` for other events.
+    /// Returns the transitions of an access to a register, in the description's order, or `None` for other events.
     pub fn transitions(&self, event: Event) -> Option<&[&'static Transition]> {
         let (kind, reg) = match event {
             Event::Read(reg) => (0, reg),

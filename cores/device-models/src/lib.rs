@@ -1,21 +1,22 @@
-//! Commodity devices, described once, and what follows from a description.
+//! Descriptions of commodity devices, and what is derived from them.
 //!
-//! A description ([`describe`]) is data: registers and how each is treated, states, transitions with their checks, the memory that the
-//! device touches by itself, and the order in which it is saved and restored. From it come
+//! A description ([`describe`]) is data. It contains the registers and their treatment, the states, and the transitions
+//! with their checks. It also contains the memory that the device accesses by itself, and the order in which it is
+//! saved and restored. From it follow
 //!
 //! | what | where |
 //! |---|---|
-//! | the monitor's model: which request may reach the device, what the guest sees | [`model`] |
-//! | reference emulations, which play the physical device in tests | [`reference`] |
+//! | the monitor's model: which requests may reach the device, what the guest reads | [`model`] |
+//! | reference emulations, which replace the physical device in tests | [`reference`] |
 //! | saved state | [`saved`] |
 //! | requests for fuzzers and races | [`grammar`] |
-//! | a page to read, with pictures of the states | [`page`] |
+//! | a reference page with diagrams of the states | [`page`] |
 //! | the exhaustive exploration | `examples/explore` |
 //!
-//! No threads, clocks or files: accesses and causes come in, answers and writes for the device go out. [`physical`] is the seam to
-//! whatever plays the device. The crate `vpio` drives all this for guests.
+//! The crate has no threads, clocks or files: accesses and causes come in, answers and device writes go out.
+//! [`physical`] is the interface to the device. The crate `vpio` runs models for guests.
 //!
-//! Facts about devices: spec nics. The idea: *Investigating Virtual Passthrough I/O on Commodity Devices* (2009).
+//! The idea: *Investigating Virtual Passthrough I/O on Commodity Devices* (2009).
 
 pub mod describe;
 pub mod devices;

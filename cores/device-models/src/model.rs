@@ -1,5 +1,5 @@
-//! The monitor's model of one device for one guest: what the guest believes the device to hold, what the device really holds, in which
-//! states it is, and which windows of memory are validated.
+//! The monitor's model of one device for one guest: the register values from the guest's view, those that the device
+//! holds, the states, and the validated windows.
 //!
 //! ```text
 //! guest's access ─▶ piece ─▶ write(reg, value) ─▶ Refusal, or Writes: what goes to the device
@@ -16,7 +16,7 @@ use crate::describe::{
 pub use crate::grants::{Denied, Granted, Grants};
 use crate::graph::{Access, Given, Graph, Piece, View, no_base, truncated};
 
-/// A request that must not happen.
+/// A refused request.
 #[derive(Debug, Clone, PartialEq, Eq, Error, serde::Serialize, serde::Deserialize)]
 #[error("A write of {value:X}h to {register} is refused: {why}")]
 pub struct Refusal {
@@ -28,7 +28,7 @@ pub struct Refusal {
     pub why: String,
 }
 
-/// A value that the device returned and that the model doesn't believe.
+/// A value from the device that the model rejects.
 #[derive(Debug, Clone, PartialEq, Eq, Error, serde::Serialize, serde::Deserialize)]
 #[error(
     "The device returned {value:X}h for {register}, which must be at least {least:X}h and less than {limit:X}h; the guest sees {shown:X}h"
@@ -36,60 +36,60 @@ pub struct Refusal {
 pub struct Disbelief {
     /// The register.
     pub register: String,
-    /// What the device returned.
+    /// The value that the device returned.
     pub value: u32,
-    /// Smallest believable value.
+    /// Smallest valid value.
     pub least: u64,
-    /// Value above the largest one.
+    /// Limit: values must be below it.
     pub limit: u64,
-    /// What the guest sees.
+    /// The value that the guest reads.
     pub shown: u32,
 }
 
-/// What a guest's write leads to.
+/// The results of a guest's write.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Writes {
-    /// Writes of registers of the device, before the request itself.
+    /// Device register writes that precede the request itself.
     pub before: Vec<(Reg, u32)>,
-    /// The request itself, if it is forwarded.
+    /// The value of the request itself, if it is forwarded.
     pub forward: Option<u32>,
     /// A checking function ran.
     pub decided: bool,
     /// The write was dropped: class `Deny`.
     pub denied: bool,
-    /// The guest reset its device: the device must be reset, and brought to the model's state anew. Its windows stay granted until
-    /// [`Model::recheck`] or [`Model::forget_all`], which come after the device's reset.
+    /// The guest reset its device. The device must be reset, and restored to the model's state. Its windows stay
+    /// granted until [`Model::recheck`] or [`Model::forget_all`], which the monitor calls after the device's reset.
     pub reset: bool,
-    /// Registers that the monitor reads afterwards, and tells the model by [`Model::returned`].
+    /// Registers that the monitor must read afterwards and pass to [`Model::returned`].
     pub looks: Vec<Reg>,
-    /// Windows that the device doesn't use once it has got the writes: they are given back then, and not before, by [`Model::give_back`].
+    /// Windows that the device no longer uses once it has the writes. Only then [`Model::give_back`] may release them.
     pub released: Vec<(WindowId, Granted)>,
 }
 
-/// What a guest's read leads to.
+/// The result of a guest's read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reads {
-    /// The model has the answer. The flag: the guest reset its device by it, as [`Writes::reset`] has it.
+    /// The model's answer. The flag: the read reset the guest's device, as in [`Writes::reset`].
     Answer(u32, bool),
-    /// The device has it: read it, then ask [`Model::returned`].
+    /// The device has the value: read it, and pass it to [`Model::returned`].
     Ask,
 }
 
-/// What becomes of a value that the device returned.
+/// The result of a value that the device returned.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Shown {
-    /// What the guest sees.
+    /// The value that the guest reads.
     pub value: u32,
-    /// What was wrong with it.
+    /// The rejected value, if any.
     pub disbelief: Option<Disbelief>,
 }
 
-/// The model.
+/// The model of a device for one guest.
 #[derive(Debug, Clone)]
 pub struct Model {
     device: &'static Device,
     graph: Graph,
-    /// What the device holds, as far as the monitor wrote it.
+    /// The device's values, as far as the monitor wrote them.
     physical: Vec<u32>,
     windows: Vec<Option<Granted>>,
 }
@@ -114,7 +114,7 @@ impl std::hash::Hash for Model {
 }
 
 impl Model {
-    /// The model of a device after reset, for a guest with this Ethernet address.
+    /// Creates the model of a device after reset, for a guest with this Ethernet address.
     pub fn new(device: &'static Device, address: [u8; 6]) -> Self {
         let mut graph = Graph::new(device);
         for (&reg, byte) in device.identity.iter().zip(address) {
@@ -124,12 +124,12 @@ impl Model {
         Self { device, graph, physical, windows: vec![None; device.windows.len()] }
     }
 
-    /// The description.
+    /// Returns the description.
     pub fn device(&self) -> &'static Device {
         self.device
     }
 
-    /// Values and states as the guest believes them.
+    /// Returns values and states from the guest's view.
     pub fn graph(&self) -> &Graph {
         &self.graph
     }
@@ -138,33 +138,33 @@ impl Model {
         &mut self.graph
     }
 
-    /// The value of an expression, with the device's addresses of validated windows.
+    /// Evaluates an expression, with the device addresses of validated windows.
     pub fn number(&self, expr: &Expr) -> u64 {
         let bases = |id: WindowId| self.windows[id.index()].map_or(0, |window| window.device_base);
         expr.value(&View { graph: &self.graph, overlay: None, access: Given::default(), bases: &bases })
     }
 
-    /// The validated windows.
+    /// Returns the validated windows.
     pub fn windows(&self) -> &[Option<Granted>] {
         &self.windows
     }
 
-    /// Whether the device can be given to another guest now.
+    /// Returns whether the device is at a quiescent point, so that it can be handed to another guest.
     pub fn is_reusable(&self) -> bool {
         Device::holds(self.device.reusable, self.graph.states())
     }
 
-    /// Whether the virtual interrupt line is up.
+    /// Returns the level of the virtual interrupt line.
     pub fn line(&self) -> bool {
         self.graph.line(self.device)
     }
 
-    /// The hook list: registers whose writes may run a check in the present states.
+    /// Returns the hooks: registers whose writes may run a check in the current states.
     pub fn hooks(&self) -> Vec<Reg> {
         hooks(self.device, self.graph.states())
     }
 
-    /// Whether the model answers all of an access without the device and without a change of state: it needs no device then.
+    /// Returns whether the model answers a whole access without the device and without a change of state.
     pub fn is_virtual(&self, access: &Access) -> bool {
         let piece = self.graph.piece(self.device, access.offset, access.size, access.write.is_some());
         let Some(reg) = piece.reg else { return piece.bytes == access.size };
@@ -179,35 +179,35 @@ impl Model {
             && self.device.transitions.iter().all(|transition| transition.event != event)
     }
 
-    /// The bank that the device has selected.
+    /// Returns the bank that the device has selected.
     pub fn physical_bank(&self) -> u8 {
         self.device.bank.as_ref().map_or(0, |bank| {
             u8::try_from(self.physical[bank.register.index()] >> bank.shift & bank.mask).unwrap_or(0)
         })
     }
 
-    /// The value that the device holds, as far as the monitor wrote it.
+    /// Returns the device's value of a register, as far as the monitor wrote it.
     pub fn physical_value(&self, reg: Reg) -> u32 {
         self.physical[reg.index()]
     }
 
-    /// The monitor wrote a register of the device.
+    /// Notes that the monitor wrote a device register.
     pub fn wrote_device(&mut self, reg: Reg, value: u32) {
         let held = &mut self.physical[reg.index()];
         *held = self.device.register(reg).held(*held, value);
     }
 
-    /// The device was reset.
+    /// Notes that the device was reset.
     pub fn device_was_reset(&mut self) {
         for (reg, register) in self.device.numbered() {
             self.physical[reg.index()] = register.reset;
         }
     }
 
-    /// The guest writes a register, or a part of one.
+    /// Handles a guest's write of a register, or of a part of one.
     ///
     /// # Errors
-    /// A check failed; nothing has changed then.
+    /// A check failed. Nothing has changed then.
     pub fn write(&mut self, piece: Piece, value: u32, grants: &mut dyn Grants) -> Result<Writes, Refusal> {
         let Some(reg) = piece.reg else { return Ok(Writes { denied: true, ..Writes::default() }) };
         let register = self.device.register(reg);
@@ -227,7 +227,7 @@ impl Model {
         };
         let stored = register.stored(old, whole);
         let access = Given { size: u32::from(piece.bytes), offset: piece.offset, written: whole };
-        // Conditions see the bits as written: a write of ones to clear means those ones.
+        // Conditions use the bits as written: for write-one-to-clear registers these are the ones.
         let seen = if matches!(register.store, Store::ClearOnes(_)) { whole } else { stored };
         let firing = self.graph.firing(self.device, Event::Write(reg), Some((reg, seen)), access);
         let mut writes = Writes {
@@ -293,14 +293,14 @@ impl Model {
         Ok(writes)
     }
 
-    /// Gives back windows that a write has left unused: after the device has got that write.
+    /// Releases windows that a write has left unused. Call it after the device has got that write.
     pub fn give_back(&self, released: &[(WindowId, Granted)], grants: &mut dyn Grants) {
         for &(id, window) in released {
             self.release(id, window, grants);
         }
     }
 
-    /// The guest reads a register, or a part of one.
+    /// Handles a guest's read of a register, or of a part of one.
     pub fn read(&mut self, piece: Piece) -> Reads {
         let Some(reg) = piece.reg else { return Reads::Answer(0, false) };
         let register = self.device.register(reg);
@@ -326,7 +326,7 @@ impl Model {
         known.map_or(Reads::Ask, |value| Reads::Answer(truncated(value, piece.bytes), reset))
     }
 
-    /// The device returned `raw` to a read of `piece`.
+    /// Handles the value `raw` that the device returned to a read of `piece`.
     pub fn returned(&mut self, piece: Piece, raw: u32) -> Shown {
         let raw = truncated(raw, piece.bytes);
         let Some(reg) = piece.reg else { return Shown { value: 0, disbelief: None } };
@@ -374,8 +374,8 @@ impl Model {
         Shown { value: shown, disbelief }
     }
 
-    /// The device reports interrupt causes: they go to the virtual status. The monitor must read the registers of the answer then, and
-    /// tell the model by [`Self::returned`].
+    /// Adds causes from the device to the virtual status. The monitor must then read the returned registers and pass
+    /// them to [`Self::returned`].
     #[must_use]
     pub fn cause(&mut self, causes: u32) -> Vec<Reg> {
         let interrupts = &self.device.interrupts;
@@ -392,25 +392,25 @@ impl Model {
         looks
     }
 
-    /// A register that says more about a cause, as the device returned it when the cause was taken.
+    /// Stores a register with details of a cause, as the device returned it when the cause was harvested.
     pub fn latch(&mut self, reg: Reg, value: u32) {
         self.graph.set(reg, value & self.device.register(reg).mask());
     }
 
-    /// Sets bits of the virtual status that tell the driver of an error.
+    /// Sets bits of the virtual status that report an error to the driver.
     pub fn raise(&mut self, bits: u32) {
         let status = self.device.interrupts.status;
         self.graph.set(status, self.graph.value(status) | bits);
     }
 
-    /// The guest has read these bits of the virtual status, where nobody saw it: they are clear, as a read would have left them.
+    /// Clears bits of the virtual status that the guest has read from its shadow page.
     pub fn was_read(&mut self, bits: u32) {
         let status = self.device.interrupts.status;
         self.graph.set(status, self.graph.value(status) & !bits);
     }
 
-    /// The model with what no check and no window can tell apart made equal: registers without values that stand for all are at
-    /// their reset value, counters are rounded down to such a value, the interrupt status is clear. For explorations.
+    /// Merges states that no check and no window can distinguish, for explorations. Registers without representatives
+    /// have their reset value, counters are rounded down to a representative, and the interrupt status is clear.
     #[must_use]
     pub fn abstracted(mut self) -> Self {
         for (reg, register) in self.device.numbered() {
@@ -422,7 +422,7 @@ impl Model {
         self
     }
 
-    /// A check in advance ended so. The window that it takes the place of.
+    /// Records the result of a check in advance. Returns the window that it replaces.
     fn stand(&mut self, id: WindowId, window: Option<Granted>) -> Option<Granted> {
         let standing = self.device.windows[id.index()].standing.as_ref()?;
         let state = if window.is_some() { standing.granted } else { standing.each };
@@ -430,12 +430,12 @@ impl Model {
         std::mem::replace(&mut self.windows[id.index()], window)
     }
 
-    /// The model enters a state, by a step of the device's context.
+    /// Enters a state, by a step of the device's context.
     pub fn enter(&mut self, state: State) {
         self.graph.enter(state);
     }
 
-    /// The device's ring pointers are those after reset, and the driver is told to start its ring anew.
+    /// Sets the ring pointers to their reset values, and raises the causes that make the driver restart its ring.
     pub fn restart_pointers(&mut self, pointers: &Pointers) {
         for reg in [pointers.position, pointers.next, pointers.read.0] {
             self.graph.set(reg, self.device.register(reg).reset);
@@ -443,7 +443,8 @@ impl Model {
         self.raise(pointers.restart);
     }
 
-    /// Validates anew every window that the device will use with the guest's registers. The device was reset, and uses none.
+    /// Validates every window that the device will use with the guest's registers. The device was reset, so it uses
+    /// none now.
     ///
     /// # Errors
     /// A window can't be granted any more.
@@ -454,7 +455,7 @@ impl Model {
                 && (self.graph.is(standing.granted) || self.graph.is(standing.each))
             {
                 let granted = check_standing(window, &self.graph, grants);
-                // All were forgotten.
+                // All windows were dropped above.
                 self.stand(id, granted);
             }
             if !window.active.holds(&self.graph) {
@@ -468,7 +469,7 @@ impl Model {
         Ok(())
     }
 
-    /// The guest gives the device up: nothing stays granted. The device was stopped, and uses no window.
+    /// Releases all grants of a guest that loses the device. The device is stopped and uses no window.
     pub fn forget_all(&mut self, grants: &mut dyn Grants) {
         for id in (0u8..).map(WindowId).take(self.windows.len()) {
             self.forget(id, grants);
@@ -491,7 +492,7 @@ impl Model {
     }
 }
 
-/// Registers whose writes may run a check in these states.
+/// Returns the registers whose writes may run a check in these states.
 pub fn hooks(device: &'static Device, states: &[u8]) -> Vec<Reg> {
     let mut found: Vec<Reg> = device
         .transitions
@@ -573,7 +574,7 @@ fn check_range(window: &Window, base: u64, length: u64, grants: &mut dyn Grants)
     }
 }
 
-/// Text of a state vector: `run=stopped tx=idle ...`.
+/// Returns the text of a state vector: `run=stopped tx=idle ...`.
 pub fn states_text(device: &Device, states: &[u8]) -> String {
     let names: Vec<String> = (0u8..)
         .zip(states)

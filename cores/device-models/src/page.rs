@@ -1,10 +1,11 @@
-//! A page to read about a device: its registers, states (as mermaid pictures), transitions, windows and context, from the description.
+//! A reference page of a device from its description: registers, states (as mermaid diagrams), transitions, windows and
+//! context.
 
 use std::fmt::Write;
 
 use crate::describe::{Check, Class, Cond, Device, Effect, Event, Named, Space, State, Step};
 
-/// The page, in markdown.
+/// Returns the page in Markdown.
 pub fn page(device: &Device) -> String {
     let mut out = String::new();
     // Writing to a string can't fail.
@@ -185,7 +186,7 @@ fn steps_text(device: &Device, step: &Step, out: &mut String, depth: usize) -> s
     }
 }
 
-/// The states of one component as a mermaid state diagram.
+/// Returns the states of one component as a mermaid state diagram.
 pub fn picture(device: &Device, component: u8) -> String {
     let of = &device.components[usize::from(component)];
     let mut edges: Vec<String> = vec![format!("    [*] --> {}", of.states[0])];

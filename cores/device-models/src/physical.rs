@@ -1,10 +1,11 @@
-//! The seam to whatever plays the physical device: VFIO, a device model in another process, the reference emulation in this one.
+//! The interface to the physical device: VFIO, a device model in another process, or the reference emulation in this
+//! one.
 
 use thiserror::Error;
 
 use crate::describe::{Device, Direction, Poke};
 
-/// The device can't be reached any more.
+/// The device is unreachable.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("Cannot reach the device at BAR {bar}, offset {offset:X}h: {why}")]
 pub struct DeviceError {
@@ -12,76 +13,76 @@ pub struct DeviceError {
     pub bar: u8,
     /// Offset of the access.
     pub offset: u32,
-    /// What went wrong.
+    /// The cause.
     pub why: String,
 }
 
-/// A piece of memory that the device may reach, behind an IOMMU.
+/// A range of memory that the device may access through an IOMMU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Mapping {
-    /// First byte in the device's addresses.
+    /// Base in the device's addresses.
     pub device_base: u64,
-    /// First byte in the guest's addresses.
+    /// Guest-physical base.
     pub guest_base: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub length: u64,
-    /// Whether the device may write there; it may always read.
+    /// Whether the device may write; it may always read.
     pub writable: bool,
 }
 
-/// A physical device. All calls come from the one thread that holds the monitor of the device.
+/// A physical device. All calls come from the thread that owns the device's monitor.
 pub trait PhysicalDevice {
     /// Reads `size` bytes (1, 2 or 4) of a BAR.
     ///
     /// # Errors
-    /// The device can't be reached.
+    /// The device is unreachable.
     fn read(&mut self, bar: u8, offset: u32, size: u8) -> Result<u32, DeviceError>;
     /// Writes `size` bytes (1, 2 or 4) of a BAR.
     ///
     /// # Errors
-    /// The device can't be reached.
+    /// The device is unreachable.
     fn write(&mut self, bar: u8, offset: u32, size: u8, value: u32) -> Result<(), DeviceError>;
-    /// Whether each guest finds its memory on the device as it left it, and nobody else's: then nothing of it is moved or cleared at a hand-off. No card
-    /// does that by itself.
+    /// Returns whether the device keeps each guest's memory separately. Then a hand-off neither moves nor clears any.
+    /// No physical card does so.
     fn keeps_memory(&self) -> bool {
         false
     }
-    /// Level of the interrupt line.
+    /// Returns the level of the interrupt line.
     ///
     /// # Errors
-    /// The device can't be reached.
+    /// The device is unreachable.
     fn interrupt(&mut self) -> Result<bool, DeviceError>;
     /// Resets the function.
     ///
     /// # Errors
-    /// The device can't be reached.
+    /// The device is unreachable.
     fn reset(&mut self) -> Result<(), DeviceError>;
-    /// Switches bus mastering.
+    /// Enables or disables bus mastering.
     ///
     /// # Errors
-    /// The device can't be reached.
+    /// The device is unreachable.
     fn set_bus_master(&mut self, on: bool) -> Result<(), DeviceError>;
-    /// Whether an IOMMU stands between the device and memory: then it reaches what [`Self::map`] named, and nothing else.
+    /// Returns whether the device is behind an IOMMU: then it reaches only what [`Self::map`] mapped.
     fn has_iommu(&self) -> bool;
-    /// Lets the device reach memory, behind an IOMMU.
+    /// Maps memory for the device in the IOMMU.
     ///
     /// # Errors
     /// The memory can't be mapped or pinned.
     fn map(&mut self, mapping: Mapping) -> Result<(), DeviceError>;
-    /// Takes a mapping back.
+    /// Removes a mapping.
     ///
     /// # Errors
-    /// The device can't be reached.
+    /// The device is unreachable.
     fn unmap(&mut self, mapping: Mapping) -> Result<(), DeviceError>;
 }
 
-/// Reads of one register until a device must have done what it was told.
+/// Limit of reads of a register until a device must have completed an operation.
 const MAX_DRAIN_READS: u32 = 10_000;
 
-/// Pokes a device's registers in order.
+/// Executes register accesses in order, without a model.
 ///
 /// # Errors
-/// The device can't be reached, or its register doesn't become what it should.
+/// The device is unreachable, or a register doesn't reach its expected value.
 pub fn poke(
     device: &Device,
     physical: &mut (impl PhysicalDevice + ?Sized),
@@ -113,10 +114,10 @@ pub fn poke(
     Ok(())
 }
 
-/// The address that a device which was just reset was made with.
+/// Reads a device's factory Ethernet address. The device was just reset.
 ///
 /// # Errors
-/// The device can't be reached.
+/// The device is unreachable.
 pub fn station_address(
     device: &Device,
     physical: &mut (impl PhysicalDevice + ?Sized),
@@ -135,8 +136,7 @@ pub fn station_address(
     Ok(address)
 }
 
-/// Memory as a device sees it, in its own addresses: what a bus master reads and writes. Kept by the test or by the IOMMU's owner,
-/// who may log every access.
+/// Memory in a bus master's addresses. The implementation may log every access.
 pub trait Bus {
     /// The device reads.
     fn read(&mut self, address: u64, into: &mut [u8]);
@@ -144,16 +144,16 @@ pub trait Bus {
     fn write(&mut self, address: u64, data: &[u8]);
 }
 
-/// Memory that a device touched by itself.
+/// An access of a device to memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Touch {
-    /// What it did.
+    /// The direction.
     pub direction: Direction,
-    /// First byte.
+    /// First address.
     pub address: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub length: u64,
-    /// What for.
+    /// The purpose.
     pub purpose: &'static str,
 }
 
@@ -172,7 +172,7 @@ mod tests {
         fn write(&mut self, _: u64, _: &[u8]) {}
     }
 
-    /// What a VM leaves in an e1000's PHY a reset leaves there; the next one finds it as it was made.
+    /// A reset keeps what a VM set in an e1000's PHY. The power-on sequence restores its factory state for the next VM.
     #[test]
     fn a_phy_is_as_after_power_on_for_the_next_vm() {
         use crate::devices::e1000::{E1000, MDIC};
@@ -196,7 +196,7 @@ mod tests {
         assert_eq!(phy(card.as_mut()), made);
     }
 
-    /// Each description knows how its card tells its address, and its reset by registers comes to an end.
+    /// Each description reads its card's address, and its reset by registers completes.
     #[test]
     fn cards_tell_their_address() {
         let address = [0x52, 0x54, 0, 0x88, 0x10, 0x01];

@@ -1,5 +1,5 @@
-//! Saved state of a [`Model`]: a type of its own, with names instead of numbers. Restoring is a constructor. Windows are not part of
-//! it: they are validated anew, against the memory of the guest as it is then.
+//! Saved state of a [`Model`]: its own type, with names instead of numbers. Restoring is a constructor. Windows aren't
+//! part of it: they are validated again, against the guest's memory at that time.
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -10,36 +10,36 @@ use crate::model::Model;
 /// Version of the format.
 pub const VERSION: u32 = 1;
 
-/// What a guest believes its device to hold.
+/// A guest's view of its device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SavedModel {
-    /// [`VERSION`].
+    /// The format's version: [`VERSION`].
     pub version: u32,
     /// Name of the device.
     pub device: String,
     /// Names and values of the registers, in the description's order.
     pub registers: Vec<(String, u32)>,
-    /// Names of the states, a component each.
+    /// Names of the states, one per component.
     pub states: Vec<String>,
 }
 
-/// A saved state that doesn't fit.
+/// A saved state that can't be restored.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum RestoreError {
-    /// Another version.
+    /// The format's version differs.
     #[error(
         "The saved device has version {0}, this program reads {VERSION}: save it again with a program of that version"
     )]
     Version(u32),
-    /// Another device.
+    /// The device differs.
     #[error("The saved device is a {saved}, not a {expected}: restore it into a device of its kind")]
     Device {
-        /// What was saved.
+        /// The saved device.
         saved: String,
-        /// What was asked for.
+        /// The expected device.
         expected: &'static str,
     },
-    /// A register or state that the description doesn't have in this place.
+    /// The description has another register or state in this place.
     #[error(
         "The saved device has '{0}' where this program has something else: save it again with this program's version"
     )]
@@ -47,7 +47,7 @@ pub enum RestoreError {
 }
 
 impl Model {
-    /// What has to be kept.
+    /// Returns the state that must be preserved.
     pub fn save(&self) -> SavedModel {
         let device = self.device();
         SavedModel {
@@ -66,10 +66,10 @@ impl Model {
         }
     }
 
-    /// A model in a saved state; nothing is validated yet, and nothing of it is in the device.
+    /// Creates a model in a saved state. No window is validated, and the device doesn't have the state yet.
     ///
     /// # Errors
-    /// The state is of another version, device or description.
+    /// Version, device or description differ.
     pub fn restore(device: &'static Device, saved: &SavedModel) -> Result<Self, RestoreError> {
         if saved.version != VERSION {
             return Err(RestoreError::Version(saved.version));
@@ -111,7 +111,7 @@ mod tests {
     use crate::model::Model;
     use crate::saved::RestoreError;
 
-    /// A restored model is the saved one, and what doesn't fit is named.
+    /// A restored model equals the saved one. A mismatch is an error that names it.
     #[test]
     fn saved_states_come_back_and_others_are_refused() {
         for device in devices::ALL {

@@ -1,4 +1,4 @@
-//! The exploration of every description, and that it finds descriptions that lack a check.
+//! Explores every description, and checks that the exploration finds descriptions that lack a check.
 
 #[path = "../examples/explore/space.rs"]
 mod space;
@@ -7,7 +7,8 @@ use device_models::describe::{BusMaster, Check, Device, Transition};
 use device_models::devices;
 use space::{GRANTED, Order, explore};
 
-/// No path to a window that wasn't granted, a way to reusable from everywhere, and each window is used in some state.
+/// No path leads to a window that wasn't granted. A quiescent state is reachable from every state. Some state uses each
+/// window.
 #[test]
 fn descriptions_hold() {
     for device in devices::ALL {
@@ -20,7 +21,8 @@ fn descriptions_hold() {
     }
 }
 
-/// A monitor that gives windows back before the device has got the write that ends their use is found at each device that masters the bus.
+/// For each bus-mastering device, the exploration finds a monitor that releases windows before the device has the write
+/// that ends their use.
 #[test]
 fn windows_that_are_given_back_too_early_are_found() {
     for device in devices::ALL.iter().filter(|device| device.pci.bus_master != BusMaster::Never) {
@@ -34,14 +36,14 @@ fn windows_that_are_given_back_too_early_are_found() {
     }
 }
 
-/// The device without the checks of one transition.
+/// Returns the device without the checks of one transition.
 fn without(device: &'static Device, at: usize) -> &'static Device {
     let mut transitions: Vec<Transition> = device.transitions.to_vec();
     transitions[at].checks = &[];
     Box::leak(Box::new(Device { transitions: transitions.leak(), ..*device }))
 }
 
-/// Whatever transition loses the check of its window, a path to the device's misuse is found.
+/// If any transition loses its window check, the exploration finds a path to the device's misuse.
 #[test]
 fn a_description_that_lacks_a_window_check_is_found() {
     for device in devices::ALL {

@@ -34,12 +34,12 @@ const ALIGNMENT: u64 = 16;
 /// The tables can't be written.
 #[derive(Debug, thiserror::Error)]
 pub enum AcpiError {
-    /// They don't fit.
+    /// The tables don't fit.
     #[error("The ACPI tables need {needed} bytes and there is room for {room}; give the VM fewer NUMA nodes")]
     TooBig {
         /// Bytes needed.
         needed: u64,
-        /// Bytes there are.
+        /// Bytes available.
         room: u64,
     },
     /// The machine can't be described.
@@ -51,7 +51,7 @@ pub enum AcpiError {
     /// Guest memory refused a write.
     #[error("Guest memory at {address:#x} can't hold the ACPI tables")]
     Memory {
-        /// Where.
+        /// Guest-physical address.
         address: u64,
         /// Why.
         #[source]
@@ -69,7 +69,7 @@ pub fn write(memory: &GuestMemory, map: &MachineMap) -> Result<u64, AcpiError> {
     Ok(address)
 }
 
-/// All tables as they lie in memory from `base`, the RSDP first.
+/// Builds all tables for the address `base`, with the RSDP first.
 fn build(map: &MachineMap, base: u64) -> Result<Vec<u8>, AcpiError> {
     check(map)?;
     let mut bytes = vec![0u8; Rsdp::len()];
@@ -94,7 +94,7 @@ fn build(map: &MachineMap, base: u64) -> Result<Vec<u8>, AcpiError> {
     if needed > room { Err(AcpiError::TooBig { needed, room }) } else { Ok(bytes) }
 }
 
-/// Appends a table at an aligned place; returns its guest-physical address.
+/// Appends a table at an aligned offset; returns its guest-physical address.
 fn append(bytes: &mut Vec<u8>, base: u64, table: &[u8]) -> u64 {
     while !(bytes.len() as u64).is_multiple_of(ALIGNMENT) {
         bytes.push(0);
@@ -110,7 +110,7 @@ fn to_bytes(table: &dyn Aml) -> Vec<u8> {
     bytes
 }
 
-/// A table with a body of bytes.
+/// Builds a table with a body of bytes.
 fn table(signature: [u8; 4], revision: u8, body: &[u8]) -> Vec<u8> {
     const HEADER_BYTES: u32 = 36;
     let mut table = Sdt::new(signature, HEADER_BYTES, revision, OEM_ID, OEM_TABLE_ID, OEM_REVISION);

@@ -1,4 +1,4 @@
-//! Where kernel and initrd bytes come from: a file, or a byte slice in tests and fuzzers.
+//! Sources of kernel and initrd bytes: a file, or a byte slice in tests and fuzzers.
 
 use std::fs::File;
 use std::io::{self, Seek, SeekFrom};
@@ -9,24 +9,23 @@ use machine::memory::{Bytes, GuestAddress, GuestMemory};
 
 use crate::kernel::KernelError;
 
-/// Random access to an image. Implementations never change while they are being loaded as far as
-/// memory safety goes: a file that shrinks meanwhile ends in an error.
+/// Random access to an image. A file that shrinks during a load causes an error, and no memory-unsafe access.
 pub trait Image {
-    /// Name for error texts: the path.
+    /// Returns the path, for error messages.
     fn name(&self) -> String;
-    /// Bytes.
+    /// Returns the length in bytes.
     fn len(&self) -> u64;
-    /// Whether it has no bytes.
+    /// Returns whether the length is 0.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
     /// Fills `buffer` from `offset`.
     fn read_at(&self, offset: u64, buffer: &mut [u8]) -> io::Result<()>;
-    /// Copies `len` bytes from `offset` straight to guest address `target`, which must be RAM.
+    /// Copies `len` bytes from `offset` to guest address `target`, which must be RAM, without an intermediate buffer.
     fn read_to_guest(&self, offset: u64, memory: &GuestMemory, target: u64, len: u64) -> io::Result<()>;
 }
 
-/// System calls of loading from files, for the seccomp filter of a thread that does.
+/// System calls of loading from files, for the loading thread's seccomp filter.
 pub const SYSCALLS: &[i64] = &[libc::SYS_lseek, libc::SYS_pread64, libc::SYS_read];
 
 /// An image in a regular file. Uses the file's cursor, so it must not be shared while loading.
@@ -45,7 +44,7 @@ impl ImageFile {
         Self::from_file(file, path, role)
     }
 
-    /// Takes a file that is already open; `path` is for error texts only.
+    /// Wraps a file that is already open. `path` is for error messages only.
     pub fn from_file(file: File, path: &Path, role: &'static str) -> Result<Self, KernelError> {
         let error = |source| KernelError::Open { role, path: path.to_owned(), source };
         let meta = file.metadata().map_err(error)?;
@@ -70,8 +69,8 @@ impl Image for ImageFile {
         self.file.read_exact_at(buffer, offset)
     }
 
-    // Through the mapping, page faults and all: that is where RAM gets its huge pages. `sendfile` into the
-    // memfd takes half the time when pages are small, but leaves small pages behind where huge ones would be.
+    // Writes through the mapping, so that page faults give RAM its huge pages. `sendfile` into the memfd takes half the
+    // time with small pages, but would leave small pages behind.
     fn read_to_guest(&self, offset: u64, memory: &GuestMemory, target: u64, len: u64) -> io::Result<()> {
         let len = usize::try_from(len).map_err(io::Error::other)?;
         (&self.file).seek(SeekFrom::Start(offset))?;
@@ -130,7 +129,7 @@ mod tests {
         ImageFile::from_file(file, Path::new("test"), "kernel").unwrap()
     }
 
-    /// Two regions side by side.
+    /// Two adjacent regions.
     fn memory() -> GuestMemory {
         let regions = [(GuestAddress(0), 0x1_0000), (GuestAddress(0x1_0000), 0x1_0000)];
         GuestMemory::from_ranges(&regions).unwrap()

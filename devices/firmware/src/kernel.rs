@@ -1,4 +1,4 @@
-//! Puts a Linux kernel into guest memory, with its boot parameters.
+//! Loads a Linux kernel and its boot parameters into guest memory.
 //!
 //! ```text
 //! detect     first 4 KiB of the file: "HdrS" -> bzImage, "\x7fELF" -> vmlinux
@@ -7,9 +7,9 @@
 //! write      file pages straight into guest memory, then the parameters of the protocol
 //! ```
 //!
-//! Everything in a file is untrusted, for a user may be handed one: sizes are checked with overflow in
-//! mind, headers are bounded, and writes go only to ranges that the plan has checked. No threads, no
-//! global state: [`load`] suits a fuzzer as it is.
+//! A user may get an image from an untrusted source. So the loader checks sizes for overflow, bounds headers, and
+//! writes only to ranges that the plan has checked. It has no threads and no global state, so a fuzzer can call
+//! [`load`] directly.
 
 mod bzimage;
 mod elf;
@@ -30,10 +30,10 @@ use crate::image::Image;
 use crate::ranges::{AddressRange, RamRange};
 use crate::registers::BootRegisters;
 
-/// How control is handed to the kernel.
+/// The boot protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum BootProtocol {
-    /// What the image offers: PVH for a vmlinux that has the note, the Linux 64-bit protocol otherwise.
+    /// The image's best one: PVH for a vmlinux with the note, else the Linux 64-bit protocol.
     #[default]
     Auto,
     /// Linux 64-bit boot protocol (Documentation/arch/x86/boot.rst).
@@ -42,7 +42,7 @@ pub enum BootProtocol {
     Pvh,
 }
 
-/// What to boot.
+/// The files and the command line to boot.
 #[derive(Clone, Copy)]
 pub struct BootFiles<'a> {
     /// bzImage or vmlinux.
@@ -51,14 +51,14 @@ pub struct BootFiles<'a> {
     pub initrds: &'a [&'a dyn Image],
     /// Kernel command line.
     pub command_line: &'a str,
-    /// Protocol.
+    /// The boot protocol.
     pub protocol: BootProtocol,
 }
 
-/// What guest memory holds before a kernel is loaded.
+/// Content of guest memory before a kernel is loaded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Contents {
-    /// Only zeroes: a new VM. What an ELF file wants zeroed is left alone, which saves time and memory.
+    /// Only zeros: a new VM. The loader skips the BSS of an ELF file, which saves time and memory.
     Zeroes,
     /// Anything: a reset.
     Anything,
@@ -73,54 +73,54 @@ pub enum KernelFormat {
     Elf,
 }
 
-/// What was loaded, and how to start it.
+/// A loaded kernel, and its start state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LoadedKernel {
-    /// Format found.
+    /// The image's format.
     pub format: KernelFormat,
-    /// Protocol in use, never [`BootProtocol::Auto`].
+    /// The protocol in use, never [`BootProtocol::Auto`].
     pub protocol: BootProtocol,
-    /// Memory that the kernel takes, from its first to its last byte.
+    /// Memory of the kernel, from its first to its last byte.
     pub kernel: AddressRange,
-    /// Memory that the initrds take.
+    /// Memory of the initrds.
     pub initrd: Option<AddressRange>,
     /// Registers of the boot CPU.
     pub registers: BootRegisters,
 }
 
-/// A part of the file and where it goes.
+/// A part of the file and its destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Segment {
     file_offset: u64,
     file_len: u64,
-    /// `range.len >= file_len`; the rest is zero where `zero_rest` says so.
+    /// `range.len >= file_len`. With `zero_rest` the rest is zeroed.
     range: AddressRange,
     zero_rest: bool,
 }
 
-/// What a format's parser found.
+/// The result of a format's parser.
 struct Plan {
     format: KernelFormat,
     protocol: BootProtocol,
     segments: Vec<Segment>,
-    /// From the lowest to the highest byte.
+    /// Range from the lowest to the highest byte.
     kernel: AddressRange,
     entry: u64,
-    /// bzImage only: the header to hand on.
+    /// bzImage only: the header for `boot_params`.
     header: Option<setup_header>,
-    /// Longest command line in bytes, without its NUL.
+    /// Limit of the command line in bytes, without its NUL.
     command_line_max: u64,
     /// Initrds must end at or below this address, unless `initrd_above_4g`.
     initrd_end_max: u64,
     initrd_above_4g: bool,
 }
 
-/// Loads kernel, initrds and command line, and writes the boot parameters. `ram` must be RAM of
-/// `memory`, ascending, disjoint, from address 0; `rsdp` is the address of the ACPI RSDP.
+/// Loads kernel, initrds and command line, and writes the boot parameters. `ram` must be RAM of `memory`: ascending,
+/// disjoint, from address 0. `rsdp` is the address of the ACPI RSDP.
 ///
 /// # Errors
-/// One sentence that names the file and what is wrong with it. Nothing has been written when the fault
-/// is in a header or there is no room; a file that can't be read to its end may leave parts behind.
+/// A sentence that names the file and the problem. If a header is invalid or there is no room, guest memory is
+/// unchanged. A file that can't be read completely may leave parts in guest memory.
 pub fn load(
     memory: &GuestMemory,
     ram: &[RamRange],
@@ -155,7 +155,7 @@ fn plan(files: &BootFiles<'_>) -> Result<Plan, KernelError> {
     if kernel.is_empty() {
         return Err(KernelError::Empty { role: "kernel", name: kernel.name() });
     }
-    // A page holds every header that decides what the file is.
+    // A page contains every header that identifies the format.
     let mut head = [0u8; 4096];
     let len = usize::try_from(kernel.len()).unwrap_or(usize::MAX).min(head.len());
     let head = &mut head[..len];
@@ -169,7 +169,7 @@ fn plan(files: &BootFiles<'_>) -> Result<Plan, KernelError> {
     }
 }
 
-/// What a file that is no kernel is, where that is easy to tell.
+/// Describes a file that is no kernel, if its format is easy to recognize.
 fn hint(head: &[u8]) -> &'static str {
     let at = |offset: usize, magic: &[u8]| head.get(offset..).is_some_and(|rest| rest.starts_with(magic));
     if at(0, &[0x1f, 0x8b]) {
@@ -246,7 +246,7 @@ fn write_initrds(
     Ok(())
 }
 
-/// Writes a boot structure at an address that the plan has checked.
+/// Writes a boot structure to an address that the plan has checked.
 fn write(memory: &GuestMemory, bytes: &[u8], address: u64, what: &'static str) -> Result<(), KernelError> {
     memory.write_slice(bytes, GuestAddress(address)).map_err(|source| KernelError::Memory {
         what,

@@ -22,7 +22,7 @@ pub const GIB: u64 = 1 << 30;
 
 /// RAM below 4 GiB ends here at the latest.
 pub const LOW_RAM_END: u64 = 3 * GIB;
-/// RAM that does not fit below the hole goes on here.
+/// RAM that doesn't fit below the hole continues here.
 pub const HIGH_RAM_START: u64 = 4 * GIB;
 /// Smallest RAM a machine can have.
 pub const MINIMUM_RAM: u64 = 16 * MIB;
@@ -51,15 +51,15 @@ pub const PAGE_DIRECTORIES: u64 = 0xb000;
 pub const COMMAND_LINE: u64 = 0x2_0000;
 /// Bytes reserved at [`COMMAND_LINE`], NUL included.
 pub const COMMAND_LINE_CAPACITY: u64 = 0x1_0000;
-/// End of conventional memory; up to 1 MiB the memory map says reserved.
+/// End of conventional memory. The memory map reserves the rest up to 1 MiB.
 pub const CONVENTIONAL_END: u64 = 0x9_fc00;
-/// ACPI tables. The RSDP comes first, where a scan for it begins, too.
+/// ACPI tables. The RSDP is first, where a scan for it begins.
 pub const ACPI_TABLES: u64 = 0xe_0000;
 /// End of the space for ACPI tables.
 pub const ACPI_TABLES_END: u64 = 0xf_f000;
-/// Where a PC's BIOS begins (F000:FFF0); 16 bytes.
+/// Start of a PC's BIOS (F000:FFF0), 16 bytes.
 pub const RESET_VECTOR: u64 = 0xf_fff0;
-/// Kernels and initrds lie at or above this.
+/// Kernels and initrds are at or above this address.
 pub const KERNEL_MINIMUM: u64 = MIB;
 
 /// 32-bit PCI memory window.
@@ -70,7 +70,7 @@ pub const ECAM: AddressRange = AddressRange { start: 0xe000_0000, len: MIB };
 pub const PCI_IO_FIRST: u16 = 0x1000;
 /// PCI I/O window: last port.
 pub const PCI_IO_LAST: u16 = 0xffff;
-/// The 64-bit PCI window is aligned to this and at least this big.
+/// Alignment and minimum size of the 64-bit PCI window.
 pub const PCI_MEMORY64_ALIGNMENT: u64 = 64 * GIB;
 
 /// I/O APIC.
@@ -91,8 +91,8 @@ pub const COM1: u16 = 0x3f8;
 pub const COM1_GSI: u32 = 4;
 /// Reset, sleep and event registers: I/O port base.
 pub const POWER_REGISTERS: u16 = 0x600;
-/// Generic event device (power button): I/O APIC pin, edge-triggered. Not below 16, as those pins are wired
-/// to the PICs too, where a pulse stays latched for ever: no kernel drives them on this machine.
+/// Generic event device (power button): I/O APIC pin, edge-triggered. Not below 16: those pins are connected to the
+/// PICs, too. There a pulse would stay latched, since no kernel uses the PICs on this machine.
 pub const EVENT_GSI: u32 = 20;
 /// I/O APIC pins for PCI INTx, level-triggered.
 pub const PCI_GSIS: [u32; 4] = [16, 17, 18, 19];
@@ -114,7 +114,7 @@ const _: () = {
     assert!(KVM_IDENTITY_MAP + PAGE_SIZE == KVM_TSS && KVM_TSS + 3 * PAGE_SIZE <= HIGH_RAM_START);
 };
 
-/// Places NUMA nodes of the given sizes (bytes, whole pages) one after the other below and above the hole.
+/// Places NUMA nodes of the given sizes (bytes, whole pages) consecutively below and above the hole.
 pub fn place_ram(node_sizes: &[u64]) -> Vec<RamRange> {
     let mut ranges = Vec::with_capacity(node_sizes.len() + 1);
     let mut next = 0u64;
@@ -137,8 +137,8 @@ pub fn place_ram(node_sizes: &[u64]) -> Vec<RamRange> {
     ranges
 }
 
-/// The 64-bit PCI window of a machine with this RAM whose CPUs have `physical_bits` address bits: the
-/// next aligned address above RAM, half of the address space at most. `None` when there is no room.
+/// Returns the 64-bit PCI window of a machine with this RAM whose CPUs have `physical_bits` address bits. It starts at
+/// the next aligned address above RAM, and has at most half of the address space. Returns `None` if there is no room.
 pub fn pci_memory64(ram: &[RamRange], physical_bits: u8) -> Option<AddressRange> {
     let limit = 1u64.checked_shl(u32::from(physical_bits.min(52)))?;
     let ram_end = ram.iter().map(|r| r.range.end()).max().unwrap_or(0).max(HIGH_RAM_START);

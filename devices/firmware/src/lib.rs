@@ -1,8 +1,8 @@
-//! What a PC's firmware leaves behind for an operating system: the kernel in memory, its boot
-//! parameters, and ACPI tables. Nothing of it runs; everything is written before the first instruction.
+//! The work of a PC's firmware for an operating system: the kernel in memory, its boot parameters, and ACPI tables. No
+//! firmware code runs: everything is written before the first instruction.
 //!
-//! This crate knows guest memory but nothing of KVM: registers come back as plain values
-//! ([`registers::BootRegisters`]) that the monitor converts.
+//! The crate uses guest memory but not KVM. It returns registers as plain values ([`registers::BootRegisters`]), which
+//! the monitor converts.
 //!
 //! ```text
 //! layout      every fixed guest-physical address and port
@@ -27,19 +27,19 @@ pub use registers::BootRegisters;
 
 use machine::memory::GuestMemory;
 
-/// Boot could not be prepared.
+/// The boot can't be prepared.
 #[derive(Debug, thiserror::Error)]
 pub enum FirmwareError {
-    /// The kernel, an initrd or the command line.
+    /// The kernel, an initrd or the command line is invalid.
     #[error(transparent)]
     Kernel(#[from] KernelError),
-    /// The ACPI tables.
+    /// The ACPI tables can't be written.
     #[error(transparent)]
     Acpi(#[from] acpi::AcpiError),
 }
 
-/// Writes ACPI tables, boot parameters, kernel, initrds and command line into `memory`, whatever it
-/// holds; returns how the boot CPU starts. For a reset: everything is rewritten.
+/// Writes ACPI tables, boot parameters, kernel, initrds and command line into `memory`, whose content is arbitrary, as
+/// at a reset. Returns the boot CPU's start state.
 pub fn prepare(
     memory: &GuestMemory,
     map: &MachineMap,
@@ -48,7 +48,7 @@ pub fn prepare(
     load(memory, map, files, Contents::Anything)
 }
 
-/// The same for a new VM, whose memory holds only zeroes: faster, and pages that stay zero stay unused.
+/// Does the same for a new VM, whose memory is zero. This is faster, and zero pages stay unallocated.
 pub fn prepare_fresh(
     memory: &GuestMemory,
     map: &MachineMap,

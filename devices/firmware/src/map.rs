@@ -12,7 +12,7 @@ pub struct Cpu {
     pub node: u32,
 }
 
-/// What the PCI root decodes.
+/// Address windows that the PCI root decodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PciWindows {
     /// Memory below 4 GiB.
@@ -32,30 +32,30 @@ pub struct PciRoute {
     pub gsi: u32,
 }
 
-/// Ports of the registers that ACPI names.
+/// I/O ports of the registers that ACPI names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PowerPorts {
     /// Reset register.
     pub reset: u16,
-    /// Value that resets.
+    /// Value that triggers a reset.
     pub reset_value: u8,
     /// Sleep control register.
     pub sleep_control: u16,
     /// Sleep status register.
     pub sleep_status: u16,
-    /// Pending events of the generic event device, cleared by reading: bit 0 is the power button.
+    /// Pending events of the generic event device, which a read clears: bit 0 is the power button.
     pub events: u16,
 }
 
-/// Everything that firmware tells the guest about the machine.
+/// The machine's description for the guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MachineMap {
     /// RAM, ascending and disjoint; the first range starts at 0. See [`layout::place_ram`].
     pub ram: Vec<RamRange>,
     /// CPUs; the first is the boot CPU.
     pub cpus: Vec<Cpu>,
-    /// Distances between NUMA nodes, `distances[from][to]`, 10 on the diagonal. Empty: one node, no
-    /// SRAT and SLIT.
+    /// Distances between NUMA nodes, `distances[from][to]`, 10 on the diagonal. Empty means one node without SRAT and
+    /// SLIT.
     pub node_distances: Vec<Vec<u8>>,
     /// PCI windows.
     pub pci: PciWindows,
@@ -63,7 +63,7 @@ pub struct MachineMap {
     pub pci_routes: Vec<PciRoute>,
     /// Power registers.
     pub power: PowerPorts,
-    /// Whether there is a console at COM1.
+    /// Whether COM1 is a console.
     pub console: bool,
 }
 

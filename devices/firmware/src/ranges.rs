@@ -5,17 +5,17 @@
 pub struct AddressRange {
     /// First address.
     pub start: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub len: u64,
 }
 
 impl AddressRange {
-    /// First address after the range (saturating at 2^64 - 1).
+    /// Returns the first address after the range (saturating at 2^64 - 1).
     pub const fn end(&self) -> u64 {
         self.start.saturating_add(self.len)
     }
 
-    /// Whether `[start, start + len)` lies inside.
+    /// Returns whether `[start, start + len)` lies inside.
     pub const fn contains(&self, start: u64, len: u64) -> bool {
         match start.checked_add(len) {
             Some(end) => start >= self.start && end <= self.end(),
@@ -24,10 +24,10 @@ impl AddressRange {
     }
 }
 
-/// RAM, and the NUMA node it belongs to.
+/// A range of RAM with its NUMA node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RamRange {
-    /// Where.
+    /// The addresses.
     pub range: AddressRange,
     /// NUMA node (SRAT proximity domain).
     pub node: u32,

@@ -1,4 +1,4 @@
-//! Initial register values of the boot CPU, in no hypervisor's format.
+//! Initial register values of the boot CPU, independent of any hypervisor's format.
 
 use crate::layout;
 
@@ -36,7 +36,7 @@ pub struct TableRegister {
     pub limit: u16,
 }
 
-/// What the boot CPU starts with. Registers not named are zero; interrupts are off.
+/// Start values of the boot CPU. Registers not named are zero; interrupts are off.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct BootRegisters {
     /// Instruction pointer.
@@ -88,8 +88,8 @@ const KIND_DATA: u8 = 0b0011;
 const KIND_BUSY_TASK: u8 = 0b1011;
 
 impl Segment {
-    /// The segment descriptor (Intel SDM volume 3, 3.4.5). The base's upper half, which only long-mode
-    /// system descriptors have, is left out: bases here are below 4 GiB.
+    /// Returns the segment descriptor (Intel SDM volume 3, 3.4.5). It lacks the base's upper half, which only long-mode
+    /// system descriptors have: bases here are below 4 GiB.
     pub const fn descriptor(&self) -> u64 {
         let limit = (if self.granularity { self.limit >> 12 } else { self.limit }) as u64;
         let access = (self.kind as u64 & 0xf)
@@ -137,7 +137,7 @@ pub(crate) fn data() -> Segment {
     flat(DATA_SELECTOR, KIND_DATA)
 }
 
-/// TR: VM entry wants a valid one; kernels load their own before they use it.
+/// TR: VM entry requires a valid one. Kernels load their own before they use it.
 pub(crate) fn task() -> Segment {
     Segment {
         selector: TASK_SELECTOR,

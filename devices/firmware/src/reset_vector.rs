@@ -1,8 +1,8 @@
-//! What stands where a PC's BIOS begins, for kernels that reboot by jumping there.
+//! Code at the address of a PC's BIOS, for kernels that reboot by a jump to it.
 //!
-//! Linux does so on a hardware-reduced machine without EFI: it takes "hardware-reduced" to mean that only
-//! EFI can reset (`reboot_init` in arch/x86/kernel/reboot.c), finds no EFI, and jumps to F000:FFF0 in real
-//! mode. The code here resets the machine by the ACPI reset register.
+//! Linux does so on a hardware-reduced machine without EFI. It assumes that only EFI can reset such a machine
+//! (`reboot_init` in arch/x86/kernel/reboot.c), finds no EFI, and jumps to F000:FFF0 in real mode. The code here resets
+//! the machine by the ACPI reset register.
 
 use machine::memory::{Bytes, GuestAddress, GuestMemory};
 
@@ -13,7 +13,7 @@ use crate::map::PowerPorts;
 /// Bytes from the reset vector to 1 MiB.
 const BYTES: usize = 16;
 
-/// 16-bit code: `mov dx, port; mov al, value; out dx, al`, then halt for good.
+/// 16-bit code: `mov dx, port; mov al, value; out dx, al`, then an endless halt.
 fn code(power: &PowerPorts) -> [u8; BYTES] {
     const MOV_DX: u8 = 0xba;
     const MOV_AL: u8 = 0xb0;
@@ -55,7 +55,7 @@ mod tests {
     fn the_code_writes_the_value_to_the_port_and_halts() {
         let power =
             PowerPorts { reset: 0x1234, reset_value: 0x56, sleep_control: 0, sleep_status: 0, events: 0 };
-        // As an assembler has it: cli; mov dx, 0x1234; mov al, 0x56; out dx, al; hlt; jmp $-1
+        // The assembler's output: cli; mov dx, 0x1234; mov al, 0x56; out dx, al; hlt; jmp $-1
         let expected = [0xfa, 0xba, 0x34, 0x12, 0xb0, 0x56, 0xee, 0xf4, 0xeb, 0xfd];
         assert_eq!(code(&power)[..10], expected);
     }

@@ -1,14 +1,13 @@
-//! Where a serial console's bytes go and come from.
+//! Console back ends: destinations and sources of a serial console's bytes.
 //!
 //! ```text
 //! vCPU --push--> ring (64 KiB) --> console thread --> terminal, pty, file or socket
 //! 16550 FIFO <---- input <-------- console thread <-- terminal, pty or socket
 //! ```
 //!
-//! A vCPU costs a lock and a push per byte; the thread is woken for the first byte of a burst and then
-//! collects for a millisecond at a time. A reader that doesn't read never stops a guest: with a pty or
-//! a socket the oldest output is dropped at once, with a terminal or file after a quarter of a second;
-//! what is dropped is counted.
+//! A vCPU's cost per byte is a lock and a push. The first byte of a burst wakes the thread, which then collects for a
+//! millisecond at a time. A reader that doesn't read never stops a guest. With a pty or a socket the console drops the
+//! oldest output at once, with a terminal or file after a quarter of a second. It counts dropped bytes.
 
 mod endpoint;
 mod log_file;
@@ -29,8 +28,8 @@ pub(crate) use ring::Output;
 use ring::{Full, Shared};
 pub(crate) use worker::{Accepted, InputSink};
 
-/// System calls of the console thread, for its seccomp filter. What every thread of the process needs
-/// (memory, signals, exit) is not repeated here.
+/// System calls of the console thread, for its seccomp filter, beyond those that every thread of the process needs
+/// (memory, signals, exit).
 pub const SYSCALLS: &[i64] = &[
     libc::SYS_accept4,
     libc::SYS_close,
@@ -52,7 +51,7 @@ pub const SYSCALLS: &[i64] = &[
 /// System calls of a vCPU thread that writes to the console.
 pub const VCPU_SYSCALLS: &[i64] = &[libc::SYS_futex, libc::SYS_write];
 
-/// How long dropping a console waits for output that is still buffered.
+/// Time-out for buffered output when a console is dropped.
 const LAST_OUTPUT: Duration = Duration::from_millis(500);
 
 /// A back end, as the VM description names it.
@@ -60,46 +59,46 @@ const LAST_OUTPUT: Duration = Duration::from_millis(500);
 pub enum ConsoleBackend {
     /// Standard input and output. A terminal is set to raw mode, where Ctrl-A x ends the VM.
     Stdio,
-    /// A pseudo-terminal; optionally with a symbolic link to it.
+    /// A pseudo-terminal, optionally with a symbolic link to it.
     Pty {
-        /// Symbolic link to create; a symbolic link that is there is replaced.
+        /// Symbolic link to create. It replaces an existing symbolic link.
         link: Option<PathBuf>,
     },
     /// Output is appended to a file; no input.
     File {
         /// Path.
         path: PathBuf,
-        /// Most bytes of a regular file. When output would exceed them, the content is moved to the path with `.1`, in place of what was moved there
-        /// before, and the file begins anew.
+        /// Limit of a regular file in bytes. If output would exceed it, the content moves to the path with `.1`, which
+        /// replaces earlier content there. Then the file restarts empty.
         limit_bytes: u64,
     },
-    /// A Unix stream socket on which this process listens; one client at a time, others wait.
+    /// A Unix stream socket on which this process listens. It serves one client at a time; others wait.
     Socket {
-        /// Path; a socket there that nobody listens on is replaced.
+        /// Path. A socket there without a listener is replaced.
         path: PathBuf,
     },
-    /// Output is counted and forgotten; no input.
+    /// Output is counted and dropped; no input.
     Null,
 }
 
-/// A console could not be set up.
+/// A console can't be set up.
 #[derive(Debug, thiserror::Error)]
 pub enum ConsoleError {
-    /// The host refused something.
+    /// The host refused an operation.
     #[error("The console could not {what}")]
     Host {
-        /// What was tried, with its values.
+        /// The operation, with its values.
         what: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// The path is taken.
+    /// The path is in use.
     #[error("The console can't use {}: {why}", path.display())]
     Taken {
         /// The path.
         path: PathBuf,
-        /// Why.
+        /// The reason.
         why: &'static str,
     },
 }
@@ -110,13 +109,13 @@ impl ConsoleError {
     }
 }
 
-/// An open console. Its thread starts when a [`crate::serial::Serial`] takes it, and ends when it is
-/// dropped, after what is buffered has been written.
+/// An open console. Its thread starts when it is passed to a [`crate::serial::Serial`]. Dropping the console writes the
+/// buffered output and ends the thread.
 pub struct Console {
     kind: &'static str,
     path: Option<PathBuf>,
     shared: Arc<Shared>,
-    /// Until the thread starts.
+    /// Present until the thread starts.
     endpoint: Option<Endpoint>,
     events: EventSink,
     on_thread_start: Option<Box<dyn FnOnce() + Send + Sync>>,
@@ -124,7 +123,7 @@ pub struct Console {
 }
 
 impl Console {
-    /// Opens the back end: files and sockets are opened here, before a sandbox closes in.
+    /// Opens the back end. Files and sockets are opened here, before the sandbox is applied.
     pub fn open(backend: &ConsoleBackend, events: EventSink) -> Result<Self, ConsoleError> {
         let (kind, full, endpoint) = match backend {
             ConsoleBackend::Stdio => ("stdio", Full::WaitThenDrop, Some(Endpoint::stdio()?)),
@@ -147,28 +146,28 @@ impl Console {
         })
     }
 
-    /// Has `hook` run first on the console's thread: the place for its seccomp filter. Call it before a
-    /// [`crate::serial::Serial`] takes the console; a console without a thread never runs it.
+    /// Sets a function that the console's thread runs first, such as to install its seccomp filter. Call it before the
+    /// console is passed to a [`crate::serial::Serial`]. A console without a thread never runs it.
     pub fn on_thread_start(&mut self, hook: impl FnOnce() + Send + Sync + 'static) {
         self.on_thread_start = Some(Box::new(hook));
     }
 
-    /// Path of the pseudo-terminal, file or socket, where there is one.
+    /// Returns the path of the pseudo-terminal, file or socket, if any.
     pub fn path(&self) -> Option<&Path> {
         self.path.as_deref()
     }
 
-    /// Path of the pseudo-terminal's device, where there is one.
+    /// Returns the path of the pseudo-terminal's device, if any.
     pub fn pty_path(&self) -> Option<PathBuf> {
         (self.kind == "pty").then(|| self.path.clone()).flatten()
     }
 
-    /// Where the guest's bytes go.
+    /// Returns the writer for the guest's bytes.
     pub(crate) fn output(&self) -> Output {
         Output::new(Arc::clone(&self.shared))
     }
 
-    /// Starts the thread, which hands input to `sink`.
+    /// Starts the thread, which passes input to `sink`.
     pub(crate) fn start(&mut self, name: &str, sink: Box<dyn InputSink>) -> Result<(), ConsoleError> {
         let Some(endpoint) = self.endpoint.take() else { return Ok(()) };
         let worker = worker::Worker::new(endpoint, Arc::clone(&self.shared), sink, Arc::clone(&self.events));
@@ -187,23 +186,22 @@ impl Console {
         Ok(())
     }
 
-    /// Tells the thread that the guest has taken all input.
+    /// Notifies the thread that the guest has read all input.
     pub(crate) fn input_wanted(&self) {
         self.shared.input_wanted();
     }
 
-    /// A handle that does what [`Console::input_wanted`] does.
+    /// Returns a handle with the effect of [`Console::input_wanted`].
     pub(crate) fn input_waker(&self) -> InputWaker {
         InputWaker(Arc::clone(&self.shared))
     }
 
-    /// Waits until all output so far has been handed to the operating system, at most `limit`; says
-    /// whether it has.
+    /// Waits, at most `limit`, until the operating system has all output so far. Returns whether it has.
     pub fn flush(&self, limit: Duration) -> bool {
         self.thread.is_none() || self.shared.wait_drained(Instant::now() + limit)
     }
 
-    /// State and counters.
+    /// Returns state and counters.
     pub fn inspect(&self) -> serde_json::Value {
         let counters = &self.shared.counters;
         serde_json::json!({
@@ -225,8 +223,8 @@ impl Drop for Console {
     fn drop(&mut self) {
         let Some(thread) = self.thread.take() else { return };
         self.shared.stop();
-        // A reader that doesn't read must not keep the process from ending: the thread is left behind
-        // then, and ends with the process.
+        // A reader that doesn't read must not delay the end of the process. The thread then continues until the process
+        // ends.
         let deadline = Instant::now() + LAST_OUTPUT;
         while !thread.is_finished() && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(1));
@@ -243,13 +241,13 @@ impl Drop for Console {
 pub(crate) struct InputWaker(Arc<Shared>);
 
 impl InputWaker {
-    /// There is room.
+    /// Notifies the thread that there is room.
     pub(crate) fn wake(&self) {
         self.0.input_wanted();
     }
 }
 
-/// An eventfd for waking.
+/// Creates an eventfd for wake-ups.
 fn eventfd() -> io::Result<OwnedFd> {
     use rustix::event::EventfdFlags;
     Ok(rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?)

@@ -1,4 +1,4 @@
-//! What is left of a PC's legacy ports: two ways to reset, and ports that kernels write for a delay.
+//! A PC's legacy ports: two ways to reset, and ports that kernels write as a delay.
 
 use std::sync::Arc;
 
@@ -7,11 +7,11 @@ use telemetry::Counter;
 
 use crate::{EventSink, MachineEvent, ResetCause};
 
-/// Keyboard controller ports 0x60 to 0x64, only as far as a reset needs.
+/// Keyboard controller ports 0x60 to 0x64, only as far as needed for a reset.
 pub const KEYBOARD_CONTROLLER: u16 = 0x60;
-/// Ports taken at [`KEYBOARD_CONTROLLER`].
+/// Number of ports at [`KEYBOARD_CONTROLLER`].
 pub const KEYBOARD_CONTROLLER_PORTS: u64 = 5;
-/// POST code port, written for a delay by `io_delay=0x80`.
+/// POST code port. Linux writes it as a delay with `io_delay=0x80`.
 pub const POST_PORT: u16 = 0x80;
 /// Alternative delay port.
 pub const DELAY_PORT: u16 = 0xed;
@@ -27,19 +27,19 @@ const RESET_CONTROL: u64 = 1;
 /// RST_CPU: a transition from 0 to 1 resets.
 const RESET_CPU: u8 = 1 << 2;
 
-/// Keyboard controller without a keyboard: status reads as idle, command 0xFE resets the machine.
+/// Keyboard controller without a keyboard. Its status is idle, and command 0xFE resets the machine.
 pub struct KeyboardReset {
     events: EventSink,
     resets: Counter,
 }
 
 impl KeyboardReset {
-    /// New.
+    /// Creates the device.
     pub fn new(events: EventSink) -> Self {
         Self { events, resets: Counter::new() }
     }
 
-    /// Counters.
+    /// Returns the counters.
     pub fn inspect(&self) -> serde_json::Value {
         serde_json::json!({ "resets": self.resets.get() })
     }
@@ -59,7 +59,7 @@ impl BusDevice for KeyboardReset {
     }
 }
 
-/// Ports 0xCF8 to 0xCFF: the reset control register at byte 0xCF9, everything else goes to the PCI root.
+/// Ports 0xCF8 to 0xCFF: the reset control register at byte 0xCF9. All other accesses go to the PCI root.
 pub struct ResetControl {
     pci: Arc<dyn BusDevice>,
     events: EventSink,
@@ -67,12 +67,12 @@ pub struct ResetControl {
 }
 
 impl ResetControl {
-    /// In front of `pci`, which answers at the same eight ports.
+    /// Creates the register in front of `pci`, which handles the same eight ports.
     pub fn new(pci: Arc<dyn BusDevice>, events: EventSink) -> Self {
         Self { pci, events, resets: Counter::new() }
     }
 
-    /// Counters.
+    /// Returns the counters.
     pub fn inspect(&self) -> serde_json::Value {
         serde_json::json!({ "resets": self.resets.get() })
     }
@@ -88,7 +88,7 @@ impl BusDevice for ResetControl {
     }
 
     fn write(&self, offset: u64, data: &[u8]) {
-        // Only byte accesses reach the register; 0xCF8 itself is written as a dword.
+        // Only byte accesses reach the register. 0xCF8 itself is written as a dword.
         match (offset, data) {
             (RESET_CONTROL, &[value]) => {
                 if value & RESET_CPU != 0 {
@@ -101,7 +101,7 @@ impl BusDevice for ResetControl {
     }
 }
 
-/// A port whose writes do nothing. It exists so that they are counted by name, and are cheap.
+/// A port whose writes do nothing. A device of its own makes them cheap and counts them by name.
 #[derive(Debug, Default)]
 pub struct DelayPort;
 
@@ -139,7 +139,7 @@ mod tests {
         assert_eq!(*events.lock().unwrap(), [MachineEvent::Reset(ResetCause::KeyboardController)]);
     }
 
-    /// Records what reaches the PCI root.
+    /// Records the accesses that reach the PCI root.
     #[derive(Default)]
     struct Root(Mutex<Vec<(u64, Vec<u8>)>>);
 

@@ -1,7 +1,7 @@
 //! Devices at fixed addresses: the 16550 console, the power button, sleep and reset registers.
 //!
-//! Each is a [`machine::bus::BusDevice`] that knows its guest interface and nothing of KVM: an interrupt
-//! is a closure ([`Interrupt`]), what concerns the whole machine is a [`MachineEvent`].
+//! Each is a [`machine::bus::BusDevice`] that implements its guest interface and doesn't use KVM. An interrupt is a
+//! closure ([`Interrupt`]), and a request to the whole machine is a [`MachineEvent`].
 
 pub mod console;
 pub mod legacy;
@@ -12,10 +12,10 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-/// What a platform device asks of the monitor.
+/// A request of a platform device to the monitor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MachineEvent {
-    /// The guest wants a reset.
+    /// The guest requested a reset.
     Reset(ResetCause),
     /// The guest entered S5: power off.
     PowerOff,
@@ -23,7 +23,7 @@ pub enum MachineEvent {
     ConsoleQuit,
 }
 
-/// Which register reset the machine.
+/// The register that reset the machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ResetCause {
     /// ACPI reset register.
@@ -34,8 +34,8 @@ pub enum ResetCause {
     ResetControl,
 }
 
-/// Receives [`MachineEvent`]s, on the thread of the vCPU or console that caused them: it only hands
-/// them on. May be called more than once for one reset or power-off.
+/// Receives [`MachineEvent`]s on the thread of the vCPU or console that caused them, so it must only queue them. It may
+/// be called more than once for one reset or power-off.
 pub type EventSink = Arc<dyn Fn(MachineEvent) + Send + Sync>;
 
 /// Pulses an edge-triggered interrupt.
@@ -45,14 +45,14 @@ pub type Interrupt = Arc<dyn Fn() -> io::Result<()> + Send + Sync>;
 pub fn eventfd_interrupt(eventfd: Arc<OwnedFd>) -> Interrupt {
     Arc::new(move || {
         match rustix::io::write(eventfd.as_fd(), &1u64.to_ne_bytes()) {
-            // A full counter means that the interrupt is pending already.
+            // A full counter means that the interrupt is already pending.
             Ok(_) | Err(rustix::io::Errno::AGAIN) => Ok(()),
             Err(errno) => Err(errno.into()),
         }
     })
 }
 
-/// The ports that an access of `len` bytes at `offset` touches; `None` for what lies beyond any range.
+/// Returns the ports that an access of `len` bytes at `offset` touches; `None` for a port beyond any range.
 fn ports(offset: u64, len: usize) -> impl Iterator<Item = Option<u16>> {
     (0..len as u64).map(move |byte| offset.checked_add(byte).and_then(|port| u16::try_from(port).ok()))
 }
@@ -60,14 +60,14 @@ fn ports(offset: u64, len: usize) -> impl Iterator<Item = Option<u16>> {
 /// A saved state can't be restored.
 #[derive(Debug, thiserror::Error)]
 pub enum RestoreError {
-    /// Its version is not known here.
+    /// The version isn't supported.
     #[error("The saved state of {device} has version {found}; this program restores version {known}")]
     Version {
         /// Device.
         device: &'static str,
-        /// Version found.
+        /// The saved version.
         found: u32,
-        /// Version known.
+        /// The supported version.
         known: u32,
     },
     /// A value is out of range.
@@ -75,24 +75,24 @@ pub enum RestoreError {
     Damaged {
         /// Device.
         device: &'static str,
-        /// What is wrong.
+        /// The problem.
         what: String,
     },
-    /// Its console failed.
+    /// The console failed.
     #[error("The {device} device can't be restored with its console")]
     Console {
         /// Device.
         device: &'static str,
-        /// Why.
+        /// The cause.
         #[source]
         source: console::ConsoleError,
     },
-    /// Its interrupt failed.
+    /// The interrupt failed.
     #[error("The {device} device can't be restored, as it can't interrupt the guest")]
     Interrupt {
         /// Device.
         device: &'static str,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },

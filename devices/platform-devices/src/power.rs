@@ -15,11 +15,11 @@ use telemetry::Counter;
 
 use crate::{EventSink, Interrupt, MachineEvent, ResetCause, RestoreError, ports};
 
-/// Ports taken.
+/// Number of ports.
 pub const PORTS: u64 = 16;
 /// Offset of the reset register.
 pub const RESET: u16 = 0;
-/// Value that resets.
+/// Value that triggers a reset.
 pub const RESET_VALUE: u8 = 1;
 /// Offset of the sleep control register.
 pub const SLEEP_CONTROL: u16 = 4;
@@ -43,13 +43,13 @@ const VERSION: u32 = 1;
 pub struct SavedPower {
     /// Version of this structure.
     pub version: u32,
-    /// Events that the guest has not read yet.
+    /// Events that the guest hasn't read yet.
     pub pending_events: u8,
-    /// Sleep type last written.
+    /// The sleep type that was last written.
     pub sleep_type: u8,
 }
 
-/// The registers, and the power button. All state is atomic; calls may come from any thread.
+/// The registers and the power button. All state is atomic; calls may come from any thread.
 pub struct PowerRegisters {
     pending: AtomicU8,
     sleep_type: AtomicU8,
@@ -61,7 +61,7 @@ pub struct PowerRegisters {
 }
 
 impl PowerRegisters {
-    /// At power-on state. `interrupt` pulses the pin of the generic event device.
+    /// Creates the registers at power-on state. `interrupt` pulses the pin of the generic event device.
     pub fn new(events: EventSink, interrupt: Interrupt) -> Self {
         Self {
             pending: AtomicU8::new(0),
@@ -74,8 +74,8 @@ impl PowerRegisters {
         }
     }
 
-    /// Continues from a saved state. An event that the guest has not read yet is signalled again: the
-    /// edge may have been lost between save and restore, and a spurious one is harmless.
+    /// Restores a saved state. An event that the guest hasn't read is signalled again: its edge may have been lost
+    /// between save and restore. A spurious one is harmless.
     pub fn restore(
         saved: &SavedPower,
         events: EventSink,
@@ -99,7 +99,7 @@ impl PowerRegisters {
         Ok(device)
     }
 
-    /// Saves; the vCPUs are paused.
+    /// Saves the state. The vCPUs must be paused.
     pub fn save(&self) -> SavedPower {
         SavedPower {
             version: VERSION,
@@ -108,21 +108,21 @@ impl PowerRegisters {
         }
     }
 
-    /// Presses the power button: the guest gets an ACPI notification and decides what to do.
+    /// Presses the power button: the guest gets an ACPI notification.
     pub fn press_button(&self) -> std::io::Result<()> {
         self.presses.increment();
-        // Before the interrupt: whoever sees the edge must see the event.
+        // Before the interrupt: a guest that gets the interrupt must find the event.
         self.pending.fetch_or(EVENT_POWER_BUTTON, Ordering::SeqCst);
         (self.interrupt)()
     }
 
-    /// Machine reset: back to power-on state.
+    /// Resets to power-on state.
     pub fn reset(&self) {
         self.pending.store(0, Ordering::SeqCst);
         self.sleep_type.store(0, Ordering::SeqCst);
     }
 
-    /// State and counters.
+    /// Returns state and counters.
     pub fn inspect(&self) -> serde_json::Value {
         serde_json::json!({
             "pending_events": self.pending.load(Ordering::SeqCst),
@@ -137,7 +137,7 @@ impl PowerRegisters {
         match port {
             Some(RESET) => 0,
             Some(SLEEP_CONTROL) => self.sleep_type.load(Ordering::SeqCst) << 2,
-            // S5 never wakes up, so WAK_STS is never set.
+            // S5 has no wake-up, so WAK_STS is never set.
             Some(SLEEP_STATUS) => 0,
             Some(EVENTS) => self.pending.swap(0, Ordering::SeqCst),
             _ => 0xff,

@@ -14,13 +14,13 @@ use crate::{Interrupt, RestoreError, ports};
 
 /// Version of [`SavedSerial`].
 const VERSION: u32 = 1;
-/// Bytes of the receive FIFO of vm-superio.
+/// Capacity in bytes of vm-superio's receive FIFO.
 const FIFO_BYTES: usize = 64;
 /// Modem control: loop-back mode.
 const MODEM_LOOP: u8 = 1 << 4;
 
-/// Saved state: registers and bytes that the guest has not read yet. Output that is still buffered
-/// belongs to this host's console and stays there.
+/// Saved state: registers, and bytes that the guest hasn't read yet. Buffered output belongs to this host's console and
+/// stays there.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct SavedSerial {
     /// Version of this structure.
@@ -137,15 +137,15 @@ pub struct Serial {
 }
 
 impl Serial {
-    /// Ports taken.
+    /// Number of ports.
     pub const PORTS: u64 = 8;
 
-    /// At power-on state; starts the console's thread.
+    /// Creates the port at power-on state, and starts the console's thread.
     pub fn new(name: &str, console: Console, interrupt: Interrupt) -> Result<Self, ConsoleError> {
         Self::start(name, &SerialState::default(), console, interrupt)
     }
 
-    /// Continues from a saved state; starts the console's thread. Pending interrupts are signalled again.
+    /// Restores a saved state, and starts the console's thread. Pending interrupts are signalled again.
     pub fn restore(
         name: &str,
         saved: &SavedSerial,
@@ -171,27 +171,27 @@ impl Serial {
         Ok(Self { name: name.to_owned(), uart, console, interrupt, counters, log: GuestLog::new() })
     }
 
-    /// Registers and received bytes; the vCPUs are paused.
+    /// Saves registers and received bytes. The vCPUs must be paused.
     pub fn save(&self) -> SavedSerial {
         lock(&self.uart).state().into()
     }
 
-    /// Machine reset: registers to power-on state, received bytes are forgotten; the console stays.
+    /// Resets the registers to power-on state and drops received bytes. The console is unchanged.
     pub fn reset(&self) {
         match uart(&SerialState::default(), &self.console, &self.interrupt, &self.counters) {
             Ok(fresh) => *lock(&self.uart) = fresh,
-            // Power-on state interrupts nobody, so nothing can fail.
+            // The power-on state raises no interrupt, so nothing can fail.
             Err(error) => self.failed(&error),
         }
         self.console.input_wanted();
     }
 
-    /// The console behind it.
+    /// Returns the port's console.
     pub fn console(&self) -> &Console {
         &self.console
     }
 
-    /// State and counters.
+    /// Returns state and counters.
     pub fn inspect(&self) -> serde_json::Value {
         let state = lock(&self.uart).state();
         serde_json::json!({
@@ -224,7 +224,7 @@ fn uart(
 impl BusDevice for Serial {
     fn read(&self, offset: u64, data: &mut [u8]) {
         let mut uart = lock(&self.uart);
-        // Wider accesses are accesses to ports side by side.
+        // A wider access is an access to adjacent ports.
         for (port, byte) in ports(offset, data.len()).zip(data) {
             *byte = register(port).map_or(0xff, |register| uart.read(register));
         }
@@ -242,24 +242,24 @@ impl BusDevice for Serial {
     }
 }
 
-/// The register at a port, if there is one.
+/// Returns the register at a port, if any.
 fn register(port: Option<u16>) -> Option<u8> {
     let register = u8::try_from(port?).ok()?;
     (u64::from(register) < Serial::PORTS).then_some(register)
 }
 
-/// The receive side, as the console thread sees it.
+/// The receive side, as the console thread uses it.
 struct Receiver(Arc<Mutex<Uart>>);
 
 impl InputSink for Receiver {
     fn accept(&self, bytes: &[u8]) -> Accepted {
-        // Never waits: a vCPU may hold the lock while it waits for this very thread to take output.
+        // Never waits: a vCPU may hold the lock while it waits for this very thread to read output.
         let mut uart = match self.0.try_lock() {
             Ok(uart) => uart,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => return Accepted::Busy,
         };
-        // Drivers test the port in loop-back mode, for a moment; input would be mixed up with that.
+        // Drivers test the port in loop-back mode for a moment. Input would mix with the test data.
         if uart.state().modem_control & MODEM_LOOP != 0 {
             return Accepted::Busy;
         }
@@ -267,7 +267,7 @@ impl InputSink for Receiver {
         match uart.enqueue_raw_bytes(&bytes[..room]) {
             Ok(count) => Accepted::Bytes(count),
             Err(UartError::FullFifo) => Accepted::Bytes(0),
-            // The interrupt failed; the bytes are in the FIFO all the same.
+            // The interrupt failed, but the bytes are in the FIFO.
             Err(UartError::Trigger(_) | UartError::IOError(_)) => Accepted::Bytes(room),
         }
     }

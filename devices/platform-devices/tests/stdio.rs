@@ -1,5 +1,5 @@
-//! The console on a terminal: raw while it runs, escapes, and the terminal as it was afterwards, however
-//! the process ends. The process under test is this program again, with a pseudo-terminal as its own.
+//! The console on a terminal: raw mode while it runs, escapes, and the restored terminal after any end of the process.
+//! The process under test is this program again, with a pseudo-terminal of its own.
 #![allow(unsafe_code)] // Giving a child process its terminal.
 #![allow(clippy::unwrap_used)] // Helpers of tests, too.
 
@@ -22,7 +22,7 @@ use rustix::termios::{LocalModes, tcgetattr};
 const CHILD: &str = "CAUSEWAY_STDIO_TEST_CHILD";
 const LONG: Duration = Duration::from_secs(20);
 
-/// Prints each key as `<hex>`; panics on `p`, exits on `e`, ends on the quit escape.
+/// Prints each key as `<hex>`. Panics on `p`, exits on `e`, and ends on the quit escape.
 #[test]
 #[ignore = "the child process of the other tests"]
 fn child() {
@@ -95,7 +95,7 @@ impl Terminal {
     }
 
     fn expect(&mut self, text: &str) {
-        // The other side ends within LONG, and then reading fails.
+        // The other side ends within LONG; then reading fails.
         while !self.seen.contains(text) {
             let mut bytes = [0; 256];
             match self.master.read(&mut bytes) {
@@ -109,7 +109,7 @@ impl Terminal {
         tcgetattr(self.slave.as_fd()).unwrap().local_modes.contains(LocalModes::ICANON | LocalModes::ECHO)
     }
 
-    /// Waits for the end; returns the exit code.
+    /// Waits for the process's end; returns the exit code.
     fn end(mut self) -> Option<i32> {
         let begin = Instant::now();
         loop {

@@ -1,5 +1,5 @@
-//! Explores every description exhaustively and prints the size: `cargo run --release -p device-models --example explore [device...]`.
-//! With `--page DIRECTORY` it writes the descriptions' pages instead.
+//! Explores the state space of every description and prints its size: `cargo run --release -p device-models --example
+//! explore [device...]`. With `--page DIRECTORY` it writes the descriptions' reference pages instead.
 
 mod space;
 

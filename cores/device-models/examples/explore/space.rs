@@ -1,8 +1,9 @@
-//! The state space of a description: every state that requests of a guest and answers of the device can reach, with the values that the
-//! description says stand for all.
+//! The state space of a description: every state that the guest's requests and the device's responses can reach.
+//! Registers take the values that the description names as representatives.
 //!
-//! The device is judged by its windows and by the registers that it really holds, not by the model's states and transitions: if the device could use a window now that wasn't granted, the path is a finding. Guest memory lies elsewhere in the device's addresses
-//! than in the guest's, so that an address that was forgotten to be translated is a finding too.
+//! The exploration judges the device by its windows and the registers that it really holds, not by the model's states
+//! and transitions. A path is a finding if the device could use a window that wasn't granted. Guest memory has
+//! different addresses for the device and for the guest. So an address that isn't translated is a finding, too.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,18 +17,18 @@ use stateright::{Checker, HasDiscoveries, Model as _, Property};
 
 /// Guest memory that DMA may use.
 const GUEST: std::ops::Range<u64> = 0x10_0000..0x20_0000;
-/// Where it lies for the device.
+/// Distance from guest-physical addresses to the device's addresses.
 const OFFSET: u64 = 0x4000_0000;
 
-/// What a guest without permissions was granted, as an IOMMU has it, and the device as it is in the moment in which something is given back.
+/// The grants of a guest without permissions, as an IOMMU has them, and the device's state at a release.
 struct Guest {
     device: &'static Device,
     registers: Vec<u32>,
     states: Vec<u8>,
-    /// Windows in the host's memory, and grants of all of the guest's.
+    /// Granted windows in the host's memory, and the number of grants of all guest memory.
     windows: Vec<Granted>,
     whole: u32,
-    /// A window was given back that the device could use.
+    /// A window was released while the device could use it.
     torn: bool,
 }
 
@@ -45,13 +46,13 @@ impl Guest {
         Self { device, registers, states: world.states().to_vec(), windows, whole, torn: world.torn }
     }
 
-    /// The device has got what was written.
+    /// Notes that the device has got all writes.
     fn sees(&mut self, world: &World) {
         self.registers.clone_from(&world.registers);
         self.states = world.states().to_vec();
     }
 
-    /// Whether the device can use a window with its registers that is granted no more.
+    /// Checks whether the device can use a window that is no longer granted.
     fn look(&mut self) {
         let values = At { registers: &self.registers, states: &self.states };
         let in_use = self.device.windows.iter().filter(|window| window.active.holds(&values));
@@ -69,7 +70,7 @@ impl Guest {
     }
 }
 
-/// Registers and states at some moment.
+/// Registers and states at one moment.
 struct At<'a> {
     registers: &'a [u32],
     states: &'a [u8],
@@ -116,28 +117,29 @@ impl Grants for Guest {
 /// The property that [`Order`] is about.
 pub const GRANTED: &str = "a window in use is still granted";
 
-/// A request of the guest, or something that the device does.
+/// A request of the guest, or an event of the device or the monitor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Request {
-    /// The guest writes so many bytes of a register.
+    /// The guest writes this many bytes of a register.
     Write(Reg, u32, u8),
     /// The guest reads a register.
     Read(Reg, u8),
-    /// The device is done with what a register asked for: the register changes, a cause is latched.
+    /// The device completes the operation of a register: the register changes and a cause is latched.
     Complete(Reg),
-    /// The monitor takes the latched causes.
+    /// The monitor harvests the latched causes.
     Harvest,
-    /// The monitor looks at a register of its own accord.
+    /// The monitor reads a register by itself.
     Look(Reg),
 }
 
-/// The model, and the device: its true registers, whatever the model believes of them, and causes that nobody took yet.
+/// The model and the device. The device has its real registers, which may differ from the model's, and causes that
+/// aren't harvested.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct World {
     model: Model,
     registers: Vec<u32>,
     latched: u32,
-    /// A window was given back that the device could use.
+    /// A window was released while the device could use it.
     torn: bool,
 }
 
@@ -150,40 +152,40 @@ impl Values for World {
     }
 }
 
-/// The space of one slice of a device.
+/// The state space of one slice of a device.
 struct Space {
     device: &'static Device,
     requests: Vec<Request>,
-    /// What device and monitor do by themselves.
+    /// Events of device and monitor that need no guest.
     own: Vec<Request>,
-    /// Windows that some state uses.
+    /// Bit set of the windows that some state uses.
     used: AtomicU64,
     order: Order,
 }
 
-/// When windows are given back that a request leaves unused.
+/// The time at which unused windows are released.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Order {
-    /// When the device has got what the request leads to: as the monitor does it.
+    /// After the device has got the writes of the request, as the monitor does it.
     DeviceFirst,
-    /// Before. For controls.
+    /// Before. For negative controls.
     WindowsFirst,
 }
 
-/// What an exploration found.
+/// The result of an exploration.
 #[derive(Debug)]
 pub struct Report {
-    /// Different states.
+    /// Number of distinct states.
     pub states: usize,
-    /// Requests and answers that were tried.
+    /// Number of explored steps.
     pub steps: usize,
-    /// The longest shortest path.
+    /// Length of the longest shortest path.
     pub depth: usize,
-    /// Requests and answers per state at most.
+    /// Largest number of requests and events per state.
     pub requests: usize,
-    /// Windows that no state uses: the exploration says nothing about them.
+    /// Windows that no state uses: the exploration proves nothing about them.
     pub unused: Vec<&'static str>,
-    /// Findings: the property, and the path to it.
+    /// Findings: the violated property, and the path to it.
     pub findings: Vec<String>,
 }
 
@@ -209,7 +211,7 @@ pub fn explore(device: &'static Device, order: Order) -> Report {
 }
 
 impl Space {
-    /// The space of `device` with some registers left as they are after reset.
+    /// Creates the space of `device` in which the registers `left` keep their reset values.
     fn new(device: &'static Device, left: &[Reg], order: Order) -> Self {
         let (mut requests, mut own) = (Vec::new(), vec![Request::Harvest]);
         for (reg, register) in device.numbered().filter(|(reg, _)| !left.contains(reg)) {
@@ -239,7 +241,7 @@ impl Space {
         Self { device, requests, own, used: AtomicU64::new(0), order }
     }
 
-    /// Explores all of it. Windows that were used are added to `used`.
+    /// Explores the whole space. Adds the windows that were used to `used`.
     fn explore(self, used: &mut u64) -> Report {
         let requests = self.requests.len() + self.own.len();
         let checker = self.checker().threads(2).finish_when(HasDiscoveries::AnyFailures).spawn_bfs().join();
@@ -264,7 +266,7 @@ impl Space {
         }
     }
 
-    /// The world after a request; `None` when it can't happen now.
+    /// Returns the world after a request, or `None` if the request is impossible now.
     fn step(&self, before: &World, request: Request) -> Option<World> {
         let mut world = before.clone();
         let device = self.device;
@@ -327,7 +329,7 @@ impl Space {
             Request::Complete(reg) => {
                 let (clear, set, causes) = device.register(reg).becomes?;
                 let held = world.registers[reg.index()];
-                // What the device works for is a window of its own.
+                // The target of the device's operation is a window of its own.
                 let mut works = false;
                 for window in device.windows.iter().filter(|window| window.active.holds(before)) {
                     window.active.registers(&mut |used| works |= used == reg);
@@ -360,7 +362,7 @@ impl Space {
         world.model.returned(piece, world.registers[reg.index()]);
     }
 
-    /// The guest has reset its device.
+    /// Resets the guest's device.
     fn reset(&self, world: &mut World, guest: &mut Guest) {
         if self.order == Order::WindowsFirst {
             guest.registers.clone_from(&world.registers);
@@ -379,7 +381,7 @@ impl Space {
         self.device.register(reg).banks >> world.model.graph().bank(self.device) & 1 == 1
     }
 
-    /// Every window that the device may use with the registers that it holds was granted.
+    /// Returns whether every window that the device may use with its registers was granted.
     fn is_guarded(&self, world: &World) -> bool {
         (0u8..).zip(self.device.windows).filter(|(_, window)| window.active.holds(world)).all(
             |(number, window)| {
@@ -399,7 +401,7 @@ impl Space {
         )
     }
 
-    /// The device and the monitor come to a reusable state by themselves: the guest isn't needed.
+    /// Returns whether the device and the monitor reach a quiescent state without the guest.
     fn ends(&self, world: &World) -> bool {
         let (mut seen, mut open) = (HashSet::new(), vec![world.clone()]);
         while let Some(world) = open.pop() {
@@ -426,7 +428,7 @@ fn text(device: &Device, request: Request) -> String {
     }
 }
 
-/// Registers that steps read, whatever they depend on: the monitor may look at more than it does.
+/// Returns the registers that the steps read under any condition: the monitor may read more than it does.
 fn reads(steps: &[Step]) -> Vec<Reg> {
     let of = |step: &Step| match step {
         Step::Read(reg) => vec![*reg],

@@ -1,47 +1,47 @@
-//! The device context: stopping, saving and restoring, as sequences of steps.
+//! The device context: sequences of steps that stop, save and restore a device.
 
 use super::{Cond, Expr, Reg, State};
 
-/// One step of a sequence. Registers are reached in whatever bank they lie.
+/// A step of a sequence. A step on a banked register selects its bank.
 #[derive(Debug, Clone, Copy)]
 pub enum Step {
     /// Resets the device.
     Reset,
-    /// Writes a register of the device.
+    /// Writes a device register.
     Write(Reg, Expr),
-    /// Reads a register of the device and remembers it.
+    /// Reads a device register and stores its value in the model.
     Read(Reg),
     /// The model enters a state.
     Enter(State),
-    /// Moves the device's ring pointers, which can't be written, by frames that it sends to itself.
+    /// Moves the device's ring pointers, which can't be written, by frames that the device sends to itself.
     FastForward,
-    /// Reads a register until these bits (mask) have this value, at most so many times, and goes on: gives the device the time that it
-    /// may need, whether it tells when it is done or not (QEMU's NE2000 doesn't).
+    /// Reads a register until its bits (second value: mask) have the third value, at most as often as the fourth says.
+    /// Then continues in any case: not every device reports completion (QEMU's NE2000 doesn't).
     Await(Reg, u32, u32, u32),
-    /// Takes the causes that the device reports into the virtual status.
+    /// Moves the causes that the device reports into the virtual status.
     Harvest,
-    /// All of these.
+    /// Executes all of these.
     All(&'static [Step]),
-    /// Only if the condition holds.
+    /// Executes the steps only if the condition holds.
     If(Cond, &'static [Step]),
-    /// Writes what the guest has written into a table of registers since its device was reset.
+    /// Writes a table of registers as the guest has written it since its device was reset.
     Table(Reg),
-    /// Copies live memory of the card to the context.
+    /// Copies the live memory of the card to the context.
     SaveMemory,
-    /// Copies memory of the context to the card, and zeroes what else the previous guest may have left there.
+    /// Copies the context's memory to the card, and zeroes other data that the previous guest may have left there.
     RestoreMemory,
-    /// Re-checks every window of the incoming guest that the device will use, against that guest's memory.
+    /// Checks every window that the device will use against the incoming guest's memory.
     Recheck,
-    /// Reads a register of the device: the model takes the value as if the guest had written it, checks included.
+    /// Reads a device register and feeds it to the model as if the guest had written it, checks included.
     Learn(Reg),
-    /// The same for the words of a table that aren't zero.
+    /// Does the same for the nonzero words of a table.
     LearnTable(Reg),
 }
 
-/// A run of pages of card memory that is saved.
+/// A range of pages of card memory that is saved.
 #[derive(Debug, Clone, Copy)]
 pub enum Pages {
-    /// From the first page up to but not including the second, through the end of the ring `[start, stop)` if it is reached.
+    /// From the first page up to but not including the second, with wraparound in the ring `[start, stop)`.
     Ring {
         /// First page.
         from: Expr,
@@ -65,71 +65,72 @@ pub struct Memory {
     pub to: u32,
     /// Bytes per page.
     pub page: u32,
-    /// Low and high byte of the address of a transfer.
+    /// Registers of the low and high byte of a transfer's address.
     pub address: [Reg; 2],
-    /// Low and high byte of the number of bytes of a transfer.
+    /// Registers of the low and high byte of a transfer's length.
     pub count: [Reg; 2],
-    /// The register that starts a transfer, with the values for reading, writing, and ending: all with the device stopped.
+    /// The register that starts a transfer, and its values for read, write and end, all with the device stopped.
     pub command: (Reg, u32, u32, u32),
     /// The data port.
     pub data: Reg,
-    /// The device's own pointer into the ring: what it moved over was written.
+    /// The device's own pointer into the ring: pages that it has passed were written.
     pub current: Reg,
     /// Pages that belong to the context.
     pub live: &'static [Pages],
 }
 
-/// Ring pointers of a device that can be read but not written, and what a frame to itself needs.
+/// Ring pointers of a device that can be read but not written, and the parameters of a frame that the device sends to
+/// itself.
 #[derive(Debug, Clone, Copy)]
 pub struct Pointers {
     /// The position in the receive ring at which the device writes next.
     pub position: Reg,
     /// The number of the descriptor that the device sends next.
     pub next: Reg,
-    /// Addresses and command registers of the descriptors.
+    /// Address and command register of each descriptor.
     pub descriptors: &'static [(Reg, Reg)],
-    /// Bits of a command register that say that the frame was sent.
+    /// Bits of a command register that are set once the frame was sent.
     pub sent: u32,
-    /// Bytes of the receive ring.
+    /// Length of the receive ring in bytes.
     pub ring: Expr,
-    /// The register that tells the device where the receive ring is.
+    /// The register with the receive ring's address.
     pub base: Reg,
-    /// The register by which the driver says how far it has read, and what it is behind the position.
+    /// The register with the driver's read position, and its constant offset from that position.
     pub read: (Reg, u32),
-    /// Receive and transmit configuration.
+    /// Registers of receive and transmit configuration.
     pub config: (Reg, Reg),
-    /// Value of the transmit configuration for sending to itself.
+    /// Value of the transmit configuration for loopback.
     pub loopback: u32,
-    /// Bits of the receive configuration: accept broadcasts; accept the station address.
+    /// Bits of the receive configuration: accept broadcast; accept the station address.
     pub accept: (u32, u32),
-    /// The station address that the device has meanwhile.
+    /// The device's station address during loopback.
     pub station: [u8; 6],
-    /// The register that starts receiver and transmitter, and its value for both.
+    /// The register that enables receiver and transmitter, and its value for both.
     pub enable: (Reg, u32),
-    /// The part of it that starts the receiver.
+    /// The part of that value that enables the receiver.
     pub receives: u32,
-    /// Bytes that the ring needs beyond a frame, and to what the sum is rounded.
+    /// Bytes that the ring needs beyond a frame, and the alignment of the sum.
     pub overhead: (u32, u32),
-    /// Status bit that makes the driver start its ring anew, when the pointers can't be moved.
+    /// Status bits that make the driver restart its ring if the pointers can't be moved.
     pub restart: u32,
 }
 
-/// How the device is given from one guest to another.
+/// The hand-off of a device between guests.
 #[derive(Debug, Clone, Copy)]
 pub struct Context {
-    /// Brings the model up to date before it is asked whether the device is reusable.
+    /// Updates the model before it is asked for a quiescent point.
     pub settle: &'static [Step],
-    /// Stops the device at a packet boundary; it is reusable already, or the monitor forces it.
+    /// Stops the device at a packet boundary. The device is quiescent, or the monitor forces the stop.
     pub freeze: &'static [Step],
-    /// Saves what the model doesn't know from the requests it saw.
+    /// Saves the state that the model doesn't know from the guest's requests.
     pub save: &'static [Step],
-    /// Brings the device to the context's state, DMA enables last.
+    /// Restores the context on the device; enables DMA last.
     pub restore: &'static [Step],
-    /// After `restore`, for a guest that drives the device without its model: the guest's own interrupt mask, closed before it is opened: a line that is
-    /// up falls and rises.
+    /// Follows `restore` for a guest in passthrough: sets the guest's own interrupt mask. It masks before it unmasks,
+    /// so that an asserted line falls and rises.
     pub open: &'static [Step],
-    /// Brings a new model to what such a guest has made of the device. Nothing, where no access comes past the monitor, which keeps the model up to
-    /// date meanwhile.
+    /// Updates a new model from the registers of a guest that was in passthrough. Empty if the monitor sees every
+    /// access and keeps the model up to date.
     pub learn: &'static [Step],
     /// Memory on the card.
     pub memory: Option<Memory>,

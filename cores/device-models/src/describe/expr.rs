@@ -1,70 +1,70 @@
-//! Numbers and conditions over registers, as data: they are computed, printed and searched.
+//! Numbers and conditions over registers, as data that can be evaluated, printed and searched.
 
 use std::fmt;
 
 use super::{Reg, State, WindowId};
 
-/// Where expressions take their values from.
+/// Source of an expression's values.
 pub trait Values {
     /// The value of a register.
     fn register(&self, reg: Reg) -> u32;
-    /// The state numbers, one per component.
+    /// Returns the state numbers, one per component.
     fn states(&self) -> &[u8];
-    /// Bytes of the access that is being treated; 0 when there is none.
+    /// Returns the current access's size in bytes, or 0 without an access.
     fn access_size(&self) -> u32 {
         0
     }
-    /// Offset of the access in its BAR; 0 when there is none.
+    /// Returns the current access's offset in its BAR, or 0 without an access.
     fn access_offset(&self) -> u32 {
         0
     }
-    /// The value that is being written, with the bits that the register doesn't keep.
+    /// Returns the value being written, including bits that the register doesn't store.
     fn written(&self) -> u32 {
         0
     }
-    /// First byte of a validated window in the device's own addresses; 0 when it isn't validated.
+    /// Returns a validated window's base in the device's addresses, or 0 if it isn't validated.
     fn device_base(&self, _window: WindowId) -> u64 {
         0
     }
 }
 
-/// A number. Arithmetic is on 64 bits and saturates: guests choose the operands.
+/// A number. Arithmetic has 64 bits and saturates, since guests choose the operands.
 #[derive(Debug, Clone, Copy)]
 pub enum Expr {
     /// A constant.
     Const(u64),
     /// A register.
     Reg(Reg),
-    /// Bits of a register: lowest bit, number of bits.
+    /// A bit field of a register: lowest bit, number of bits.
     Bits(Reg, u8, u8),
     /// The sum.
     Sum(&'static [Expr]),
-    /// The difference; 0 when it would be negative.
+    /// The difference, or 0 if it would be negative.
     Minus(&'static Expr, &'static Expr),
     /// Shifted left.
     Shl(&'static Expr, u8),
     /// Shifted right.
     Shr(&'static Expr, u8),
-    /// Masked: the bits of the constant only.
+    /// Bitwise AND with the constant.
     And(&'static Expr, u64),
-    /// The bits of the first that the second doesn't have.
+    /// The bits of the first that aren't set in the second.
     Without(&'static Expr, &'static Expr),
-    /// The entry of a list that the number selects; the last one when it is too large.
+    /// The list entry at this index, or the last entry if the index is too large.
     Pick(&'static Expr, &'static [Expr]),
-    /// The first when the condition holds, else the second.
+    /// The first number if the condition holds, else the second.
     If(&'static Cond, &'static Expr, &'static Expr),
-    /// The value that is being written, with the bits that the register doesn't keep.
+    /// The value being written, including bits that the register doesn't store.
     Written,
     /// Bytes of the access.
     AccessSize,
-    /// Offset of the access in its BAR: which word of a table.
+    /// Offset of the access in its BAR, which selects a word of a table.
     Offset,
-    /// First byte of a validated window, as the device must be told.
+    /// Base of a validated window in the device's addresses.
     DeviceBase(WindowId),
 }
 
 impl Expr {
-    /// Its value.
+    /// Evaluates the expression.
     pub fn value(&self, from: &dyn Values) -> u64 {
         match *self {
             Self::Const(number) => number,
@@ -121,7 +121,7 @@ pub enum Cond {
     Never,
     /// At least one of these bits of the register is set.
     Set(Reg, u32),
-    /// None of these bits is set.
+    /// None of these bits of the register is set.
     Clear(Reg, u32),
     /// These bits (mask) of the register have this value.
     Is(Reg, u32, u32),
@@ -135,14 +135,14 @@ pub enum Cond {
     All(&'static [Cond]),
     /// At least one holds.
     Any(&'static [Cond]),
-    /// It doesn't hold.
+    /// The condition doesn't hold.
     Not(&'static Cond),
     /// The component is in this state.
     In(State),
 }
 
 impl Cond {
-    /// Whether it holds.
+    /// Evaluates the condition.
     pub fn holds(&self, from: &dyn Values) -> bool {
         match *self {
             Self::Always => true,
@@ -175,7 +175,7 @@ impl Cond {
     }
 }
 
-/// Text of expressions and conditions, with the device's names.
+/// Text of expressions and conditions with the device's names.
 pub(crate) struct Named<'a, T>(pub &'a super::Device, pub &'a T);
 
 impl fmt::Display for Named<'_, Expr> {

@@ -1,16 +1,16 @@
-//! The language in which a device is described: constants of the types below, in one file per device of [`crate::devices`].
+//! The language of device descriptions: constants of the types below, in one file per device of [`crate::devices`].
 //!
-//! | part | says |
+//! | part | describes |
 //! |---|---|
-//! | [`Register`] | where a register is, how it is treated ([`Class`]), what may come back from the device |
-//! | [`Component`], [`State`] | the state graph: small machines side by side |
+//! | [`Register`] | a register's offset, its treatment ([`Class`]), the values that may return from the device |
+//! | [`Component`], [`State`] | the state graph: small parallel state machines |
 //! | [`Transition`] | event × states → checks, then effects |
-//! | [`Window`] | which memory the device may touch, and when: a fact of the device, apart from the transitions that guard it |
-//! | [`Interrupts`] | status and mask registers that the guest sees only as virtual ones |
+//! | [`Window`] | memory that the device may touch, and when: a fact of the device, independent of the transitions that guard it |
+//! | [`Interrupts`] | status and mask registers, of which the guest has virtual ones only |
 //! | [`Context`] | how the device is stopped, saved and restored, in order |
 //!
-//! A register is *hooked* in a state when one of its transitions that has a check may fire in that state: the hook list follows from
-//! the guards, and nothing has to be listed twice.
+//! A register is a *hook* in a state if one of its transitions with a check may fire in that state. So the list of
+//! hooks follows from the guards, and no description lists it.
 
 mod context;
 mod expr;
@@ -29,13 +29,13 @@ pub use transition::{Check, Effect, Event, Permission, Transition, on};
 pub struct Reg(pub u8);
 
 impl Reg {
-    /// As an index into the table of registers.
+    /// Returns the index into the table of registers.
     pub const fn index(self) -> usize {
         self.0 as usize
     }
 }
 
-/// A state of a component: which component, which of its states.
+/// A state of a component.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct State {
     /// Index into [`Device::components`].
@@ -49,13 +49,13 @@ pub struct State {
 pub struct WindowId(pub u8);
 
 impl WindowId {
-    /// As an index into the table of windows.
+    /// Returns the index into the table of windows.
     pub const fn index(self) -> usize {
         self.0 as usize
     }
 }
 
-/// One small state machine of the device; the first state is the one after reset.
+/// A small state machine of the device. Its first state is the one after reset.
 #[derive(Debug, Clone, Copy)]
 pub struct Component {
     /// Its name.
@@ -64,27 +64,29 @@ pub struct Component {
     pub states: &'static [&'static str],
 }
 
-/// Where a window lies.
+/// The address space of a window.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Space {
-    /// In memory on the card, from byte `from` up to but not including `to`. Checked against these bounds.
+    /// Memory on the card, from byte `from` up to but not including `to`. A window is checked against these bounds.
     Card {
         /// First byte.
         from: u64,
         /// Byte after the last one.
         to: u64,
     },
-    /// Whatever lies in the guest's memory, at addresses that the device finds in that memory: no check of them in place would hold. Granted as
-    /// a whole, by an IOMMU that lets the device reach that memory and nothing else; base and length mean nothing.
+    /// Guest memory at addresses that the device reads from guest memory. No check of the addresses could hold, as the
+    /// guest may change them. So an IOMMU grants all of the guest's memory and nothing else. Base and length have no
+    /// meaning.
     Guest,
-    /// In the host's memory: DMA. Checked against the guest's memory map. The device computes addresses with `bits` bits.
+    /// The host's memory, by DMA. A window is checked against the guest's memory map. The device computes addresses
+    /// with `bits` bits.
     Host {
         /// Width of the device's addresses.
         bits: u8,
     },
 }
 
-/// What the device does to a window.
+/// Direction of the device's access to a window.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Direction {
     /// The device reads.
@@ -93,86 +95,88 @@ pub enum Direction {
     DeviceWrites,
 }
 
-/// A check in advance, with the largest length that any request could name: requests need none any more then (spec nics 0.4).
+/// A check in advance, with the largest length that any request could name. If it succeeds, the requests need no check.
 #[derive(Debug, Clone, Copy)]
 pub struct Standing {
-    /// That length.
+    /// The largest length in bytes.
     pub length: Expr,
-    /// The state when it is granted.
+    /// The state if the window was granted.
     pub granted: State,
-    /// The state when each use has to be checked.
+    /// The state if each use must be checked.
     pub each: State,
 }
 
-/// Memory that the device touches by itself. The fields speak of the registers as the *device* holds them, and nothing here refers
-/// to states or checks: explorations and tests judge the transitions by it.
+/// Memory that the device accesses by itself. The fields refer to the registers as the *device* holds them, and never
+/// to states or checks. So explorations and tests can judge the transitions by them.
 #[derive(Debug, Clone, Copy)]
 pub struct Window {
     /// Its name.
     pub name: &'static str,
-    /// Where it lies.
+    /// The address space.
     pub space: Space,
-    /// What the device does to it.
+    /// The direction of the device's access.
     pub direction: Direction,
-    /// Its first byte.
+    /// Offset or address of the first byte.
     pub base: Expr,
-    /// The largest number of bytes that the device can use with these registers.
+    /// The largest number of bytes that the device can access with these registers.
     pub length: Expr,
-    /// When the device may use it.
+    /// The condition under which the device may use the window.
     pub active: Cond,
-    /// A check in advance, if there is one.
+    /// The check in advance, if any.
     pub standing: Option<Standing>,
-    /// No guest is ever granted it: it stands here so that explorations see when the device could use it.
+    /// The window is never granted. It exists so that explorations detect a possible use.
     pub never: bool,
 }
 
-/// Interrupt status and mask, which the guest sees as virtual registers only.
+/// Interrupt status and mask. The guest has virtual ones only.
 #[derive(Debug, Clone, Copy)]
 pub struct Interrupts {
     /// The status register.
     pub status: Reg,
     /// The mask register.
     pub mask: Reg,
-    /// Status bits that can raise the line.
+    /// Status bits that can assert the line.
     pub line: u32,
-    /// Status bits that the model itself derives: taken neither from the device nor enabled there.
+    /// Status bits that the model derives by itself. They are neither read from the device nor enabled there.
     pub derived: u32,
-    /// Value of the device's own mask while a guest holds it.
+    /// Value of the device's own mask while a guest is resident.
     pub physical_mask: u32,
-    /// The register by which causes are set, where the device has one.
+    /// The register that sets causes, if the device has one.
     pub set: Option<Reg>,
-    /// Registers that say more about causes, and about which (status bits): remembered whenever one of these is taken, and answered
-    /// from there.
+    /// Registers with details of causes, and these causes' status bits. The model latches such a register when one of
+    /// its causes is harvested, and answers reads from there.
     pub latched: &'static [(Reg, u32)],
-    /// Bit that tells the driver of a failed request (policy `device error`), where the driver has a way to recover from it.
+    /// Status bit that reports a failed request (policy `device error`), if drivers can recover from it.
     pub error: Option<u32>,
 }
 
-/// What drivers look at and write for each frame. Where there are any, a guest can read a page of the monitor's instead of the device
-/// (`vpio::shown`), which is kept as fresh as this says.
+/// The registers that drivers poll and write for each frame. If there are any, a guest can read a shadow register page
+/// instead of the device (`vpio::shown`). This description defines when the page is updated.
 #[derive(Debug, Clone, Copy)]
 pub struct Polled {
-    /// Registers that change by themselves and that drivers look at all the time.
+    /// Registers that change by themselves and that drivers poll.
     pub read: &'static [Reg],
-    /// Registers whose writes change no others but these and the status.
+    /// Registers whose writes change only these registers and the status.
     pub written: &'static [Reg],
-    /// Causes with which nothing but these has changed.
+    /// Causes that change nothing but these registers.
     pub causes: u32,
-    /// Values that drivers write to the interrupt mask at each interrupt, which are only told of. They may take effect when the device is
-    /// looked at next: until then no interrupt comes, or one that was on its way.
+    /// Values that drivers write to the interrupt mask at each interrupt. An eventfd reports them. They may take effect
+    /// at the next use of the device: until then no interrupt arrives, or one that was in flight.
     pub masks: &'static [u32],
-    /// Where such a value opens the mask: it is looked at without delay, since causes may wait for it.
+    /// Such a value unmasks interrupts. The monitor handles it without delay, since causes may be pending.
     pub prompt: bool,
-    /// Registers that are done some time after they were written, and the bit that says so. Who has not seen it when the device goes to another guest has the last value written
-    /// again when it comes back, so twice must do no harm.
+    /// Slow registers, which complete some time after a write, and the bit that reports completion. If the guest hasn't
+    /// read it before a hand-off, the monitor repeats the last write at the guest's return. So a repeated write must be
+    /// harmless.
     pub settles: &'static [(Reg, u32)],
-    /// The status is cleared by a read, which nobody sees in a page: the register whose write, of ones to clear bits of the mask, follows that
-    /// read in drivers. Frames of causes in `causes` are looked for after it.
+    /// A read clears the status, and the monitor doesn't see reads of a page. The value is the register that drivers
+    /// write after that read, with ones that clear bits of the mask. Drivers poll for the frames of `causes` after that
+    /// write.
     pub read_clears: Option<Reg>,
 }
 
 impl Polled {
-    /// Drivers leave the guest for each read.
+    /// No page: each read exits.
     pub const NONE: Self = Self {
         read: &[],
         written: &[],
@@ -183,26 +187,26 @@ impl Polled {
         read_clears: None,
     };
 
-    /// Whether a page can be kept up.
+    /// Returns whether the device supports a page.
     pub const fn any(&self) -> bool {
         !self.read.is_empty() || self.read_clears.is_some()
     }
 }
 
-/// A bank register: which group of registers an offset means.
+/// A bank register, which selects the group of registers at an offset.
 #[derive(Debug, Clone, Copy)]
 pub struct Bank {
-    /// The register that selects.
+    /// The selecting register.
     pub register: Reg,
-    /// Lowest bit of the number of the bank.
+    /// Lowest bit of the bank number.
     pub shift: u8,
-    /// Bits of the number of the bank.
+    /// Bit mask of the bank number, after the shift.
     pub mask: u32,
-    /// Bits of the register that the monitor keeps when it selects a bank by itself.
+    /// Bits of the register that the monitor preserves when it selects a bank by itself.
     pub keep: u32,
-    /// Bits that it sets then.
+    /// Bits that the monitor sets then.
     pub set: u32,
-    /// States in which writing the register would disturb the device.
+    /// States in which a write of the register would disturb the device.
     pub busy: &'static [State],
 }
 
@@ -222,7 +226,7 @@ pub struct Pci {
     pub vendor: u16,
     /// Device.
     pub device: u16,
-    /// Revision shown to the guest.
+    /// Revision ID that the guest reads.
     pub revision: u8,
     /// Class code, 24 bits.
     pub class: u32,
@@ -230,42 +234,42 @@ pub struct Pci {
     pub bus_master: BusMaster,
 }
 
-/// A base address register. All of a device's BARs show the same registers, unless denied.
+/// A base address register. All BARs of a device contain the same registers, unless hidden.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Bar {
-    /// I/O ports, so many bytes.
+    /// I/O ports, of this size in bytes.
     Ports(u32),
-    /// Memory, so many bytes.
+    /// Memory, of this size in bytes.
     Memory(u32),
     /// Hidden from the guest.
     Hidden,
 }
 
-/// An access of the device's registers without any model: through the first BAR that the guest sees, in whatever bank is selected.
+/// A register access without a model, through the first BAR that the guest sees, in the selected bank.
 #[derive(Debug, Clone, Copy)]
 pub enum Poke {
-    /// Writes so many bytes at an offset.
+    /// Writes at an offset: offset, size in bytes, value.
     Write(u32, u8, u32),
-    /// Reads so many bytes at an offset, for the read's effect.
+    /// Reads at an offset for the read's side effect: offset, size in bytes.
     Read(u32, u8),
-    /// Reads so many bytes at an offset until the bits of the mask have the value, at most 10,000 times.
+    /// Reads until the masked bits have a value, at most 10,000 times: offset, size in bytes, mask, value.
     Await(u32, u8, u32, u32),
-    /// Reads so many bytes at an offset, so many times: as long as that takes on the bus.
+    /// Reads repeatedly, as a delay: offset, size in bytes, count.
     Hold(u32, u8, u32),
 }
 
-/// Where a device that was just reset tells the Ethernet address that it was made with.
+/// The source of the factory Ethernet address after a reset.
 #[derive(Debug, Clone, Copy)]
 pub struct Station {
-    /// What has to be done first.
+    /// Accesses that must precede the read.
     pub before: &'static [Poke],
-    /// Where the first byte is read.
+    /// Offset of the first byte.
     pub offset: u32,
-    /// How much further the next one is; 0: at the same port.
+    /// Distance between bytes; 0 if all come from the same port.
     pub stride: u32,
-    /// Bytes of the registers that hold them: a device may know no smaller access.
+    /// Access size in bytes of the registers: a device may not support smaller ones.
     pub width: u8,
-    /// What has to be done afterwards.
+    /// Accesses that must follow the read.
     pub after: &'static [Poke],
 }
 
@@ -274,69 +278,72 @@ pub struct Station {
 pub struct Device {
     /// Short name: `ne2000`.
     pub name: &'static str,
-    /// What it is.
+    /// Full name.
     pub title: &'static str,
-    /// Where the facts come from.
+    /// Source of the facts.
     pub source: &'static str,
     /// PCI identity.
     pub pci: Pci,
     /// Base address registers.
     pub bars: &'static [Bar],
-    /// A reset by the device's own registers, for a function that can't be reset from outside.
+    /// A reset through the device's own registers, for a function that can't be reset from outside.
     pub reset: &'static [Poke],
-    /// What a reset leaves as the last driver had it, as after power-on: for a card that was just reset and goes to another VM. May take a while.
+    /// Restores the power-on state that a reset preserves. For a card that was just reset and goes to another VM. May
+    /// take a while.
     pub power_on: &'static [Poke],
-    /// Where the device tells its own address.
+    /// Source of the device's own address.
     pub station: Station,
     /// Registers.
     pub registers: &'static [Register],
-    /// Banks, where offsets mean different registers.
+    /// The bank register, if offsets mean different registers.
     pub bank: Option<Bank>,
-    /// Registers that hold the guest's Ethernet address, a byte each; no reset changes them.
+    /// Registers of the guest's Ethernet address, a byte each. No reset changes them.
     pub identity: &'static [Reg],
     /// Components of the state.
     pub components: &'static [Component],
     /// Transitions.
     pub transitions: &'static [Transition],
-    /// Memory that the device touches by itself.
+    /// Memory that the device accesses by itself.
     pub windows: &'static [Window],
     /// Interrupts.
     pub interrupts: Interrupts,
-    /// What drivers look at all the time.
+    /// Registers that drivers poll.
     pub polled: Polled,
-    /// States in which the device can be given to another guest. Different components must all be in one of theirs.
+    /// Quiescent states, in which the device can be handed to another guest. Every component that is named must be in
+    /// one of its states.
     pub reusable: &'static [State],
-    /// Stopping, saving, restoring.
+    /// Stop, save and restore.
     pub context: Context,
-    /// Explorations, each of which leaves these registers at their value after reset: parts of the device that don't depend on each
-    /// other are explored one by one. One empty list: all at once.
+    /// Explorations, each of which leaves these registers at their reset values. So independent parts of the device are
+    /// explored one by one. One empty list means all at once.
     pub slices: &'static [&'static [Reg]],
 }
 
 impl Device {
-    /// The register with number `reg`.
+    /// Returns the register with number `reg`.
     pub fn register(&self, reg: Reg) -> &'static Register {
         &self.registers[reg.index()]
     }
 
-    /// All registers with their numbers.
+    /// Returns all registers with their numbers.
     pub fn numbered(&self) -> impl Iterator<Item = (Reg, &'static Register)> {
         (0u8..).map(Reg).zip(self.registers)
     }
 
-    /// Number of the BAR through which the monitor itself reaches the registers: the first that the guest sees.
+    /// Returns the BAR through which the monitor accesses the registers: the first one that the guest sees.
     pub fn bar(&self) -> u8 {
         let visible = self.bars.iter().position(|bar| *bar != Bar::Hidden);
         visible.and_then(|at| u8::try_from(at).ok()).unwrap_or(0)
     }
 
-    /// `component=state`, for texts.
+    /// Returns `component=state`, for messages.
     pub fn state_name(&self, state: State) -> String {
         let component = &self.components[usize::from(state.component)];
         format!("{}={}", component.name, component.states[usize::from(state.number)])
     }
 
-    /// Whether `states` (a state number per component) satisfies `guards`: for each component that is named, one of its states.
+    /// Returns whether `states` (a state number per component) satisfies `guards`: each named component is in one of
+    /// its named states.
     pub fn holds(guards: &[State], states: &[u8]) -> bool {
         guards.iter().all(|guard| {
             guards.iter().any(|other| {
@@ -345,14 +352,14 @@ impl Device {
         })
     }
 
-    /// What is wrong with the description, one sentence each: a description of this crate has nothing.
+    /// Checks the description. Returns a sentence per problem; the descriptions of this crate have none.
     pub fn problems(&self) -> Vec<String> {
         validate::problems(self)
     }
 }
 
-/// Numbers the entries of a table: `table! { REGISTERS: Register => Reg { CR = register(..), .. } }` makes the constants `CR = Reg(0)`, ..
-/// and the slice.
+/// Numbers the entries of a table. `table! { REGISTERS: Register => Reg { CR = register(..), .. } }` defines the
+/// constants `CR = Reg(0)`, .. and the slice.
 macro_rules! table {
     ($(#[$meta:meta])* $table:ident: $type:ty => $id:ident { $($name:ident = $value:expr;)* }) => {
         table!(@number $id, 0u8; $($name)*);
@@ -368,7 +375,7 @@ macro_rules! table {
 }
 pub(crate) use table;
 
-/// Names the states of components: `states! { COMPONENTS { 0 "tx": TX_IDLE = "idle", TX_BUSY = "busy"; .. } }`.
+/// Numbers the states of components: `states! { COMPONENTS { 0 "tx": TX_IDLE = "idle", TX_BUSY = "busy"; .. } }`.
 macro_rules! states {
     ($table:ident { $($number:literal $component:literal: $($name:ident = $text:literal),+;)* }) => {
         $(states!(@number $number, 0u8; $($name)+);)*

@@ -1,26 +1,26 @@
-//! Registers: place, class, what is kept and what may come back.
+//! Registers: offset, class, stored bits, and values that may return.
 
 use super::{Expr, Reg};
 
-/// How accesses to a register are treated (spec nics 0.1).
+/// How accesses to a register are treated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Class {
-    /// Forwarded; nothing to know, nothing to check.
+    /// Forwarded without checks or memory.
     Free,
-    /// Forwarded, and the last value is remembered.
+    /// Forwarded, and the model stores the last value.
     Shadow,
-    /// Answered from the model; the device's own register is not the guest's.
+    /// Answered from the model. The device's own register isn't the guest's.
     Virtual,
-    /// A write is checked in some states before it reaches the device.
+    /// In some states a write is checked before it reaches the device.
     Check,
-    /// As `Check`, and the write can start or re-aim DMA, or the card's own engine.
+    /// As `Check`, and the write can start or redirect DMA or the card's own engine.
     Dma,
-    /// Never forwarded: reads answer the reset value, writes are dropped and counted.
+    /// Never forwarded: reads return the reset value, writes are dropped and counted.
     Deny,
 }
 
 impl Class {
-    /// The letter of spec nics 0.1.
+    /// Returns the letter of the class in the reference pages.
     pub const fn letter(self) -> char {
         match self {
             Self::Free => 'F',
@@ -33,7 +33,7 @@ impl Class {
     }
 }
 
-/// What a guest's write does to the value.
+/// The effect of a guest's write on the value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Store {
     /// Replaces these bits.
@@ -42,68 +42,69 @@ pub enum Store {
     ClearOnes(u32),
     /// Ones set bits, of these only.
     SetOnes(u32),
-    /// Replaces bits, but these can only be set by a write; the device clears them.
+    /// Replaces bits. A write can only set these bits; the device clears them.
     Sticky(u32),
 }
 
-/// What the guest may see of a value that the device returned.
+/// The part of a returned value that the guest may read.
 #[derive(Debug, Clone, Copy)]
 pub enum Returns {
     /// Everything.
     Any,
-    /// The register isn't read from the device: the remembered value is the answer.
+    /// The register isn't read from the device: the stored value is the answer.
     Shadow,
-    /// These bits of it; the others must be as remembered, and are answered from there.
+    /// These bits of it. The others must match the stored value, which answers for them.
     Bits(u32),
-    /// Only numbers from the first up to but not including the second; otherwise the remembered value.
+    /// Only numbers from the first up to but not including the second. Otherwise the stored value.
     Within(Expr, Expr),
 }
 
-/// A register, made with [`register`] and the functions below.
+/// A register. Built by [`register`] and the methods below.
 #[derive(Debug, Clone, Copy)]
 pub struct Register {
-    /// Its name in the data sheet.
+    /// The data sheet's name.
     pub name: &'static str,
-    /// Offset in the BAR; `None` for what the model only remembers.
+    /// Offset in the BAR, or `None` for a value that only the model has.
     pub offset: Option<u32>,
     /// Width in bytes: 1, 2 or 4.
     pub width: u8,
-    /// Bytes of the BAR that mean this register; more than `width` for data ports.
+    /// Length in bytes of the offsets that mean this register; more than `width` for data ports.
     pub span: u32,
-    /// Other offsets at which the same register is found.
+    /// Other offsets of the same register.
     pub aliases: &'static [u32],
-    /// Banks in which it is found, a bit per bank.
+    /// Banks that contain the register, a bit per bank.
     pub banks: u8,
-    /// Class of reads; `None`: reads of this offset mean another register.
+    /// Class of reads. `None` if reads of this offset mean another register.
     pub read: Option<Class>,
-    /// Class of writes; `None`: writes of this offset mean another register.
+    /// Class of writes. `None` if writes of this offset mean another register.
     pub write: Option<Class>,
     /// Value after reset.
     pub reset: u32,
-    /// What a write keeps.
+    /// The effect of a write on the stored value.
     pub store: Store,
-    /// What may come back.
+    /// The values that may return from the device.
     pub returns: Returns,
-    /// A write may reach the model and the device late (in order with other late ones): it may wait in a coalescing ring.
+    /// A write may be deferred in a coalescing ring, in order with other deferred writes.
     pub late: bool,
-    /// A late write may start something that nobody waits for by another access: late writes are looked at soon after any access.
+    /// A deferred write may start an action without another access. So it may be deferred only if the monitor drains
+    /// the ring soon after any access.
     pub starts: bool,
-    /// Values that stand for all, one per case that the model or the device tells apart: exploration and grammar use them. The
-    /// exploration leaves registers without values at their reset value.
+    /// Representative values, one per case that the model or the device distinguishes. Exploration and grammar use
+    /// them. In explorations a register without values keeps its reset value.
     pub values: &'static [u32],
-    /// Bits that the device clears, that it sets, and the causes that it reports, by itself when it is done with a request.
+    /// Bits that the device clears, bits that it sets, and causes that it reports, on completion of a request.
     pub becomes: Option<(u32, u32, u32)>,
-    /// The device brings it to that register's value by itself, and reports these causes then: how far it has come with what it was told.
+    /// The device advances this register to that register's value by itself, and then reports these causes.
     pub follows: Option<(Reg, u32)>,
-    /// Reads answer with this register's value instead.
+    /// Reads return this register's value instead.
     pub mirrors: Option<Reg>,
-    /// Its words are remembered by the monitor, each for itself.
+    /// A table: the monitor stores each word.
     pub table: bool,
-    /// What it is.
+    /// Description for the reference page.
     pub about: &'static str,
 }
 
-/// A register of one byte at `offset`, in every bank, readable and writable, remembered.
+/// Builds a register of one byte at `offset`, in every bank, readable and writable, with a stored value.
 pub const fn register(name: &'static str, offset: u32) -> Register {
     Register {
         name,
@@ -129,42 +130,43 @@ pub const fn register(name: &'static str, offset: u32) -> Register {
 }
 
 impl Register {
-    /// Of `bytes` bytes.
+    /// Sets the width in bytes.
     pub const fn width(mut self, bytes: u8) -> Self {
         self.width = bytes;
         self.span = bytes as u32;
         self
     }
-    /// A data port: accesses of 1, 2 and 4 bytes anywhere in `bytes` bytes mean the port.
+    /// Makes it a data port: accesses of 1, 2 and 4 bytes anywhere in `bytes` bytes mean the port.
     pub const fn port(mut self, bytes: u32) -> Self {
         self.span = bytes;
         self.width = 4;
         self
     }
-    /// Words side by side, in `bytes` bytes, that belong to the context ([`Step::Table`](super::Step::Table)).
+    /// Makes it a table of adjacent words in `bytes` bytes, which belong to the context
+    /// ([`Step::Table`](super::Step::Table)).
     pub const fn table(mut self, bytes: u32) -> Self {
         self.table = true;
         self.port(bytes)
     }
-    /// Found in these banks only, a bit per bank.
+    /// Restricts it to these banks, a bit per bank.
     pub const fn banks(mut self, banks: u8) -> Self {
         self.banks = banks;
         self
     }
-    /// Class of reads; writes of this offset mean another register.
+    /// Sets the class of reads. Writes of this offset mean another register.
     pub const fn reads(mut self, class: Class) -> Self {
         self.read = Some(class);
         self.write = None;
         self
     }
-    /// Class of writes; reads of this offset mean another register.
+    /// Sets the class of writes. Reads of this offset mean another register.
     pub const fn writes(mut self, class: Class) -> Self {
         self.read = None;
         self.write = Some(class);
         self.returns = Returns::Shadow;
         self
     }
-    /// Classes of reads and writes.
+    /// Sets the classes of reads and writes.
     pub const fn class(mut self, read: Class, write: Class) -> Self {
         self.read = Some(read);
         self.write = Some(write);
@@ -173,77 +175,77 @@ impl Register {
         }
         self
     }
-    /// Nothing of the device's: the model only remembers it.
+    /// Makes it a value that only the model has.
     pub const fn internal(mut self) -> Self {
         self.offset = None;
         self.read = None;
         self.write = None;
         self
     }
-    /// Value after reset.
+    /// Sets the value after reset.
     pub const fn reset(mut self, value: u32) -> Self {
         self.reset = value;
         self
     }
-    /// What a write keeps.
+    /// Sets the effect of writes.
     pub const fn store(mut self, store: Store) -> Self {
         self.store = store;
         self
     }
-    /// What may come back.
+    /// Sets the values that may return.
     pub const fn returns(mut self, returns: Returns) -> Self {
         self.returns = returns;
         self
     }
-    /// Writes may be late.
+    /// Permits deferred writes.
     pub const fn late(mut self) -> Self {
         self.late = true;
         self
     }
-    /// Writes may be late, where late writes are looked at soon after any access.
+    /// Permits deferred writes if the monitor drains the ring soon after any access.
     pub const fn late_watched(mut self) -> Self {
         self.late = true;
         self.starts = true;
         self
     }
-    /// Also found at these offsets.
+    /// Adds offsets of the same register.
     pub const fn aliases(mut self, offsets: &'static [u32]) -> Self {
         self.aliases = offsets;
         self
     }
-    /// Values that stand for all.
+    /// Sets the representative values.
     pub const fn values(mut self, values: &'static [u32]) -> Self {
         self.values = values;
         self
     }
-    /// The device clears and sets these bits by itself, and reports these causes.
+    /// Sets what the device clears, sets and reports on completion.
     pub const fn becomes(mut self, clear: u32, set: u32, causes: u32) -> Self {
         self.becomes = Some((clear, set, causes));
         self
     }
-    /// The device brings it to that register's value by itself, and reports these causes then.
+    /// Lets the device advance the register to `reg`'s value and report these causes.
     pub const fn follows(mut self, reg: Reg, causes: u32) -> Self {
         self.follows = Some((reg, causes));
         self
     }
-    /// A read-only copy of another register.
+    /// Makes it a read-only copy of another register.
     pub const fn mirrors(mut self, reg: Reg) -> Self {
         self.mirrors = Some(reg);
         self.reads(Class::Virtual)
     }
-    /// What it is.
+    /// Sets the description.
     pub const fn about(mut self, text: &'static str) -> Self {
         self.about = text;
         self
     }
 
-    /// All bits of the register.
+    /// Returns the mask of all bits of the register.
     pub const fn mask(&self) -> u32 {
         if self.width >= 4 { u32::MAX } else { (1 << (self.width * 8)) - 1 }
     }
 
-    /// The value that stands for `value` in explorations: registers without values that stand for all are as after reset, what the
-    /// model counts is rounded down to one of the values.
+    /// Returns the representative of `value` in explorations. A register without representatives has its reset value. A
+    /// counter is rounded down to a representative.
     pub fn abstracted(&self, value: u32) -> u32 {
         if self.offset.is_none() && !self.values.is_empty() {
             self.values.iter().copied().filter(|&known| known <= value).max().unwrap_or(0)
@@ -254,14 +256,14 @@ impl Register {
         }
     }
 
-    /// Whether `offset` in bank `bank` means this register.
+    /// Returns whether `offset` in bank `bank` means this register.
     pub fn is_at(&self, offset: u32, bank: u8) -> bool {
         let covers = |start: u32| offset >= start && offset - start < self.span;
         self.banks >> bank & 1 == 1
             && (self.offset.is_some_and(covers) || self.aliases.iter().any(|&start| covers(start)))
     }
 
-    /// Offset of the word that `offset` means, in the table's own place rather than an alias.
+    /// Returns the offset of the word at `offset`, in the table's own range rather than an alias.
     pub fn word_of_table(&self, offset: u32) -> Option<u32> {
         let own = self.offset?;
         let covers = |start: &u32| offset >= *start && offset - *start < self.span;
@@ -269,7 +271,7 @@ impl Register {
         self.table.then_some(own + (offset - start) / 4 * 4)
     }
 
-    /// What the device holds after a write of `value` over `old`, as far as it is the writer's.
+    /// Returns the device's value after a write of `value` over `old`, for the bits that a write can change.
     pub fn held(&self, old: u32, value: u32) -> u32 {
         match self.store {
             Store::Plain(_) | Store::ClearOnes(_) => value & self.mask(),
@@ -278,7 +280,7 @@ impl Register {
         }
     }
 
-    /// What a write of `value` makes of `old`.
+    /// Returns the value after a write of `value` over `old`.
     pub fn stored(&self, old: u32, value: u32) -> u32 {
         match self.store {
             Store::Plain(mask) => (old & !mask | value & mask) & self.mask(),

@@ -2,115 +2,116 @@
 
 use super::{Cond, Expr, Reg, State, WindowId};
 
-/// What happens.
+/// An event that may fire transitions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Event {
-    /// The guest writes the register. Conditions see the register with its new value.
+    /// The guest writes the register. Conditions use the register's new value.
     Write(Reg),
     /// The guest reads the register.
     Read(Reg),
-    /// The device returned a value of the register to a read. Conditions see that value.
+    /// The device returned a value of the register to a read. Conditions use that value.
     Returned(Reg),
     /// The device reports one of these interrupt causes.
     Cause(u32),
 }
 
-/// What a guest may be allowed to do beyond its own traffic.
+/// A permission beyond a guest's own traffic.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Permission {
-    /// Receive frames that are not addressed to it.
+    /// Receive frames for other stations.
     Promiscuous,
-    /// Send frames back to itself inside the device.
+    /// Loop frames back inside the device.
     Loopback,
-    /// Receive frames for another address than its own.
+    /// Receive frames for another address than the guest's own.
     AnyAddress,
 }
 
-/// A checking function: when it fails, the request doesn't happen. Running one is a *decision*.
+/// A checking function: if it fails, the request is refused. Running one is a *decision*.
 #[derive(Debug, Clone, Copy)]
 pub enum Check {
-    /// The window must lie wholly in what was granted; it is translated and remembered.
+    /// The window must lie entirely in granted memory. It is translated and stored.
     Window(WindowId),
-    /// Never refuses: the window is granted with the length of its [`Standing`](super::Standing) if it can be, and the component enters
-    /// the state that says so; otherwise it enters the other one, and each use has to be checked by itself.
+    /// Never refuses. Tries to grant the window with the length of its [`Standing`](super::Standing). The component
+    /// enters the state for success, or the state in which each use is checked.
     Standing(WindowId),
-    /// The condition must hold; the text says what it stands for.
+    /// The condition must hold. The text describes the rule.
     Rule(&'static str, Cond),
-    /// Never: the request is refused in these states, with these values. The text says why.
+    /// Always fails, in these states and with these values. The text gives the reason.
     Refuse(&'static str),
     /// The guest must have the permission.
     Allowed(Permission),
 }
 
-/// What a transition does, in order.
+/// An effect of a transition. Effects happen in order.
 #[derive(Debug, Clone, Copy)]
 pub enum Effect {
     /// The component enters the state.
     Enter(State),
     /// Sets bits of the virtual interrupt status.
     Raise(u32),
-    /// Clears bits of it.
+    /// Clears bits of the virtual interrupt status.
     Lower(u32),
-    /// Remembers a value.
+    /// Stores a value in the model.
     Store(Reg, Expr),
-    /// The monitor writes a register of the device, before the request itself is forwarded. Nothing in the reference emulation.
+    /// The monitor writes a device register before it forwards the request. The reference emulation ignores this
+    /// effect.
     Device(Reg, Expr),
-    /// The monitor reads a register, and tells the model what it returned; at a cause or a guest's write. For a cause that says that something
-    /// is done, but not what: the guest may have started the next thing since.
+    /// After a cause or a guest's write, the monitor reads a register for the model. Needed for a cause that reports a
+    /// completion without naming it: the guest may have started the next operation since.
     Look(Reg),
-    /// The guest's read is answered with this; it doesn't reach the device.
+    /// Answers the guest's read, which doesn't reach the device.
     Answer(Expr),
-    /// A validated window is forgotten.
+    /// Drops a validated window.
     Forget(WindowId),
-    /// Registers and states return to their values after reset, windows are forgotten.
+    /// Resets registers and states, and drops all windows.
     Reset,
 }
 
-/// A transition, made with [`on`].
+/// A transition. Built by [`on`].
 #[derive(Debug, Clone, Copy)]
 pub struct Transition {
-    /// What happens.
+    /// The firing event.
     pub event: Event,
-    /// In which states: for each component that is named, one of its states.
+    /// The states in which it fires: every component that is named is in one of its states.
     pub states: &'static [State],
-    /// With which values.
+    /// The condition under which it fires.
     pub given: Cond,
-    /// What must hold.
+    /// Checks, all of which must succeed.
     pub checks: &'static [Check],
-    /// What follows.
+    /// Effects, in order.
     pub effects: &'static [Effect],
-    /// Why, where it isn't obvious.
+    /// The reason, if it isn't obvious.
     pub about: &'static str,
 }
 
-/// A transition at `event`, in every state, without checks and effects.
+/// Builds a transition at `event`, in every state, without checks and effects.
 pub const fn on(event: Event) -> Transition {
     Transition { event, states: &[], given: Cond::Always, checks: &[], effects: &[], about: "" }
 }
 
 impl Transition {
-    /// In these states only.
+    /// Restricts it to these states.
     pub const fn states(mut self, states: &'static [State]) -> Self {
         self.states = states;
         self
     }
-    /// With these values only.
+    /// Restricts it to these values.
     pub const fn given(mut self, condition: Cond) -> Self {
         self.given = condition;
         self
     }
-    /// What must hold.
+    /// Sets the checks.
     pub const fn checks(mut self, checks: &'static [Check]) -> Self {
         self.checks = checks;
         self
     }
-    /// What follows.
+    /// Sets the effects.
     pub const fn then(mut self, effects: &'static [Effect]) -> Self {
         self.effects = effects;
         self
     }
-    /// Why.
+    /// Sets the reason.
     pub const fn about(mut self, text: &'static str) -> Self {
         self.about = text;
         self

@@ -1,4 +1,4 @@
-//! What a description must satisfy whatever the device is.
+//! Consistency rules that every description must satisfy.
 
 use super::{Check, Class, Device, Effect, Event, Reg, Transition};
 
@@ -24,7 +24,7 @@ pub(super) fn problems(device: &Device) -> Vec<String> {
     found
 }
 
-/// A guest that reads a page isn't seen reading: no read may change anything.
+/// The monitor doesn't see the reads of a page, so no read of its registers may have an effect.
 fn polled(device: &Device, found: &mut Vec<String>) {
     if !device.polled.any() {
         return;
@@ -32,7 +32,7 @@ fn polled(device: &Device, found: &mut Vec<String>) {
     let changes = device.transitions.iter().filter(|transition| {
         matches!(transition.event, Event::Read(_))
             && transition.effects.iter().any(|effect| !matches!(effect, Effect::Answer(_)))
-            // Cleared later, by what drivers write after it.
+            // Drivers' later write clears it.
             && !(transition.event == Event::Read(device.interrupts.status)
                 && device.polled.read_clears.is_some())
     });

@@ -1,11 +1,12 @@
-//! e1000, as the 82540EM: rings of descriptors in memory (spec nics, section 3; Intel's manual of the PCI/PCI-X family).
+//! e1000, as the 82540EM: descriptor rings in memory (Intel's manual of the PCI/PCI-X family).
 //!
-//! What the device reads and writes is named by descriptors that the guest can change at any time, so only an IOMMU keeps it in the guest's
-//! memory ([`Space::Guest`]): the rings are validated as windows, the buffers are all of that memory. Without an IOMMU the
-//! receiver and the transmitter don't start, since the rings would have to be copied: `vpio::sharing` does that, behind this description.
+//! Descriptors, which the guest can change at any time, contain the addresses that the device accesses. So only an
+//! IOMMU confines the device to the guest's memory ([`Space::Guest`]). The rings are validated windows, and the buffers
+//! are all of that memory. Without an IOMMU the receiver and the transmitter don't start. `vpio::sharing` copies the
+//! rings behind this description, and so needs no IOMMU.
 //!
-//! Not in the context: what the last context descriptor said, which no register shows (Linux writes one before each frame that needs it;
-//! a driver that doesn't would have to be handed over with the head at one), and statistics.
+//! Not in the context: statistics, and the last context descriptor, which no register exposes. Linux writes one before
+//! each frame that needs it. A driver that doesn't would need a hand-off with the head at a context descriptor.
 
 use crate::describe::{
     Bar, BusMaster, Check, Class, Component, Cond, Context, Device, Direction, Effect, Event, Expr,
@@ -15,17 +16,17 @@ use crate::describe::{
 
 /// CTRL: reset.
 pub const RST: u32 = 1 << 26;
-/// CTRL: reset of the PHY, for as long as it is set.
+/// CTRL: reset of the PHY while it is set.
 pub const PHY_RST: u32 = 1 << 31;
-/// RCTL, TCTL: on.
+/// RCTL, TCTL: enable.
 pub const EN: u32 = 0x02;
-/// RCTL: all unicast frames.
+/// RCTL: unicast promiscuous.
 pub const UPE: u32 = 0x08;
-/// RCTL: loopback.
+/// RCTL: loopback mode.
 pub const LBM: u32 = 0xC0;
-/// ICR: descriptors were written back.
+/// ICR: transmit descriptors were written back.
 pub const TXDW: u32 = 0x01;
-/// ICR: a frame was received, its timer ran out.
+/// ICR: receiver timer interrupt.
 pub const RXT0: u32 = 0x80;
 
 table! { REGISTERS: Register => Reg {
@@ -118,7 +119,7 @@ const fn ring(name: &'static str, of: Ring, active: Cond) -> Window {
     Window {
         name,
         space: Space::Host { bits: 64 },
-        // Descriptors are written back.
+        // The device writes descriptors back.
         direction: Direction::DeviceWrites,
         base: *of.0,
         length: Expr::If(of.2, LENGTHS[if of.1.0 == RDLEN.0 { 0 } else { 1 }], &ENDLESS),
@@ -149,7 +150,7 @@ table! { WINDOWS: Window => WindowId {
 } }
 
 const LENGTHS: [&Expr; 2] = [&Expr::Reg(RDLEN), &Expr::Reg(TDLEN)];
-/// What a device does whose head or tail lies outside of its ring: it goes on through memory.
+/// Length for a device whose head or tail is outside of its ring: it continues through memory.
 const ENDLESS: Expr = Expr::Const(0x100_0000);
 const RX_BASE: Expr = Expr::Sum(&[Expr::Reg(RDBAL), Expr::Shl(&Expr::Reg(RDBAH), 32)]);
 const TX_BASE: Expr = Expr::Sum(&[Expr::Reg(TDBAL), Expr::Shl(&Expr::Reg(TDBAH), 32)]);
@@ -178,7 +179,7 @@ const MAC_LOW: Expr = Expr::Sum(&[
     Expr::Reg(MAC0), Expr::Shl(&Expr::Reg(MAC1), 8), Expr::Shl(&Expr::Reg(MAC2), 16), Expr::Shl(&Expr::Reg(MAC3), 24),
 ]);
 const MAC_HIGH: Expr = Expr::Sum(&[Expr::Reg(MAC4), Expr::Shl(&Expr::Reg(MAC5), 8)]);
-/// Words 0 to 2 of the EEPROM; the others are zero, but for the last, with which all 64 sum up to BABAh.
+/// Words 0 to 2 of the EEPROM. The others are zero, except the last: all 64 sum up to BABAh.
 const WORDS: &[Expr] = &[Expr::And(&MAC_LOW, 0xFFFF), Expr::Shr(&MAC_LOW, 16), MAC_HIGH, Expr::Const(0)];
 const CHECKSUM: Expr =
     Expr::And(&Expr::Minus(&Expr::Const(0x5_BABA), &Expr::Sum(&[WORDS[0], WORDS[1], WORDS[2]])), 0xFFFF);
@@ -199,19 +200,19 @@ const WHOLE_WORD: Cond = Cond::All(&[
     Cond::Equal(Expr::AccessSize, Expr::Const(4)),
     Cond::Equal(Expr::And(&Expr::Offset, 3), Expr::Const(0)),
 ]);
-/// The first word of an address that is neither none nor a group's. (With none there, the second word can make it 00:00:00:00:xx:xx, which is
-/// nobody's.)
+/// The first word of an address that is neither zero nor multicast. (If it is zero, the second word can yield
+/// 00:00:00:00:xx:xx, which no station has.)
 const NOT_A_GROUP: Cond = Cond::All(&[
     Cond::Equal(Expr::And(&Expr::Offset, 4), Expr::Const(0)),
     Cond::Not(&Cond::Equal(Expr::Written, Expr::Const(0))),
     Cond::Equal(Expr::And(&Expr::Written, 1), Expr::Const(0)),
 ]);
-/// MDIC: the operation. A read; a write of a register, with these bits of its value set, all of them.
+/// MDIC operation: a read; a write of a register; a write with all of these bits set.
 const PHY_OPERATION: u32 = 0x0C00_0000;
 const PHY_READS: Cond = Cond::Is(MDIC, PHY_OPERATION, 0x0800_0000);
 const PHY_WRITES: Cond = Cond::Is(MDIC, PHY_OPERATION, PHY_WRITE);
 const PHY_WRITE: u32 = 0x0400_0000;
-/// MDIC: the one PHY.
+/// MDIC: the only PHY.
 const PHY_ADDRESS: u32 = 1 << 21;
 const fn phy_gets(register: u32, bits: u32) -> Cond {
     Cond::Is(MDIC, PHY_OPERATION | 0x1F << 16 | bits, PHY_WRITE | register << 16 | bits)
@@ -221,22 +222,24 @@ const PHY_ADVERTISES: Cond = phy_gets(4, 0);
 const PHY_GIGABIT: Cond = phy_gets(9, 0);
 const PHY_MARVELL: Cond = phy_gets(16, 0);
 const PHY_MARVELL_MORE: Cond = phy_gets(20, 0);
-/// Registers of the PHY that drivers set the link up by: control, advertisement, 1000BASE-T control, and two of Marvell's own.
+/// PHY registers by which drivers set the link up: control, advertisement, 1000BASE-T control, and two of Marvell's
+/// own.
 const PHY_LINK: Cond = Cond::Any(&[PHY_CONTROL, PHY_ADVERTISES, PHY_GIGABIT, PHY_MARVELL, PHY_MARVELL_MORE]);
-/// Bits of the PHY's control register: power down, isolate, loopback. Of Marvell's register 20: loopback of the line.
+/// Bits of the PHY's control register: power down, isolate, loopback. Of Marvell's register 20: line loopback.
 const PHY_POWER_DOWN: Cond = phy_gets(0, 0x0800);
 const PHY_ISOLATES: Cond = phy_gets(0, 0x0400);
 const PHY_LOOPBACK: Cond = phy_gets(0, 0x4000);
 const PHY_LINE_LOOPBACK: Cond = phy_gets(20, 0x4000);
-/// Bits of the PHY's 1000BASE-T control register: what patterns it sends.
+/// Test mode bits of the PHY's 1000BASE-T control register.
 const PHY_TEST: u32 = 0xE000;
-/// CTRL_EXT: directions of pins, check of the speed, reset from the EEPROM (which gives the card its own address), bypass of the speed, kind of link.
+/// CTRL_EXT bits that must stay off: pin directions, speed check, EEPROM reset (which gives the card its own address),
+/// speed bypass, link mode.
 const CTRL_EXT_OFF: u32 = 0x00C0_BF00;
 
 #[rustfmt::skip] // A table: a row is a line.
 const TRANSITIONS: &[Transition] = &[
     on(Event::Write(CTRL)).given(Cond::Equal(Expr::And(&Expr::Written, RST as u64), Expr::Const(RST as u64))).then(&[Effect::Reset]),
-    // The receiver. Its ring is checked when it starts; what the check looked at stays as it is until it stops.
+    // The receiver. Its ring is checked when it starts. The registers that the check used can't change until it stops.
     on(Event::Write(RCTL)).states(&[RX_OFF]).given(Cond::Set(RCTL, EN)).checks(&[
         Check::Rule("RDH and RDT lie in the ring", RX_SANE), Check::Window(RX_RING), Check::Window(RX_BUFFERS),
     ]).then(START_RX),
@@ -282,7 +285,7 @@ const TRANSITIONS: &[Transition] = &[
     on(Event::Write(RA)).given(NOT_A_GROUP).checks(&[Check::Allowed(Permission::AnyAddress)])
         .about("drivers keep groups here; the first word of a pair says whether it is one"),
     on(Event::Write(RA)).given(Cond::Not(&WHOLE_WORD)).checks(&[Check::Refuse("an address is written by whole words")]),
-    // The EEPROM: a virtual 93C46, of which only reading works.
+    // The EEPROM: a virtual 93C46 that supports only reads.
     on(Event::Write(EECD)).given(EE_CLOCK).then(&[
         Effect::Store(EE_OUT, Expr::If(
             &Cond::Equal(Expr::Reg(EE_COUNT), Expr::Const(8)),
@@ -376,7 +379,7 @@ pub static E1000: Device = Device {
         class: 0x02_0000,
         bus_master: BusMaster::WhileValidated,
     },
-    // The second one reaches every register by index and data.
+    // The second one accesses every register by index and data.
     bars: &[Bar::Memory(0x2_0000), Bar::Hidden],
     reset: &[
         Poke::Write(0xD8, 4, u32::MAX),
@@ -385,12 +388,12 @@ pub static E1000: Device = Device {
         Poke::Write(0xD8, 4, u32::MAX),
     ],
     power_on: &[
-        // The PHY has a reset of its own, which is held for 10 ms: no read over the bus takes less than a microsecond.
+        // The PHY has a reset of its own, which must last 10 ms. A read over the bus takes at least 1 µs.
         Poke::Write(0x0, 4, PHY_RST),
         Poke::Hold(0x8, 4, 10_000),
         Poke::Write(0x0, 4, 0),
         Poke::Hold(0x8, 4, 10_000),
-        // And by its registers, for one that knows no other: its own reset, with a new negotiation.
+        // For a PHY that ignores it: its own reset by registers, with a new negotiation.
         Poke::Write(0x20, 4, PHY_WRITE | PHY_ADDRESS | 0x9140),
         Poke::Await(0x20, 4, 1 << 28, 1 << 28),
         Poke::Write(0x0, 4, RST),
@@ -412,15 +415,15 @@ pub static E1000: Device = Device {
         physical_mask: PHYSICAL_MASK,
         set: Some(ICS),
         latched: &[],
-        // None that a driver recovers from by itself.
+        // No bit makes drivers recover by themselves.
         error: None,
     },
     polled: Polled {
         read: &[],
         written: &[TDT, RDT, IMS, IMC, ICS, ICR, ITR],
-        // Sent, received, few buffers, none; not the link, nor the PHY.
+        // Sent, received, receive descriptors low, overrun. Not link or PHY.
         causes: 0x00D3,
-        // What Linux's driver wants to hear of.
+        // The mask that Linux's driver writes.
         masks: &[0x009D],
         prompt: true,
         settles: &[(MDIC, 1 << 28)],
@@ -428,6 +431,6 @@ pub static E1000: Device = Device {
     },
     reusable: &[IDLE],
     context: CONTEXT,
-    // The engines don't depend on each other.
+    // The engines are independent of each other.
     slices: &[&[TCTL, TDBAL, TDBAH, TDLEN, TDH, TDT], &[RCTL, RDBAL, RDBAH, RDLEN, RDH, RDT]],
 };

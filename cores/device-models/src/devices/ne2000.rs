@@ -1,7 +1,7 @@
-//! NE2000-PCI, as the RTL8029AS: a DP8390 core with 16 KiB of memory on the card, reached through a data port (spec nics, section 1).
+//! NE2000-PCI, as the RTL8029AS: a DP8390 core with 16 KiB of memory on the card, accessed through a data port.
 //!
-//! It has no bus mastering: packets go through the data port, moved by the CPU. What a guest could reach by it is the card's own
-//! memory, where the station address and other guests' packets may lie.
+//! The card has no bus mastering: the CPU moves packets through the data port. A guest could reach other parts of the
+//! card's memory, which may contain the station address and other guests' packets.
 
 use crate::describe::{
     Bank, Bar, BusMaster, Check, Class, Component, Cond, Context, Device, Direction, Effect, Event, Expr,
@@ -18,7 +18,7 @@ const PAGE3: u8 = 8;
 pub const STP: u32 = 0x01;
 /// CR: transmit.
 pub const TXP: u32 = 0x04;
-/// RCR: monitor, nothing is stored.
+/// RCR: monitor mode, stores nothing.
 pub const MON: u32 = 0x20;
 /// RCR: promiscuous.
 pub const PRO: u32 = 0x10;
@@ -157,7 +157,7 @@ table! { WINDOWS: Window => WindowId {
         space: CARD,
         direction: Direction::DeviceWrites,
         base: RSAR,
-        // A dword written as the last access goes up to three bytes further than the count.
+        // A dword write as the last access reaches up to three bytes beyond the count.
         length: Expr::If(&WRAPS, &Expr::Minus(&Expr::Shl(&Expr::Reg(PSTOP), 8), &RSAR), &Expr::Sum(&[RBCR, Expr::Const(3)])),
         active: REMOTE_WRITE,
         standing: None,
@@ -176,7 +176,7 @@ table! { WINDOWS: Window => WindowId {
 } }
 
 const CARD: Space = Space::Card { from: MEMORY as u64, to: MEMORY_END as u64 };
-/// What a device does whose pointer runs past the end of its ring: it goes on through the whole address space.
+/// Length for a device whose pointer runs past the end of its ring: it continues through the whole address space.
 const ENDLESS: Expr = Expr::Const(0x1_0000);
 const RSAR: Expr = Expr::Sum(&[Expr::Reg(RSAR0), Expr::Shl(&Expr::Reg(RSAR1), 8)]);
 const RBCR: Expr = Expr::Sum(&[Expr::Reg(RBCR0), Expr::Shl(&Expr::Reg(RBCR1), 8)]);
@@ -184,7 +184,7 @@ const TBCR: Expr = Expr::Sum(&[Expr::Reg(TBCR0), Expr::Shl(&Expr::Reg(TBCR1), 8)
 const REMOTE_END: Expr = Expr::Sum(&[RSAR, RBCR, Expr::Const(3)]);
 const NOTHING: Cond = Cond::Equal(RBCR, Expr::Const(0));
 const REMOTE_WRITE: Cond = Cond::All(&[Cond::Is(CR, 0x38, 0x10), Cond::Not(&NOTHING)]);
-/// A remote address that reaches PSTOP goes on at PSTART.
+/// A remote address that reaches PSTOP wraps to PSTART.
 const WRAPS: Cond = Cond::All(&[
     Cond::Less(RSAR, Expr::Shl(&Expr::Reg(PSTOP), 8)),
     Cond::Less(Expr::Shl(&Expr::Reg(PSTOP), 8), REMOTE_END),
@@ -193,8 +193,8 @@ const RING_SANE: Cond = Cond::All(&[
     Cond::Less(Expr::Reg(PSTART), Expr::Reg(PSTOP)),
     Cond::AtMost(Expr::Reg(PSTART), Expr::Reg(CURR)),
     Cond::Less(Expr::Reg(CURR), Expr::Reg(PSTOP)),
-    // Linux writes the page before the next one to read, which is not in the ring when that is its first. The device writes between PSTART
-    // and PSTOP all the same.
+    // Linux writes the page before the next one to read. If that is the ring's first page, the value is outside the
+    // ring. The device still writes between PSTART and PSTOP.
     Cond::AtMost(Expr::Reg(PSTART), Expr::Sum(&[Expr::Reg(BNRY), Expr::Const(1)])),
     Cond::Less(Expr::Reg(BNRY), Expr::Reg(PSTOP)),
 ]);
@@ -203,7 +203,7 @@ const RING_CHECKS: &[Check] = &[
     Check::Window(RING),
 ];
 const LISTENS: Cond = Cond::Clear(RCR, MON);
-/// Where a remote transfer is: RSAR plus what it moved, through the end of the ring.
+/// Address of the remote transfer: RSAR plus the bytes moved, with wraparound in the ring.
 const AT: Expr = Expr::Minus(&Expr::Sum(&[RSAR, RBCR]), &Expr::Reg(LEFT));
 const AT_WRAPPED: Expr = Expr::If(
     &Cond::All(&[
@@ -225,7 +225,7 @@ const PROM_NOW: Expr = Expr::Pick(&Expr::Bits(POS, 1, 15), PROM);
 const PROM_NEXT: Expr = Expr::Pick(&Expr::Sum(&[Expr::Bits(POS, 1, 15), Expr::Const(1)]), PROM);
 const PROM_DWORD: Expr =
     Expr::Sum(&[PROM_NOW, Expr::Shl(&PROM_NOW, 8), Expr::Shl(&PROM_NEXT, 16), Expr::Shl(&PROM_NEXT, 24)]);
-/// Bytes that an access of the data port moves: in word mode at least two.
+/// Bytes that an access to the data port moves: at least two in word mode.
 const MOVED: Expr = Expr::If(
     &Cond::All(&[Cond::Set(DCR, WTS), Cond::Equal(Expr::AccessSize, Expr::Const(1))]),
     &Expr::Const(2),
@@ -238,7 +238,7 @@ const ADVANCE: Effect = Effect::Store(POS, Expr::Sum(&[Expr::Reg(POS), MOVED]));
 const DONE: &[Effect] = &[Effect::Store(LEFT, Expr::Const(0)), Effect::Enter(RDMA_IDLE), Effect::Raise(RDC)];
 const STEERING: Check =
     Check::Refuse("the registers of a remote transfer stay as they are until it is aborted (CR bit 5)");
-/// A remote command stands in CR. Cards differ in whether one that is complete goes on when it gets a new count.
+/// CR has a remote command. Cards differ in whether a complete one continues after a new count.
 const COMMANDED: Cond = Cond::Clear(CR, 0x20);
 const SENDING: Check = Check::Refuse("the registers of a frame stay as they are while it is sent");
 const ACTIVE: &[State] = &[RDMA_READ, RDMA_WRITE, RDMA_PROM];
@@ -247,7 +247,7 @@ macro_rules! all_equal {
     ($($par:expr => $to:expr),*) => { Cond::All(&[$(Cond::Equal(Expr::Reg($par), $to)),*]) };
 }
 
-/// The guest's own address, or none at all.
+/// The guest's own address, or all zeros.
 #[rustfmt::skip] // A table: a row is a line.
 const OWN_ADDRESS: Cond = Cond::Any(&[
     all_equal!(PAR0 => Expr::Reg(MAC0), PAR1 => Expr::Reg(MAC1), PAR2 => Expr::Reg(MAC2), PAR3 => Expr::Reg(MAC3), PAR4 => Expr::Reg(MAC4), PAR5 => Expr::Reg(MAC5)),
@@ -265,7 +265,7 @@ macro_rules! address {
 
 #[rustfmt::skip] // A table: a row is a line.
 const TRANSITIONS: &[Transition] = &[
-    // CR: several of these may fire in one write.
+    // CR: several of these may fire at one write.
     on(Event::Write(CR)).given(Cond::Set(CR, STP)).then(&[Effect::Enter(STOPPED), Effect::Raise(RST)]),
     on(Event::Write(CR)).given(Cond::Clear(CR, STP)).then(&[Effect::Enter(RUNNING), Effect::Lower(RST)]),
     on(Event::Write(CR)).states(&[UNCHECKED]).given(Cond::All(&[Cond::Clear(CR, STP), LISTENS])).checks(RING_CHECKS)
@@ -309,7 +309,8 @@ const TRANSITIONS: &[Transition] = &[
     on(Event::Write(TPSR)).states(&[TX_BUSY]).checks(&[SENDING]),
     on(Event::Write(TBCR0)).states(&[TX_BUSY]).checks(&[SENDING]),
     on(Event::Write(TBCR1)).states(&[TX_BUSY]).checks(&[SENDING]),
-    // The ring: what changes it while the receiver is off makes it unchecked, what changes it while the receiver runs is checked.
+    // The ring. A change while the receiver is off requires a check at the next start. A change while it runs is
+    // checked at once.
     on(Event::Write(PSTART)).states(&[STOPPED]).then(&[Effect::Enter(UNCHECKED)]),
     on(Event::Write(PSTOP)).states(&[STOPPED]).then(&[Effect::Enter(UNCHECKED)]),
     on(Event::Write(CURR)).states(&[STOPPED]).then(&[Effect::Enter(UNCHECKED)]),
@@ -326,7 +327,7 @@ const TRANSITIONS: &[Transition] = &[
     on(Event::Write(RCR)).states(&[RUNNING, UNCHECKED]).given(LISTENS).checks(RING_CHECKS).then(&[Effect::Enter(CHECKED)]),
     on(Event::Write(RCR)).given(Cond::Set(RCR, PRO)).checks(&[Check::Allowed(Permission::Promiscuous)]),
     address!(PAR0, MAC0), address!(PAR1, MAC1), address!(PAR2, MAC2), address!(PAR3, MAC3), address!(PAR4, MAC4), address!(PAR5, MAC5),
-    // The reset port, and what the device reports.
+    // The reset port, and causes from the device.
     on(Event::Read(RESET)).then(&[Effect::Reset, Effect::Answer(Expr::Const(0))]),
     on(Event::Cause(PTX | TXE)).states(&[TX_BUSY]).then(&[Effect::Look(CR)])
         .about("the cause may be that of an earlier frame: TXP says whether the card sends"),
@@ -355,7 +356,7 @@ const CONTEXT: Context = Context {
         Step::All(put!(DCR, PSTART, PSTOP, BNRY, PAR0, PAR1, PAR2, PAR3, PAR4, PAR5, CURR)),
         Step::All(put!(MAR0, MAR1, MAR2, MAR3, MAR4, MAR5, MAR6, MAR7, TPSR, TBCR0, TBCR1, TCR)),
         Step::All(put!(RSAR0, RSAR1, RBCR0, RBCR1)),
-        // A remote transfer goes on where it was.
+        // Continues a remote transfer at its position.
         Step::If(
             MOVING,
             &[
@@ -376,9 +377,9 @@ const CONTEXT: Context = Context {
             &[Step::Write(CR, Expr::Sum(&[CR_KEPT, Expr::Const(0x20)]))],
         ),
     ],
-    // In the bank that the guest has: the monitor reaches the mask and comes back with the guest's next access of another.
+    // In the guest's bank: the monitor accesses the mask, and selects the guest's bank again at its next access.
     open: &[Step::Write(IMR, Expr::Const(0)), Step::Write(IMR, Expr::Reg(IMR))],
-    // All of it is ports, and cards differ in what can be read back.
+    // All registers are ports, and cards differ in which can be read back.
     learn: &[],
     memory: Some(Memory {
         from: MEMORY,
@@ -420,7 +421,7 @@ pub static NE2000: Device = Device {
         Poke::Write(0x00, 1, 0x21),
         Poke::Write(0x0F, 1, 0),
     ],
-    // The PROM, a byte per word: stopped, word mode, 32 bytes from 0.
+    // The PROM, a byte per word. Read while stopped, in word mode: 32 bytes from 0.
     power_on: &[],
     station: Station {
         before: &[

@@ -1,7 +1,7 @@
-//! RTL8139 in C mode, as Linux's 8139too drives it: four transmit descriptors and one receive ring, addressed by registers, so nothing
-//! of it can change between check and use (spec nics, section 2).
+//! RTL8139 in C mode, as Linux's 8139too drives it: four transmit descriptors and one receive ring. Registers hold
+//! their addresses, so nothing can change between check and use.
 //!
-//! Hidden state: the descriptor that is sent next, and the write position in the ring, which can be read but not written.
+//! Hidden state: the next transmit descriptor, and the write position in the ring. Both can be read but not written.
 
 use crate::describe::{
     Bar, BusMaster, Check, Class, Component, Cond, Context, Device, Direction, Effect, Event, Expr,
@@ -11,27 +11,27 @@ use crate::describe::{
 
 /// TSD: the host owns the descriptor.
 pub const OWN: u32 = 0x2000;
-/// TSD: sent.
+/// TSD: transmit OK.
 pub const TOK_BIT: u32 = 0x8000;
 /// CR: the receive ring is empty.
 pub const BUFE: u32 = 0x01;
-/// CR: transmitter.
+/// CR: transmitter enable.
 pub const TE: u32 = 0x04;
-/// CR: receiver.
+/// CR: receiver enable.
 pub const RE: u32 = 0x08;
 /// CR: reset.
 pub const RST: u32 = 0x10;
-/// ISR: received.
+/// ISR: receive OK.
 pub const ROK: u32 = 0x0001;
-/// ISR: sent.
+/// ISR: transmit OK.
 pub const TOK: u32 = 0x0004;
 /// ISR: transmit error.
 pub const TER: u32 = 0x0008;
-/// ISR: ring full.
+/// ISR: receive buffer overflow.
 pub const RXOVW: u32 = 0x0010;
-/// TCR: to itself.
+/// TCR: loopback.
 pub const LOOPBACK: u32 = 0x6_0000;
-/// RCR: accept all.
+/// RCR: accept all unicast frames.
 pub const AAP: u32 = 0x01;
 /// RCR: accept the station address.
 pub const APM: u32 = 0x02;
@@ -39,7 +39,7 @@ pub const APM: u32 = 0x02;
 pub const AM: u32 = 0x04;
 /// RCR: accept broadcast.
 pub const AB: u32 = 0x08;
-/// RCR: a frame goes on behind the ring's end.
+/// RCR: a frame at the ring's end continues behind it.
 pub const WRAP: u32 = 0x80;
 
 table! { REGISTERS: Register => Reg {
@@ -164,16 +164,16 @@ const RING_BYTES: Expr = Expr::Pick(
     &Expr::Bits(RCR, 11, 2),
     &[Expr::Const(0x2000), Expr::Const(0x4000), Expr::Const(0x8000), Expr::Const(0x1_0000)],
 );
-/// A frame may go on behind the ring's end; not behind that of the largest ring.
+/// A frame may continue behind the ring's end, except with the largest ring.
 const OVERHANGS: Cond = Cond::All(&[Cond::Set(RCR, WRAP), Cond::Not(&Cond::Is(RCR, 0x1800, 0x1800))]);
-/// Bits of TCR that tell the chip's version.
+/// TCR: chip version.
 pub const VERSION: u32 = 0x7CC0_0000;
 #[rustfmt::skip] // A table: a row is a line.
 const MAC_LOW: Expr = Expr::Sum(&[
     Expr::Reg(MAC0), Expr::Shl(&Expr::Reg(MAC1), 8), Expr::Shl(&Expr::Reg(MAC2), 16), Expr::Shl(&Expr::Reg(MAC3), 24),
 ]);
 const MAC_HIGH: Expr = Expr::Sum(&[Expr::Reg(MAC4), Expr::Shl(&Expr::Reg(MAC5), 8)]);
-/// Words 0 to 9 of the EEPROM, the last for all above.
+/// Words 0 to 9 of the EEPROM. The last one stands for all higher ones.
 #[rustfmt::skip] // A table: a row is a line.
 const EEPROM: &[Expr] = &[
     Expr::Const(0x8129), Expr::Const(0x10EC), Expr::Const(0x8139), Expr::Const(0), Expr::Const(0), Expr::Const(0), Expr::Const(0),
@@ -186,7 +186,7 @@ const EE_CLOCK: Cond =
     Cond::All(&[Cond::Is(EECR, 0xC0 | EE_CS | EE_SK, 0x80 | EE_CS | EE_SK), Cond::Clear(EE_LAST, EE_SK)]);
 const EE_SHIFTED: Expr =
     Expr::Sum(&[Expr::Shl(&Expr::And(&Expr::Reg(EE_BITS), 0x7FFF), 1), Expr::Bits(EECR, 1, 1)]);
-/// The write asks for a reset.
+/// The write requests a reset.
 const RESETS: Cond = Cond::Equal(Expr::And(&Expr::Written, RST as u64), Expr::Const(RST as u64));
 const START_RECEIVER: &[Effect] = &[Effect::Enter(RE_ON), Effect::Device(RBSTART, Expr::DeviceBase(RING))];
 const COUNT: Effect = Effect::Store(NEXT, Expr::And(&Expr::Sum(&[Expr::Reg(NEXT), Expr::Const(1)]), 3));
@@ -259,18 +259,19 @@ const TRANSITIONS: &[Transition] = &[
         .about("the ring may have grown"),
     on(Event::Write(RCR)).given(Cond::Set(RCR, AAP)).checks(&[Check::Allowed(Permission::Promiscuous)]),
     on(Event::Write(TCR)).given(Cond::Set(TCR, LOOPBACK)).checks(&[Check::Allowed(Permission::Loopback)]),
-    // Linux's 8139too acknowledges ROK after each frame, and looks no further after 64 of them: what is in the ring then is told by the next
-    // frame only, which doesn't come from a peer that waits for an answer, or from a wire that waits for room in the ring. So it is told again.
+    // Linux's 8139too acknowledges ROK after each frame, and stops its poll after 64 frames. Only the next frame would
+    // report the others in the ring. A peer that waits for a response, or a wire that waits for room, sends none. So
+    // the model raises ROK again.
     on(Event::Write(IMR)).given(Cond::Set(IMR, ROK)).then(&[Effect::Store(UNMASKS, Expr::Const(1)), Effect::Look(CR)]),
     on(Event::Returned(CR)).states(&[RE_ON]).given(Cond::All(&[Cond::Set(UNMASKS, 1), Cond::Clear(CR, BUFE)])).then(&[Effect::Raise(ROK)]),
     on(Event::Returned(CR)).then(&[Effect::Store(UNMASKS, Expr::Const(0))]),
-    // The address: the guest's own, unless it may have others.
+    // The address: the guest's own, unless a permission allows others.
     on(Event::Write(IDR0)).given(Cond::Not(&Cond::Equal(Expr::Reg(IDR0), MAC_LOW))).checks(&[Check::Allowed(Permission::AnyAddress)]),
     on(Event::Write(IDR4)).given(Cond::Not(&Cond::Equal(Expr::And(&Expr::Reg(IDR4), 0xFFFF), MAC_HIGH)))
         .checks(&[Check::Allowed(Permission::AnyAddress)]),
     on(Event::Read(IDR0)).given(Cond::Is(IDR0, u32::MAX, 0)).then(&[Effect::Answer(MAC_LOW)]),
     on(Event::Read(IDR4)).given(Cond::Is(IDR4, u32::MAX, 0)).then(&[Effect::Answer(MAC_HIGH)]),
-    // The EEPROM: a virtual 93C46, of which only reading works. A command is a one, two bits, six of an address.
+    // The EEPROM: a virtual 93C46 that supports only reads. A command is a one, two opcode bits, and six address bits.
     on(Event::Write(EECR)).given(EE_CLOCK).states(&[]).then(&[
         Effect::Store(EE_OUT, Expr::If(
             &Cond::Equal(Expr::Reg(EE_COUNT), Expr::Const(8)),
@@ -278,7 +279,7 @@ const TRANSITIONS: &[Transition] = &[
             &Expr::And(&Expr::Shl(&Expr::Reg(EE_OUT), 1), 0x1_FFFF),
         )),
         Effect::Store(EE_BITS, EE_SHIFTED),
-        // Zeros before the first one don't count.
+        // Zeros before the start bit don't count.
         Effect::Store(EE_COUNT, Expr::If(
             &Cond::Any(&[Cond::Equal(Expr::Reg(EE_BITS), Expr::Const(0)), Cond::Less(Expr::Const(15), Expr::Reg(EE_COUNT))]),
             &Expr::Reg(EE_COUNT),
@@ -301,11 +302,11 @@ macro_rules! sent {
     ($($reg:expr),*) => { &[$(Step::Await($reg, OWN, OWN, 2_000)),*] };
 }
 
-/// An address of no card, locally administered: the card has it while it sends to itself.
+/// A locally administered address that no card has. The card has it in loopback.
 const NOBODY: [u8; 6] = [0x02, 0xCA, 0x05, 0xE0, 0x39, 0x81];
 
 const CONTEXT: Context = Context {
-    // Only what is being sent: of a frame from before the last hand-off the device knows nothing any more.
+    // Only the frames in flight: the device no longer knows frames from before the last hand-off.
     settle: &[
         Step::Harvest,
         Step::If(Cond::In(TX0_PENDING), &[Step::Read(TSD0)]),
@@ -317,7 +318,7 @@ const CONTEXT: Context = Context {
     save: &[
         Step::Read(CBR),
         Step::Read(TCR),
-        // What the guest reads of a descriptor from now on is what the device said last.
+        // From now on the guest reads the descriptor as the device last returned it.
         Step::If(Cond::In(TX0_IDLE), &[Step::Read(TSD0), Step::Enter(TX0_KEPT)]),
         Step::If(Cond::In(TX1_IDLE), &[Step::Read(TSD1), Step::Enter(TX1_KEPT)]),
         Step::If(Cond::In(TX2_IDLE), &[Step::Read(TSD2), Step::Enter(TX2_KEPT)]),
@@ -327,7 +328,7 @@ const CONTEXT: Context = Context {
     restore: &[
         Step::Reset,
         Step::Write(EECR, Expr::Const(0xC0)),
-        // Others' frames for the guest stay away until its ring is where they go.
+        // Filters frames for the guest out until its ring is in place.
         Step::Write(
             IDR0,
             Expr::Const(u32::from_le_bytes([NOBODY[0], NOBODY[1], NOBODY[2], NOBODY[3]]) as u64),
@@ -353,7 +354,7 @@ const CONTEXT: Context = Context {
     ],
     open: &[Step::Write(IMR, Expr::Const(0)), Step::Write(IMR, Expr::Reg(IMR))],
     learn: &[
-        // A driver whose interface is down may have stopped it; the model never lets it.
+        // A driver may have stopped the clock while its interface was down. The model never permits this.
         Step::Write(HLTCLK, Expr::Const(b'R' as u64)),
         Step::All(sent!(TSD0, TSD1, TSD2, TSD3)),
         Step::All(learn!(IDR0, IDR4, MAR0, MAR4, TSAD0, TSAD1, TSAD2, TSAD3, RBSTART, CAPR, MULINT, TCR)),
@@ -380,7 +381,7 @@ const CONTEXT: Context = Context {
     }),
 };
 
-/// Everything but the timer, early interrupts and system errors.
+/// All causes except timer, early interrupts and system errors.
 const PHYSICAL_MASK: u32 = 0x007F;
 
 /// The description.
@@ -418,9 +419,9 @@ pub static RTL8139: Device = Device {
     polled: Polled {
         read: &[TSD0, TSD1, TSD2, TSD3, CR],
         written: &[TSD0, TSD1, TSD2, TSD3, TSAD0, TSAD1, TSAD2, TSAD3, CAPR, IMR, ISR],
-        // Received, sent, either with an error, ring or FIFO full; not the link.
+        // Sent and received, with and without errors, ring or FIFO full. Not the link.
         causes: 0x005F,
-        // 8139too while it polls: all but what NAPI handles.
+        // 8139too's mask during its poll: all causes that NAPI doesn't handle.
         masks: &[0xC02E],
         prompt: false,
         settles: &[],
@@ -428,7 +429,7 @@ pub static RTL8139: Device = Device {
     },
     reusable: &[TX0_IDLE, TX0_KEPT, TX1_IDLE, TX1_KEPT, TX2_IDLE, TX2_KEPT, TX3_IDLE, TX3_KEPT],
     context: CONTEXT,
-    // The descriptors don't depend on each other.
+    // The descriptors are independent of each other.
     slices: &[
         &[TSD1, TSD2, TSD3, TSAD1, TSAD2, TSAD3],
         &[TSD0, TSD2, TSD3, TSAD0, TSAD2, TSAD3],

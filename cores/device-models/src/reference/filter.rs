@@ -1,11 +1,11 @@
-//! Which frames a receiver takes, whatever card it is of.
+//! Receive filters of all cards.
 
 use super::multicast_index;
 
-/// Stations that a receiver knows one by one, at most: an e1000's.
+/// Largest number of exact station addresses: an e1000's.
 const STATIONS: usize = 16;
 
-/// How a receiver knows groups of stations.
+/// A multicast filter.
 #[expect(clippy::large_enum_variant, reason = "a few, for a moment each: no reason to allocate")]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Groups {
@@ -13,13 +13,13 @@ pub enum Groups {
     None,
     /// All.
     All,
-    /// By six bits of the Ethernet CRC: a bit each.
+    /// A bit per value of six bits of the Ethernet CRC.
     Hashed(u64),
-    /// By twelve bits of the address itself, after it was shifted so far: a bit each.
+    /// A bit per value of twelve bits of the address, after a shift by the first value.
     Table(u8, [u32; 128]),
 }
 
-/// What a receiver takes.
+/// A receive filter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Filter {
     on: bool,
@@ -31,19 +31,19 @@ pub struct Filter {
 }
 
 impl Filter {
-    /// What a receiver that runs (`on`), with these settings, takes but for stations.
+    /// Creates the filter of a receiver that is enabled (`on`), with these settings and no stations.
     pub const fn new(on: bool, everything: bool, broadcasts: bool, groups: Groups) -> Self {
         Self { on, everything, all_stations: false, broadcasts, groups, stations: [None; STATIONS] }
     }
 
-    /// It takes the frames of all stations too, not those of groups.
+    /// Adds all unicast frames, but no multicast frames.
     #[must_use]
     pub const fn with_stations(mut self) -> Self {
         self.all_stations = true;
         self
     }
 
-    /// A station whose frames it takes too. More than 16 are more than any card knows: they are left out.
+    /// Adds a station address. Beyond 16, more than any card has, it is ignored.
     #[must_use]
     pub fn with(mut self, station: [u8; 6]) -> Self {
         if let Some(place) = self.stations.iter_mut().find(|place| place.is_none()) {
@@ -52,7 +52,7 @@ impl Filter {
         self
     }
 
-    /// Whether it takes a frame.
+    /// Returns whether the filter accepts a frame.
     pub fn accepts(&self, frame: &[u8]) -> bool {
         let Some(to) = frame.first_chunk::<6>() else { return false };
         if !self.on {

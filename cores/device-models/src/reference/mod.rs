@@ -1,5 +1,5 @@
-//! Reference emulations: registers, decoding and the state graph come from the description, the code here adds what the device does
-//! with packets. They believe their driver as real devices do: what a monitor must prevent, they do.
+//! Reference emulations. Registers, decoding and the state graph come from the description. The code here adds the
+//! packet handling. They trust their driver as real devices do: they perform exactly what a monitor must prevent.
 
 pub mod e1000;
 pub mod filter;
@@ -14,18 +14,18 @@ pub use filter::Filter;
 
 /// A network card of this module.
 pub trait Card: PhysicalDevice {
-    /// Time passes: what is being sent is gone.
+    /// Advances time: frames in transmission are sent.
     fn tick(&mut self);
-    /// Frames that were sent since the last call.
+    /// Returns the frames that were sent since the last call.
     fn take_sent(&mut self) -> Vec<Vec<u8>>;
-    /// A frame arrives. Whether it was stored.
+    /// Receives a frame. Returns whether it was stored.
     fn receive(&mut self, frame: &[u8]) -> bool;
-    /// DMA that the IOMMU or the switched-off bus master stopped.
+    /// Returns the number of DMA accesses that the IOMMU or a disabled bus master blocked.
     fn blocked(&self) -> u64;
 }
 
-/// The card of a description, with a station address, on a bus; with `iommu` it reaches only what is mapped. `None` where nobody has written
-/// one.
+/// Creates the emulation of a description, with a station address, on a bus. With `iommu` it reaches mapped memory
+/// only. Returns `None` if the description has no emulation.
 pub fn card<B: Bus + Send + 'static>(
     device: &'static Device,
     address: [u8; 6],
@@ -40,10 +40,10 @@ pub fn card<B: Bus + Send + 'static>(
     }
 }
 
-/// Length of an Ethernet frame without CRC that is at least sent.
+/// Shortest transmitted Ethernet frame in bytes, without CRC.
 pub const SHORTEST: usize = 60;
 
-/// The multicast filter's index of an address: the top six bits of the Ethernet CRC-32.
+/// Returns the multicast filter's index of an address: the top six bits of the Ethernet CRC-32.
 pub fn multicast_index(address: &[u8]) -> usize {
     let crc = address.iter().fold(0xFFFF_FFFFu32, |crc, &byte| {
         (0..8).fold(crc, |crc, bit| {

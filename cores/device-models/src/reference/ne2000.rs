@@ -1,5 +1,5 @@
-//! Reference NE2000: 64 KiB of card addresses (station PROM at 0, packet memory at 4000h, somebody else's beyond), remote transfers,
-//! transmission, the receive ring.
+//! Reference NE2000: 64 KiB of card addresses, remote transfers, transmission, the receive ring. The station PROM is at
+//! 0, the packet memory at 4000h, and foreign memory beyond it.
 
 use super::SHORTEST;
 use super::filter::{Filter, Groups};
@@ -13,7 +13,7 @@ use crate::graph::{Given, Graph, truncated};
 use crate::physical::{DeviceError, Mapping, PhysicalDevice, Touch};
 
 const PAGE: usize = 256;
-/// Where the memory for packets begins; below is the station PROM.
+/// Base of the packet memory. The station PROM is below.
 const PACKETS: usize = 0x4000;
 
 /// The device.
@@ -21,13 +21,13 @@ const PACKETS: usize = 0x4000;
 pub struct Ne2000 {
     graph: Graph,
     memory: Vec<u8>,
-    /// Where the remote transfer is.
+    /// Address of the remote transfer.
     at: u16,
     sent: Vec<Vec<u8>>,
-    /// `None`: nobody wants it.
+    /// Log of touched memory; `None` if disabled.
     log: Option<Vec<Touch>>,
     bus_master: bool,
-    /// Frames that were not stored because the ring was full.
+    /// Frames that were lost because the ring was full.
     pub missed: u64,
 }
 
@@ -36,7 +36,7 @@ fn low(value: u32) -> u16 {
 }
 
 impl Ne2000 {
-    /// A card with a station address.
+    /// Creates a card with a station address.
     pub fn new(address: [u8; 6]) -> Self {
         let mut graph = Graph::new(&NE2000);
         let mut memory = vec![0; 0x1_0000];
@@ -49,14 +49,15 @@ impl Ne2000 {
         Self { graph, memory, at: 0, sent: Vec::new(), log: Some(Vec::new()), bus_master: false, missed: 0 }
     }
 
-    /// Without a log of what it touches, which nobody would take.
+    /// Disables the log of touched memory.
     #[must_use]
     pub fn without_log(mut self) -> Self {
         self.log = None;
         self
     }
 
-    /// Gives it other contents in place of all that can be written, and returns those. What isn't as long is taken as a card's that was just switched on.
+    /// Replaces all writable memory, and returns the previous contents. Contents of another length yield a card's
+    /// power-on contents.
     pub fn exchange_memory(&mut self, contents: Vec<u8>) -> Vec<u8> {
         let before = self.memory.split_off(PACKETS);
         if contents.len() == before.len() {
@@ -67,32 +68,32 @@ impl Ne2000 {
         before
     }
 
-    /// The card's addresses, byte by byte.
+    /// Returns the card's address space, byte by byte.
     pub fn memory(&self) -> &[u8] {
         &self.memory
     }
 
-    /// What the card touched of its memory since the last call: the oracle of tests.
+    /// Returns what the card touched of its memory since the last call: the oracle of tests.
     pub fn take_log(&mut self) -> Vec<Touch> {
         self.log.as_mut().map(std::mem::take).unwrap_or_default()
     }
 
-    /// Frames that were sent since the last call.
+    /// Returns the frames that were sent since the last call.
     pub fn take_sent(&mut self) -> Vec<Vec<u8>> {
         std::mem::take(&mut self.sent)
     }
 
-    /// Whether anybody switched bus mastering on.
+    /// Returns whether bus mastering was enabled.
     pub fn bus_master(&self) -> bool {
         self.bus_master
     }
 
-    /// A register as the card holds it.
+    /// Returns the card's value of a register.
     pub fn value(&self, reg: Reg) -> u32 {
         self.graph.value(reg)
     }
 
-    /// Time passes: a frame that is being sent is gone.
+    /// Advances time: a frame in transmission is sent.
     pub fn tick(&mut self) {
         let Some(frame) = self.sending() else { return };
         let base = usize::from(low(self.value(TPSR) << 8));
@@ -101,7 +102,7 @@ impl Ne2000 {
         self.finish(1, 0, PTX);
     }
 
-    /// The frame that is being sent.
+    /// Returns the frame in transmission.
     pub fn sending(&self) -> Option<Vec<u8>> {
         self.graph.is(TX_BUSY).then(|| {
             let length = usize::from(low(self.value(TBCR0) | self.value(TBCR1) << 8));
@@ -110,7 +111,7 @@ impl Ne2000 {
         })
     }
 
-    /// The frame that is being sent is gone, or given up: status, collisions, causes.
+    /// Completes or aborts the frame in transmission: status, collisions, causes.
     pub fn finish(&mut self, status: u32, collisions: u32, causes: u32) {
         self.graph.set(TSR, status & 0xFF);
         self.graph.set(NCR, collisions & 0xFF);
@@ -119,7 +120,7 @@ impl Ne2000 {
         self.cause(causes);
     }
 
-    /// A frame arrives. Whether it was stored.
+    /// Receives a frame. Returns whether it was stored.
     pub fn receive(&mut self, frame: &[u8]) -> bool {
         if !self.filter().accepts(frame) {
             return false;
@@ -152,7 +153,7 @@ impl Ne2000 {
         true
     }
 
-    /// Whether its ring has room for a frame of `length` bytes.
+    /// Returns whether the ring has room for a frame of `length` bytes.
     pub fn has_room(&self, length: usize) -> bool {
         let (start, stop) = (self.byte(PSTART), self.byte(PSTOP));
         let (curr, bnry) = (self.byte(CURR), self.byte(BNRY));
@@ -161,7 +162,7 @@ impl Ne2000 {
         (length.max(SHORTEST) + 8).div_ceil(PAGE) < free
     }
 
-    /// Which frames it takes now.
+    /// Returns the current filter.
     pub fn filter(&self) -> Filter {
         let rcr = self.value(RCR);
         let bytes = |first: Reg, at: u8| self.value(Reg(first.0 + at)).to_le_bytes()[0];
@@ -172,7 +173,7 @@ impl Ne2000 {
         Filter::new(on, rcr & PRO != 0, rcr & 0x04 != 0, groups).with(station)
     }
 
-    /// Causes of an interrupt that another part of the card has.
+    /// Raises interrupt causes of another part of the card.
     pub fn raise(&mut self, causes: u32) {
         self.cause(causes);
     }
@@ -194,7 +195,7 @@ impl Ne2000 {
         self.graph.happen(&NE2000, Event::Cause(causes), None, Given::default());
     }
 
-    /// The next byte of the remote transfer: through the end of the ring to its start, as the data sheet says.
+    /// Returns the next byte's offset of the remote transfer, with wraparound in the ring as the data sheet says.
     fn step(&mut self) -> usize {
         let now = usize::from(self.at);
         self.at = self.at.wrapping_add(1);
@@ -204,7 +205,7 @@ impl Ne2000 {
         now
     }
 
-    /// In word mode an access of a byte moves two.
+    /// In word mode a byte access moves two bytes.
     fn finish_word(&mut self, bytes: u8) {
         if bytes == 1 && self.value(DCR) & WTS != 0 {
             self.step();
@@ -269,7 +270,7 @@ impl super::Card for Ne2000 {
     }
 
     fn take_sent(&mut self) -> Vec<Vec<u8>> {
-        // Only tests want the log, and a guest must not be able to grow it.
+        // Only tests use the log, and a guest must not be able to grow it.
         drop(self.take_log());
         Self::take_sent(self)
     }

@@ -1,27 +1,27 @@
-//! How a reference card reaches memory: its bus, with or without an IOMMU before it.
+//! A reference card's access to memory: its bus, with or without an IOMMU.
 
 use crate::physical::{Bus, DeviceError, Mapping};
 
-/// A card's way to memory.
+/// A card's access to memory.
 #[derive(Debug)]
 pub struct Port<B> {
     /// The memory, in the device's addresses.
     pub bus: B,
-    /// With an IOMMU: what the device may reach.
+    /// With an IOMMU: the mappings.
     mappings: Option<Vec<Mapping>>,
-    /// Whether the card may reach memory at all (PCI's bus master bit).
+    /// PCI's bus master enable.
     pub bus_master: bool,
-    /// Requests that the IOMMU or the switched-off bus master stopped.
+    /// Requests that the IOMMU or a disabled bus master blocked.
     pub blocked: u64,
 }
 
 impl<B: Bus> Port<B> {
-    /// A way to `bus`, with bus mastering off; with `iommu` nothing is mapped yet.
+    /// Connects a card to `bus`, with bus mastering off. With `iommu` nothing is mapped yet.
     pub fn new(bus: B, iommu: bool) -> Self {
         Self { bus, mappings: iommu.then(Vec::new), bus_master: false, blocked: 0 }
     }
 
-    /// Whether there is an IOMMU.
+    /// Returns whether there is an IOMMU.
     pub fn has_iommu(&self) -> bool {
         self.mappings.is_some()
     }
@@ -33,7 +33,7 @@ impl<B: Bus> Port<B> {
         allowed
     }
 
-    /// Reads memory. `false`, and `into` as it was: it was stopped.
+    /// Reads memory. Returns false, without a change of `into`, if the access was blocked.
     pub fn read(&mut self, address: u64, into: &mut [u8]) -> bool {
         let allowed = into.is_empty() || self.reaches(address, into.len(), false);
         if allowed {
@@ -42,7 +42,7 @@ impl<B: Bus> Port<B> {
         allowed
     }
 
-    /// Writes memory. `false`: it was stopped.
+    /// Writes memory. Returns false if the access was blocked.
     pub fn write(&mut self, address: u64, data: &[u8]) -> bool {
         let allowed = data.is_empty() || self.reaches(address, data.len(), true);
         if allowed {
@@ -51,7 +51,7 @@ impl<B: Bus> Port<B> {
         allowed
     }
 
-    /// Lets the device reach memory.
+    /// Maps memory for the device.
     ///
     /// # Errors
     /// There is no IOMMU.
@@ -61,10 +61,10 @@ impl<B: Bus> Port<B> {
         Ok(())
     }
 
-    /// Takes a mapping back.
+    /// Removes a mapping.
     ///
     /// # Errors
-    /// It isn't there.
+    /// The mapping doesn't exist.
     pub fn unmap(&mut self, mapping: Mapping) -> Result<(), DeviceError> {
         let known = self.mappings.as_mut().and_then(|mappings| {
             let at = mappings.iter().position(|known| *known == mapping)?;
@@ -75,7 +75,7 @@ impl<B: Bus> Port<B> {
     }
 }
 
-/// Whether mappings cover `length` bytes from `address`.
+/// Returns whether mappings cover `length` bytes from `address`.
 fn covered(mappings: &[Mapping], address: u64, length: usize, writes: bool) -> bool {
     let Some(end) = u64::try_from(length).ok().and_then(|length| address.checked_add(length)) else {
         return false;

@@ -1,4 +1,4 @@
-//! Reference RTL8139: four transmit descriptors, the receive ring, bus mastering. Time passes when a register is read.
+//! Reference RTL8139: four transmit descriptors, the receive ring, bus mastering. A register read advances time.
 
 use super::filter::{Filter, Groups};
 use super::port::Port;
@@ -10,7 +10,7 @@ use crate::devices::rtl8139::{
 use crate::graph::{Given, Graph, truncated};
 use crate::physical::{Bus, DeviceError, Mapping, PhysicalDevice};
 
-/// The device.
+/// The emulated card.
 #[derive(Debug)]
 pub struct Rtl8139<B> {
     graph: Graph,
@@ -29,7 +29,7 @@ fn number(size: usize) -> u32 {
 }
 
 impl<B: Bus> Rtl8139<B> {
-    /// A card with a station address on a bus; with `iommu` it reaches only what is mapped.
+    /// Creates a card with a station address on a bus. With `iommu` it reaches mapped memory only.
     pub fn new(address: [u8; 6], bus: B, iommu: bool) -> Self {
         let mut graph = Graph::new(&RTL8139);
         for (at, byte) in (0u8..).zip(address) {
@@ -40,27 +40,27 @@ impl<B: Bus> Rtl8139<B> {
         card
     }
 
-    /// The bus.
+    /// Returns the bus.
     pub fn bus(&mut self) -> &mut B {
         &mut self.port.bus
     }
 
-    /// DMA that the IOMMU or the switched-off bus master stopped.
+    /// Returns the number of DMA accesses that the IOMMU or a disabled bus master blocked.
     pub fn blocked(&self) -> u64 {
         self.port.blocked
     }
 
-    /// Frames that were sent since the last call.
+    /// Returns the frames that were sent since the last call.
     pub fn take_sent(&mut self) -> Vec<Vec<u8>> {
         std::mem::take(&mut self.sent)
     }
 
-    /// A register as the card holds it.
+    /// Returns the card's value of a register.
     pub fn value(&self, reg: Reg) -> u32 {
         self.graph.value(reg)
     }
 
-    /// The hidden pointers: next descriptor, write position.
+    /// Returns the hidden pointers: next descriptor, write position.
     pub fn pointers(&self) -> (u8, u32) {
         (self.next, self.position)
     }
@@ -75,12 +75,12 @@ impl<B: Bus> Rtl8139<B> {
         self.position = 0;
     }
 
-    /// The device wraps at 32 bits.
+    /// Addresses wrap at 32 bits, as on the device.
     fn dma(&mut self, address: u32, length: usize, direction: Direction, data: &mut [u8]) {
         let before_wrap = if address == 0 { length } else { length.min(size(0u32.wrapping_sub(address))) };
         let parts = [(address, 0..before_wrap), (0, before_wrap..length)];
         for (address, range) in parts.into_iter().filter(|(_, range)| !range.is_empty()) {
-            // What is stopped the card doesn't notice.
+            // The card doesn't notice a blocked access.
             let _ = match direction {
                 Direction::DeviceWrites => self.port.write(u64::from(address), &data[range]),
                 Direction::DeviceReads => self.port.read(u64::from(address), &mut data[range]),
@@ -88,7 +88,7 @@ impl<B: Bus> Rtl8139<B> {
         }
     }
 
-    /// Time passes: the next descriptors that are the device's are sent.
+    /// Advances time: sends the next descriptors that the device owns.
     pub fn tick(&mut self) {
         for _ in 0..4 {
             let (tsd, tsad) = (Reg(TSD0.0 + self.next), Reg(TSAD0.0 + self.next));
@@ -109,7 +109,7 @@ impl<B: Bus> Rtl8139<B> {
         }
     }
 
-    /// A frame arrives from the wire; a card that sends to itself doesn't hear it. Whether it was stored.
+    /// Receives a frame from the wire; a card in loopback ignores it. Returns whether it was stored.
     pub fn receive(&mut self, frame: &[u8]) -> bool {
         self.value(TCR) & LOOPBACK != LOOPBACK && self.store(frame)
     }
@@ -150,7 +150,7 @@ impl<B: Bus> Rtl8139<B> {
         true
     }
 
-    /// Which frames it takes now.
+    /// Returns the current filter.
     pub fn filter(&self) -> Filter {
         let (rcr, [low, high]) =
             (self.value(RCR), [self.value(IDR0), self.value(IDR4)].map(u32::to_le_bytes));
@@ -163,19 +163,19 @@ impl<B: Bus> Rtl8139<B> {
         filter.with([low[0], low[1], low[2], low[3], high[0], high[1]])
     }
 
-    /// Whether its ring has room for a frame of `length` bytes.
+    /// Returns whether the ring has room for a frame of `length` bytes.
     pub fn has_room(&self, length: usize) -> bool {
         (number(length) + 8).next_multiple_of(4) < self.free()
     }
 
-    /// Bytes of the ring that the driver has read.
+    /// Returns the number of free bytes in the ring: those that the driver has read.
     fn free(&self) -> u32 {
         let ring = 0x2000 << (self.value(RCR) >> 11 & 3);
         let read = self.value(CAPR).wrapping_add(16) % ring;
         if self.position == read { ring } else { (read + ring - self.position) % ring }
     }
 
-    /// Causes of an interrupt that another part of the card has.
+    /// Raises interrupt causes of another part of the card.
     pub fn raise(&mut self, causes: u32) {
         self.cause(causes);
     }
@@ -202,7 +202,8 @@ impl<B: Bus> Rtl8139<B> {
             Some((reg, stored)),
             Given { size: u32::from(bytes), written: value, ..Given::default() },
         );
-        // The ring begins anew with its receiver (8139too relies on that) and with another size; another filter is no reason (it relies on that, too).
+        // The ring restarts when the receiver is enabled, and with a new size, but not with a new filter. 8139too
+        // relies on the first and the last.
         let begins = reg == CR && stored & !before & RE != 0;
         if begins || reg == RCR && (stored ^ before) & 0x1800 != 0 {
             self.position = 0;
@@ -219,7 +220,7 @@ impl<B: Bus> Rtl8139<B> {
             return self.value(CR) & !BUFE | if empty { BUFE } else { 0 };
         }
         if reg == EECR {
-            // The EEPROM answers on a line of the register that controls it.
+            // The EEPROM answers on a bit of the register that controls it.
             let answer = self.graph.happen(&RTL8139, Event::Read(reg), None, Given::size(1));
             return answer.unwrap_or_else(|| self.value(reg));
         }
@@ -264,7 +265,7 @@ impl<B: Bus> PhysicalDevice for Rtl8139<B> {
             if let Some(reg) = piece.reg {
                 let mask = truncated(u32::MAX, piece.bytes) << (8 * piece.skip);
                 let part = truncated(value >> (8 * done), piece.bytes) << (8 * piece.skip);
-                // A part of a register: the rest stays.
+                // A part of a register: the rest is unchanged.
                 let whole =
                     if piece.is_whole(RTL8139.register(reg)) { part } else { self.value(reg) & !mask | part };
                 self.write_register(reg, whole, piece.bytes);

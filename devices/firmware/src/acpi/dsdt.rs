@@ -1,4 +1,4 @@
-//! DSDT: the devices that can't be enumerated. AML is generated once, at boot, from the machine map.
+//! DSDT: the devices that can't be enumerated. The AML is generated at boot from the machine map.
 
 use acpi_tables::Aml;
 use acpi_tables::aml::{
@@ -13,7 +13,7 @@ use super::{table, to_bytes};
 use crate::layout;
 use crate::map::{AddressRange, MachineMap};
 
-/// SLP_TYP of S5; the sleep control register gets it back.
+/// SLP_TYP of S5, which the guest writes to the sleep control register.
 pub const SLEEP_TYPE_S5: u8 = 5;
 /// Bit of the power button in the event register.
 const EVENT_POWER_BUTTON: u8 = 1;
@@ -22,13 +22,13 @@ const BUTTON_PRESSED: u8 = 0x80;
 
 /// `_OSC` of a PCI host bridge (PCI firmware specification 3.3, 4.5.1).
 const PCI_OSC_UUID: &str = "33DB4D5B-1FF7-401C-9657-7441C03DD766";
-/// What the OS may take over: native hot plug, PME, AER, PCIe capabilities; not SHPC hot plug.
+/// Features that the OS may control: native hot plug, PME, AER, PCIe capabilities; not SHPC hot plug.
 const OSC_GRANTED: u8 = 1 << 0 | 1 << 2 | 1 << 3 | 1 << 4;
 const OSC_UNKNOWN_UUID: u8 = 1 << 2;
 const OSC_UNKNOWN_REVISION: u8 = 1 << 3;
 const OSC_MASKED: u8 = 1 << 4;
 
-/// Low I/O ports go to the PCI root as well; fixed devices among them have their own entries.
+/// Low I/O ports belong to the PCI root, too. Fixed devices among them have their own entries.
 const LOW_IO_LAST: u16 = 0x0cf7;
 const CONFIGURATION_PORTS: u16 = 0x0cf8;
 
@@ -103,7 +103,7 @@ fn routing(map: &MachineMap) -> PackageBuilder {
     routes
 }
 
-/// AML that has been generated already.
+/// AML that is already generated.
 struct Raw(Vec<u8>);
 
 impl Aml for Raw {
@@ -121,7 +121,7 @@ fn osc(uuid: &Uuid) -> Osc<'_> {
 }
 
 impl Osc<'_> {
-    /// Grants what is asked for, within [`OSC_GRANTED`].
+    /// Grants requested features within [`OSC_GRANTED`].
     fn aml(&self) -> Raw {
         let (status, control) = (path("CDW1"), path("CDW3"));
         Raw(to_bytes(&Method::new(
@@ -153,8 +153,8 @@ impl Osc<'_> {
     }
 }
 
-/// Address ranges in use that no device below owns: the ECAM window (Linux wants it reserved here
-/// before it uses it) and the power registers.
+/// Address ranges in use that no device below owns: the ECAM window, which Linux requires to be reserved, and the power
+/// registers.
 fn reserved(map: &MachineMap) -> Vec<u8> {
     let (base, len) = (address32(layout::ECAM.start), address32(layout::ECAM.len));
     let first = map.power.reset;
@@ -202,7 +202,7 @@ fn power_button() -> Vec<u8> {
     ))
 }
 
-/// Generic event device (5.6.9): its interrupt says that the event register has something.
+/// Generic event device (5.6.9): its interrupt reports that the event register isn't zero.
 fn event_device(map: &MachineMap) -> Vec<u8> {
     let port = map.power.events;
     let events = path("EVNT");
@@ -228,7 +228,7 @@ fn event_device(map: &MachineMap) -> Vec<u8> {
                 1,
                 true,
                 vec![
-                    // One read: reading clears the register.
+                    // Read once: a read clears the register.
                     &Store::new(&Local(0), &events),
                     &And::new(&Local(1), &Local(0), &EVENT_POWER_BUTTON),
                     &If::new(

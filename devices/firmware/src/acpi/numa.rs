@@ -1,4 +1,4 @@
-//! SRAT and SLIT: which CPUs and which memory belong together, and how far apart nodes are.
+//! SRAT and SLIT: the NUMA nodes of CPUs and memory, and the distances between nodes.
 
 use acpi_tables::Aml;
 use acpi_tables::srat::MemoryAffinity;
@@ -34,7 +34,7 @@ pub(super) fn srat(map: &MachineMap) -> Vec<u8> {
     table(*b"SRAT", 3, &body)
 }
 
-/// Built here, as the crate's table is always symmetric.
+/// Written here, as the crate's table is always symmetric.
 pub(super) fn slit(map: &MachineMap) -> Vec<u8> {
     let mut body = (map.node_distances.len() as u64).to_le_bytes().to_vec();
     body.extend(map.node_distances.iter().flatten());

@@ -12,8 +12,8 @@ use super::{OEM_ID, OEM_REVISION, OEM_TABLE_ID, to_bytes};
 use crate::layout;
 use crate::map::MachineMap;
 
-/// IAPC_BOOT_ARCH (5.2.9.3): no VGA, no ASPM, no CMOS clock; and, as their bits are clear, no ISA devices
-/// beyond what the DSDT names and no keyboard controller.
+/// IAPC_BOOT_ARCH (5.2.9.3): no VGA, no ASPM, no CMOS clock. The clear bits mean: no ISA devices beyond the DSDT's, and
+/// no keyboard controller.
 const BOOT_ARCHITECTURE: u16 = 1 << 2 | 1 << 4 | 1 << 5;
 const HYPERVISOR_VENDOR: u64 = u64::from_le_bytes(*b"CAUSEWAY");
 
@@ -21,8 +21,8 @@ fn port(address: u16) -> GAS {
     GAS::new(AddressSpace::SystemIo, 8, 0, AccessSize::ByteAccess, u64::from(address))
 }
 
-/// Hardware-reduced: no fixed hardware but the registers named here. That the power-button flag is set
-/// means a control-method button, which the DSDT has.
+/// Hardware-reduced: no fixed hardware beyond these registers. The set power-button flag means a control-method button,
+/// which the DSDT has.
 pub(super) fn fadt(map: &MachineMap, dsdt: u64) -> FADT {
     let mut fadt = FADTBuilder::new(OEM_ID, OEM_TABLE_ID, OEM_REVISION)
         .dsdt_64(dsdt)
@@ -78,7 +78,7 @@ pub(super) fn mcfg() -> Vec<u8> {
     to_bytes(&mcfg)
 }
 
-/// A fixed address of the layout, all of which are below 4 GiB.
+/// Converts a fixed address of the layout. All of them are below 4 GiB.
 pub(super) const fn address32(address: u64) -> u32 {
     assert!(address <= u32::MAX as u64);
     let bytes = address.to_le_bytes();

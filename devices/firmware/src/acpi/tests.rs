@@ -1,4 +1,4 @@
-//! Tables as bytes: checksums, lengths and fields; and, where Debian's `iasl` is installed, as it reads them.
+//! Checks the tables' bytes: checksums, lengths and fields. If Debian's `iasl` is installed, it disassembles them, too.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -36,7 +36,7 @@ fn index(value: u64) -> usize {
     usize::try_from(value).unwrap()
 }
 
-/// Walks from the RSDP as an operating system does; every checksum and length is checked on the way.
+/// Walks the tables from the RSDP as an operating system does, and checks every checksum and length.
 fn walk(bytes: &[u8], base: u64) -> BTreeMap<String, Vec<u8>> {
     let sum = |bytes: &[u8]| bytes.iter().fold(0u8, |sum, &byte| sum.wrapping_add(byte));
     assert_eq!(&bytes[..8], b"RSD PTR ");
@@ -165,7 +165,7 @@ fn tables_lie_in_guest_memory_where_a_scan_finds_them() {
     walk(&bytes, rsdp);
 }
 
-/// Runs `iasl` in `directory`; returns what it said.
+/// Runs `iasl` in `directory`; returns its output.
 fn iasl(directory: &Path, arguments: &[&str]) -> String {
     let output = Command::new("iasl").current_dir(directory).args(arguments).output().unwrap();
     let text =

@@ -14,9 +14,9 @@ const MAGIC_OFFSET: usize = 0x202;
 const MAGIC: [u8; 4] = *b"HdrS";
 const BOOT_FLAG: u16 = 0xaa55;
 const SECTOR: u64 = 512;
-/// Sectors of real-mode code when `setup_sects` says 0.
+/// Sectors of real-mode code if `setup_sects` is 0.
 const DEFAULT_SETUP_SECTORS: u8 = 4;
-/// 2.12: `xloadflags`, which says whether there is a 64-bit entry.
+/// 2.12 introduced `xloadflags`, which tells whether there is a 64-bit entry.
 const OLDEST_PROTOCOL: u16 = 0x020c;
 /// `loadflags`: the protected-mode code belongs at 1 MiB or above.
 const LOADED_HIGH: u8 = 1 << 0;
@@ -24,15 +24,15 @@ const LOADED_HIGH: u8 = 1 << 0;
 const XLF_KERNEL_64: u16 = 1 << 0;
 /// `xloadflags`: kernel, parameters and initrd may lie above 4 GiB.
 const XLF_CAN_BE_LOADED_ABOVE_4G: u16 = 1 << 1;
-/// The 64-bit entry is this far into the protected-mode code.
+/// Offset of the 64-bit entry in the protected-mode code.
 const ENTRY_64: u64 = 0x200;
 
-/// Whether the file has a setup header.
+/// Returns whether the file has a setup header.
 pub(super) fn matches(head: &[u8]) -> bool {
     head.get(MAGIC_OFFSET..MAGIC_OFFSET + MAGIC.len()) == Some(&MAGIC)
 }
 
-/// Reads the header; `head` is the start of the file.
+/// Parses the header; `head` is the start of the file.
 pub(super) fn plan(image: &dyn Image, head: &[u8], protocol: BootProtocol) -> Result<Plan, KernelError> {
     let malformed = |what: String| KernelError::Malformed { name: image.name(), what };
     if protocol == BootProtocol::Pvh {
@@ -53,7 +53,7 @@ pub(super) fn plan(image: &dyn Image, head: &[u8], protocol: BootProtocol) -> Re
     };
     let mut header = setup_header::default();
     header.as_mut_slice().copy_from_slice(bytes);
-    // Fields of a packed structure: copied, never borrowed.
+    // Fields of a packed structure are copied, never borrowed.
     let (flag, version, xloadflags) = (header.boot_flag, header.version, header.xloadflags);
     if flag != BOOT_FLAG {
         return Err(malformed(format!("its boot flag is {flag:#06x} instead of {BOOT_FLAG:#06x}")));
@@ -74,7 +74,7 @@ pub(super) fn plan(image: &dyn Image, head: &[u8], protocol: BootProtocol) -> Re
 
     let sectors = if header.setup_sects == 0 { DEFAULT_SETUP_SECTORS } else { header.setup_sects };
     let file_offset = (u64::from(sectors) + 1) * SECTOR;
-    // In units of 16 bytes, rounded up: the last unit need not be complete.
+    // In units of 16 bytes, rounded up: the last unit may be incomplete.
     let syssize = header.syssize;
     let code_len = u64::from(syssize) * 16;
     if code_len <= ENTRY_64 {
@@ -96,7 +96,7 @@ pub(super) fn plan(image: &dyn Image, head: &[u8], protocol: BootProtocol) -> Re
         if !alignment.is_power_of_two() {
             return Err(malformed(format!("its alignment {alignment:#x} is not a power of two")));
         }
-        // Upwards only: below its preferred address the kernel would move itself up, over an initrd.
+        // Only at or above its preferred address: below it the kernel would relocate itself upwards, over an initrd.
         preferred.max(layout::KERNEL_MINIMUM).checked_next_multiple_of(alignment)
     } else {
         Some(preferred)

@@ -16,14 +16,14 @@ const TYPE_EXECUTABLE: u16 = 2;
 const MACHINE_X86_64: u16 = 62;
 const SEGMENT_LOAD: u32 = 1;
 const SEGMENT_NOTE: u32 = 4;
-/// A vmlinux has five or six.
+/// A vmlinux has five or six segments.
 const MOST_SEGMENTS: u16 = 64;
 /// A vmlinux has a few hundred bytes of notes.
 const LONGEST_NOTES: u64 = 64 * 1024;
 /// Xen's note with the 32-bit physical entry point for PVH.
 const XEN_PHYS32_ENTRY: u32 = 18;
 const XEN_NOTE_NAME: &[u8] = b"Xen\0";
-/// `COMMAND_LINE_SIZE` of x86 without its NUL; a vmlinux has no header that would say.
+/// `COMMAND_LINE_SIZE` of x86 without its NUL. A vmlinux has no header with this limit.
 const COMMAND_LINE_MAX: u64 = 2047;
 
 #[derive(FromBytes, Immutable, KnownLayout)]
@@ -66,7 +66,7 @@ const _: () = {
     assert!(size_of::<ProgramHeader>() == 56);
 };
 
-/// Reads the headers; `head` is the start of the file.
+/// Parses the headers; `head` is the start of the file.
 pub(super) fn plan(image: &dyn Image, head: &[u8], protocol: BootProtocol) -> Result<Plan, KernelError> {
     let malformed = |what: String| KernelError::Malformed { name: image.name(), what };
     let Ok((header, _)) = FileHeader::ref_from_prefix(head) else {
@@ -125,7 +125,7 @@ pub(super) fn plan(image: &dyn Image, head: &[u8], protocol: BootProtocol) -> Re
         entry,
         header: None,
         command_line_max: COMMAND_LINE_MAX,
-        // Linux keeps the address of a PVH module in 32 bits.
+        // Linux stores the address of a PVH module in 32 bits.
         initrd_end_max: layout::LOW_RAM_END,
         initrd_above_4g: false,
     })
@@ -174,7 +174,7 @@ fn load_segment(image: &dyn Image, program: &ProgramHeader) -> Result<Option<Seg
     }))
 }
 
-/// Looks for the PVH entry among the notes of one segment.
+/// Searches the notes of one segment for the PVH entry.
 fn find_pvh_entry(image: &dyn Image, program: &ProgramHeader) -> Result<Option<u32>, KernelError> {
     let malformed = |what: String| KernelError::Malformed { name: image.name(), what };
     let (offset, len) = (program.offset.get(), program.file_size.get());
@@ -209,7 +209,7 @@ struct Note<'a> {
     description: &'a [u8],
 }
 
-/// The first note of `bytes` and what follows it; `None` at the end, or where no whole note is left.
+/// Returns the first note of `bytes` and the bytes after it, or `None` if no complete note is left.
 fn next_note(bytes: &[u8], alignment: usize) -> Option<(Note<'_>, &[u8])> {
     let (sizes, rest) = <[U32; 3]>::read_from_prefix(bytes).ok()?;
     let [name_len, description_len, kind] = sizes.map(U32::get);

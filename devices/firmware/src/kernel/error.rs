@@ -1,4 +1,4 @@
-//! Why a kernel can't be loaded. Each text is one sentence that says which file and what to do.
+//! Load errors. Each message is one sentence that names the file and the remedy.
 
 use std::path::PathBuf;
 

@@ -16,7 +16,7 @@ const LOADER_UNDEFINED: u8 = 0xff;
 const VIDEO_MODE_NORMAL: u16 = 0xffff;
 const BOOT_FLAG: u16 = 0xaa55;
 const HEADER_MAGIC: u32 = u32::from_le_bytes(*b"HdrS");
-/// What a vmlinux is given, as it has no header of its own: protocol 2.15.
+/// Protocol 2.15, for a vmlinux, which has no header of its own.
 const PROTOCOL: u16 = 0x020f;
 const KERNEL_ALIGNMENT: u32 = 0x0100_0000;
 
@@ -36,7 +36,7 @@ const EFER_LONG_MODE_ACTIVE: u64 = 1 << 10;
 
 const _: () = assert!(size_of::<boot_params>() as u64 == PAGE_SIZE);
 
-/// Writes everything but kernel, initrd and command line; returns the registers.
+/// Writes everything except kernel, initrd and command line; returns the registers.
 pub(super) fn write(
     memory: &GuestMemory,
     ram: &[AddressRange],
@@ -109,7 +109,7 @@ fn split(value: u64) -> (u32, u32) {
     (half(0), half(4))
 }
 
-/// Maps the first 4 GiB one to one in pages of 2 MiB.
+/// Maps the first 4 GiB one to one with pages of 2 MiB.
 fn write_identity_map(memory: &GuestMemory) -> Result<(), KernelError> {
     const WHAT: &str = "page tables";
     let mut page = [0u8; 4096];
@@ -131,7 +131,7 @@ fn write_identity_map(memory: &GuestMemory) -> Result<(), KernelError> {
     Ok(())
 }
 
-/// Writes the GDT: two unused entries, then code, data and task state at the selectors Linux expects.
+/// Writes the GDT: two unused entries, then code, data and task state at the selectors that Linux expects.
 pub(super) fn write_gdt(memory: &GuestMemory, segments: [registers::Segment; 3]) -> Result<(), KernelError> {
     let mut table = [0u8; registers::GDT_BYTES];
     for segment in segments {

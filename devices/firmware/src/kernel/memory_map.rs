@@ -1,9 +1,9 @@
-//! The memory map that kernels are given: e820 for the Linux protocol, the same numbers for PVH.
+//! The memory map for kernels: e820 for the Linux protocol, and the same entries for PVH.
 
 use crate::layout;
 use crate::ranges::AddressRange;
 
-/// Kind of an entry; the values are those of e820 and of PVH (ACPI 6.5, 15).
+/// Type of an entry. The values are those of e820 and of PVH (ACPI 6.5, 15).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     Ram = 1,
@@ -17,7 +17,8 @@ pub(super) struct Entry {
     pub kind: Kind,
 }
 
-/// The map of a machine with this RAM (ascending, merged, the first range from 0 to 16 MiB at least).
+/// Returns the map of a machine with this RAM: ascending, merged, and the first range starts at 0 and has at least 16
+/// MiB.
 pub(super) fn memory_map(ram: &[AddressRange]) -> Vec<Entry> {
     let between = |start: u64, end: u64| AddressRange { start, len: end - start };
     let mut map = vec![
@@ -31,7 +32,7 @@ pub(super) fn memory_map(ram: &[AddressRange]) -> Vec<Entry> {
             map.push(Entry { range: between(start, range.end()), kind: Kind::Ram });
         }
     }
-    // Linux uses the ECAM window early only when the map says that nobody else does.
+    // Linux uses the ECAM window early only if the map reserves it.
     map.push(Entry { range: layout::ECAM, kind: Kind::Reserved });
     map.push(Entry {
         range: between(layout::KVM_IDENTITY_MAP, layout::KVM_TSS + 3 * layout::PAGE_SIZE),

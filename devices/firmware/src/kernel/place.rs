@@ -1,4 +1,4 @@
-//! Where things go in RAM, and whether they fit.
+//! Chooses addresses in RAM, and checks that everything fits.
 
 use machine::memory::{GuestAddress, GuestMemory, GuestMemoryBackend};
 
@@ -7,7 +7,7 @@ use crate::image::Image;
 use crate::layout;
 use crate::ranges::{AddressRange, RamRange};
 
-/// RAM as plain ranges, neighbours merged; checked against the memory that is there.
+/// Returns RAM as plain ranges with adjacent ones merged, after a check against guest memory.
 pub(super) fn checked_ram(memory: &GuestMemory, ram: &[RamRange]) -> Result<Vec<AddressRange>, KernelError> {
     let error = |what| KernelError::Ram { what };
     let mut merged: Vec<AddressRange> = Vec::new();
@@ -34,7 +34,7 @@ pub(super) fn checked_ram(memory: &GuestMemory, ram: &[RamRange]) -> Result<Vec<
     }
 }
 
-/// Every segment in RAM above the boot structures, none over another, the entry inside one.
+/// Checks that every segment is in RAM above the boot structures, none overlaps another, and the entry is inside one.
 pub(super) fn check_kernel(image: &dyn Image, plan: &Plan, ram: &[AddressRange]) -> Result<(), KernelError> {
     let mut sorted: Vec<_> = plan.segments.iter().map(|segment| segment.range).collect();
     sorted.sort_by_key(|range| range.start);
@@ -64,7 +64,7 @@ pub(super) fn check_kernel(image: &dyn Image, plan: &Plan, ram: &[AddressRange])
                 ),
             });
         }
-        // Above the hole nothing is mapped when the kernel starts, and "the kernel's memory" would span the hole.
+        // Above the hole nothing is mapped at kernel start, and the kernel's memory range would include the hole.
         let low = range.end() <= layout::LOW_RAM_END;
         if !low || !ram.iter().any(|r| r.contains(range.start, range.len)) {
             return Err(no_room(image, *range, ram));
@@ -96,7 +96,7 @@ fn no_room(image: &dyn Image, range: AddressRange, ram: &[AddressRange]) -> Kern
     KernelError::TooBig { role: "kernel", name: image.name(), end, ram_end, needed: end }
 }
 
-/// The command line with its NUL.
+/// Returns the command line with its NUL.
 pub(super) fn command_line(text: &str, longest: u64) -> Result<Vec<u8>, KernelError> {
     if let Some(position) = text.bytes().position(|byte| byte == 0) {
         return Err(KernelError::CommandLine { what: format!("has a NUL at byte {position}; remove it") });
@@ -113,7 +113,7 @@ pub(super) fn command_line(text: &str, longest: u64) -> Result<Vec<u8>, KernelEr
     Ok(bytes)
 }
 
-/// Bytes of zero after an initrd of this length, so that the next one is aligned.
+/// Returns the number of zero bytes after an initrd of this length, which align the next one.
 pub(super) fn initrd_padding(len: u64) -> usize {
     match len % 4 {
         0 => 0,
@@ -123,7 +123,7 @@ pub(super) fn initrd_padding(len: u64) -> usize {
     }
 }
 
-/// One range for all initrds: as high as the kernel allows below the PCI hole, or above 4 GiB.
+/// Returns one range for all initrds, as high as the kernel permits below the PCI hole, or above 4 GiB.
 pub(super) fn initrds(
     images: &[&dyn Image],
     plan: &Plan,

@@ -15,10 +15,10 @@ use crate::registers::{self, BootRegisters};
 
 /// Version of `hvm_start_info` that has the memory map.
 const VERSION: u32 = 1;
-/// Protection enabled, and the bit that always reads 1.
+/// Protection enabled, and the bit that always reads as 1.
 const CR0: u64 = 1 << 0 | 1 << 4;
 
-/// Entries that there is room for.
+/// Capacity of the memory map in entries.
 const ENTRIES_MAX: u64 =
     (layout::ZERO_PAGE - layout::PVH_MEMORY_MAP) / size_of::<hvm_memmap_table_entry>() as u64;
 

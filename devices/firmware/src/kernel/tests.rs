@@ -1,4 +1,4 @@
-//! Loading made-up kernels: what must end up where, and 16,000 damaged images that must not do harm.
+//! Loads synthetic kernels and checks the placement. 16,000 damaged images must do no harm.
 
 mod damaged;
 mod refused;
@@ -225,11 +225,11 @@ fn a_reset_zeroes_what_the_file_says_is_zero() {
 
 #[test]
 fn an_initrd_goes_above_4_gib_only_when_the_kernel_can_take_it_there() {
-    // 3 GiB below the hole, 16 MiB above; nothing of it is touched but the pages written.
+    // 3 GiB below the hole, 16 MiB above. Only the written pages are touched.
     let sizes = [(GuestAddress(0), 3usize << 30), (GuestAddress(4 << 30), 16 << 20)];
     let memory = GuestMemory::from_ranges(&sizes).unwrap();
     let ram = layout::place_ram(&[(3 << 30) + (16 << 20)]);
-    // The kernel allows initrds only below its own end.
+    // The kernel permits initrds only below its own end.
     let mut kernel = bzimage();
     kernel[0x22c..0x230].copy_from_slice(&0x0100_ffffu32.to_le_bytes());
     let attempt = |kernel: &[u8]| {
@@ -247,7 +247,7 @@ fn an_initrd_goes_above_4_gib_only_when_the_kernel_can_take_it_there() {
     let params: boot_params = memory.read_obj(GuestAddress(layout::ZERO_PAGE)).unwrap();
     let (low, high) = (params.hdr.ramdisk_image, params.ext_ramdisk_image);
     assert_eq!(u64::from(high) << 32 | u64::from(low), initrd.start);
-    // Without XLF_CAN_BE_LOADED_ABOVE_4G there is no place.
+    // Without XLF_CAN_BE_LOADED_ABOVE_4G there is no room.
     kernel[0x236] = 1;
     let error = attempt(&kernel).unwrap_err().to_string();
     assert!(error.contains("don't fit between the kernel's end"), "{error}");

@@ -1,4 +1,4 @@
-//! Opening back ends, and cleaning up what they leave in the file system.
+//! Opens back ends, and removes their file system entries.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -23,12 +23,12 @@ pub(super) struct Endpoint {
 }
 
 pub(super) enum Kind {
-    /// Standard input and output; the terminal is raw when `keys` says that escapes are looked for.
+    /// Standard input and output. With `keys` the terminal is raw, and escapes are recognized.
     Stdio {
         input: bool,
         keys: bool,
     },
-    /// The master side; the slave stays open so that the master never sees a hang-up.
+    /// The master side. The slave stays open, so that the master never gets a hang-up.
     Pty {
         master: OwnedFd,
         _slave: OwnedFd,
@@ -45,7 +45,7 @@ struct RemoveOnDrop(PathBuf);
 
 impl Drop for RemoveOnDrop {
     fn drop(&mut self) {
-        // A sandboxed process may not remove it; the next one replaces it.
+        // A sandboxed process may not remove it. The next process replaces it.
         let _ = std::fs::remove_file(&self.0);
     }
 }
@@ -88,7 +88,7 @@ impl Endpoint {
         let path = PathBuf::from(std::ffi::OsString::from_vec(name.into_bytes()));
         let slave = rustix::fs::open(&path, OFlags::RDWR | OFlags::NOCTTY | OFlags::CLOEXEC, Mode::empty())
             .map_err(host("open the other end of"))?;
-        // The guest echoes; the line between must not.
+        // The guest echoes, so the line discipline must not.
         let mut settings = tcgetattr(&slave).map_err(host("ask for settings of"))?;
         settings.make_raw();
         tcsetattr(&slave, OptionalActions::Now, &settings).map_err(host("set"))?;
@@ -114,7 +114,7 @@ impl Endpoint {
             .map_err(host("create"))?;
         rustix::net::bind(&listener, &address).map_err(host("bind"))?;
         let remove = RemoveOnDrop(path.to_owned());
-        // Before it listens: whoever may connect may type into the guest.
+        // Before it listens: a client that connects can type into the guest.
         std::fs::set_permissions(path, PermissionsExt::from_mode(0o600)).map_err(|source| {
             ConsoleError::host(format!("set permissions of the socket {}", path.display()), source)
         })?;
@@ -142,7 +142,7 @@ fn symbolic_link(target: &Path, link: &Path) -> Result<RemoveOnDrop, ConsoleErro
     Ok(RemoveOnDrop(link.to_owned()))
 }
 
-/// Removes a socket that nobody listens on: what a killed process left behind.
+/// Removes a socket without a listener, which a killed process left behind.
 fn remove_stale_socket(path: &Path, address: &SocketAddrUnix) -> Result<(), ConsoleError> {
     let Ok(meta) = std::fs::symlink_metadata(path) else { return Ok(()) };
     let taken = |why| Err(ConsoleError::Taken { path: path.to_owned(), why });
@@ -168,7 +168,7 @@ fn set_nonblocking(fd: BorrowedFd<'_>) -> Result<(), Errno> {
 }
 
 impl Kind {
-    /// Where input can be read now, if anywhere.
+    /// Returns the descriptor for input, if any.
     pub(super) fn input(&self) -> Option<BorrowedFd<'_>> {
         match self {
             Self::Stdio { input: true, .. } => Some(rustix::stdio::stdin()),
@@ -178,7 +178,7 @@ impl Kind {
         }
     }
 
-    /// Where output can be written, if anywhere.
+    /// Returns the descriptor for output, if any.
     pub(super) fn output(&self) -> Option<BorrowedFd<'_>> {
         match self {
             Self::Stdio { .. } => Some(rustix::stdio::stdout()),
@@ -188,7 +188,7 @@ impl Kind {
         }
     }
 
-    /// A listening socket, while there is no client.
+    /// Returns the listening socket while there is no client.
     pub(super) fn listener(&self) -> Option<BorrowedFd<'_>> {
         match self {
             Self::Socket { listener, client: None } => Some(listener.as_fd()),
@@ -196,14 +196,14 @@ impl Kind {
         }
     }
 
-    /// Writes without blocking for long: descriptors shared with other processes stay blocking, so they
-    /// are given only as much as a terminal or pipe takes once it is writable.
+    /// Writes without long blocking. Descriptors that are shared with other processes stay blocking. So a write offers
+    /// only as much as a writable terminal or pipe accepts.
     pub(super) fn write(&self, bytes: &[u8]) -> io::Result<usize> {
         const AT_ONCE: usize = 4096;
         let Some(fd) = self.output() else { return Err(Errno::NOTCONN.into()) };
         let part = &bytes[..bytes.len().min(AT_ONCE)];
         let written = match self {
-            // A client that is gone is an error, not a signal.
+            // A disconnected client causes an error, not a signal.
             Self::Socket { .. } => rustix::net::send(fd, part, rustix::net::SendFlags::NOSIGNAL),
             Self::File(file) => return file.write(part),
             _ => rustix::io::write(fd, part),

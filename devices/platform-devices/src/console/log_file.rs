@@ -1,10 +1,11 @@
-//! A file that a console's output is appended to, with a limit and one older file.
+//! A log file for a console's output, with a limit and one older file.
 //!
 //! ```text
-//! console.log + next output > limit ──▶ content goes to console.log.1 ──▶ console.log begins anew
+//! console.log + next output > limit ──▶ content moves to console.log.1 ──▶ console.log restarts empty
 //! ```
 //!
-//! Both files are open from the start, and content is copied rather than renamed: a sandboxed process can neither create nor rename a file.
+//! Both files are open from the start. Content is copied rather than renamed, since a sandboxed process can neither
+//! create nor rename a file.
 
 use std::fs::File;
 use std::io;
@@ -14,21 +15,21 @@ use std::path::{Path, PathBuf};
 
 use super::ConsoleError;
 
-/// What is copied at once when the file begins anew.
+/// Size in bytes of a copy step.
 const COPY_BYTES: usize = 64 * 1024;
 
-/// The open file. Used by one thread; other processes may append to it or cut it meanwhile.
+/// The open file. One thread uses it. Other processes may append to it or truncate it meanwhile.
 pub(super) struct LogFile {
-    /// Every write goes to its end, wherever another process has moved that.
+    /// Opened for append: a write goes to the current end, even if another process has moved it.
     current: File,
-    /// `None` for what can't be cut, like a terminal or pipe.
+    /// `None` for a terminal, pipe or other file that can't be truncated.
     older: Option<File>,
     limit_bytes: u64,
 }
 
 impl LogFile {
-    /// Opens `path` for output at its end and creates it where it doesn't exist. A regular file has at most `limit_bytes`, and the older file
-    /// beside it (`path` with `.1`) as many.
+    /// Opens `path` for append, and creates it if necessary. A regular file has at most `limit_bytes`, and so has the
+    /// older file (`path` with `.1`).
     pub(super) fn open(path: &Path, limit_bytes: u64) -> Result<Self, ConsoleError> {
         let failed = |verb: &str, path: &Path| {
             let what = format!("{verb} the file {} for its output", path.display());
@@ -47,7 +48,7 @@ impl LogFile {
             options.read(true).append(true).create(true).open(path).map_err(failed("create or open", path))
         };
         let mut current = create()?;
-        // The older file lies beside the file itself, not beside a link to it.
+        // The older file is next to the file itself, not to a link to it.
         let real = std::fs::canonicalize(path).map_err(failed("find", path))?;
         let older_path = older_path(&real);
         if std::fs::symlink_metadata(&older_path).is_ok_and(|metadata| !metadata.is_file()) {
@@ -55,7 +56,7 @@ impl LogFile {
             return Err(ConsoleError::Taken { path: older_path, why });
         }
         if length > limit_bytes {
-            // Written under another limit: it is kept whole.
+            // Written under another limit: keep it whole.
             std::fs::rename(&real, &older_path).map_err(failed("rename", path))?;
             current = create()?;
         }
@@ -69,7 +70,7 @@ impl LogFile {
         Ok(Self { current, older: Some(older), limit_bytes })
     }
 
-    /// Appends; begins the file anew first where it would exceed its limit.
+    /// Appends. If the file would exceed its limit, it restarts empty first.
     pub(super) fn write(&self, bytes: &[u8]) -> io::Result<usize> {
         if let Some(older) = &self.older {
             let length = u64::try_from(rustix::fs::fstat(&self.current)?.st_size).unwrap_or(0);
@@ -89,7 +90,7 @@ impl LogFile {
         while at < length {
             let part = usize::try_from(length - at).unwrap_or(COPY_BYTES).min(COPY_BYTES);
             match self.current.read_at(&mut buffer[..part], at) {
-                // Another process has cut it meanwhile.
+                // Another process has truncated it meanwhile.
                 Ok(0) => break,
                 Ok(count) => {
                     older.write_all_at(&buffer[..count], at - begin)?;

@@ -9,17 +9,17 @@ use std::time::{Duration, Instant};
 
 use telemetry::Counter;
 
-/// Bytes buffered at most.
+/// Capacity in bytes.
 pub(super) const CAPACITY: usize = 64 * 1024;
-/// How long a vCPU waits for room, once; then output is dropped until the reader reads again.
+/// Limit of a vCPU's wait for room, once per stall. After it, output is dropped until the reader reads again.
 const LONGEST_WAIT: Duration = Duration::from_millis(250);
 
-/// What happens when the buffer is full.
+/// The policy for a full buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Full {
-    /// The vCPU waits a bounded time, then the oldest byte goes.
+    /// The vCPU waits a bounded time, then the oldest byte is dropped.
     WaitThenDrop,
-    /// The oldest byte goes.
+    /// The oldest byte is dropped.
     Drop,
     /// Nothing is ever buffered.
     Discard,
@@ -37,11 +37,11 @@ pub(super) struct Counters {
     pub errors: Counter,
 }
 
-/// What vCPUs and the console thread share.
+/// State that vCPUs and the console thread share.
 pub(super) struct Shared {
     full: Full,
     ring: Mutex<Ring>,
-    /// Signalled when bytes were taken and somebody waits for that.
+    /// Signalled when bytes were removed and a thread waits for room.
     taken: Condvar,
     wake: OwnedFd,
     /// The thread holds input for which the guest had no room.
@@ -54,20 +54,20 @@ struct Ring {
     bytes: VecDeque<u8>,
     /// The thread sleeps until it is woken.
     parked: bool,
-    /// Somebody waits on `taken`.
+    /// Number of threads that wait on `taken`.
     waiters: u32,
-    /// A wait for room was in vain; cleared when bytes are taken.
+    /// A wait for room timed out. Cleared when bytes are removed.
     stalled: bool,
-    /// Bytes taken by the thread and not written yet.
+    /// Bytes that the thread has removed but not written.
     in_flight: usize,
     stop: bool,
 }
 
-/// What the thread should do next.
+/// The thread's next action.
 pub(super) enum Next {
-    /// There is output, or a reason to look again soon.
+    /// There is output, or more may follow soon.
     Busy,
-    /// Nothing to do: `Shared::wake_fd` becomes readable when there is.
+    /// Nothing to do. `Shared::wake_fd` becomes readable when there is.
     Parked,
     /// The console is being closed.
     Stop,
@@ -124,11 +124,11 @@ impl Shared {
 
     fn wake(&self) {
         self.counters.wakes.increment();
-        // It can only fail when it has been written 2^64 times without being read.
+        // Fails only after 2^64 writes without a read.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 
-    /// Becomes readable when the parked thread should look.
+    /// Returns a descriptor that becomes readable when the parked thread must run.
     pub(super) fn wake_fd(&self) -> BorrowedFd<'_> {
         self.wake.as_fd()
     }
@@ -139,7 +139,7 @@ impl Shared {
         let _ = rustix::io::read(&self.wake, &mut count);
     }
 
-    /// Moves up to `limit` bytes to `target`; they count as buffered until [`Shared::written`].
+    /// Moves up to `limit` bytes to `target`. They count as buffered until [`Shared::written`].
     pub(super) fn take(&self, target: &mut Vec<u8>, limit: usize) {
         let mut ring = self.lock();
         let count = ring.bytes.len().min(limit);
@@ -153,7 +153,7 @@ impl Shared {
         }
     }
 
-    /// `count` of the bytes taken are out, or lost.
+    /// Notes that `count` of the removed bytes are written or lost.
     pub(super) fn written(&self, count: usize) {
         let mut ring = self.lock();
         ring.in_flight = ring.in_flight.saturating_sub(count);
@@ -162,7 +162,7 @@ impl Shared {
         }
     }
 
-    /// What to do; parks when `may_park` and there is no output.
+    /// Returns the next action. Parks if `may_park` and there is no output.
     pub(super) fn next(&self, may_park: bool) -> Next {
         let mut ring = self.lock();
         if ring.stop {
@@ -201,17 +201,17 @@ impl Shared {
         ring.bytes.is_empty() && ring.in_flight == 0
     }
 
-    /// The thread holds input; it wants to know when the guest has room.
+    /// Requests a notification when the guest has room for input.
     pub(super) fn wait_for_input_room(&self) {
         self.input_waits.store(true, Ordering::SeqCst);
     }
 
-    /// All input fitted.
+    /// Notes that all input fitted.
     pub(super) fn input_fits(&self) {
         self.input_waits.store(false, Ordering::SeqCst);
     }
 
-    /// The guest has room.
+    /// Notes that the guest has room.
     pub(super) fn input_wanted(&self) {
         if self.input_waits.swap(false, Ordering::SeqCst) {
             self.wake();
@@ -269,7 +269,7 @@ mod tests {
         output.write_all(&[b'b'; 1000]).unwrap();
         assert!(begin.elapsed() >= LONGEST_WAIT);
         assert_eq!((shared.counters.waits.get(), shared.counters.dropped.get()), (1, 1000));
-        // Once bytes are taken, the next full buffer is waited for again.
+        // After bytes are removed, a full buffer is waited for again.
         taken(&shared, 10);
         output.write_all(&[b'c'; 11]).unwrap();
         assert_eq!(shared.counters.waits.get(), 2);

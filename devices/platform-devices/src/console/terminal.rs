@@ -1,4 +1,4 @@
-//! Raw mode of the user's terminal, and leaving it whatever happens.
+//! Raw mode of the user's terminal, and its restoration in all cases.
 #![allow(unsafe_code)] // Registering an exit handler with the C library.
 
 use std::io;
@@ -6,13 +6,13 @@ use std::sync::{Mutex, Once, PoisonError};
 
 use rustix::termios::{OptionalActions, OutputModes, Termios, tcgetattr, tcgetpgrp, tcsetattr};
 
-/// Settings to go back to; `None` while the terminal is not ours.
+/// Settings to restore; `None` while the terminal isn't in raw mode.
 static ORIGINAL: Mutex<Option<Termios>> = Mutex::new(None);
 static HANDLERS: Once = Once::new();
 
-/// Puts standard input into raw mode: keys go to the guest one by one, Ctrl-C included. Output
-/// processing stays on, so that log lines on the same terminal still begin at its left edge. From now
-/// on a panic that ends the process or an orderly exit of the process restores the terminal, and [`restore`] does.
+/// Puts standard input into raw mode: each key goes to the guest, Ctrl-C included. Output processing stays on, so that
+/// log lines on the same terminal start at its left edge. A panic that ends the process, its orderly exit, and
+/// [`restore`] restore the terminal.
 pub(super) fn make_raw() -> io::Result<()> {
     let stdin = rustix::stdio::stdin();
     let mut original = ORIGINAL.lock().unwrap_or_else(PoisonError::into_inner);
@@ -29,7 +29,7 @@ pub(super) fn make_raw() -> io::Result<()> {
     HANDLERS.call_once(|| {
         let next = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |info| {
-            // The guest still has the terminal when a device of its own panics.
+            // The guest keeps the terminal after a contained panic of one of its devices.
             if !telemetry::containment::is_contained() {
                 restore();
             }
@@ -45,9 +45,9 @@ extern "C" fn at_exit() {
     restore();
 }
 
-/// Restores the terminal where it was set to raw mode; harmless at any time. The program calls it
-/// before it ends in a way that skips exit handlers, and on signals that end it: it is async-signal-safe,
-/// as it waits for no lock, allocates nothing and makes one system call.
+/// Restores the terminal if it is in raw mode; harmless at any time. The program calls it before an end that skips exit
+/// handlers, and on signals that end it. It is async-signal-safe: it waits for no lock, allocates nothing and makes one
+/// system call.
 pub fn restore() {
     // A thread that panics while it holds the lock must not hang the process.
     let original = match ORIGINAL.try_lock() {
@@ -56,12 +56,12 @@ pub fn restore() {
         Err(std::sync::TryLockError::WouldBlock) => None,
     };
     if let Some(settings) = original {
-        // Nothing better can be done when the terminal is gone.
+        // Nothing can be done if the terminal is gone.
         let _ = tcsetattr(rustix::stdio::stdin(), OptionalActions::Now, &settings);
     }
 }
 
-/// Whether standard input is a terminal that this process may read now; a background job may not.
+/// Returns whether standard input is a terminal that this process may read now. A background job may not.
 pub(super) fn is_ours() -> bool {
     let stdin = rustix::stdio::stdin();
     rustix::termios::isatty(stdin)

@@ -14,27 +14,27 @@ use super::endpoint::{Endpoint, Kind};
 use super::ring::{Next, Shared};
 use crate::{EventSink, MachineEvent};
 
-/// While output comes, it is collected this long before the next write.
+/// Collection time between writes while output arrives.
 const COLLECT: Timespec = Timespec { tv_sec: 0, tv_nsec: 1_000_000 };
-/// Taken from the buffer at once.
+/// Limit in bytes of a move out of the buffer.
 const CHUNK: usize = 16 * 1024;
-/// Read from the back end at once; more stays with the operating system until the guest has taken it.
+/// Limit in bytes of a read from the back end. The operating system keeps the rest until the guest has read this.
 const INPUT_CHUNK: usize = 1024;
 /// Ctrl-A.
 const ESCAPE: u8 = 1;
 const HELP: &[u8] = b"\r\nCtrl-A x  end the VM\r\nCtrl-A h  this help\r\nCtrl-A Ctrl-A  send Ctrl-A\r\n";
 
-/// Takes input for the guest.
+/// Accepts input for the guest.
 pub(crate) trait InputSink: Send {
-    /// Takes as many bytes as there is room for. Never blocks.
+    /// Accepts as many bytes as there is room for. Never blocks.
     fn accept(&self, bytes: &[u8]) -> Accepted;
 }
 
-/// What became of input.
+/// The result of [`InputSink::accept`].
 pub(crate) enum Accepted {
-    /// So many bytes were taken; when some are left, the guest will say when it has room.
+    /// This many bytes were accepted. If bytes are left, the guest reports when it has room.
     Bytes(usize),
-    /// The device is busy at this moment: try again soon.
+    /// The device is busy: retry soon.
     Busy,
 }
 
@@ -44,14 +44,14 @@ pub(super) struct Worker {
     sink: Box<dyn InputSink>,
     events: EventSink,
     log: GuestLog,
-    /// Output taken from the buffer; the first `done` bytes are written.
+    /// Output from the buffer. The first `done` bytes are written.
     output: Vec<u8>,
     done: usize,
-    /// The back end took less than was offered.
+    /// The back end accepted less than was offered.
     blocked: bool,
-    /// Input the guest had no room for.
+    /// Input for which the guest had no room.
     input: Vec<u8>,
-    /// Whether to try again with it soon.
+    /// Whether to retry that input soon.
     retry_input: bool,
     escaped: bool,
 }
@@ -79,7 +79,7 @@ impl Worker {
     }
 
     pub(super) fn run(mut self) {
-        // Whether the last round moved output: then more is likely to come.
+        // Whether the last iteration moved output: then more is likely to follow.
         let mut moved = false;
         loop {
             let idle = !moved && self.output.is_empty();
@@ -129,7 +129,7 @@ impl Worker {
                 fds.push(PollFd::from_borrowed_fd(input, PollFlags::IN));
                 roles.push(Role::Input);
             }
-            // A client whose input waits for the guest may go; the next one must not wait for that guest.
+            // A client whose input waits for the guest may disconnect. The next one must not wait for that guest.
             Some(client) if matches!(kind, Kind::Socket { .. }) => {
                 fds.push(PollFd::from_borrowed_fd(client, PollFlags::empty()));
                 roles.push(Role::HangUp);
@@ -148,7 +148,7 @@ impl Worker {
         };
         let mut ready = Ready::default();
         if poll(&mut fds, timeout).is_err() {
-            // Interrupted by a signal: look again.
+            // A signal interrupted the call: poll again.
             return ready;
         }
         for (fd, role) in fds.iter().zip(roles) {
@@ -187,7 +187,7 @@ impl Worker {
                 self.take_input(&bytes[..count]);
             }
             Err(Errno::AGAIN | Errno::INTR) => {}
-            // A pty whose other end was closed; ours is open, so it comes back.
+            // A pty whose other end was closed. The open slave makes this temporary.
             Err(Errno::IO) if matches!(self.endpoint.kind, Kind::Pty { .. }) => {}
             Err(errno) => {
                 self.failed("read its input", errno.into());
@@ -217,14 +217,14 @@ impl Worker {
                 (false, ESCAPE) => self.escaped = true,
                 (false, _) | (true, ESCAPE) => self.input.push(byte),
                 (true, b'x' | b'X') => (self.events)(MachineEvent::ConsoleQuit),
-                // Any other key explains itself.
+                // Any other key prints the help.
                 (true, _) => self.print_help(),
             }
         }
     }
 
     fn print_help(&self) {
-        // Past the guest's output; a terminal that blocks here is one the user has just typed at.
+        // Bypasses the guest's output. If the terminal blocks here, the user has just typed at it.
         let _ = self.endpoint.kind.write(HELP);
     }
 
@@ -246,7 +246,7 @@ impl Worker {
         }
     }
 
-    /// Writes what can be written now; says whether anything was.
+    /// Writes what can be written now. Returns whether anything was.
     fn write_output(&mut self) -> bool {
         if self.endpoint.kind.output().is_none() {
             return false;
@@ -284,7 +284,7 @@ impl Worker {
         moved
     }
 
-    /// Standard output is shared with other processes, so it stays blocking; it is asked first.
+    /// Standard output is shared with other processes, so it stays blocking: poll it first.
     fn writable(&self) -> bool {
         let Kind::Stdio { .. } = self.endpoint.kind else { return true };
         let mut fds = [PollFd::from_borrowed_fd(rustix::stdio::stdout(), PollFlags::OUT)];
@@ -294,7 +294,7 @@ impl Worker {
 
     fn output_failed(&mut self, error: io::Error) {
         if let Kind::Socket { client, .. } = &mut self.endpoint.kind {
-            // The client is gone; the next one gets what this one didn't.
+            // The client is gone. The next one gets the remaining output.
             *client = None;
             return;
         }
@@ -311,7 +311,7 @@ impl Worker {
         telemetry::guest_warn!(self.log, "The console could not {what}: {error}");
     }
 
-    /// Before the thread ends.
+    /// Writes the remaining output before the thread ends.
     fn write_the_rest(&mut self) {
         let deadline = Instant::now() + LAST_OUTPUT;
         loop {

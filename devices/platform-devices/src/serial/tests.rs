@@ -1,4 +1,4 @@
-//! The port from both sides: registers as a driver uses them, bytes as they come out of a back end.
+//! Tests the port from both sides: registers as a driver uses them, bytes at the back end.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -52,7 +52,7 @@ impl Port {
         text.iter().for_each(|&byte| self.out(DATA, byte));
     }
 
-    /// Reads as a driver does, until `count` bytes have come.
+    /// Reads as a driver does until `count` bytes have arrived.
     fn receive(&self, count: usize) -> Vec<u8> {
         let begin = Instant::now();
         let mut received = Vec::new();
@@ -78,7 +78,7 @@ fn file(path: &Path) -> ConsoleBackend {
     ConsoleBackend::File { path: path.to_owned(), limit_bytes: 1 << 30 }
 }
 
-/// A client whose reads fail after a while: a test fails rather than hang.
+/// A client whose reads time out, so that a test fails rather than hangs.
 fn connect(path: &Path) -> UnixStream {
     let stream = UnixStream::connect(path).unwrap();
     stream.set_read_timeout(Some(LONG)).unwrap();
@@ -102,12 +102,12 @@ fn output_ends_up_in_the_file_in_order_and_complete() {
     let state = port.serial.inspect();
     assert_eq!(state["console"]["output_bytes"], 200_000);
     assert_eq!(state["console"]["dropped_bytes"], 0);
-    // A burst wakes the thread about once a millisecond, not once a byte.
+    // A burst wakes the thread about once a millisecond, not once per byte.
     assert!(state["console"]["wakes"].as_u64().unwrap() < 20_000, "{state}");
     std::fs::remove_file(path).unwrap();
 }
 
-/// A restart keeps the old log, and a log that another program cuts (copytruncate) has no hole in front of what follows.
+/// A restart keeps the old log. A log that another program truncates (copytruncate) has no hole before later output.
 #[test]
 fn a_console_file_is_appended_to() {
     let directory = tempfile::tempdir().unwrap();
@@ -124,7 +124,7 @@ fn a_console_file_is_appended_to() {
     assert_eq!(std::fs::read(&path).unwrap(), b"after the cut\n");
 }
 
-/// Neither file exceeds the limit, and both together end with all that was printed last.
+/// Neither file exceeds the limit, and both together end with the latest output.
 #[test]
 fn a_console_file_at_its_limit_becomes_the_older_file() {
     let directory = tempfile::tempdir().unwrap();
@@ -148,7 +148,7 @@ fn a_console_file_at_its_limit_becomes_the_older_file() {
     assert_eq!(port.serial.inspect()["console"]["dropped_bytes"], 0);
 }
 
-/// A file that is longer than its limit from the start is kept whole; what is no file has no limit, and no older file.
+/// A file that exceeds its limit from the start is kept whole. A special file has no limit and no older file.
 #[test]
 fn console_files_of_other_lengths_and_kinds_are_kept() {
     let directory = tempfile::tempdir().unwrap();
@@ -191,7 +191,7 @@ fn a_client_of_the_socket_gets_what_was_printed_before_and_may_come_back() {
     first.write_all(b"typed").unwrap();
     assert_eq!(port.receive(5), b"typed");
 
-    // A second client waits until the first has gone.
+    // A second client waits until the first has disconnected.
     let mut second = connect(&path);
     drop(first);
     second.write_all(b"x").unwrap();
@@ -218,7 +218,7 @@ fn a_client_with_unread_input_can_go_and_make_room_for_the_next() {
         port.print(b".");
         std::thread::sleep(Duration::from_millis(1));
     }
-    // The first may have gone before anything was printed.
+    // The first may have disconnected before any output.
     port.print(b".");
     assert_eq!(read_exactly(&mut second, 1), b".");
 }
@@ -264,7 +264,7 @@ fn a_pty_carries_bytes_both_ways_and_its_link_goes_with_it() {
     tty.write_all(b"root\r\x03").unwrap();
     assert_eq!(port.receive(6), b"root\r\x03");
     drop(tty);
-    // Nobody has it open now; then somebody has.
+    // First without a client, then with one.
     port.print(b"more");
     let mut tty = std::fs::File::open(&link).unwrap();
     assert_eq!(read_exactly(&mut tty, 4), b"more");

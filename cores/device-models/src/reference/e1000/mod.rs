@@ -1,5 +1,5 @@
-//! Reference e1000 (82540EM): rings of descriptors in memory, offloads, the PHY, the window on the packet buffer. Time passes when a register
-//! is read.
+//! Reference e1000 (82540EM): descriptor rings in memory, offloads, the PHY, and the window on the packet buffer. A
+//! register read advances time.
 //!
 //! | module | holds |
 //! |---|---|
@@ -23,30 +23,30 @@ use crate::physical::{Bus, DeviceError, Mapping, PhysicalDevice};
 
 use offload::Offload;
 
-/// STATUS: full duplex, link up, 1000 Mb/s, and what else QEMU's card shows.
+/// STATUS: full duplex, link up, 1000 Mb/s, and the other bits of QEMU's card.
 const LINK_UP: u32 = 0x8008_0783;
 const LINK_BITS: u32 = 0xC3;
-/// MDIC: read, done.
+/// MDIC: read; ready.
 const MDIC_READ: u32 = 1 << 27;
 const MDIC_READY: u32 = 1 << 28;
 const MDIC_ERROR: u32 = 1 << 30;
-/// RAH: the address is in use.
+/// RAH: address valid.
 const ADDRESS_VALID: u32 = 1 << 31;
-/// The window on the packet buffer, which frames go through.
+/// The window on the packet buffer, through which frames pass.
 const BUFFER_WINDOW: u32 = 0x1_0000;
 const BUFFER_BYTES: usize = 0x1_0000;
 /// Causes in ICR.
 const TXQE: u32 = 0x02;
 const RXDMT0: u32 = 0x10;
 const RXO: u32 = 0x40;
-/// Statistics: missed packets, good packets received and sent, all received and sent (offsets from 4000h).
+/// Statistics: missed packets, good packets received and sent, all packets received and sent (offsets from 4000h).
 const MPC: u32 = 0x10;
 const GPRC: u32 = 0x74;
 const GPTC: u32 = 0x80;
 const TPR: u32 = 0xD0;
 const TPT: u32 = 0xD4;
 
-/// Registers of an M88E1011 with a partner that does 1000 Mb/s, full duplex; the others are 0.
+/// Registers of an M88E1011 whose partner supports 1000 Mb/s full duplex. The others are 0.
 const PHY: [(u32, u16); 9] = [
     (0, 0x1140),
     (1, 0x796D),
@@ -67,7 +67,7 @@ fn size(number: u32) -> usize {
     usize::try_from(number).unwrap_or(0)
 }
 
-/// Words of registers that are tables.
+/// Words of the register tables.
 #[derive(Debug, Clone)]
 struct Tables {
     /// Multicast filter.
@@ -83,7 +83,7 @@ impl Tables {
         Self { multicast: [0; 128], addresses: [0; 30], vlans: [0; 128], statistics: [0; 0x128 / 4] };
 
     fn word(&mut self, reg: Reg, offset: u32) -> Option<&mut u32> {
-        // The old places of the tables lie below all new ones.
+        // The old offsets of the tables are below all new ones.
         let (words, new, old): (&mut [u32], u32, u32) = match reg {
             MTA => (&mut self.multicast, 0x5200, 0x200),
             RA => (&mut self.addresses, 0x5408, 0x48),
@@ -103,20 +103,20 @@ pub struct E1000Card<B> {
     port: Port<B>,
     tables: Tables,
     phy: [u16; 32],
-    /// What the last context descriptor said, and the frame whose descriptors have come so far: no register shows them.
+    /// The last context descriptor, and the frame under construction. No register exposes them.
     offload: Offload,
-    /// What goes through the card, and where the next frame begins.
+    /// The packet buffer, and the position of the next frame.
     buffer: Vec<u8>,
     buffered: usize,
-    /// Whether it sends by itself.
+    /// Whether the card transmits by itself.
     transmits: bool,
-    /// Register that the second BAR's window shows.
+    /// The register that the second BAR's window selects.
     indirect: u32,
     sent: Vec<Vec<u8>>,
 }
 
 impl<B: Bus> E1000Card<B> {
-    /// A card with a station address on a bus; with `iommu` it reaches only what is mapped.
+    /// Creates a card with a station address on a bus. With `iommu` it reaches mapped memory only.
     pub fn new(address: [u8; 6], bus: B, iommu: bool) -> Self {
         let mut graph = Graph::new(&E1000);
         for (at, byte) in (0u8..).zip(address) {
@@ -139,51 +139,52 @@ impl<B: Bus> E1000Card<B> {
         card
     }
 
-    /// A card that sends nothing by itself: somebody else does, from its ring ([`Self::descriptor`] to [`Self::sent_to`]).
+    /// Makes it a card that transmits nothing by itself. The caller does, from its ring ([`Self::descriptor`] to
+    /// [`Self::sent_to`]).
     #[must_use]
     pub fn without_transmitter(mut self) -> Self {
         self.transmits = false;
         self
     }
 
-    /// The register that an access of `bytes` bytes is to.
+    /// Returns the register of an access of `bytes` bytes.
     pub fn register_at(&self, offset: u32, bytes: u8, write: bool) -> Option<Reg> {
         self.graph.piece(&E1000, offset, bytes, write).reg
     }
 
-    /// Causes of an interrupt that another part of the card has.
+    /// Raises interrupt causes of another part of the card.
     pub fn raise(&mut self, causes: u32) {
         self.cause(causes);
     }
 
-    /// The link as another card's STATUS has it: up, duplex, speed.
+    /// Sets the link from another card's STATUS: up, duplex, speed.
     pub fn set_link(&mut self, status: u32) {
         self.graph.set(STATUS, LINK_UP & !LINK_BITS | status & LINK_BITS);
     }
 
-    /// A register of the PHY, 0 to 31.
+    /// Sets a register of the PHY, 0 to 31.
     pub fn set_phy(&mut self, register: u32, value: u16) {
         if let Some(place) = self.phy.get_mut(size(register)) {
             *place = value;
         }
     }
 
-    /// The bus.
+    /// Returns the bus.
     pub fn bus(&mut self) -> &mut B {
         &mut self.port.bus
     }
 
-    /// DMA that the IOMMU or the switched-off bus master stopped.
+    /// Returns the number of DMA accesses that the IOMMU or a disabled bus master blocked.
     pub fn blocked(&self) -> u64 {
         self.port.blocked
     }
 
-    /// Frames that were sent since the last call.
+    /// Returns the frames that were sent since the last call.
     pub fn take_sent(&mut self) -> Vec<Vec<u8>> {
         std::mem::take(&mut self.sent)
     }
 
-    /// A register as the card holds it.
+    /// Returns the card's value of a register.
     pub fn value(&self, reg: Reg) -> u32 {
         self.graph.value(reg)
     }
@@ -205,7 +206,7 @@ impl<B: Bus> E1000Card<B> {
         self.offload = Offload::default();
     }
 
-    /// The PHY as after power-on. A reset of the card leaves it alone, as the card's does.
+    /// Resets the PHY to its power-on state. A reset of the card leaves it unchanged, as on the real card.
     pub fn reset_phy(&mut self) {
         self.phy = [0; 32];
         for (register, value) in PHY {
@@ -223,7 +224,7 @@ impl<B: Bus> E1000Card<B> {
         }
     }
 
-    /// A frame passes the packet buffer.
+    /// Passes a frame through the packet buffer.
     fn pass(&mut self, frame: &[u8]) {
         let at = if self.buffered + frame.len() > BUFFER_BYTES { 0 } else { self.buffered };
         if let Some(place) = self.buffer.get_mut(at..at + frame.len()) {
@@ -239,7 +240,7 @@ impl<B: Bus> E1000Card<B> {
             u32::from(self.phy[register])
         } else {
             if known && register == 0 {
-                // Reset and restart of the negotiation are over at once.
+                // Reset and renegotiation complete at once.
                 self.phy[0] = u16::try_from(value & 0x7DFF).unwrap_or(0);
             } else if known && matches!(register, 4 | 9 | 16 | 20) {
                 self.phy[register] = u16::try_from(value & 0xFFFF).unwrap_or(0);
@@ -272,7 +273,7 @@ impl<B: Bus> E1000Card<B> {
         if reg == MDIC {
             self.mdic(value);
         } else if reg == TCTL {
-            // A frame that had begun when the transmitter was switched off is gone.
+            // A frame that was incomplete when the transmitter was disabled is lost.
             self.offload.forget_frame();
         }
     }
@@ -323,7 +324,7 @@ impl<B: Bus> E1000Card<B> {
             if let Some(reg) = piece.reg {
                 let mask = truncated(u32::MAX, piece.bytes) << (8 * piece.skip);
                 let part = truncated(value >> (8 * done), piece.bytes) << (8 * piece.skip);
-                // A part of a register: the rest stays.
+                // A part of a register: the rest is unchanged.
                 let whole =
                     if piece.is_whole(E1000.register(reg)) { part } else { self.value(reg) & !mask | part };
                 self.write_register(piece, reg, whole);

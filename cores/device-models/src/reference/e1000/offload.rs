@@ -1,14 +1,14 @@
-//! Checksums and segmentation, as a context descriptor asks for them (manual of the PCI/PCI-X family, 3.3.6 and 3.3.7).
+//! Checksums and segmentation by context descriptors (manual of the PCI/PCI-X family, 3.3.6 and 3.3.7).
 
-/// Bytes that a frame under construction may have: 64 KiB to be cut, and its headers.
+/// Limit in bytes of a frame under construction: 64 KiB to be segmented, and its headers.
 const MAX_SEGMENTED_FRAME_BYTES: usize = 0x1_0000 + 0x100;
 /// Command bits of a context: TCP rather than UDP, IPv4 rather than IPv6.
 const TCP: u8 = 1;
 const IPV4: u8 = 2;
-/// And: for frames that are cut.
+/// For segmented frames.
 const SEGMENTS: u8 = 4;
 
-/// Where a checksum begins, where it is put, where it ends (0: with the frame).
+/// Start of a checksum, its place, and its end (0: the frame's end).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Sum {
     start: usize,
@@ -16,7 +16,7 @@ struct Sum {
     end: usize,
 }
 
-/// What a context descriptor says.
+/// Fields of a context descriptor.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct ContextFields {
     ip: Sum,
@@ -26,7 +26,7 @@ struct ContextFields {
     segment: usize,
 }
 
-/// What a frame's first data descriptor asks for.
+/// The offloads that a frame's first data descriptor requests.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Wishes {
     /// Insert the IP checksum.
@@ -37,10 +37,10 @@ pub(super) struct Wishes {
     pub segments: bool,
 }
 
-/// Context and frame under construction.
+/// Contexts, and the frame under construction.
 #[derive(Debug, Default)]
 pub(super) struct Offload {
-    /// For frames that are sent as they are, and for frames that are cut: each has its own.
+    /// One context for frames without segmentation, and one for segmented frames.
     contexts: [ContextFields; 2],
     frame: Vec<u8>,
     wishes: Option<Wishes>,
@@ -56,7 +56,7 @@ fn put_word(bytes: &mut [u8], at: usize, value: u16) {
     }
 }
 
-/// The one's complement sum of RFC 1071, with what stands in the place of the checksum.
+/// Returns the one's complement sum of RFC 1071, including the bytes at the checksum's place.
 fn sum_of(bytes: &[u8]) -> u16 {
     let sum = bytes.chunks(2).fold(0u64, |sum, pair| {
         sum + u64::from(u16::from_be_bytes([pair[0], pair.get(1).copied().unwrap_or(0)]))
@@ -74,7 +74,7 @@ fn insert(frame: &mut [u8], sum: Sum) {
 }
 
 impl Offload {
-    /// A context descriptor.
+    /// Sets a context from its descriptor.
     pub fn set_context(&mut self, descriptor: &[u8; 16]) {
         let byte = |at: usize| usize::from(descriptor[at]);
         let end = |at: usize| usize::from(u16::from_le_bytes([descriptor[at], descriptor[at + 1]]));
@@ -87,20 +87,20 @@ impl Offload {
         };
     }
 
-    /// More of a frame. The wishes of its first piece count.
+    /// Appends a piece to the frame. The offloads of the first piece apply.
     pub fn push(&mut self, piece: &[u8], wishes: Wishes) {
         self.wishes.get_or_insert(wishes);
         let room = MAX_SEGMENTED_FRAME_BYTES.saturating_sub(self.frame.len());
         self.frame.extend_from_slice(&piece[..piece.len().min(room)]);
     }
 
-    /// Forgets what has come of a frame.
+    /// Drops the frame under construction.
     pub fn forget_frame(&mut self) {
         self.frame.clear();
         self.wishes = None;
     }
 
-    /// The frame is complete: what goes out on the wire.
+    /// Completes the frame. Returns the frames for the wire.
     pub fn finish(&mut self) -> Vec<Vec<u8>> {
         let mut frame = std::mem::take(&mut self.frame);
         let wishes = self.wishes.take().unwrap_or_default();
@@ -121,8 +121,8 @@ impl Offload {
         }
     }
 
-    /// Segments of at most MSS bytes, each with the headers brought up to date. A context that makes no sense (no segment size, headers
-    /// longer than the frame) sends nothing.
+    /// Cuts into segments of at most MSS bytes and updates each one's headers. Returns none for an invalid context (no
+    /// segment size, headers longer than the frame).
     fn cut(&self, frame: &[u8], wishes: Wishes) -> Vec<Vec<u8>> {
         let of = self.contexts[1];
         let Some((header, payload)) = frame.split_at_checked(of.header) else { return Vec::new() };
@@ -167,7 +167,7 @@ impl Offload {
         } else {
             put_word(segment, transport + 4, length);
         }
-        // The driver put the pseudo-header's sum there without a length, which differs from segment to segment.
+        // The driver stored the pseudo-header's sum there without a length, which differs between segments.
         let pseudo = u32::from(word(segment, of.transport.place)) + u32::from(length);
         let folded = (pseudo & 0xFFFF) + (pseudo >> 16);
         put_word(segment, of.transport.place, u16::try_from(folded & 0xFFFF).unwrap_or(0));
@@ -202,7 +202,7 @@ mod tests {
         bytes
     }
 
-    /// Sums over what a receiver sums over are all ones.
+    /// Checks that the sums over the receiver's ranges are all ones.
     fn is_right(segment: &[u8]) {
         assert_eq!(sum_of(&segment[14..34]), 0xFFFF, "the IP header");
         let mut covered = segment[26..34].to_vec();
@@ -252,7 +252,7 @@ mod tests {
         let mut plain = context(0, 0);
         plain[11] &= !SEGMENTS;
         offload.set_context(&plain);
-        // Another, for frames that are cut: this one's stays.
+        // A context for segmented frames leaves the other one unchanged.
         offload.set_context(&[0xFF; 16]);
         let mut frame = prepared(333);
         let ip_length = u16::try_from(frame.len() - 14).unwrap_or(0);

@@ -1,4 +1,4 @@
-//! The receiver: filters, and descriptors of buffers between head and tail (manual of the PCI/PCI-X family, 3.2).
+//! The receiver: filters, and buffer descriptors between head and tail (manual of the PCI/PCI-X family, 3.2).
 
 use super::{ADDRESS_VALID, E1000Card, GPRC, MPC, RXDMT0, RXO, TPR, number, size};
 use crate::devices::e1000::{EN, LBM, RAH0, RAL0, RCTL, RDBAH, RDBAL, RDH, RDLEN, RDT, RXT0, UPE};
@@ -6,33 +6,33 @@ use crate::physical::Bus;
 use crate::reference::SHORTEST;
 use crate::reference::filter::{Filter, Groups};
 
-/// RCTL: all multicast frames, long frames, broadcasts, buffer sizes times 16, CRC is left out.
+/// RCTL: multicast promiscuous, long packets, broadcast accept, buffer size extension, strip CRC.
 const MPE: u32 = 0x10;
 const LPE: u32 = 0x20;
 const BAM: u32 = 1 << 15;
 const BSEX: u32 = 1 << 25;
 const SECRC: u32 = 1 << 26;
-/// The longest frame without LPE, with its CRC.
+/// Largest frame in bytes without LPE, including its CRC.
 const MAX_SHORT_FRAME_BYTES: usize = 1522;
-/// Status of a descriptor: done, end of the frame, checksums weren't looked at.
+/// Descriptor status: done, end of packet, ignore checksum indication.
 const DONE: u8 = 0x01;
 const END: u8 = 0x02;
 const NO_CHECKSUM: u8 = 0x04;
 
 impl<B: Bus> E1000Card<B> {
-    /// A frame arrives from the wire; a card that sends to itself doesn't hear it. Whether it was stored.
+    /// Receives a frame from the wire; a card in loopback ignores it. Returns whether it was stored.
     pub fn receive(&mut self, frame: &[u8]) -> bool {
         self.value(RCTL) & LBM != LBM && self.store(frame)
     }
 
-    /// Bytes of each buffer.
+    /// Returns the size in bytes of each buffer.
     fn buffer_bytes(&self) -> usize {
         let bytes = 2048 >> (self.value(RCTL) >> 16 & 3);
-        // With the extension 2,048 means 32 KiB, which is reserved: the largest there is.
+        // With the extension 2,048 would mean 32 KiB, which is reserved: the largest valid size applies.
         if self.value(RCTL) & BSEX == 0 { bytes } else { (bytes * 16).min(16384) }
     }
 
-    /// Descriptors that are the card's.
+    /// Returns the number of descriptors that the card owns.
     fn free(&self) -> u32 {
         let (head, tail) = (self.value(RDH) & 0xFFFF, self.value(RDT) & 0xFFFF);
         let all = self.value(RDLEN) / 16;
@@ -69,7 +69,7 @@ impl<B: Bus> E1000Card<B> {
         true
     }
 
-    /// One buffer.
+    /// Fills one buffer.
     fn fill(&mut self, piece: &[u8], last: bool) {
         let base = u64::from(self.value(RDBAL) & !0xF) | u64::from(self.value(RDBAH)) << 32;
         let head = self.value(RDH) & 0xFFFF;
@@ -79,7 +79,7 @@ impl<B: Bus> E1000Card<B> {
             let mut address = [0; 8];
             address.copy_from_slice(&descriptor[..8]);
             let address = u64::from_le_bytes(address);
-            // A descriptor without a buffer is skipped, with what belonged into it.
+            // A descriptor without a buffer is skipped, together with its part of the frame.
             if address != 0 {
                 self.port.write(address, piece);
             }
@@ -93,16 +93,16 @@ impl<B: Bus> E1000Card<B> {
         self.graph.set(RDH, if next * 16 == self.value(RDLEN) { 0 } else { next });
     }
 
-    /// Which frames it takes now.
+    /// Returns the current filter.
     pub fn filter(&self) -> Filter {
         let rcr = self.value(RCTL);
         let groups = if rcr & MPE != 0 {
             Groups::All
         } else {
-            // Twelve bits of the address, which RCTL chooses.
+            // Twelve bits of the address, which RCTL selects.
             Groups::Table([4, 3, 2, 0][size(rcr >> 12 & 3)], self.tables.multicast)
         };
-        // A promiscuous receiver takes all stations' frames, and of groups' what it would take anyway.
+        // A promiscuous receiver accepts all unicast frames, and multicast frames as without it.
         let filter = Filter::new(rcr & EN != 0, false, rcr & (BAM | MPE) != 0, groups);
         let filter = if rcr & UPE == 0 { filter } else { filter.with_stations() };
         let first = [self.value(RAL0), self.value(RAH0)];
@@ -113,7 +113,8 @@ impl<B: Bus> E1000Card<B> {
         })
     }
 
-    /// Whether there are descriptors for a frame of `length` bytes. One that is longer than the receiver takes needs none.
+    /// Returns whether there are descriptors for a frame of `length` bytes. A frame beyond the receiver's limit needs
+    /// none.
     pub fn has_room(&self, length: usize) -> bool {
         let stored = length.max(SHORTEST) + if self.value(RCTL) & SECRC == 0 { 4 } else { 0 };
         self.is_too_long(stored) || size(self.free()) >= stored.div_ceil(self.buffer_bytes())

@@ -5,38 +5,39 @@ use super::{E1000Card, GPTC, TPT, TXQE};
 use crate::devices::e1000::{CTRL, EN, LBM, RCTL, TCTL, TDBAH, TDBAL, TDH, TDLEN, TDT, TXDW, VET};
 use crate::physical::Bus;
 
-/// Descriptors that are looked at before time goes on.
+/// Limit of descriptors that are processed per step of time.
 const AT_A_TIME: u32 = 256;
-/// Command bits of a descriptor: end of the frame, checksum (legacy) or segmentation (extended), report, extended, VLAN tag.
+/// Descriptor command bits: end of packet, checksum (legacy) or segmentation (extended), report status, extended, VLAN
+/// tag.
 const EOP: u8 = 0x01;
 const CHECKSUM_OR_CUT: u8 = 0x04;
 const REPORT: u8 = 0x08;
 const EXTENDED: u8 = 0x20;
 const TAG: u8 = 0x40;
-/// CTRL: VLAN tags are handled.
+/// CTRL: VLAN mode enable.
 const VME: u32 = 1 << 30;
-/// What a descriptor is.
+/// A parsed descriptor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Parsed {
-    /// A context, for frames that are cut or for those that aren't.
+    /// A context, with or without segmentation.
     Context {
-        /// For frames that are cut.
+        /// For segmented frames.
         segments: bool,
     },
     /// A piece of a frame.
     Data {
-        /// Its first byte in memory.
+        /// Address of the first byte.
         address: u64,
-        /// Its bytes, less than 1 MiB.
+        /// Length in bytes, less than 1 MiB.
         length: usize,
-        /// The frame ends with it.
+        /// The frame ends with this piece.
         last: bool,
     },
-    /// A kind that isn't defined: skipped.
+    /// An undefined kind, which is skipped.
     Unknown,
 }
 
-/// What a descriptor is, from its bytes.
+/// Parses a descriptor.
 pub fn parse(descriptor: &[u8; 16]) -> Parsed {
     let command = descriptor[11];
     let short = usize::from(u16::from_le_bytes([descriptor[8], descriptor[9]]));
@@ -51,16 +52,17 @@ pub fn parse(descriptor: &[u8; 16]) -> Parsed {
     Parsed::Data { address: u64::from_le_bytes(address), length, last: command & EOP != 0 }
 }
 
-/// Whether the driver wants to be told when a descriptor is done.
+/// Returns whether the driver requests a report for this descriptor.
 pub fn reports(descriptor: &[u8; 16]) -> bool {
     descriptor[11] & REPORT != 0
 }
 
-/// The longest frame that goes out (82540EM, TCTL).
+/// Limit in bytes of a transmitted frame (82540EM, TCTL).
 const LONGEST_FRAME: usize = 16288;
 
 impl<B: Bus> E1000Card<B> {
-    /// Time passes: what lies between head and tail is sent. A head beyond the ring's end goes on through memory, as the silicon's.
+    /// Advances time: sends the descriptors between head and tail. A head beyond the ring's end continues through
+    /// memory, as on the real chip.
     pub fn tick(&mut self) {
         let mut causes = 0;
         for _ in 0..if self.transmits { AT_A_TIME } else { 0 } {
@@ -80,7 +82,7 @@ impl<B: Bus> E1000Card<B> {
         }
     }
 
-    /// The descriptor at `head`; its causes.
+    /// Transmits the descriptor at `head`. Returns its causes.
     fn transmit(&mut self, head: u32) -> u32 {
         let Some((at, descriptor)) = self.descriptor(head) else { return 0 };
         for frame in self.assemble(&descriptor) {
@@ -93,7 +95,8 @@ impl<B: Bus> E1000Card<B> {
         TXDW
     }
 
-    /// A descriptor of the transmit ring by its number, and its address. `None`: the card may not read it.
+    /// Reads a descriptor of the transmit ring by its number. Returns its address and content, or `None` if the card
+    /// may not read it.
     pub fn descriptor(&mut self, number: u32) -> Option<(u64, [u8; 16])> {
         let base = u64::from(self.value(TDBAL) & !0xF) | u64::from(self.value(TDBAH)) << 32;
         let at = base.wrapping_add(u64::from(number) * 16);
@@ -101,7 +104,7 @@ impl<B: Bus> E1000Card<B> {
         self.port.read(at, &mut descriptor).then_some((at, descriptor))
     }
 
-    /// Writes a descriptor back: it is done.
+    /// Writes a descriptor back as done.
     pub fn report(&mut self, at: u64, descriptor: &[u8; 16]) {
         let mut back = [0; 8];
         back.copy_from_slice(&descriptor[8..]);
@@ -109,12 +112,12 @@ impl<B: Bus> E1000Card<B> {
         self.port.write(at + 8, &back);
     }
 
-    /// Reads memory as the card does. False, and `into` as it was: it may not.
+    /// Reads memory as the card does. Returns false, without a change of `into`, if the card may not.
     pub fn peek(&mut self, address: u64, into: &mut [u8]) -> bool {
         self.port.read(address, into)
     }
 
-    /// What goes out on the wire by this descriptor, after those before it. Nothing is sent or reported.
+    /// Returns the frames for the wire after this descriptor and those before it. Neither sends nor reports anything.
     pub fn assemble(&mut self, descriptor: &[u8; 16]) -> Vec<Vec<u8>> {
         let command = descriptor[11];
         let (address, length, wishes) = match parse(descriptor) {
@@ -156,12 +159,12 @@ impl<B: Bus> E1000Card<B> {
         frames
     }
 
-    /// What has come of a frame doesn't go out.
+    /// Drops the incomplete frame.
     pub fn forget_frame(&mut self) {
         self.offload.forget_frame();
     }
 
-    /// The transmitter of a card that has none of its own ([`E1000Card::without_transmitter`]) has come so far; the causes of it.
+    /// Advances the head of a card without its own transmitter ([`E1000Card::without_transmitter`]), and raises causes.
     pub fn sent_to(&mut self, head: u32, causes: u32) {
         self.graph.set(TDH, head & 0xFFFF);
         let empty = if head & 0xFFFF == self.value(TDT) & 0xFFFF { TXQE } else { 0 };
@@ -180,7 +183,7 @@ impl<B: Bus> E1000Card<B> {
     }
 }
 
-/// The sum from `start` to the end, put at `place` (legacy descriptors, 3.3.3.1).
+/// Stores the sum from `start` to the end at `place` (legacy descriptors, 3.3.3.1).
 fn legacy_checksum(frame: &mut [u8], start: u8, place: u8) {
     let sum = frame.get(usize::from(start)..).map(|covered| {
         covered.chunks(2).fold(0u32, |sum, pair| {

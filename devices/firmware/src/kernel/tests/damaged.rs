@@ -1,22 +1,22 @@
-//! Damaged images: whatever happens to the bytes, loading ends in `Ok` or one sentence, and nothing is
-//! written but where the result says. Dirty bitmaps show every page that was written.
+//! Damaged images: loading any bytes returns `Ok` or a one-sentence error, and writes only where the result says. Dirty
+//! bitmaps show every written page.
 
 use machine::memory::{Bitmap, GuestMemoryBackend, GuestMemoryRegion};
 use proptest::prelude::*;
 
 use super::*;
 
-/// RAM that the loader is told of; small, as every page is looked at after every case.
+/// RAM that the loader gets. Small, as the test inspects every page after every case.
 const SMALL_RAM: u64 = 24 * MIB;
 
-/// What happens to an image.
+/// A kind of damage to an image.
 #[derive(Debug, Clone)]
 enum Damage {
     Truncate(prop::sample::Index),
     Flip(prop::sample::Index, u8),
-    /// One to eight bytes of a number that tends to break arithmetic.
+    /// Replaces one to eight bytes by a number that tends to break arithmetic.
     Field(prop::sample::Index, u64, usize),
-    /// The same within the first 512 + 123 bytes, where headers are.
+    /// Does the same within the first 512 + 123 bytes, which contain the headers.
     HeaderField(usize, u64, usize),
     Append(Vec<u8>),
 }
@@ -78,9 +78,9 @@ fn protocol() -> impl Strategy<Value = BootProtocol> {
     prop_oneof![Just(BootProtocol::Auto), Just(BootProtocol::Linux64), Just(BootProtocol::Pvh)]
 }
 
-/// Loads with `ram` smaller than the memory behind it, and checks what was written.
+/// Loads with `ram` smaller than the memory behind it, and checks the writes.
 fn check(kernel: &[u8], initrds: &[&[u8]], command_line: &str, protocol: BootProtocol) {
-    // Twice the RAM that the loader is told of: a write past the end would show.
+    // Twice the loader's RAM, so that a write past its end is visible.
     let memory = memory(2 * SMALL_RAM);
     let kernel = ImageBytes(kernel);
     let initrds: Vec<_> = initrds.iter().map(|bytes| ImageBytes(bytes)).collect();
@@ -97,7 +97,7 @@ fn check(kernel: &[u8], initrds: &[&[u8]], command_line: &str, protocol: BootPro
             let text = error.to_string();
             assert!(text.starts_with(|c: char| c.is_ascii_uppercase()), "{text}");
             assert!(!text.contains('\n') && !text.ends_with('.') && text.len() < 400, "{text}");
-            // An image that is refused leaves no trace; these are in memory, so reads can't fail.
+            // A refused image must leave no trace. The images are in memory, so reads can't fail.
             Vec::new()
         }
     };

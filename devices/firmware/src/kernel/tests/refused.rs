@@ -1,4 +1,4 @@
-//! Everything a user may get wrong ends in one sentence that says what and what to do.
+//! Each user error yields one sentence with the problem and the remedy.
 
 use std::fs::File;
 use std::io::Write;
@@ -111,7 +111,7 @@ fn damaged_vmlinuxes() {
     assert_says(&error, &["no PVH entry note"]);
 }
 
-/// Found by the fuzz target `kernel_loader`: one segment in RAM above the PCI hole was taken.
+/// Found by the fuzz target `kernel_loader`: the loader accepted a segment in RAM above the PCI hole.
 #[test]
 fn a_segment_above_the_hole_is_refused_even_where_there_is_ram() {
     let (low, high) = (64 * MIB, MIB);
