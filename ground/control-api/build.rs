@@ -1,4 +1,4 @@
-//! Makes Rust of the .proto files, without protoc.
+//! Generates Rust code from the .proto files, without protoc.
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo::rerun-if-changed=proto");

@@ -1,19 +1,19 @@
-//! The key that all hosts of a cluster share.
+//! The secret key that all hosts of a cluster share.
 //!
-//! Daemons encrypt what they say to each other with it, and monitors the VMs that move between them. A file has it, 32 bytes or as many in hexadecimal, that
-//! nobody but its owner may read.
+//! Host daemons encrypt their messages with it, and monitors encrypt migration streams. A file contains the key: 32
+//! bytes, or the same in hexadecimal. Only the file's owner may be able to read it.
 
 use std::fmt;
 use std::io::Read as _;
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
-/// Bytes of a cluster key.
+/// Length of a cluster key in bytes.
 pub const KEY: usize = 32;
-/// No key file is longer: 64 digits with white space around them.
+/// Limit of a key file in bytes: 64 digits with white space around them fit.
 const LONGEST_FILE: u64 = 256;
 
-/// The secret that all hosts of a cluster share. Whoever has it can speak for any host.
+/// The secret that all hosts of a cluster share. A process with the key can speak for any host.
 #[derive(Clone)]
 pub struct ClusterKey([u8; KEY]);
 
@@ -23,69 +23,69 @@ impl fmt::Debug for ClusterKey {
     }
 }
 
-/// A cluster key can't be had.
+/// A cluster key can't be loaded or created.
 #[derive(Debug, thiserror::Error)]
 pub enum KeyError {
     /// The file can't be read.
     #[error("The cluster key {} can't be read", path.display())]
     Read {
-        /// Which.
+        /// The file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         #[source]
         source: std::io::Error,
     },
-    /// Others could have read it.
+    /// Other users may have read the key.
     #[error(
         "The cluster key {} has mode {mode:03o}, so that others than its owner may use it: make a new one, or at least `chmod 600` it",
         path.display()
     )]
     Open {
-        /// Which.
+        /// The file.
         path: PathBuf,
-        /// Permission bits.
+        /// Its permission bits.
         mode: u32,
     },
-    /// It belongs to somebody else.
+    /// Another user owns the file.
     #[error("The cluster key {} belongs to user {owner}; it must be root's or that of the daemon's user", path.display())]
     Foreign {
-        /// Which.
+        /// The file.
         path: PathBuf,
-        /// Its owner.
+        /// The owner's user ID.
         owner: u32,
     },
-    /// It isn't a key.
+    /// The content isn't a key.
     #[error("The cluster key {} isn't 32 bytes or 64 hexadecimal digits that somebody drew at random; `causeway key FILE` makes one", path.display())]
     Content {
-        /// Which.
+        /// The file.
         path: PathBuf,
     },
-    /// A new one can't be written.
+    /// A new key can't be written.
     #[error("The cluster key {} can't be written", path.display())]
     Write {
-        /// Which.
+        /// The file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         #[source]
         source: std::io::Error,
     },
 }
 
 impl ClusterKey {
-    /// A key as bytes; `None` where all of them are the same, which no source of random numbers gives.
+    /// Creates a key from bytes. Returns `None` if all bytes are equal, which no source of random numbers yields.
     #[must_use]
     pub fn new(bytes: [u8; KEY]) -> Option<Self> {
         bytes.iter().any(|byte| *byte != bytes[0]).then_some(Self(bytes))
     }
 
-    /// Reads a file: 32 bytes, or as many in hexadecimal.
+    /// Loads a key file: 32 bytes, or the same in hexadecimal.
     ///
     /// # Errors
-    /// When it can't be read, others than root and the daemon's user may read or change it, or it is no key.
+    /// The file can't be read, isn't a key, or users other than root and the daemon's user may read or change it.
     pub fn load(path: &Path) -> Result<Self, KeyError> {
         let unreadable = |source| KeyError::Read { path: path.to_owned(), source };
         let file = std::fs::File::open(path).map_err(unreadable)?;
-        // Of the open file: a name may lead elsewhere a moment later.
+        // Of the open file: the path may lead to another file a moment later.
         let about = file.metadata().map_err(unreadable)?;
         let mode = about.mode() & 0o777;
         if mode & 0o077 != 0 {
@@ -100,7 +100,7 @@ impl ClusterKey {
         Self::parse(&bytes).ok_or_else(|| KeyError::Content { path: path.to_owned() })
     }
 
-    /// A key as a file has it.
+    /// Parses the content of a key file.
     #[must_use]
     pub fn parse(bytes: &[u8]) -> Option<Self> {
         if let Ok(raw) = <[u8; KEY]>::try_from(bytes) {
@@ -121,10 +121,10 @@ impl ClusterKey {
         Self::new(key)
     }
 
-    /// Draws a key and writes it to a new file, in hexadecimal, for its owner only.
+    /// Generates a key and writes it to a new file in hexadecimal, readable by its owner only.
     ///
     /// # Errors
-    /// When the file is there already or can't be written.
+    /// The file already exists or can't be written.
     pub fn create(path: &Path) -> Result<(), KeyError> {
         use std::io::Write as _;
         let failed = |source| KeyError::Write { path: path.to_owned(), source };
@@ -137,17 +137,17 @@ impl ClusterKey {
         file.write_all(text.as_bytes()).and_then(|()| file.sync_all()).map_err(failed)
     }
 
-    /// The secret itself.
+    /// Returns the secret bytes.
     #[must_use]
     pub fn bytes(&self) -> &[u8; KEY] {
         &self.0
     }
 }
 
-/// Random bytes of the kernel.
+/// Fills `bytes` with random bytes from the kernel.
 ///
 /// # Errors
-/// When it has none.
+/// The kernel has no random bytes.
 pub fn fill_random(bytes: &mut [u8]) -> std::io::Result<()> {
     let mut filled = 0;
     while let Some(rest) = bytes.get_mut(filled..).filter(|rest| !rest.is_empty()) {

@@ -1,6 +1,6 @@
-//! What the sandboxes of the monitor and of the host's daemon have in common: how the arguments of a system call are
-//! judged ([`Arguments`]), how a refused one ends the process ([`trap`]), and how Landlock's state is told
-//! ([`landlock_state`]). Which calls and paths a process needs is its own matter.
+//! Common parts of the sandboxes of the monitor and the host daemon. [`Arguments`] checks the arguments of system
+//! calls, [`trap`] ends the process after a refused call, and [`landlock_state`] reports Landlock's state. Each process
+//! defines its own calls and paths.
 
 mod arguments;
 pub mod trap;
@@ -9,7 +9,7 @@ pub use arguments::{Arguments, BackendError, PROT_EXEC, compare, no_clone3};
 
 use landlock::{LandlockStatus, RestrictionStatus, RulesetStatus};
 
-/// What Landlock does on this kernel, for the log and for inspection. Says so in the log where it does nothing.
+/// Returns Landlock's state on this kernel, for inspection. Logs a warning if Landlock has no effect.
 pub fn landlock_state(status: &RestrictionStatus) -> String {
     let kernel = match status.landlock {
         LandlockStatus::NotEnabled => "the kernel has it turned off (boot with lsm=landlock,...)".to_owned(),

@@ -1,34 +1,35 @@
-//! What happens when a system call is refused: one line on standard error, what the process wants done first, then its
-//! end.
+//! Handles a refused system call: prints one line on standard error, runs the process' last action, and ends the
+//! process.
 #![allow(unsafe_code)] // A signal handler, and what is safe to call in one.
 
 use std::ffi::{c_int, c_void};
 use std::io;
 use std::sync::OnceLock;
 
-/// Exit status of a process that was ended by its sandbox: 128 + SIGSYS, as if the signal had killed it.
+/// Exit status of a process that its sandbox ended: 128 + SIGSYS, as if the signal had killed it.
 pub const REFUSED_EXIT_CODE: i32 = 128 + libc::SIGSYS;
 
-/// What a process adds to the end that it shares with others.
+/// A process' own part of the handling.
 #[derive(Debug, Clone, Copy)]
 pub struct Ending {
-    /// The rest of the line, after the name of the thread: what has ended, and what the user can do.
+    /// The rest of the line after the thread's name: what has ended, and the remedy.
     pub advice: &'static str,
-    /// Called between the line and the end. Async-signal-safe, and with system calls that every filter allows.
+    /// Called between the line and the exit. It must be async-signal-safe and may use only system calls that every
+    /// filter permits.
     pub last: fn(),
 }
 
 static ENDING: OnceLock<Ending> = OnceLock::new();
 
-/// From now on a refused system call (SIGSYS) ends the process with a line that names the call and the thread, and status
-/// [`REFUSED_EXIT_CODE`]. The first `ending` of a process stays.
+/// Installs the handler: a refused system call (SIGSYS) prints the call and the thread, and ends the process with
+/// status [`REFUSED_EXIT_CODE`]. The first `ending` of a process stays in effect.
 pub fn install(ending: Ending) -> io::Result<()> {
     ENDING.get_or_init(|| ending);
     // SAFETY: all zeroes is a valid sigaction: no flags, empty mask.
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
     action.sa_sigaction = refused as *const () as usize;
     action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
-    // SAFETY: `action` is initialised, and the handler calls async-signal-safe functions only.
+    // SAFETY: `action` is initialized, and the handler calls async-signal-safe functions only.
     let result = unsafe { libc::sigaction(libc::SIGSYS, &raw const action, std::ptr::null_mut()) };
     if result == 0 {
         return Ok(());
@@ -36,7 +37,7 @@ pub fn install(ending: Ending) -> io::Result<()> {
     Err(io::Error::last_os_error())
 }
 
-/// A line put together without allocating.
+/// A line that is built without allocation.
 struct Line {
     bytes: [u8; 256],
     len: usize,
@@ -69,7 +70,7 @@ impl Line {
     }
 }
 
-/// A system call's name, by its number on x86-64. Async-signal-safe.
+/// Returns the name of an x86-64 system call number. Async-signal-safe.
 pub fn name_of(number: u32) -> &'static str {
     usize::try_from(number).ok().and_then(syscalls::Sysno::new).map_or("unknown", |call| call.name())
 }
@@ -88,7 +89,7 @@ extern "C" fn refused(_signal: c_int, info: *mut libc::siginfo_t, _context: *mut
     unsafe { libc::prctl(libc::PR_GET_NAME, thread.as_mut_ptr()) };
     line.push(thread.split(|byte| *byte == 0).next().unwrap_or_default());
     line.push(b"\"; ");
-    // A look at a cell that was filled before the handler was there: no lock, no allocation.
+    // Reads a cell that was filled before the handler was installed: no lock, no allocation.
     let ending = ENDING.get();
     line.push(ending.map_or("", |ending| ending.advice).as_bytes());
     line.push(b"\n");

@@ -12,74 +12,74 @@ use tokio::net::UnixStream;
 
 use crate::types::{Done, ExitTable, NicBehind, Problem, VmSummary};
 
-/// A VM's answer is refused beyond this many bytes.
+/// Limit of a VM's response in bytes.
 const LARGEST_ANSWER: usize = 64 << 20;
 
-/// Something went wrong between us and a VM.
+/// A request to a VM failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    /// Nobody answers at the socket.
+    /// No process listens at the socket.
     #[error("No VM answers at {}", socket.display())]
     Connect {
-        /// The socket.
+        /// The socket's path.
         socket: PathBuf,
-        /// Why.
+        /// The cause.
         #[source]
         source: std::io::Error,
     },
-    /// The VM didn't answer in time.
+    /// The VM didn't respond in time.
     #[error(
         "The VM at {} gave no answer to {request} within {} s; its monitor may be stuck",
         socket.display(), timeout.as_secs()
     )]
     Timeout {
-        /// The socket.
+        /// The socket's path.
         socket: PathBuf,
-        /// What was asked.
+        /// The request.
         request: String,
-        /// How long we waited.
+        /// The time-out.
         timeout: Duration,
     },
-    /// The connection broke, or speaks something else than HTTP.
+    /// The connection broke, or the peer doesn't speak HTTP.
     #[error("The VM at {} broke off its answer to {request}", socket.display())]
     Broken {
-        /// The socket.
+        /// The socket's path.
         socket: PathBuf,
-        /// What was asked.
+        /// The request.
         request: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// The answer isn't what the API says.
+    /// The response doesn't match the API.
     #[error("The VM at {} answered {request} with something that this version doesn't understand", socket.display())]
     NotUnderstood {
-        /// The socket.
+        /// The socket's path.
         socket: PathBuf,
-        /// What was asked.
+        /// The request.
         request: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: serde_json::Error,
     },
-    /// The VM said no.
+    /// The VM refused the request.
     #[error("{problem}")]
     Refused {
-        /// HTTP status.
+        /// The HTTP status.
         status: u16,
-        /// The VM's own words.
+        /// The VM's message.
         problem: Problem,
     },
-    /// This process can't make connections.
+    /// This process can't create connections.
     #[error("The client could not be set up")]
     SetUp {
-        /// Why.
+        /// The cause.
         #[source]
         source: std::io::Error,
     },
 }
 
-/// A client of one VM. Each call makes a connection of its own and blocks the calling thread.
+/// A client of one VM. Each call opens its own connection and blocks the calling thread.
 #[derive(Debug, Clone)]
 pub struct Client {
     socket: PathBuf,
@@ -87,27 +87,27 @@ pub struct Client {
 }
 
 impl Client {
-    /// A client of the VM at `socket`; nothing is connected yet. Answers are awaited for half a minute.
+    /// Creates a client of the VM at `socket`, without a connection. The time-out of a response is 30 seconds.
     pub fn new(socket: impl Into<PathBuf>) -> Self {
         Self { socket: socket.into(), timeout: Duration::from_secs(30) }
     }
 
-    /// Awaits each answer this long.
+    /// Sets the time-out of a response.
     pub fn with_timeout(self, timeout: Duration) -> Self {
         Self { timeout, ..self }
     }
 
-    /// The socket.
+    /// Returns the socket's path.
     pub fn socket(&self) -> &Path {
         &self.socket
     }
 
-    /// The VM in a few words.
+    /// Returns the VM's summary.
     pub fn summary(&self) -> Result<VmSummary, ClientError> {
         self.json(Method::GET, "/v1/vm")
     }
 
-    /// The live device tree, or what is below `path` (`disks/disk0`).
+    /// Returns the live device tree, or the part below `path` (`disks/disk0`).
     pub fn inspect(&self, path: Option<&str>) -> Result<serde_json::Value, ClientError> {
         match path {
             None => self.json(Method::GET, "/v1/inspect"),
@@ -115,17 +115,17 @@ impl Client {
         }
     }
 
-    /// Stops vCPUs and devices.
+    /// Pauses vCPUs and devices.
     pub fn pause(&self) -> Result<Done, ClientError> {
         self.json(Method::PUT, "/v1/pause")
     }
 
-    /// Lets a paused VM go on; one in doubt, which may run elsewhere, only with `force`.
+    /// Resumes a paused VM. A VM in doubt, which may run on another host, requires `force`.
     pub fn resume(&self, force: bool) -> Result<Done, ClientError> {
         self.json(Method::PUT, if force { "/v1/resume?force=true" } else { "/v1/resume" })
     }
 
-    /// Changes what is behind a commodity NIC.
+    /// Changes the backend of a commodity NIC.
     pub fn change_nic(&self, nic: &str, behind: NicBehind) -> Result<Done, ClientError> {
         self.json(
             Method::PUT,
@@ -133,7 +133,7 @@ impl Client {
         )
     }
 
-    /// Cancels the migration that is under way. The guest goes on here, unless it is too late.
+    /// Cancels the current migration. The guest continues here unless the migration can't be aborted any more.
     pub fn cancel_migration(&self) -> Result<Done, ClientError> {
         self.json(Method::DELETE, "/v1/migration")
     }
@@ -143,28 +143,28 @@ impl Client {
         self.json(Method::PUT, "/v1/power-button")
     }
 
-    /// Presses the reset button; of a VM in doubt only with `force`.
+    /// Presses the reset button. A VM in doubt requires `force`.
     pub fn reset(&self, force: bool) -> Result<Done, ClientError> {
         self.json(Method::PUT, if force { "/v1/reset?force=true" } else { "/v1/reset" })
     }
 
-    /// Ends the VM at once.
+    /// Stops the VM immediately.
     pub fn stop(&self) -> Result<Done, ClientError> {
         self.json(Method::DELETE, "/v1/vm")
     }
 
-    /// Exits so far.
+    /// Returns the exit counters.
     pub fn exits(&self) -> Result<ExitTable, ClientError> {
         self.json(Method::GET, "/v1/exits")
     }
 
-    /// Metrics as Prometheus text.
+    /// Returns the metrics as Prometheus text.
     pub fn metrics(&self) -> Result<String, ClientError> {
         let bytes = self.request(Method::GET, "/metrics")?;
         Ok(String::from_utf8_lossy(&bytes).into_owned())
     }
 
-    /// The OpenAPI description.
+    /// Returns the OpenAPI description.
     pub fn openapi(&self) -> Result<serde_json::Value, ClientError> {
         self.json(Method::GET, "/openapi.json")
     }
@@ -205,7 +205,7 @@ impl Client {
         };
         let stream = loop {
             match UnixStream::connect(&self.socket).await {
-                // The queue of those who wait to be accepted is full; the caller's time limit ends this.
+                // The listener's queue is full. The caller's time-out limits the retries.
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
                     tokio::time::sleep(Duration::from_millis(10)).await;
                 }
@@ -215,7 +215,7 @@ impl Client {
         let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
             .await
             .map_err(|error| broken(error.into()))?;
-        // The runtime ends with this call, and the task with it.
+        // The runtime ends with this call, and so does the task.
         tokio::spawn(connection);
         let request = Request::builder()
             .method(method)
@@ -234,7 +234,7 @@ impl Client {
     }
 }
 
-/// What a refusal says; an answer that isn't from a VM is quoted.
+/// Returns the message of a refusal. Quotes a response that isn't from a VM.
 fn problem(status: StatusCode, body: &[u8]) -> Problem {
     serde_json::from_slice(body).unwrap_or_else(|_| {
         let text: String = String::from_utf8_lossy(body).chars().take(200).collect();
@@ -267,7 +267,7 @@ mod tests {
 
     use super::{Client, ClientError, percent_encode};
 
-    /// A server that reads one request and answers these bytes.
+    /// Starts a server that reads one request and sends these bytes.
     fn server(socket: &Path, answer: &'static [u8]) -> std::thread::JoinHandle<String> {
         let listener = UnixListener::bind(socket).unwrap();
         std::thread::spawn(move || {

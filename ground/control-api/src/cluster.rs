@@ -1,7 +1,8 @@
-//! The API of the cluster service (`causeway cluster`): gRPC over TCP, with mutual TLS where keys are given.
+//! The API of the cluster service (`causeway cluster`): gRPC over TCP, with mutual TLS if keys are configured.
 //!
-//! The messages are in [`proto`], made from `proto/cluster.proto`; the server is in the crate `cluster`. Who has no certificate of the cluster's
-//! authority isn't answered, where the service has one; where it has none, nobody is authenticated.
+//! [`proto`] has the messages, generated from `proto/cluster.proto`. The crate `cluster` has the server. A service with
+//! keys answers only clients with a certificate of the cluster's authority. A service without keys authenticates no
+//! client.
 
 use std::collections::BTreeSet;
 use std::net::{SocketAddr, ToSocketAddrs as _};
@@ -18,31 +19,31 @@ use tonic::{Code, Status};
 
 use proto::cluster_service_client::ClusterServiceClient;
 
-/// The messages and the service, as `proto/cluster.proto` has them.
+/// Messages and service of `proto/cluster.proto`.
 #[allow(missing_docs, unused_qualifications, clippy::all, clippy::pedantic, clippy::unwrap_used)]
 pub mod proto {
     tonic::include_proto!("causeway.cluster.v1");
 }
 
-/// How long a connection, and then an answer, may take, where hosts' leases aren't longer.
+/// Default time-out of a connection, and of a response, unless the hosts' lease is longer.
 pub const TIMEOUT: Duration = Duration::from_secs(5);
-/// How long they may take at most.
+/// Upper limit of these time-outs.
 const MAX_TIMEOUT: Duration = Duration::from_secs(60);
-/// How long an instance may take to say whether it leads; those that don't answer are passed over.
+/// Time-out of the query whether an instance leads. Instances that don't answer are skipped.
 const PROBE: Duration = Duration::from_secs(2);
-/// Metadata of an answer of an instance that doesn't lead: the address of the one that does, or nothing.
+/// Metadata key in the response of an instance that doesn't lead: the leader's address, or nothing.
 pub const LEADER: &str = "causeway-leader";
-/// A message is refused beyond this many bytes: the state of 65,536 VMs fits.
+/// Limit of a message in bytes: the state of 65,536 VMs fits.
 pub const LARGEST_MESSAGE: usize = 64 << 20;
 
-/// Keys for mutual TLS, read.
+/// Keys for mutual TLS.
 #[derive(Clone)]
 pub struct Keys {
-    /// The authority whose certificates the other side must have, PEM.
+    /// The authority of the other side's certificates, PEM.
     pub authority: Vec<u8>,
-    /// Own certificate, with those between it and the authority, PEM.
+    /// The own certificate with its chain up to the authority, PEM.
     pub certificate: Vec<u8>,
-    /// Its private key, PEM.
+    /// The certificate's private key, PEM.
     pub key: Vec<u8>,
 }
 
@@ -56,7 +57,7 @@ impl Keys {
     /// Reads the three files.
     ///
     /// # Errors
-    /// When one can't be read, or holds no PEM.
+    /// A file can't be read, or contains no PEM.
     pub fn load(authority: &Path, certificate: &Path, key: &Path) -> Result<Self, ClusterError> {
         let read = |path: &Path, label: &str, what: &'static str| {
             let bytes = std::fs::read(path).map_err(|source| ClusterError::File {
@@ -78,103 +79,103 @@ impl Keys {
     }
 }
 
-/// Something went wrong between us and the cluster service.
+/// A request to the cluster service failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ClusterError {
-    /// The address.
+    /// The address is invalid.
     #[error("\"{}\" is no address of a cluster service: write HOST:PORT", address.escape_debug())]
     Address {
-        /// As given.
+        /// The address as given.
         address: String,
-        /// Why, where a name couldn't be resolved.
+        /// The cause if a name couldn't be resolved.
         #[source]
         source: Option<std::io::Error>,
     },
-    /// A file of keys.
+    /// A key file can't be read.
     #[error("The {what} {} can't be read", path.display())]
     File {
-        /// Which.
+        /// The file.
         path: PathBuf,
         /// `certificate` or `private key`.
         what: &'static str,
-        /// Why.
+        /// The cause.
         #[source]
         source: std::io::Error,
     },
-    /// A file of keys with something else in it.
+    /// A key file contains no PEM.
     #[error("{} holds no {what} in PEM format", path.display())]
     NotPem {
-        /// Which.
+        /// The file.
         path: PathBuf,
         /// `certificate` or `private key`.
         what: &'static str,
     },
-    /// Certificate, key and authority don't make TLS.
+    /// Certificate, key and authority don't match.
     #[error("The certificate and key for the cluster service can't be used")]
     Keys(#[source] Box<dyn std::error::Error + Send + Sync>),
-    /// Nobody answers.
+    /// No service answers.
     #[error("No cluster service answers at {service}; is `causeway cluster serve` running there{}?", if *encrypted { ", with keys of the same authority" } else { ", without keys" })]
     Connect {
-        /// Where.
+        /// The service's address.
         service: String,
-        /// Whether it was tried with TLS.
+        /// Whether the connection used TLS.
         encrypted: bool,
-        /// Why.
+        /// The cause.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// No answer in time.
+    /// The service didn't respond in time.
     #[error("The cluster service at {service} gave no answer to {request} within {} s", after.as_secs())]
     Timeout {
-        /// Where.
+        /// The service's address.
         service: String,
-        /// How long was waited.
+        /// The time-out.
         after: Duration,
-        /// What was asked.
+        /// The request.
         request: &'static str,
     },
     /// The connection broke.
     #[error("The cluster service at {service} broke off its answer to {request}; {}", if *encrypted { "has its authority signed this certificate?" } else { "if it runs with keys, give --ca, --cert and --key" })]
     Broken {
-        /// Where.
+        /// The service's address.
         service: String,
-        /// Whether it was tried with TLS.
+        /// Whether the connection used TLS.
         encrypted: bool,
-        /// What was asked.
+        /// The request.
         request: &'static str,
-        /// Why.
+        /// The cause.
         #[source]
         source: Box<Status>,
     },
-    /// The instance doesn't lead; nothing was done.
+    /// The instance doesn't lead. It has done nothing.
     #[error("{reason}")]
     NotLeading {
-        /// Which one does, as far as it knows.
+        /// The leader's address, if the instance knows it.
         leader: Option<String>,
-        /// Its own words.
+        /// The instance's message.
         reason: String,
     },
-    /// None of several instances leads.
+    /// None of the instances leads.
     #[error("None of the cluster service's instances leads: {}", said.join("; "))]
     NoLeader {
-        /// What each said, or what is wrong with it.
+        /// Each instance's message or error.
         said: Vec<String>,
     },
-    /// The service said no, in its own words.
+    /// The service refused the request.
     #[error("{reason}")]
     Refused {
-        /// gRPC's code.
+        /// The gRPC code.
         code: Code,
-        /// One sentence.
+        /// The service's message, one sentence.
         reason: String,
     },
-    /// This process can't make connections.
+    /// This process can't create connections.
     #[error("The client of the cluster service could not be set up")]
     SetUp(#[source] std::io::Error),
 }
 
 impl ClusterError {
-    /// Whether the service has answered, and said no.
+    /// Returns whether the service responded with a refusal.
     #[must_use]
     pub fn is_refusal(&self) -> bool {
         matches!(self, Self::Refused { .. })
@@ -184,9 +185,9 @@ impl ClusterError {
 /// An instance of the service.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Instance {
-    /// As given: `HOST:PORT`.
+    /// The address as given: `HOST:PORT`.
     name: String,
-    /// What certificates must be for.
+    /// The host name or address that certificates must contain.
     host: String,
     addresses: Vec<SocketAddr>,
 }
@@ -208,27 +209,27 @@ impl Instance {
     }
 }
 
-/// What an instance says of itself, with its address.
+/// An instance's address, and its response about its role.
 pub type Said = (String, Result<proto::Role, ClusterError>);
 
-/// Where a cluster service is, and how to speak with it. Nothing is connected yet.
+/// Address of a cluster service, and parameters of its connections. Holds no connection.
 #[derive(Debug, Clone)]
 pub struct Service {
-    /// As given: `HOST:PORT`, or several with commas between them.
+    /// The addresses as given: `HOST:PORT`, or several separated by commas.
     name: String,
     instances: Vec<Instance>,
-    /// One that isn't among them, and of which one of them has said that it leads.
+    /// A leader that isn't in the list, which one of the instances named.
     hint: Arc<Mutex<Option<Instance>>>,
     keys: Option<Keys>,
-    /// Milliseconds that the service's lease allows; 0: it has said nothing yet.
+    /// Time-out in milliseconds that follows from the service's lease; 0 until the lease is known.
     patience: Arc<AtomicU64>,
 }
 
 impl Service {
-    /// Resolves the address of a service, or of its instances with commas between them, once.
+    /// Resolves the address of a service, or the addresses of its instances (separated by commas), once.
     ///
     /// # Errors
-    /// When one is none, or its name can't be resolved.
+    /// An address is invalid, or its name can't be resolved.
     pub fn new(addresses: &str, keys: Option<Keys>) -> Result<Self, ClusterError> {
         let instances: Vec<_> = addresses.split(',').map(Instance::new).collect::<Result<_, _>>()?;
         Ok(Self {
@@ -240,26 +241,26 @@ impl Service {
         })
     }
 
-    /// How long a connection, and then an answer, may take.
+    /// Returns the time-out of a connection, and of a response.
     #[must_use]
     pub fn patience(&self) -> Duration {
         Duration::from_millis(self.patience.load(Ordering::Relaxed)).clamp(TIMEOUT, MAX_TIMEOUT)
     }
 
-    /// The service has said how long a host may be silent: it may take nearly as long for an answer from now on. Whoever gives hosts more time, on
-    /// machines that stand still for seconds, gives it to the service as well.
+    /// Sets the time-out of responses to five sixths of the hosts' lease. On slow machines, where hosts get a longer
+    /// lease, the service gets a longer time-out as well.
     pub fn set_lease(&self, lease: Duration) {
         let patience = u64::try_from(lease.as_millis() / 6 * 5).unwrap_or(u64::MAX);
         self.patience.store(patience, Ordering::Relaxed);
     }
 
-    /// As given.
+    /// Returns the addresses as given.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The TCP ports to which connections are made.
+    /// Returns the TCP ports of all instances.
     #[must_use]
     pub fn ports(&self) -> BTreeSet<u16> {
         self.instances.iter().flat_map(|instance| &instance.addresses).map(SocketAddr::port).collect()
@@ -269,14 +270,14 @@ impl Service {
         self.hint.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Those to be asked.
+    /// Returns the instances to connect to.
     fn candidates(&self) -> Vec<Instance> {
         let mut all = self.instances.clone();
         all.extend(self.hint().clone().filter(|hint| !self.instances.contains(hint)));
         all
     }
 
-    /// An instance has said that another leads. Names aren't resolved here: who sent this may not look names up any more.
+    /// Stores the leader that an instance named. It must be an address: a sandboxed process can't resolve names.
     fn heard_of(&self, leader: &str) {
         if leader.parse::<SocketAddr>().is_ok()
             && !self.instances.iter().any(|instance| instance.name == leader)
@@ -285,22 +286,22 @@ impl Service {
         }
     }
 
-    /// Whether both sides are authenticated and what they say is encrypted.
+    /// Returns whether connections are mutually authenticated and encrypted.
     #[must_use]
     pub fn is_authenticated(&self) -> bool {
         self.keys.is_some()
     }
 
-    /// Connects with the service; where it has several instances, with the one that leads.
+    /// Connects to the service. If it has several instances, connects to the leader.
     ///
     /// # Errors
-    /// When nobody answers, or with other keys; when none of several leads.
+    /// No instance answers, the keys don't match, or no instance leads.
     pub async fn connect(&self) -> Result<ClusterServiceClient<Channel>, ClusterError> {
         let candidates = self.candidates();
         if let [only] = candidates.as_slice() {
             return self.connect_to(only).await;
         }
-        // All at once: one that is gone or stopped doesn't hold the others up.
+        // In parallel: an instance that doesn't answer must not delay the others.
         let mut probes = JoinSet::new();
         for instance in candidates {
             let service = self.clone();
@@ -317,11 +318,11 @@ impl Service {
                     said.push(format!("{name}: {error}"));
                     away.push(error);
                 }
-                // A task that has panicked or was ended has nothing to say.
+                // A task that panicked or was cancelled has no result.
                 Err(_) => {}
             }
         }
-        // Where a hint leads nowhere, the next attempt is without.
+        // If the hint leads nowhere, the next attempt ignores it.
         if !away.iter().any(|error| matches!(error, ClusterError::NotLeading { leader: Some(_), .. })) {
             *self.hint() = None;
         }
@@ -329,7 +330,7 @@ impl Service {
         Err(ClusterError::NoLeader { said })
     }
 
-    /// Connects with an instance if it leads.
+    /// Connects to an instance if it leads.
     async fn probe(&self, instance: &Instance) -> Result<ClusterServiceClient<Channel>, ClusterError> {
         let late =
             || ClusterError::Timeout { service: instance.name.clone(), after: PROBE, request: "GetRole" };
@@ -355,10 +356,10 @@ impl Service {
         Err(ClusterError::NotLeading { leader, reason })
     }
 
-    /// What each instance says of itself, in the order given; blocks.
+    /// Queries each instance's role, in the given order. Blocks.
     ///
     /// # Errors
-    /// When this process can't make connections.
+    /// This process can't create connections.
     pub fn roles(&self) -> Result<Vec<Said>, ClusterError> {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_io()
@@ -388,9 +389,10 @@ impl Service {
     }
 
     async fn connect_to(&self, instance: &Instance) -> Result<ClusterServiceClient<Channel>, ClusterError> {
-        // gRPC needs a URI; where connections go is the connector's affair.
+        // gRPC requires a URI; the connector ignores it.
         let mut endpoint = Endpoint::from_static("http://cluster").tcp_nodelay(true);
-        // TLS 1.3 is done for the client before the server has looked at its certificate: a refusal comes with the first answer.
+        // With TLS 1.3 the client's handshake completes before the server has checked its certificate. So the first
+        // response reports a refusal.
         if let Some(keys) = &self.keys {
             let tls = ClientTlsConfig::new()
                 .domain_name(instance.host.clone())
@@ -439,10 +441,10 @@ impl Service {
             .max_encoding_message_size(LARGEST_MESSAGE))
     }
 
-    /// One question: connects, asks, and blocks the calling thread until the answer is there.
+    /// Sends one request on a new connection, and blocks the calling thread until the response.
     ///
     /// # Errors
-    /// When nobody answers, or the service refuses: then [`ClusterError::Refused`] has its sentence.
+    /// No service answers, or the service refuses: [`ClusterError::Refused`] has its message.
     pub fn ask<T>(
         &self,
         request: &'static str,
@@ -456,7 +458,7 @@ impl Service {
         runtime.block_on(async {
             let mut client = self.connect().await?;
             if self.candidates().len() == 1 {
-                // It may be one of several all the same.
+                // The only known address may be one of several instances.
                 let role = client.get_role(proto::GetRoleRequest {});
                 if let Ok(Ok(role)) = tokio::time::timeout(PROBE, role).await
                     && !role.get_ref().leads
@@ -471,7 +473,7 @@ impl Service {
         })
     }
 
-    /// Everything that the service knows; blocks.
+    /// Returns the service's whole state. Blocks.
     ///
     /// # Errors
     /// As [`Service::ask`].
@@ -479,19 +481,20 @@ impl Service {
         self.ask("GetState", async |client| client.get_state(proto::GetStateRequest {}).await)
     }
 
-    /// Has the cluster forget a host that is gone for good; blocks. Names of the VMs that are lost with it.
+    /// Removes a host that is permanently gone from the cluster. Returns the names of the VMs that are lost with it.
+    /// Blocks.
     ///
     /// # Errors
-    /// As [`Service::ask`]; the service refuses while the host is heard of.
+    /// As [`Service::ask`]. The service refuses while the host reports.
     pub fn forget(&self, host: &str) -> Result<Vec<String>, ClusterError> {
         let request = proto::ForgetHostRequest { name: host.to_owned() };
         Ok(self.ask("ForgetHost", async |client| client.forget_host(request).await)?.lost)
     }
 
-    /// Waits for an answer as long as one may take.
+    /// Waits for a response until the time-out.
     ///
     /// # Errors
-    /// When it doesn't come, or says no.
+    /// The time-out expires, or the service refuses.
     pub async fn within<T>(
         &self,
         request: &'static str,
@@ -505,7 +508,7 @@ impl Service {
         }
     }
 
-    /// What a status means.
+    /// Converts a status into an error.
     #[must_use]
     pub fn error(&self, request: &'static str, status: Status) -> ClusterError {
         if let Some(leader) = status.metadata().get(LEADER) {
@@ -515,7 +518,7 @@ impl Service {
             }
             return ClusterError::NotLeading { leader, reason: status.message().to_owned() };
         }
-        // A status that the service sent has no source; one that the transport made has one of these codes or a source.
+        // A status that the service sent has no source. A status of the transport has one of these codes or a source.
         let transport = matches!(status.code(), Code::Unavailable | Code::Unknown | Code::Cancelled)
             || std::error::Error::source(&status).is_some();
         if transport {
@@ -532,7 +535,7 @@ mod tests {
 
     use super::Service;
 
-    /// Answers may take five sixths of a host's lease, but neither less than they may by default nor longer than a user waits.
+    /// The time-out is five sixths of a host's lease, within the default and the upper limit.
     #[test]
     fn patience_follows_the_lease_within_bounds() {
         let service = Service::new("127.0.0.1:1", None).unwrap();
@@ -556,7 +559,7 @@ mod tests {
         assert!(Service::new("127.0.0.1:1,", None).is_err());
     }
 
-    /// An instance may say that another leads, which the list doesn't have: an address is taken, a name isn't looked up.
+    /// An instance may name a leader that isn't in the list. An address is used; a name is never resolved.
     #[test]
     fn a_leader_that_is_not_on_the_list_is_asked_where_it_has_an_address() {
         let service = Service::new("127.0.0.1:1", None).unwrap();

@@ -1,4 +1,4 @@
-//! Which VMs run on this host, for this user: each has a socket `NAME.sock` in the runtime directory.
+//! Finds this user's running VMs on this host: each has a socket `NAME.sock` in the runtime directory.
 
 use std::io;
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
@@ -6,13 +6,13 @@ use std::path::{Path, PathBuf};
 
 use crate::client::Client;
 
-/// Where system-wide VMs are found.
+/// Directory of system-wide VMs.
 const SYSTEM_DIRECTORY: &str = "/run/causeway";
 const SUFFIX: &str = ".sock";
-/// What the host's daemon is called: no VM is found under this name.
+/// Name of the host daemon's socket. No VM has this name.
 const DAEMON: &str = "host";
 
-/// The runtime directory: `$XDG_RUNTIME_DIR/causeway` where that is set to an absolute path, else
+/// Returns the runtime directory: `$XDG_RUNTIME_DIR/causeway` if that variable is an absolute path, else
 /// `/run/causeway`. It may not exist.
 pub fn runtime_directory() -> PathBuf {
     directory_in(std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from))
@@ -20,18 +20,18 @@ pub fn runtime_directory() -> PathBuf {
 
 fn directory_in(xdg: Option<PathBuf>) -> PathBuf {
     match xdg {
-        // The XDG specification has relative paths ignored.
+        // The XDG specification requires that relative paths are ignored.
         Some(directory) if directory.is_absolute() => directory.join("causeway"),
         _ => PathBuf::from(SYSTEM_DIRECTORY),
     }
 }
 
-/// The socket of the VM called `name` in a runtime directory.
+/// Returns the socket of the VM called `name` in a runtime directory.
 pub fn socket_of(directory: &Path, name: &str) -> PathBuf {
     directory.join(format!("{name}{SUFFIX}"))
 }
 
-/// Running VMs could not be looked for, or one could not be found.
+/// The running VMs can't be listed, or a VM can't be found.
 #[derive(Debug, thiserror::Error)]
 pub enum DiscoveryError {
     /// The runtime directory can't be used.
@@ -41,11 +41,11 @@ pub enum DiscoveryError {
         directory: PathBuf,
         /// `read`, `created` or `used`.
         what: &'static str,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// Somebody else can write into it.
+    /// Another user may write to it.
     #[error(
         "The runtime directory {} belongs to user {owner} with mode {mode:03o}, so others could stand in for a VM; \
          remove it or set XDG_RUNTIME_DIR to a directory of your own",
@@ -59,18 +59,18 @@ pub enum DiscoveryError {
         /// Its permission bits.
         mode: u32,
     },
-    /// No VM has this name.
+    /// No running VM has this name.
     #[error("No VM called \"{}\" runs here; running: {}", name.escape_debug(), list(running))]
     NoSuchVm {
-        /// What was looked for.
+        /// The requested name.
         name: String,
-        /// The names that would do.
+        /// The names of the running VMs.
         running: Vec<String>,
     },
-    /// No name was given and it isn't clear which VM is meant.
+    /// No name was given, and not exactly one VM runs.
     #[error("{}", ambiguous(running))]
     WhichVm {
-        /// The names that would do.
+        /// The names of the running VMs.
         running: Vec<String>,
     },
 }
@@ -86,14 +86,14 @@ fn ambiguous(names: &[String]) -> String {
     }
 }
 
-/// What a socket in the runtime directory turned out to be.
+/// The state of a socket in the runtime directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SocketState {
     /// A monitor listens.
     Live,
-    /// A monitor has left it behind.
+    /// A monitor has ended without removing it.
     Stale,
-    /// It can't be said, for instance because it belongs to another user.
+    /// The state can't be determined, for instance because another user owns the socket.
     Unknown,
 }
 
@@ -104,18 +104,18 @@ pub struct FoundVm {
     pub name: String,
     /// Its socket.
     pub socket: PathBuf,
-    /// Whether somebody listens there.
+    /// Whether a monitor listens.
     pub state: SocketState,
 }
 
 impl FoundVm {
-    /// A client of it.
+    /// Creates a client of the VM.
     pub fn client(&self) -> Client {
         Client::new(&self.socket)
     }
 }
 
-/// All sockets in a runtime directory, by name. A directory that doesn't exist has none.
+/// Returns all sockets in a runtime directory by name. A missing directory has none.
 pub fn find(directory: &Path) -> Result<Vec<FoundVm>, DiscoveryError> {
     let unreadable =
         |source| DiscoveryError::Directory { directory: directory.to_owned(), what: "read", source };
@@ -128,11 +128,11 @@ pub fn find(directory: &Path) -> Result<Vec<FoundVm>, DiscoveryError> {
         let entry = entry.map_err(unreadable)?;
         let name = entry.file_name();
         let Some(name) = name.to_str().and_then(|name| name.strip_suffix(SUFFIX)) else { continue };
-        // The host's daemon may listen in the same directory; it is no VM.
+        // The host daemon may listen in the same directory. It isn't a VM.
         if name == DAEMON {
             continue;
         }
-        // An entry that vanishes meanwhile is none.
+        // An entry that disappears meanwhile doesn't count.
         if !entry.file_type().is_ok_and(|kind| kind.is_socket()) {
             continue;
         }
@@ -143,7 +143,7 @@ pub fn find(directory: &Path) -> Result<Vec<FoundVm>, DiscoveryError> {
     Ok(found)
 }
 
-/// Tells whether somebody listens at a socket, by connecting. A dead monitor's socket file refuses. Never waits.
+/// Determines a socket's state by a connection. The socket of a dead monitor refuses it. Never blocks.
 pub fn probe(socket: &Path) -> SocketState {
     let connect = || {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build()?;
@@ -153,14 +153,14 @@ pub fn probe(socket: &Path) -> SocketState {
         Ok(()) => SocketState::Live,
         Err(error) => match error.kind() {
             io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound => SocketState::Stale,
-            // Too many wait to be accepted, so somebody listens.
+            // The listener's queue is full, so a monitor listens.
             io::ErrorKind::WouldBlock => SocketState::Live,
             _ => SocketState::Unknown,
         },
     }
 }
 
-/// The running VM called `name`; without a name the only one.
+/// Returns the running VM called `name`; without a name, the only one.
 pub fn select(directory: &Path, name: Option<&str>) -> Result<FoundVm, DiscoveryError> {
     let mut running = find(directory)?;
     running.retain(|vm| vm.state != SocketState::Stale);
@@ -177,8 +177,7 @@ pub fn select(directory: &Path, name: Option<&str>) -> Result<FoundVm, Discovery
     }
 }
 
-/// Makes the runtime directory with mode 0700 where it is missing, and checks that only this user or root can
-/// write into it.
+/// Creates the runtime directory with mode 0700 if it is missing. Checks that only this user or root may write to it.
 pub fn prepare_directory(directory: &Path) -> Result<(), DiscoveryError> {
     use std::os::unix::fs::DirBuilderExt as _;
 

@@ -1,7 +1,7 @@
-//! The API of a host daemon (`causeway host`): gRPC on a Unix socket, and a blocking client of it.
+//! The API of a host daemon (`causeway host`): gRPC on a Unix socket, and a blocking client.
 //!
-//! The messages are in [`proto`], made from `proto/host.proto`; the server is in the crate `host`. The daemon knows
-//! its callers by SO_PEERCRED, so there is nothing to log in with.
+//! [`proto`] has the messages, generated from `proto/host.proto`. The crate `host` has the server. The daemon
+//! identifies callers by SO_PEERCRED, so clients need no credentials.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -14,134 +14,135 @@ use tonic::{Code, Status};
 
 use proto::host_service_client::HostServiceClient;
 
-/// The messages and the service, as `proto/host.proto` has them.
+/// Messages and service of `proto/host.proto`.
 #[allow(missing_docs, unused_qualifications, clippy::all, clippy::pedantic, clippy::unwrap_used)]
 pub mod proto {
     tonic::include_proto!("causeway.host.v1");
 }
 
-/// Where the daemon of a host listens unless told otherwise.
+/// Default socket of a host daemon.
 pub const DEFAULT_SOCKET: &str = "/run/causeway/host.sock";
-/// How long an answer may take.
+/// Time-out of a response.
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// An answer is refused beyond this many bytes: 30,000 queue pairs fit into the tree that `Inspect` gives.
+/// Limit of a response in bytes: the `Inspect` tree of 30,000 queue pairs fits.
 const LARGEST_ANSWER: usize = 64 << 20;
 
-/// An RDMA NIC that a monitor wants.
+/// A monitor's request for an RDMA NIC.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct NicRequest {
     /// Name of the VM.
     pub vm: String,
     /// Name of the NIC, unique in the VM.
     pub name: String,
-    /// MAC address; left out: the daemon makes one from both names, the same each time.
+    /// MAC address. If `None`, the daemon derives one from both names, which is always the same.
     pub mac: Option<[u8; 6]>,
-    /// Segment: VMs on the same one reach each other.
+    /// Segment: VMs of the same segment can reach each other.
     pub segment: String,
-    /// A tap device that connects the segment with the host's network.
+    /// A tap device that connects the segment to the host's network.
     pub tap: Option<String>,
-    /// The VM comes from another host of the cluster.
+    /// The VM migrates here from another host of the cluster.
     pub incoming: bool,
 }
 
-/// What the daemon made for a NIC.
+/// The daemon's sockets for a NIC.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NicSockets {
     /// One vfio-user socket per PCI function, function 0 first.
     pub functions: Vec<PathBuf>,
 }
 
-/// Something went wrong between us and a host daemon.
+/// A request to a host daemon failed.
 #[derive(Debug, thiserror::Error)]
 pub enum HostError {
-    /// Nobody answers at the socket.
+    /// No daemon listens at the socket.
     #[error("No host daemon answers at {}; start `causeway host` there", socket.display())]
     Connect {
-        /// The socket.
+        /// The socket's path.
         socket: PathBuf,
-        /// Why.
+        /// The cause.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// The daemon didn't answer in time.
+    /// The daemon didn't respond in time.
     #[error("The host daemon at {} gave no answer to {request} within {} s", socket.display(), TIMEOUT.as_secs())]
     Timeout {
-        /// The socket.
+        /// The socket's path.
         socket: PathBuf,
-        /// What was asked.
+        /// The request.
         request: &'static str,
     },
-    /// The connection broke, or speaks something else than this service.
+    /// The connection broke, or the peer doesn't speak this service.
     #[error("The host daemon at {} broke off its answer to {request}", socket.display())]
     Broken {
-        /// The socket.
+        /// The socket's path.
         socket: PathBuf,
-        /// What was asked.
+        /// The request.
         request: &'static str,
-        /// Why.
+        /// The cause.
         #[source]
         source: Box<Status>,
     },
-    /// The daemon said no, in its own words.
+    /// The daemon refused the request.
     #[error("{reason}")]
     Refused {
-        /// One sentence.
+        /// The daemon's message, one sentence.
         reason: String,
     },
-    /// The answer isn't what the service says.
+    /// The response doesn't match the service.
     #[error("The host daemon at {} answered {request} with something that this version doesn't understand: {what}", socket.display())]
     NotUnderstood {
-        /// The socket.
+        /// The socket's path.
         socket: PathBuf,
-        /// What was asked.
+        /// The request.
         request: &'static str,
-        /// What is wrong.
+        /// The problem.
         what: String,
     },
-    /// This process can't make connections.
+    /// This process can't create connections.
     #[error("The client of the host daemon could not be set up")]
     SetUp {
-        /// Why.
+        /// The cause.
         #[source]
         source: std::io::Error,
     },
 }
 
-/// Asks the daemon at `host_socket` for a NIC, and blocks until its sockets are there (half a minute at most). Asking
-/// again for the same NIC gives it anew. Works in a thread that may neither start threads nor open files.
+/// Requests a NIC from the daemon at `host_socket`, and blocks until its sockets exist, at most 30 seconds. A repeated
+/// request for the same NIC replaces it. Works in a thread that may neither start threads nor open files.
 ///
 /// # Errors
-/// When nobody answers, or the daemon refuses: then [`HostError::Refused`] has its sentence.
+/// No daemon answers, or it refuses: [`HostError::Refused`] has its message.
 pub fn attach_nic(host_socket: &Path, nic: &NicRequest) -> Result<NicSockets, HostError> {
     HostClient::new(host_socket).attach_nic(nic)
 }
 
-/// The cluster knows that a monitor waits, until this is dropped. Nothing is read or written meanwhile: the open connection is enough.
+/// Registers a waiting monitor with the cluster until it is dropped. The open connection is enough; nothing is sent on
+/// it.
 #[derive(Debug)]
 pub struct Awaiting {
     /// This host's name in its cluster.
     pub host: String,
-    /// Where sources are told to connect.
+    /// The address to which sources connect.
     pub address: String,
-    // Dropped first.
+    // Dropped before the runtime.
     _stream: tonic::Streaming<proto::AwaitVmReply>,
     _runtime: tokio::runtime::Runtime,
 }
 
-/// A client of one daemon. Each call makes a connection of its own and blocks the calling thread.
+/// A client of one daemon. Each call opens its own connection and blocks the calling thread.
 #[derive(Debug, Clone)]
 pub struct HostClient {
     socket: PathBuf,
 }
 
 impl HostClient {
-    /// A client of the daemon at `socket`; nothing is connected yet.
+    /// Creates a client of the daemon at `socket`, without a connection.
     #[must_use]
     pub fn new(socket: impl Into<PathBuf>) -> Self {
         Self { socket: socket.into() }
     }
 
-    /// The socket.
+    /// Returns the socket's path.
     #[must_use]
     pub fn socket(&self) -> &Path {
         &self.socket
@@ -172,37 +173,37 @@ impl HostClient {
         Ok(NicSockets { functions: reply.functions.into_iter().map(PathBuf::from).collect() })
     }
 
-    /// Takes a NIC away.
+    /// Detaches a NIC.
     ///
     /// # Errors
-    /// When nobody answers, there is no such NIC, or it is somebody else's.
+    /// No daemon answers, the NIC doesn't exist, or another user owns it.
     pub fn detach_nic(&self, vm: &str, name: &str) -> Result<(), HostError> {
         let request = proto::DetachNicRequest { vm: vm.to_owned(), name: name.to_owned() };
         self.call("DetachNic", async |client| client.detach_nic(request).await).map(drop)
     }
 
-    /// The NICs that this user may use.
+    /// Returns the NICs that this user may use.
     ///
     /// # Errors
-    /// When nobody answers.
+    /// No daemon answers.
     pub fn list_nics(&self) -> Result<Vec<proto::Nic>, HostError> {
         let request = proto::ListNicsRequest {};
         Ok(self.call("ListNics", async |client| client.list_nics(request).await)?.nics)
     }
 
-    /// Changes limits of a VM; says how many devices took them.
+    /// Changes limits of a VM. Returns the number of devices that applied them.
     ///
     /// # Errors
-    /// When nobody answers, the VM has no device, or this user may not.
+    /// No daemon answers, the VM has no device, or this user has no permission.
     pub fn set_limits(&self, vm: &str, limits: proto::Limits) -> Result<u32, HostError> {
         let request = proto::SetLimitsRequest { vm: vm.to_owned(), limits: Some(limits) };
         Ok(self.call("SetLimits", async |client| client.set_limits(request).await)?.devices)
     }
 
-    /// The live tree, or what is below `path`.
+    /// Returns the live tree, or the part below `path`.
     ///
     /// # Errors
-    /// When nobody answers or there is nothing at `path`.
+    /// No daemon answers, or `path` doesn't exist.
     pub fn inspect(&self, path: Option<&str>) -> Result<serde_json::Value, HostError> {
         let request = proto::InspectRequest { path: path.unwrap_or_default().to_owned() };
         let reply = self.call("Inspect", async |client| client.inspect(request).await)?;
@@ -213,10 +214,11 @@ impl HostClient {
         })
     }
 
-    /// A monitor's part in the migration of its VM: says what it has done, and blocks until there is something to do, some seconds at most.
+    /// Exchanges one step of a migration between the VM's monitor and the daemon. Reports what the monitor has done,
+    /// and blocks until the daemon has a next step, at most some seconds.
     ///
     /// # Errors
-    /// When nobody answers, or the daemon refuses: then [`HostError::Refused`] has its sentence.
+    /// No daemon answers, or it refuses: [`HostError::Refused`] has its message.
     pub fn move_vm(
         &self,
         vm: &str,
@@ -226,11 +228,11 @@ impl HostClient {
         self.call("MoveVm", async |client| client.move_vm(request).await)
     }
 
-    /// Says that a monitor waits for a VM at this address; blocks until the daemon has taken that. It is known to the cluster until what is
-    /// returned is dropped, or this process ends.
+    /// Registers a monitor that waits for a VM at this address, and blocks until the daemon has accepted it. The
+    /// registration lasts until the returned value is dropped or this process ends.
     ///
     /// # Errors
-    /// When nobody answers, or the daemon refuses: then [`HostError::Refused`] has its sentence.
+    /// No daemon answers, or it refuses: [`HostError::Refused`] has its message.
     pub fn await_vm(&self, vm: &str, address: SocketAddr) -> Result<Awaiting, HostError> {
         const REQUEST: &str = "AwaitVm";
         let runtime = tokio::runtime::Builder::new_current_thread()
@@ -257,19 +259,19 @@ impl HostClient {
         Ok(Awaiting { host: reply.host, address: reply.address, _stream: stream, _runtime: runtime })
     }
 
-    /// Where a monitor waits for a VM on a host of the cluster, as an address with a port.
+    /// Returns the address with port at which a monitor waits for a VM on a host of the cluster.
     ///
     /// # Errors
-    /// When nobody answers, or no monitor waits there: then [`HostError::Refused`] has the sentence.
+    /// No daemon answers, or no monitor waits there: [`HostError::Refused`] has the message.
     pub fn find_waiting(&self, vm: &str, host: &str) -> Result<String, HostError> {
         let request = proto::FindWaitingRequest { vm: vm.to_owned(), host: host.to_owned() };
         Ok(self.call("FindWaiting", async |client| client.find_waiting(request).await)?.address)
     }
 
-    /// Version and process of the daemon.
+    /// Returns version and process of the daemon.
     ///
     /// # Errors
-    /// When nobody answers.
+    /// No daemon answers.
     pub fn version(&self) -> Result<proto::VersionReply, HostError> {
         let request = proto::VersionRequest {};
         self.call("Version", async |client| client.version(request).await)
@@ -280,7 +282,7 @@ impl HostClient {
         request: &'static str,
         call: impl AsyncFnOnce(&mut HostServiceClient<Channel>) -> Result<tonic::Response<T>, Status>,
     ) -> Result<T, HostError> {
-        // Everything runs on the calling thread: a sandboxed one can start no other.
+        // Everything runs on the calling thread: a sandboxed thread can't start another.
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_io()
             .enable_time()
@@ -301,14 +303,14 @@ impl HostClient {
 
     async fn connect(&self) -> Result<Channel, HostError> {
         let path = self.socket.clone();
-        // gRPC needs a URI; nothing looks at this one.
+        // gRPC requires a URI; nothing uses this one.
         let endpoint = Endpoint::from_static("http://localhost");
         let connector = tower::service_fn(move |_: Uri| {
             let path = path.clone();
             async move {
                 loop {
                     match UnixStream::connect(&path).await {
-                        // The queue of those who wait to be accepted is full; the caller's time limit ends this.
+                        // The listener's queue is full. The caller's time-out limits the retries.
                         Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
                             tokio::time::sleep(Duration::from_millis(10)).await;
                         }
@@ -324,8 +326,8 @@ impl HostClient {
     }
 
     fn error(&self, request: &'static str, status: Status) -> HostError {
-        // A status that the daemon sent has no source; one that the transport made of a broken connection, or of a peer
-        // that is no gRPC server, has one of these codes or a source.
+        // A status that the daemon sent has no source. A status of the transport, for a broken connection or a peer
+        // without gRPC, has one of these codes or a source.
         let transport = matches!(status.code(), Code::Unavailable | Code::Unknown | Code::Cancelled)
             || std::error::Error::source(&status).is_some();
         if transport {
@@ -335,7 +337,7 @@ impl HostClient {
     }
 }
 
-/// The transport wraps the OS error several times, with texts that say nothing.
+/// Returns the innermost cause: the transport wraps the OS error several times.
 pub(crate) fn root_cause(error: tonic::transport::Error) -> Box<dyn std::error::Error + Send + Sync> {
     let mut cause: &(dyn std::error::Error + 'static) = &error;
     while let Some(deeper) = cause.source() {

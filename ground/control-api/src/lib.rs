@@ -1,23 +1,24 @@
-//! The API of a running VM as its clients see it: the types that travel ([`types`]), how running VMs are found
+//! The API of a running VM from the client's side: the message types ([`types`]), the discovery of running VMs
 //! ([`discovery`]) and a client ([`Client`]).
 //!
-//! The API is HTTP/1.1 with JSON on a Unix socket, one socket per VM. The server is in the crate `monitor`, which
+//! The API is HTTP/1.1 with JSON on a Unix socket, one socket per VM. The crate `monitor` has the server, which
 //! generates the OpenAPI description from these types and its own routes.
 //!
-//! | request | answer |
+//! | request | response |
 //! |---|---|
 //! | `GET /v1/vm` | [`types::VmSummary`] |
-//! | `DELETE /v1/vm` | stops the VM at once, as pulling the plug does |
-//! | `GET /v1/inspect?path=a/b` | the live device tree, or what is below a path |
+//! | `DELETE /v1/vm` | stops the VM immediately, like a power cut |
+//! | `GET /v1/inspect?path=a/b` | the live device tree, or the part below a path |
 //! | `PUT /v1/pause`, `/v1/resume`, `/v1/power-button`, `/v1/reset` | [`types::Done`] |
-//! | `DELETE /v1/migration` | cancels a migration; how one is begun: [`migration`] |
+//! | `DELETE /v1/migration` | cancels a migration; [`migration`] starts one |
 //! | `GET /v1/exits` | [`types::ExitTable`] |
 //! | `GET /metrics` | Prometheus text |
-//! | `GET /openapi.json` | the description of all this |
+//! | `GET /openapi.json` | the OpenAPI description |
 //!
 //! An error is an HTTP status and a [`types::Problem`].
 //!
-//! Beside it: the gRPC services of a host daemon ([`host`]) and of the cluster ([`cluster`]), and the names that all use ([`names`]).
+//! The crate also has the gRPC services of a host daemon ([`host`]) and of the cluster ([`cluster`]), and the rules for
+//! names ([`names`]).
 
 pub mod client;
 pub mod cluster;

@@ -1,8 +1,8 @@
-//! Moving a VM: what is asked of its monitor, and what it reports.
+//! Live migration: requests to a VM's monitor, and its reports.
 //!
-//! A sandboxed monitor opens no connections. Whoever asks it to move opens them and hands them over: a packet with the
-//! request and the connected streams, on a Unix socket beside the API's. Reports come back on the same connection, the last
-//! one says how it ended.
+//! A sandboxed monitor can't open connections. So the requester opens them and passes them to the monitor: one packet
+//! with the request and the connected streams, on a Unix socket beside the API's. The monitor sends reports on the same
+//! connection. The last report has the outcome.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -18,46 +18,48 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Most streams of one migration.
+/// Limit of streams per migration.
 pub const MOST_STREAMS: usize = 16;
-/// Largest packet in bytes.
+/// Limit of a packet in bytes.
 const LARGEST_PACKET: usize = 256 << 10;
 
-/// Where a VM's monitor takes migration requests, beside its API socket.
+/// Returns the path of the socket on which a VM's monitor accepts migration requests, beside its API socket.
 pub fn socket_of(api_socket: &Path) -> PathBuf {
     let mut name = api_socket.as_os_str().to_owned();
     name.push(".migrate");
     PathBuf::from(name)
 }
 
-/// Asks a VM's monitor to move it over the streams that come with this packet.
+/// Requests that a VM's monitor migrates the VM over the streams that accompany this packet.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MigrationRequest {
-    /// Where the streams lead to, for messages.
+    /// Destination, for messages.
     pub destination: String,
-    /// How long the guest may stand still, milliseconds. Memory is copied again until the rest is expected to fit.
+    /// Limit of the blackout in milliseconds. Pre-copy rounds repeat until the rest is expected to fit.
     pub downtime_ms: u64,
-    /// Gives up after so many seconds without having stopped the guest; 0: never.
+    /// Aborts after this many seconds if the guest still runs here. 0: never.
     pub timeout_seconds: u64,
-    /// How much of the time vCPUs may be held back where memory changes faster than it is copied, per cent; 0: not at all.
+    /// Limit of vCPU throttling in per cent of the time, for memory that changes faster than it is copied. 0: no
+    /// throttling.
     pub max_throttle_percent: u8,
-    /// The guest may run at the destination before all its memory is there (post-copy): after so many copies of memory, or earlier when
-    /// they don't get less; 0: before any. `None`: never.
+    /// Post-copy: the guest may resume at the destination before all its memory is there. It does so after this many
+    /// rounds, or earlier if they don't converge. 0: before any round. `None`: never.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub post_copy_after: Option<u32>,
-    /// Disks whose content is copied along, by name (`disk0`); none named: all that the guest may write and that aren't shared. `None`: none, they are
-    /// the same files at both ends.
+    /// Disks whose content migrates, by name (`disk0`). An empty list means all writable disks that aren't shared.
+    /// `None` means no disk: both hosts have the same files.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mirror: Option<Vec<String>>,
-    /// Names of all VMs that move together, this one as well: all of them, or none. Empty: it moves by itself.
+    /// Names of all VMs that move together, including this one: either all of them move, or none. Empty: this VM moves
+    /// alone.
     #[serde(default)]
     pub together: Vec<String>,
-    /// The cluster key that streams are encrypted with; `None`: they aren't.
+    /// The cluster key that encrypts the streams. `None`: unencrypted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub key: Option<StreamKey>,
 }
 
-/// A secret on its way from who asks to the monitor, over a Unix socket. Never shown.
+/// A secret that the requester passes to the monitor over a Unix socket. Never printed.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StreamKey(pub [u8; 32]);
 
@@ -67,190 +69,191 @@ impl std::fmt::Debug for StreamKey {
     }
 }
 
-/// What a migration is at.
+/// Phase of a migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum MigrationPhase {
-    /// The destination looks whether it can take the VM.
+    /// The destination checks whether it can accept the VM.
     Asking,
-    /// Memory is copied while the guest runs.
+    /// Pre-copy: memory is copied while the guest runs.
     Copying,
-    /// The guest stands still; the rest is copied.
+    /// The guest is stopped, and the rest is copied.
     Stopped,
-    /// The destination has everything and was told to run the VM.
+    /// The destination has everything and was asked to commit.
     Committing,
     /// The VM runs at the destination, and the rest of its memory is copied (post-copy).
     PostCopy,
     /// The VM runs at the destination.
     Done,
-    /// It was given up; the VM runs here.
+    /// The migration was aborted. The VM runs here.
     Failed,
-    /// The destination was told to run the VM, and hasn't said that it does: the VM stands still here.
+    /// The source asked the destination to commit, and doesn't know the outcome. The VM is stopped here.
     InDoubt,
-    /// The VM ran at the destination when the connection was lost, with memory still here: it can't go on here.
+    /// The connection broke during post-copy, while this host still had memory of the VM. The VM can't run here.
     Lost,
 }
 
 impl MigrationPhase {
-    /// Whether no other follows.
+    /// Returns whether the phase is final.
     #[must_use]
     pub fn is_last(self) -> bool {
         matches!(self, Self::Done | Self::Failed | Self::InDoubt | Self::Lost)
     }
 }
 
-/// How far a migration is.
+/// Progress of a migration.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct MigrationProgress {
-    /// Where to.
+    /// The destination.
     pub destination: String,
-    /// What it is at.
+    /// The phase.
     pub phase: MigrationPhase,
-    /// Copies of memory that were begun.
+    /// Number of rounds that have started.
     pub round: u32,
-    /// Bytes sent, page contents and all else.
+    /// Bytes sent: page contents and all other data.
     pub bytes_sent: u64,
-    /// Pages that changed since they were copied, at the end of the last round.
+    /// Pages that were written since they were copied, at the end of the last round.
     pub pages_left: u64,
-    /// Bytes of disks that are copied along and are still to be copied, or were written again since.
+    /// Bytes of migrating disks that must still be copied, or copied again.
     #[serde(default)]
     pub disk_bytes_left: u64,
-    /// In post-copy: pages that were sent because the guest waited for them. `pages_left` are those that weren't sent yet.
+    /// Post-copy: pages that were sent because the guest faulted on them. `pages_left` then counts the pages that
+    /// weren't sent yet.
     #[serde(default)]
     pub pages_asked_for: u64,
-    /// Bytes per second of the last round.
+    /// Throughput of the last round in bytes per second.
     pub bytes_per_second: u64,
-    /// How long the guest would stand still if it was stopped at the end of the last round, milliseconds.
+    /// Expected blackout in milliseconds if the guest was stopped at the end of the last round.
     pub predicted_pause_ms: u64,
-    /// How much vCPUs are held back, per cent of the time.
+    /// Throttling of vCPUs in per cent of the time.
     pub throttle_percent: u8,
-    /// Since the request, milliseconds.
+    /// Time since the request in milliseconds.
     pub elapsed_ms: u64,
-    /// Why it failed.
+    /// The reason of a failure.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub problem: Option<String>,
-    /// What came of it, once it is done.
+    /// The timeline of a completed migration.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timeline: Option<MigrationTimeline>,
 }
 
-/// One copy of memory.
+/// One pre-copy round.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct MigrationRound {
-    /// Since the request, milliseconds.
+    /// Start in milliseconds since the request.
     pub began_ms: u64,
-    /// How long it took, milliseconds.
+    /// Duration in milliseconds.
     pub took_ms: u64,
-    /// Pages that were looked at.
+    /// Pages that were examined.
     pub pages: u64,
-    /// Those of them that were zero and needed no copy.
+    /// Zero pages among them, whose content isn't sent.
     pub zero_pages: u64,
     /// Bytes sent.
     pub bytes: u64,
-    /// Pages that changed meanwhile.
+    /// Pages that were written during the round.
     pub dirtied: u64,
-    /// Bytes of disks that were copied, zeroes and holes as well.
+    /// Bytes of disks that were copied, including zeros and holes.
     #[serde(default)]
     pub disk_bytes: u64,
-    /// Bytes of disks that were to be copied again at the end: the guest wrote there meanwhile.
+    /// Bytes of disks that must be copied again, since the guest wrote there during the round.
     #[serde(default)]
     pub disk_bytes_dirtied: u64,
-    /// How much vCPUs were held back, per cent of the time.
+    /// Throttling of vCPUs in per cent of the time.
     pub throttle_percent: u8,
-    /// Whether the guest stood still.
+    /// Whether the guest was stopped.
     pub stopped: bool,
 }
 
-/// What happened between the guest's start at the destination and the arrival of its last page.
+/// Events between the guest's start at the destination and the arrival of its last page.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct PostCopyTimeline {
-    /// Pages that were still to come when the guest was stopped.
+    /// Not-present pages when the guest was stopped.
     pub missing_pages: u64,
-    /// Those of them that were sent because they were asked for.
+    /// Pages that were sent on request.
     pub asked_pages: u64,
-    /// Those that were sent without.
+    /// Pages that were sent without a request.
     pub pushed_pages: u64,
-    /// Pages that never came, because the VM had ended before.
+    /// Pages that were never sent, because the VM had ended before.
     pub left_pages: u64,
-    /// Bytes sent, as seen from the guest's stop.
+    /// Bytes sent since the guest was stopped.
     pub bytes: u64,
-    /// From the destination's word that the VM runs to the last page, milliseconds.
+    /// Time from the destination's report that the VM runs to the last page, in milliseconds.
     pub took_ms: f64,
-    /// Pages that something waited for at the destination.
+    /// Page faults that waited at the destination.
     pub faults: u64,
-    /// Half of these waits were no longer than this, microseconds.
+    /// Median wait of a fault in microseconds.
     pub fault_median_us: u32,
-    /// The longest wait, microseconds.
+    /// Longest wait of a fault in microseconds.
     pub fault_worst_us: u32,
 }
 
-/// How long queue pairs that face the VM were held on a host.
+/// Peer pause on one host: the suspension of queue pairs that are connected to the VM.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct PeerPause {
     /// The host's name in the cluster.
     pub host: String,
-    /// From when they were held until they went on, as that host saw it, milliseconds.
+    /// Time from suspension to resumption in milliseconds, as that host measured it.
     pub pause_ms: f64,
 }
 
-/// A disk whose content was copied along.
+/// A disk whose content migrated.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct MirroredDisk {
-    /// Its name in the VM.
+    /// The disk's name in the VM.
     pub name: String,
-    /// How large it is.
+    /// The disk's size in bytes.
     pub bytes: u64,
-    /// Bytes of it that were copied in all rounds, zeroes and holes as well.
+    /// Bytes that were copied in all rounds, including zeros and holes.
     pub copied: u64,
 }
 
-/// What happened in a migration.
+/// Timeline of a migration.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct MigrationTimeline {
-    /// Where to.
+    /// The destination.
     pub destination: String,
-    /// Streams that were used.
+    /// Number of streams.
     pub streams: usize,
-    /// Copies of memory, the last one while the guest stood still.
+    /// The rounds. The guest was stopped in the last one.
     pub rounds: Vec<MigrationRound>,
-    /// Bytes sent in all.
+    /// Total bytes sent.
     pub bytes: u64,
-    /// Bytes of state besides memory.
+    /// Bytes of state other than memory.
     pub state_bytes: u64,
-    /// From the request to the guest's stop, milliseconds.
+    /// Time from the request to the guest's stop, in milliseconds.
     pub until_stop_ms: f64,
-    /// Stopping vCPUs and devices, milliseconds.
+    /// Time to stop vCPUs and devices, in milliseconds.
     pub stop_ms: f64,
-    /// Sending the rest of memory and the state, milliseconds.
+    /// Time to send the rest of memory and the state, in milliseconds.
     pub rest_ms: f64,
-    /// The destination's restoring and its answer, milliseconds.
+    /// Time until the destination has restored the VM and voted, in milliseconds.
     pub restore_ms: f64,
-    /// Commit, and the destination's word that the VM runs, milliseconds.
+    /// Time from the commit to the destination's report that the VM runs, in milliseconds.
     pub commit_ms: f64,
-    /// How long the guest stood still as seen from here: the sum of the four before.
+    /// The blackout in milliseconds, measured at the source: the sum of the four above.
     pub pause_ms: f64,
-    /// All of it.
+    /// Duration of the whole migration in milliseconds.
     pub total_ms: f64,
-    /// How long each host of a peer held the queue pairs that face the VM, where it has RDMA NICs; hosts that didn't say so in a second are missing.
+    /// Peer pauses, per host with peers of the VM's RDMA NICs. Hosts that don't report within a second are missing.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub peers: Vec<PeerPause>,
-    /// Disks whose content was copied along.
+    /// Disks whose content migrated.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<MirroredDisk>,
-    /// What came after the pause, where memory did.
+    /// The post-copy part, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub post_copy: Option<PostCopyTimeline>,
 }
 
-/// What a monitor says to who asked for a migration.
+/// A monitor's message to the requester of a migration.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "report", rename_all = "kebab-case")]
 pub enum MigrationReport {
-    /// How far it is; the last report has a final phase.
+    /// Progress. The last report has a final phase.
     Progress(Box<MigrationProgress>),
-    /// It wasn't begun, and why.
+    /// The migration wasn't started.
     Refused {
-        /// One sentence.
+        /// The reason, one sentence.
         problem: String,
     },
 }
@@ -263,7 +266,7 @@ impl Packets {
     /// Connects to a monitor.
     ///
     /// # Errors
-    /// When nobody listens there.
+    /// No monitor listens there.
     pub fn connect(path: &Path) -> io::Result<Self> {
         let fd =
             rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
@@ -271,25 +274,25 @@ impl Packets {
         Ok(Self(fd))
     }
 
-    /// Over a connected socket of type SOCK_SEQPACKET.
+    /// Wraps a connected socket of type SOCK_SEQPACKET.
     pub fn over(fd: OwnedFd) -> Self {
         Self(fd)
     }
 
-    /// Two ends that are connected, for tests.
+    /// Creates two connected ends, for tests.
     ///
     /// # Errors
-    /// When the host refuses.
+    /// The kernel refuses.
     pub fn pair() -> io::Result<(Self, Self)> {
         let (a, b) =
             rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
         Ok((Self(a), Self(b)))
     }
 
-    /// Sends one packet. With `wait` off, a packet that the other side has no room for is an error of kind `WouldBlock`.
+    /// Sends one packet. Without `wait`, a full receive buffer is an error of kind `WouldBlock`.
     ///
     /// # Errors
-    /// When the other side has gone or has no room, or the packet is too long.
+    /// The peer has closed the connection or has no room, or the packet is too long.
     pub fn send<T: Serialize>(&self, message: &T, fds: &[BorrowedFd<'_>], wait: bool) -> io::Result<()> {
         let bytes = serde_json::to_vec(message)?;
         if bytes.len() > LARGEST_PACKET || fds.len() > MOST_STREAMS {
@@ -313,10 +316,10 @@ impl Packets {
         }
     }
 
-    /// Waits for one packet; `None` when the other side has gone.
+    /// Waits for one packet. Returns `None` if the peer has closed the connection.
     ///
     /// # Errors
-    /// When it isn't a message, or the socket fails.
+    /// The packet isn't a message, or the socket fails.
     pub fn receive<T: DeserializeOwned>(&self) -> io::Result<Option<(T, Vec<OwnedFd>)>> {
         let mut bytes = vec![0; LARGEST_PACKET];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_STREAMS))];
@@ -357,7 +360,7 @@ impl AsFd for Packets {
 mod tests {
     use super::*;
 
-    /// A request arrives with its streams; an end is an end; something else is refused.
+    /// A request arrives with its streams, a closed connection yields `None`, and anything else is an error.
     #[test]
     fn a_request_comes_with_its_streams() {
         let (a, b) = Packets::pair().unwrap();

@@ -1,9 +1,9 @@
-//! Names of VMs, hosts, NICs and segments.
+//! Rules for names of VMs, hosts, NICs and segments.
 
-/// Longest name of a VM, host, NIC, group or segment in bytes.
+/// Limit of a name of a VM, host, NIC, group or segment in bytes.
 pub const LONGEST_NAME: usize = 64;
 
-/// A name can't be used.
+/// A name is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "\"{}\" is not a {what}'s name: it has 1 to {LONGEST_NAME} of a-z, A-Z, 0-9, '.', '_', '-', and begins with a \
@@ -13,14 +13,14 @@ pub const LONGEST_NAME: usize = 64;
 pub struct BadName {
     /// `VM`, `host`, `NIC`, `group` or `segment`.
     pub what: &'static str,
-    /// As given, cut where it is longer than any name.
+    /// The name as given, truncated if it is longer than any valid name.
     pub name: String,
 }
 
-/// Checks a name. Names become parts of file names and of metrics' labels.
+/// Checks a name. Names become parts of file names and metric labels.
 ///
 /// # Errors
-/// When it is empty, too long, or has other characters.
+/// The name is empty, too long, or has other characters.
 pub fn check_name(what: &'static str, name: &str) -> Result<(), BadName> {
     let plain = (1..=LONGEST_NAME).contains(&name.len())
         && name.starts_with(|c: char| c.is_ascii_alphanumeric())

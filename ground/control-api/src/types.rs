@@ -1,4 +1,4 @@
-//! What travels over the API.
+//! Messages of the API.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -6,23 +6,24 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// What a VM is doing.
+/// State of a VM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum VmState {
     /// Its vCPUs have not run yet.
     Starting,
-    /// It waits for a VM to come from another monitor.
+    /// It waits for a VM from another monitor.
     Incoming,
     /// Its vCPUs run.
     Running,
-    /// Its vCPUs and devices stand still.
+    /// Its vCPUs and devices are paused.
     Paused,
-    /// It stands still, and another monitor takes it over.
+    /// It is paused while another monitor takes over.
     HandingOver,
-    /// It stands still since it isn't known how its migration was decided: it may run at the other side, or be to run here.
+    /// It is paused because the outcome of its migration is unknown: it may run on the other host, or have to resume
+    /// here.
     InDoubt,
-    /// It is ending.
+    /// The VM is ending.
     Stopping,
 }
 
@@ -40,13 +41,13 @@ impl fmt::Display for VmState {
     }
 }
 
-/// What is behind a commodity NIC.
+/// Backend of a commodity NIC.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum NicBehind {
-    /// A card of the host, under its model.
+    /// A card of the host, guarded by its model.
     Card,
-    /// The card's emulation, with a tap.
+    /// An emulation of the card, connected to a tap device.
     Emulation,
     /// The card without its model: mode `passthrough`.
     Passthrough,
@@ -62,16 +63,16 @@ impl fmt::Display for NicBehind {
     }
 }
 
-/// A VM in a few words.
+/// Summary of a VM.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct VmSummary {
-    /// Its name.
+    /// The VM's name.
     pub name: String,
     /// Process id of its monitor.
     pub pid: u32,
-    /// What it is doing.
+    /// The VM's state.
     pub state: VmState,
-    /// What runs in it: the path of the kernel or payload.
+    /// The guest: the path of the kernel or payload.
     pub guest: String,
     /// Number of vCPUs.
     pub vcpus: u32,
@@ -81,30 +82,31 @@ pub struct VmSummary {
     pub uptime_seconds: f64,
     /// Version of the monitor.
     pub version: String,
-    /// NICs that a host daemon serves: a VM with one is known to the cluster service, and can move together with others.
+    /// NICs that a host daemon serves. The cluster service knows a VM with such a NIC, which can move together with
+    /// others.
     #[serde(default)]
     pub rdma_nics: u32,
 }
 
-/// A command was carried out.
+/// Response to a command.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Done {
-    /// What the VM is doing now.
+    /// The VM's state after the command.
     pub state: VmState,
 }
 
-/// VM exits since the start, counted by cause and by address range.
+/// VM exits since the start, by cause and by address range.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
 pub struct ExitTable {
     /// All exits to user space.
     pub total: u64,
     /// By cause, summed over vCPUs.
     pub causes: BTreeMap<String, u64>,
-    /// I/O port and memory accesses by the device that owns the address, summed over vCPUs.
+    /// I/O port and memory accesses, by the device that owns the address, summed over vCPUs.
     pub ranges: BTreeMap<String, u64>,
-    /// Each vCPU by itself.
+    /// The exits of each vCPU.
     pub vcpus: Vec<VcpuExits>,
-    /// What KVM counts itself, exits that never reach the monitor included; empty where this kernel doesn't tell.
+    /// KVM's own counters, which include exits that never reach the monitor. Empty if the kernel provides none.
     #[serde(default)]
     pub kernel: BTreeMap<String, u64>,
 }
@@ -112,7 +114,7 @@ pub struct ExitTable {
 /// Exits of one vCPU.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
 pub struct VcpuExits {
-    /// Its number.
+    /// The vCPU's number.
     pub vcpu: u32,
     /// All exits to user space.
     pub total: u64,
@@ -122,18 +124,18 @@ pub struct VcpuExits {
     pub ranges: BTreeMap<String, u64>,
 }
 
-/// Why a request was refused or failed.
+/// The reason why a request was refused or failed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Problem {
     /// One sentence.
     pub error: String,
-    /// What it was caused by, outermost first.
+    /// The causes, outermost first.
     #[serde(default)]
     pub causes: Vec<String>,
 }
 
 impl Problem {
-    /// An error and its chain of sources.
+    /// Converts an error and its chain of sources.
     pub fn of(error: &dyn std::error::Error) -> Self {
         let sources = std::iter::successors(error.source(), |error| error.source());
         Self { error: error.to_string(), causes: sources.map(ToString::to_string).collect() }

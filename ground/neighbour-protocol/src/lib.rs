@@ -1,22 +1,23 @@
-//! What a monitor and the host daemon tell each other about neighbours: one packet per message (SOCK_SEQPACKET), JSON,
-//! descriptors beside it. gRPC can't carry descriptors, and everything here is about them.
+//! Messages between a monitor and the host daemon about neighbours: one packet per message (SOCK_SEQPACKET), JSON, with
+//! descriptors. gRPC can't carry descriptors, which these messages need.
 //!
 //! ```text
 //!  monitor                                            daemon
-//!    │◀── Hello: geometry, heartbeat ───────────────────│  on connecting
-//!    │─── Join + RAM (read-only), signals ─────────────▶│  who it is, whom it permits
+//!    │◀── Hello: geometry, heartbeat ───────────────────│  after the connection
+//!    │─── Join + RAM (read-only), signals ─────────────▶│  the VM, and the VMs that it permits
 //!    │◀── Joined: slot ─────────────────── or Refused ──│
-//!    │◀── Connect + RAM, segment, signal ───────────────│  a peer appears
-//!    │◀── Common: slot, slots ──────────────────────────│  whom the two have in common; again when that changes
+//!    │◀── Connect + RAM, segment, signal ───────────────│  a peer joins
+//!    │◀── Common: slot, slots ──────────────────────────│  members that both may access; repeated after a change
 //!    │─── Alive: the driver's count ───────────────────▶│  each heartbeat
-//!    │◀── Gone: slot, epoch, reason ────────────────────│  it is over; memory stays mapped here until
-//!    │─── Release: slot, epoch ────────────────────────▶│  the guest has let go of it
+//!    │◀── Gone: slot, epoch, reason ────────────────────│  the connection ends; memory stays mapped here until
+//!    │─── Release: slot, epoch ────────────────────────▶│  the guest has released it
 //! ```
 //!
-//! Version 3: 1 had no `Common`; members of 2 took every frame for one whose checksum is right, and don't know the kind that says so. A daemon that has another version says so in its `Hello`, and neither goes on.
+//! Version 3. Version 1 had no `Common`. Members of version 2 consider every frame's checksum correct, and don't know
+//! the kind that says so. A daemon of another version sends it in `Hello`, and both sides close the connection.
 //!
-//! Descriptors of `Join`: the files that [`Piece::file`] counts, then one eventfd per slot: what a peer in that slot signals.
-//! Descriptors of `Connect`: the files, the segment, and the eventfd that signals the peer.
+//! Descriptors of `Join`: the files that [`Piece::file`] indexes, then one eventfd per slot, which the peer in that
+//! slot signals. Descriptors of `Connect`: the files, the segment, and the eventfd that signals the peer.
 
 mod socket;
 
@@ -26,120 +27,121 @@ pub use socket::{Caller, LARGEST_MESSAGE, Listener, MOST_FDS, Received, Socket, 
 
 /// Version of the messages.
 pub const VERSION: u32 = 3;
-/// The socket's name in the daemon's folder.
+/// Name of the socket in the daemon's directory.
 pub const SOCKET_NAME: &str = "neighbours";
 
-/// A piece of RAM.
+/// A region of RAM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Piece {
     /// Guest-physical address.
     pub address: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub size: u64,
-    /// Which of the message's files it lies in.
+    /// Index of the message's file that contains it.
     pub file: u32,
-    /// Where in it.
+    /// Offset in the file.
     pub offset: u64,
 }
 
-/// A VM that a member permits.
+/// A VM that a member permits as peer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Permitted {
-    /// Its name.
+    /// The VM's name.
     pub vm: String,
-    /// The user whose monitor runs it; left out: the member's own.
+    /// The user that runs its monitor. `None`: the member's own user.
     pub uid: Option<u32>,
 }
 
-/// From a monitor.
+/// A message from a monitor.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "message", rename_all = "kebab-case", deny_unknown_fields)]
 pub enum FromMonitor {
-    /// It wants to be a member.
+    /// Requests membership.
     Join {
-        /// Its VM.
+        /// The VM's name.
         vm: String,
-        /// The neighbourhood.
+        /// The neighbourhood's name.
         group: String,
-        /// Whom it permits.
+        /// The permitted peers.
         permits: Vec<Permitted>,
-        /// All of its RAM.
+        /// All of the VM's RAM.
         ram: Vec<Piece>,
-        /// The slot that it had when it was last connected to a daemon.
+        /// The slot in the previous connection to a daemon.
         slot: Option<u32>,
-        /// The highest epoch that it knows.
+        /// The highest epoch that the monitor has seen.
         epoch: u32,
     },
-    /// It lives; and so does its guest's driver, if the number changes from time to time. 0: there is no driver.
+    /// Heartbeat of the monitor. A changing count is the heartbeat of the guest's driver, too. 0: there is no driver.
     Alive {
         /// The driver's count.
         count: u64,
     },
-    /// It has let go of a peer's memory, or gives the connection up.
+    /// The guest has released a peer's memory, or the monitor ends the connection.
     Release {
-        /// The peer.
+        /// The peer's slot.
         slot: u32,
-        /// Which connection.
+        /// The connection's epoch.
         epoch: u32,
     },
 }
 
-/// From the daemon.
+/// A message from the daemon.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "message", rename_all = "kebab-case", deny_unknown_fields)]
 pub enum FromDaemon {
-    /// First of all.
+    /// The first message.
     Hello {
         /// [`VERSION`].
         version: u32,
-        /// Start of the first window.
+        /// Base address of the first window.
         base: u64,
-        /// Bytes between windows.
+        /// Distance between windows in bytes.
         stride: u64,
-        /// Windows.
+        /// Number of windows.
         slots: u32,
         /// Entries per ring.
         entries: u32,
-        /// Time between reports and counts, milliseconds.
+        /// Interval of heartbeats in milliseconds.
         heartbeat_ms: u32,
     },
-    /// It is a member.
+    /// The monitor is a member.
     Joined {
-        /// Its slot.
+        /// The member's slot.
         slot: u32,
     },
-    /// It isn't, and the connection ends.
+    /// Membership is refused, and the connection ends.
     Refused {
-        /// Why: a sentence.
+        /// The reason, one sentence.
         reason: String,
     },
-    /// A peer may be seen from now on.
+    /// A peer becomes accessible.
     Connect {
-        /// Its slot.
+        /// The peer's slot.
         slot: u32,
-        /// The name of this connection.
+        /// The connection's epoch.
         epoch: u32,
-        /// Its VM.
+        /// The peer's VM.
         vm: String,
-        /// Its RAM.
+        /// The peer's RAM.
         ram: Vec<Piece>,
-        /// Bytes of the segment.
+        /// Size of the segment in bytes.
         segment: u64,
     },
-    /// Others whom this VM and a peer may both see: each of the two may name their memory to the other.
+    /// Other members that both this VM and a peer may access. Each of the two may pass addresses in these members'
+    /// memory to the other.
     Common {
-        /// The peer.
+        /// The peer's slot.
         slot: u32,
-        /// A bit per slot.
+        /// Bit set of slots.
         slots: u64,
     },
-    /// A connection is over.
+    /// A connection has ended.
     Gone {
-        /// The peer.
+        /// The peer's slot.
         slot: u32,
-        /// Which connection.
+        /// The connection's epoch.
         epoch: u32,
-        /// Why, as the guest's register has it.
+        /// The reason, as the guest's register encodes it.
         reason: u32,
     },
 }

@@ -1,4 +1,4 @@
-//! Packets with descriptors. Never blocks but in [`Socket::wait`], which has a deadline.
+//! Packets with descriptors. Only [`Socket::wait`] blocks, until a deadline.
 
 use std::io;
 use std::io::{IoSlice, IoSliceMut};
@@ -16,24 +16,24 @@ use rustix::net::{
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// Largest message in bytes.
+/// Limit of a message in bytes.
 pub const LARGEST_MESSAGE: usize = 16 << 10;
-/// Most descriptors with one message: all that are of use, and some more, so that too many are noticed.
+/// Limit of descriptors per message: more than a valid message has, so that excess ones are detected.
 pub const MOST_FDS: usize = 80;
 
 /// A message can't be sent or received.
 #[derive(Debug, thiserror::Error)]
 pub enum SocketError {
-    /// The other side has gone.
+    /// The peer has closed the connection.
     #[error("The other side of the neighbours' socket has gone")]
     Closed,
-    /// It doesn't take what is sent to it.
+    /// The peer's receive buffer is full.
     #[error("The other side of the neighbours' socket doesn't read")]
     Full,
-    /// It sent something that isn't a message.
+    /// The peer sent an invalid message.
     #[error("A message on the neighbours' socket can't be understood: {0}")]
     Malformed(String),
-    /// The system.
+    /// A system call failed.
     #[error("The neighbours' socket failed")]
     Io(#[source] io::Error),
 }
@@ -48,10 +48,10 @@ impl From<Errno> for SocketError {
     }
 }
 
-/// A message with its descriptors, or that there is none at present.
+/// A message with its descriptors, or `None` if there is none now.
 pub type Received<T> = Option<(T, Vec<OwnedFd>)>;
 
-/// One end of a connection. Thread-safe: packets are whole.
+/// One end of a connection. Thread-safe: each packet is sent and received as a whole.
 #[derive(Debug)]
 pub struct Socket(OwnedFd);
 
@@ -59,7 +59,7 @@ impl Socket {
     /// Connects to a daemon.
     ///
     /// # Errors
-    /// When nobody listens there.
+    /// No daemon listens there.
     pub fn connect(path: &Path) -> io::Result<Self> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
@@ -67,10 +67,10 @@ impl Socket {
         Ok(Self(fd))
     }
 
-    /// Two ends that are connected, for tests.
+    /// Creates two connected ends, for tests.
     ///
     /// # Errors
-    /// When the host refuses.
+    /// The kernel refuses.
     pub fn pair() -> io::Result<(Self, Self)> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let (a, b) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
@@ -80,7 +80,7 @@ impl Socket {
     /// Sends one message.
     ///
     /// # Errors
-    /// When the other side has gone, or its buffer is full.
+    /// The peer has closed the connection, or its receive buffer is full.
     pub fn send<T: Serialize>(&self, message: &T, fds: &[BorrowedFd<'_>]) -> Result<(), SocketError> {
         let bytes = serde_json::to_vec(message).map_err(|error| SocketError::Io(error.into()))?;
         if bytes.len() > LARGEST_MESSAGE || fds.len() > MOST_FDS {
@@ -101,10 +101,10 @@ impl Socket {
         }
     }
 
-    /// Receives one message, if there is one.
+    /// Receives one message if there is one.
     ///
     /// # Errors
-    /// When the other side has gone, or sent something else.
+    /// The peer has closed the connection, or sent an invalid message.
     pub fn receive<T: DeserializeOwned>(&self) -> Result<Received<T>, SocketError> {
         let mut bytes = vec![0; LARGEST_MESSAGE];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
@@ -135,10 +135,10 @@ impl Socket {
         Ok(Some((message, fds)))
     }
 
-    /// Waits for one message, at most so long.
+    /// Waits for one message, at most `patience`.
     ///
     /// # Errors
-    /// As for [`Socket::receive`]; [`io::ErrorKind::TimedOut`] when none came.
+    /// As for [`Socket::receive`]; [`io::ErrorKind::TimedOut`] if none arrived.
     pub fn wait<T: DeserializeOwned>(&self, patience: Duration) -> Result<(T, Vec<OwnedFd>), SocketError> {
         let deadline = std::time::Instant::now() + patience;
         loop {
@@ -164,26 +164,26 @@ impl AsFd for Socket {
     }
 }
 
-/// Who has connected (SO_PEERCRED).
+/// The credentials of the connected process (SO_PEERCRED).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Caller {
-    /// User.
+    /// User ID.
     pub uid: u32,
-    /// Group.
+    /// Group ID.
     pub gid: u32,
-    /// Process.
+    /// Process ID.
     pub pid: i32,
 }
 
-/// A listening socket; non-blocking. Its file is its owner's affair.
+/// A non-blocking listening socket. Its creator removes the file.
 #[derive(Debug)]
 pub struct Listener(OwnedFd);
 
 impl Listener {
-    /// Listens at `path`, where no file may be.
+    /// Listens at `path`, which must not exist.
     ///
     /// # Errors
-    /// When the file system refuses.
+    /// The file system refuses.
     pub fn bind(path: &Path) -> io::Result<Self> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
@@ -192,10 +192,10 @@ impl Listener {
         Ok(Self(fd))
     }
 
-    /// The next connection, if there is one, and who it is.
+    /// Accepts the next connection, if any, with its credentials.
     ///
     /// # Errors
-    /// When the system refuses.
+    /// The system call fails.
     pub fn accept(&self) -> io::Result<Option<(Socket, Caller)>> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let fd = match rustix::net::accept_with(&self.0, flags) {
@@ -252,7 +252,7 @@ mod tests {
     }
 
     proptest! {
-        /// Any packet is an answer: a message or a sentence.
+        /// Any packet yields a message or an error.
         #[test]
         fn any_packet_is_an_answer(bytes in prop::collection::vec(any::<u8>(), 1..200)) {
             let (a, b) = Socket::pair().unwrap();

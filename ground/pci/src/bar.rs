@@ -1,4 +1,4 @@
-//! One BAR of one function, as something that a bus dispatches to.
+//! One BAR of one function, as a device on a bus.
 
 use std::sync::Arc;
 
@@ -19,13 +19,13 @@ impl std::fmt::Debug for BarDevice {
 }
 
 impl BarDevice {
-    /// The BAR `layout` of `function`.
+    /// Creates the device of BAR `layout` of `function`.
     #[must_use]
     pub fn new(function: Arc<dyn PciFunction>, layout: crate::function::BarLayout) -> Self {
         Self { function, bar: layout.index, size: layout.size }
     }
 
-    /// The function behind the BAR.
+    /// Returns the function.
     #[must_use]
     pub fn function(&self) -> &Arc<dyn PciFunction> {
         &self.function
@@ -43,7 +43,7 @@ impl BarDevice {
         self.size
     }
 
-    /// Reads `data.len()` bytes at `offset` of the BAR; what isn't within the BAR reads as ones.
+    /// Reads `data.len()` bytes at `offset` of the BAR. Bytes beyond the BAR read as ones.
     pub fn read(&self, offset: u64, data: &mut [u8]) {
         data.fill(0xFF);
         if self.contains(offset, data.len()) {
@@ -51,7 +51,7 @@ impl BarDevice {
         }
     }
 
-    /// Writes likewise; what isn't within the BAR is dropped.
+    /// Writes `data` at `offset` of the BAR. Bytes beyond the BAR are dropped.
     pub fn write(&self, offset: u64, data: &[u8]) {
         if self.contains(offset, data.len()) {
             self.function.bar_write(self.bar, offset, data);

@@ -1,8 +1,8 @@
-//! Configuration space of one function: who may change which bit, BAR sizing, capabilities.
+//! Configuration space of one function: writable bits, BAR sizing, capabilities.
 //!
-//! A function keeps one [`ConfigSpace`] behind its lock and hands it every guest access. Capability
-//! registers that do something (MSI-X control, device-specific ones) are read back by the function after
-//! a write, at the offset that [`ConfigSpaceBuilder::capability`] returned:
+//! A function keeps one [`ConfigSpace`] behind its lock and passes every guest access to it. After a write, the
+//! function reads registers with an effect (MSI-X control, device-specific ones) at the offset that
+//! [`ConfigSpaceBuilder::capability`] returned:
 //!
 //! ```
 //! use pci::config::{CapabilityBuilder, ClassCode, ConfigSpace, ExpressKind, Identity};
@@ -49,14 +49,14 @@ use crate::registers::*;
 /// Number of base address registers of a header of type 0.
 const BAR_COUNT: usize = 6;
 
-/// Who may change each bit. A bit in none of them is constant.
+/// For each bit, whether the guest or the device may change it. A bit in no mask is constant.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Masks {
-    /// The guest writes it.
+    /// The guest may write it.
     writable: Vec<u8>,
     /// The guest clears it by writing 1.
     clearable: Vec<u8>,
-    /// The device changes it.
+    /// The device may change it.
     device: Vec<u8>,
 }
 
@@ -72,7 +72,7 @@ impl Masks {
         }
     }
 
-    /// Bits that can differ from their power-on state.
+    /// Returns the bits that can differ from their power-on state.
     fn changeable(&self, at: usize) -> u8 {
         self.writable[at] | self.clearable[at] | self.device[at]
     }
@@ -85,7 +85,7 @@ struct CapabilityPlace {
     extended: bool,
 }
 
-/// What never changes after building; shared between copies.
+/// The constant part after building; shared between copies.
 #[derive(Debug)]
 struct Template {
     power_on: Vec<u8>,
@@ -96,7 +96,7 @@ struct Template {
     msix: Option<u16>,
 }
 
-/// The 4 KiB configuration space of one function, header type 0. Not synchronised: the function locks.
+/// The 4 KiB configuration space of one function, header type 0. Not synchronized: the function locks.
 #[derive(Debug, Clone)]
 pub struct ConfigSpace {
     value: Vec<u8>,
@@ -104,7 +104,7 @@ pub struct ConfigSpace {
 }
 
 impl ConfigSpace {
-    /// Starts building one.
+    /// Starts building a configuration space.
     #[must_use]
     pub fn builder(identity: Identity) -> ConfigSpaceBuilder {
         ConfigSpaceBuilder::new(identity)
@@ -123,7 +123,7 @@ impl ConfigSpace {
         Self { value, template: Arc::new(template) }
     }
 
-    /// Reads any number of bytes at any offset; bytes beyond 4 KiB read as ones, as where nothing answers.
+    /// Reads any number of bytes at any offset. Bytes beyond 4 KiB read as ones, as from a missing device.
     pub fn read(&self, offset: u16, data: &mut [u8]) {
         let source = self.value.get(usize::from(offset)..).unwrap_or_default();
         let present = source.len().min(data.len());
@@ -132,8 +132,7 @@ impl ConfigSpace {
         beyond.fill(0xFF);
     }
 
-    /// A guest write of any number of bytes at any offset: changes what the guest may change, drops the
-    /// rest.
+    /// Applies a guest write of any number of bytes at any offset. Bits that the guest can't change are dropped.
     pub fn write(&mut self, offset: u16, data: &[u8]) -> ConfigEffect {
         let before = self.addresses();
         let power_state = self.power_state();
@@ -147,8 +146,8 @@ impl ConfigSpace {
         ConfigEffect { decoding_changed: self.addresses() != before, resources_changed: false }
     }
 
-    /// The device changes its own registers: bits that are neither guest-writable, write-1-to-clear nor
-    /// [`CapabilityBuilder::device_owned`] keep their value.
+    /// Changes the device's own registers. Only bits that are guest-writable, write-1-to-clear or
+    /// [`CapabilityBuilder::device_owned`] change.
     pub fn device_write(&mut self, offset: u16, data: &[u8]) {
         for (at, byte) in (usize::from(offset)..CONFIG_SPACE_SIZE).zip(data) {
             let mask = self.template.masks.changeable(at);
@@ -163,7 +162,7 @@ impl ConfigSpace {
         ConfigEffect { decoding_changed: self.addresses() != before, resources_changed: false }
     }
 
-    /// A byte, for the device's own use; ones beyond the end.
+    /// Returns a byte, for the device's own use. Bytes beyond the end are ones.
     #[must_use]
     pub fn u8(&self, offset: u16) -> u8 {
         let mut data = [0];
@@ -171,7 +170,7 @@ impl ConfigSpace {
         data[0]
     }
 
-    /// A little-endian 16-bit register.
+    /// Returns a little-endian 16-bit register.
     #[must_use]
     pub fn u16(&self, offset: u16) -> u16 {
         let mut data = [0; 2];
@@ -179,7 +178,7 @@ impl ConfigSpace {
         u16::from_le_bytes(data)
     }
 
-    /// A little-endian 32-bit register.
+    /// Returns a little-endian 32-bit register.
     #[must_use]
     pub fn u32(&self, offset: u16) -> u32 {
         let mut data = [0; 4];
@@ -187,20 +186,20 @@ impl ConfigSpace {
         u32::from_le_bytes(data)
     }
 
-    /// The BARs it was built with, by index.
+    /// Returns the BARs by index.
     #[must_use]
     pub fn bars(&self) -> &[BarLayout] {
         &self.template.bars
     }
 
-    /// Where the BARs answer at present.
+    /// Returns the BARs' current addresses.
     #[must_use]
     pub fn places(&self) -> Vec<BarPlace> {
         let place = |layout: &BarLayout| BarPlace { layout: *layout, address: self.address(layout) };
         self.template.bars.iter().map(place).collect()
     }
 
-    /// Addresses by BAR index, to see whether a write changed any.
+    /// Returns the addresses by BAR index, to detect changes.
     fn addresses(&self) -> [Option<u64>; BAR_COUNT] {
         let mut addresses = [None; BAR_COUNT];
         for layout in &self.template.bars {
@@ -209,8 +208,8 @@ impl ConfigSpace {
         addresses
     }
 
-    /// Where a BAR answers: `None` while its decoding is off, the function sleeps, or the address can't be
-    /// meant (0, or the top of the address space, as while the guest finds out the size).
+    /// Returns a BAR's address. `None` if its decoding is off, the function is in D3hot, or the address is invalid (0,
+    /// or the top of the address space as during sizing).
     fn address(&self, layout: &BarLayout) -> Option<u64> {
         let decode = match layout.kind {
             BarKind::Io => COMMAND_IO,
@@ -232,12 +231,12 @@ impl ConfigSpace {
         (base != 0 && last <= highest).then_some(base)
     }
 
-    /// 0 for D0 to 3 for D3hot; always D0 without the power management capability.
+    /// Returns 0 for D0 to 3 for D3hot; always D0 without the power management capability.
     fn power_state(&self) -> u16 {
         self.template.power_management.map_or(0, |at| self.u16(at + 4) & PM_STATE)
     }
 
-    /// D1 and D2 aren't offered: writing them changes nothing (PCI Power Management 1.2, 3.2.4).
+    /// Ignores writes of D1 and D2, which aren't supported (PCI Power Management 1.2, 3.2.4).
     fn refuse_unsupported_power_state(&mut self, before: u16) {
         if let Some(at) = self.template.power_management
             && matches!(self.power_state(), 1 | 2)
@@ -247,25 +246,25 @@ impl ConfigSpace {
         }
     }
 
-    /// Whether the function may access memory and send MSIs.
+    /// Returns whether the function may access memory and send MSIs.
     #[must_use]
     pub fn bus_master(&self) -> bool {
         self.u16(COMMAND) & COMMAND_BUS_MASTER != 0
     }
 
-    /// Whether the guest has disabled INTx in the command register.
+    /// Returns whether the guest has disabled INTx in the command register.
     #[must_use]
     pub fn intx_disabled(&self) -> bool {
         self.u16(COMMAND) & COMMAND_INTX_DISABLE != 0
     }
 
-    /// MSI-X message control, `None` without the capability. See [`crate::msix::Msix::follow`].
+    /// Returns MSI-X message control, or `None` without the capability. See [`crate::msix::Msix::follow`].
     #[must_use]
     pub fn msix_control(&self) -> Option<u16> {
         self.template.msix.map(|at| self.u16(at + 2))
     }
 
-    /// Shows in the status register whether an INTx interrupt is pending. See [`crate::intx::IntxPin`].
+    /// Sets the interrupt status bit of the status register. See [`crate::intx::IntxPin`].
     pub fn set_interrupt_status(&mut self, pending: bool) {
         let status = self.u16(STATUS) & !STATUS_INTERRUPT;
         let status = if pending { status | STATUS_INTERRUPT } else { status };
@@ -275,7 +274,7 @@ impl ConfigSpace {
         self.value[at + 1] = high;
     }
 
-    /// Offset of the first standard capability with this ID.
+    /// Returns the offset of the first standard capability with this ID.
     #[must_use]
     pub fn capability_offset(&self, id: u8) -> Option<u16> {
         self.template
@@ -285,7 +284,7 @@ impl ConfigSpace {
             .map(|place| place.offset)
     }
 
-    /// Identity, command, BARs and capabilities for `causeway inspect`.
+    /// Returns identity, command, BARs and capabilities for `causeway inspect`.
     #[must_use]
     pub fn inspect(&self) -> serde_json::Value {
         let capabilities: Vec<_> = self
@@ -314,13 +313,13 @@ impl ConfigSpace {
 /// A configuration space can't be built or restored.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ConfigError {
-    /// There are six BAR registers, and a 64-bit BAR takes two.
+    /// The index is invalid: there are six BAR registers, and a 64-bit BAR uses two.
     #[error("There is no BAR register {} for {:?}; use 0 to 5, and at most 4 for 64 bits", layout.index, layout.kind)]
     BarIndex {
         /// The BAR.
         layout: BarLayout,
     },
-    /// The size isn't possible.
+    /// The size is invalid.
     #[error(
         "BAR {} of kind {:?} can't have {:#x} bytes; use a power of two: 4 to 0x8000 for I/O, 16 to 2^31 for \
          32-bit and 16 to 2^62 for 64-bit memory",
@@ -330,19 +329,19 @@ pub enum ConfigError {
         /// The BAR.
         layout: BarLayout,
     },
-    /// I/O isn't prefetchable.
+    /// I/O BARs can't be prefetchable.
     #[error("BAR {} is I/O, which is never prefetchable", layout.index)]
     BarPrefetchableIo {
         /// The BAR.
         layout: BarLayout,
     },
-    /// Another BAR has the register.
+    /// Another BAR uses the register.
     #[error("BAR {} needs a register that another BAR has; a 64-bit BAR takes two", layout.index)]
     BarTaken {
         /// The BAR.
         layout: BarLayout,
     },
-    /// A capability is longer than its length field can say.
+    /// A capability exceeds its length field.
     #[error("Capability {id:#06x} can't hold {len} bytes of data")]
     CapabilityLength {
         /// Capability ID.
@@ -350,33 +349,33 @@ pub enum ConfigError {
         /// Length of the data.
         len: usize,
     },
-    /// Capability space is used up.
+    /// The space for capabilities is exhausted.
     #[error("There is no room for capability {id:#06x} of {len} bytes; {left} bytes are left")]
     NoRoom {
         /// Capability ID.
         id: u16,
-        /// Its length.
+        /// Its length in bytes.
         len: usize,
-        /// What is left.
+        /// The remaining bytes.
         left: usize,
     },
-    /// A device-specific register lies badly.
+    /// A device-specific register has an invalid offset.
     #[error("A register can't be at {offset:#x}; use a multiple of 4 behind the capabilities, below 0x1000")]
     Register {
-        /// Its offset.
+        /// The offset.
         offset: u16,
     },
-    /// Saved by a later program.
+    /// A later version saved the state.
     #[error(
         "Saved configuration space has version {found}, this program knows up to {known}; use a newer one"
     )]
     Version {
         /// Version of the saved state.
         found: u32,
-        /// The newest that is known.
+        /// The newest supported version.
         known: u32,
     },
-    /// Saved by another device.
+    /// Another device saved the state.
     #[error(
         "Saved configuration space belongs to device {found:#010x}, not to {expected:#010x}; restore it into \
          the same device"
@@ -387,7 +386,7 @@ pub enum ConfigError {
         /// Those of this device.
         expected: u32,
     },
-    /// Saved state differs where nothing can change.
+    /// The saved state differs in constant bits.
     #[error(
         "Saved configuration space has {found:#010x} at {offset:#x}, where this device has constant bits \
          {constant:#010x}; was the device configured differently?"
@@ -397,10 +396,10 @@ pub enum ConfigError {
         offset: u16,
         /// Saved value.
         found: u32,
-        /// What the constant bits must be.
+        /// The constant bits' required value.
         constant: u32,
     },
-    /// Saved state names an impossible register.
+    /// The saved state has an invalid register offset.
     #[error("Saved configuration space has a register at {offset:#x}; the state is damaged")]
     Offset {
         /// The offset.

@@ -1,23 +1,23 @@
-//! The trait that every PCI function implements, whatever is behind it: a virtio device of this process,
-//! a vfio-user server, a VFIO device or a reference model.
+//! The trait of every PCI function: a virtio device of this process, a vfio-user server, a VFIO device or a reference
+//! model.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use crate::interrupt::IntxLine;
 
-/// What kind of address space a BAR decodes.
+/// Address space of a BAR.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum BarKind {
     /// I/O ports.
     Io,
     /// Memory below 4 GiB.
     Memory32,
-    /// Memory anywhere; takes two BAR registers.
+    /// Memory at any address; uses two BAR registers.
     Memory64,
 }
 
-/// One base address register that a function implements.
+/// A base address register of a function.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct BarLayout {
     /// Register index, 0 to 5.
@@ -30,7 +30,7 @@ pub struct BarLayout {
     pub size: u64,
 }
 
-/// A BAR range that is ordinary memory: the monitor maps it into the guest, so accesses never exit.
+/// A BAR range that is ordinary memory. The monitor maps it into the guest, so accesses don't exit.
 #[derive(Debug)]
 pub struct BarMapping {
     /// BAR index.
@@ -43,56 +43,56 @@ pub struct BarMapping {
     pub fd: Arc<OwnedFd>,
     /// Offset of the range within `fd`.
     pub fd_offset: u64,
-    /// Whether guest writes exit (and reach [`PciFunction::bar_write`]) instead of landing in memory.
+    /// Whether guest writes exit (and reach [`PciFunction::bar_write`]) instead of changing the memory.
     pub read_only: bool,
 }
 
-/// A BAR address whose writes only ring an eventfd, handled in the kernel (ioeventfd).
+/// A BAR address whose writes only signal an eventfd in the kernel (ioeventfd).
 #[derive(Debug, Clone)]
 pub struct Doorbell {
     /// BAR index.
     pub bar: u8,
     /// Offset within the BAR.
     pub offset: u64,
-    /// Width in bytes of the writes that ring: 0 (any), 1, 2, 4 or 8.
+    /// Width in bytes of the writes that signal: 0 (any), 1, 2, 4 or 8.
     pub width: u8,
-    /// Only this value rings, where given.
+    /// If set, only writes of this value signal.
     pub datamatch: Option<u64>,
     /// The eventfd.
     pub fd: Arc<OwnedFd>,
 }
 
-/// Bytes of a BAR whose writes may wait until the guest does something else ([`PciFunction::late_writes`]).
+/// A BAR range whose writes may be deferred until the guest's next exit ([`PciFunction::late_writes`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LateWrites {
-    /// Number of the BAR.
+    /// BAR index.
     pub bar: u8,
-    /// First byte.
+    /// Offset of the first byte.
     pub offset: u32,
-    /// Bytes.
+    /// Length in bytes.
     pub len: u32,
 }
 
-/// What a configuration write changed, so that the bus acts on it.
+/// Changes by a configuration write, which the bus applies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ConfigEffect {
     /// BAR addresses or the decode bits of the command register changed.
     pub decoding_changed: bool,
-    /// The set of doorbells or mappings changed (for instance by an MSI-X or device-specific write).
+    /// The set of doorbells or mappings changed, for instance by an MSI-X or device-specific write.
     pub resources_changed: bool,
 }
 
-/// Where a BAR now answers, as configuration space says.
+/// A BAR's current address, from configuration space.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BarPlace {
     /// The BAR.
     pub layout: BarLayout,
-    /// Guest-physical address or port, `None` while its decoding is off or the address is invalid.
+    /// Guest-physical address or port. `None` if its decoding is off or the address is invalid.
     pub address: Option<u64>,
 }
 
-/// A PCI function. Calls come from vCPU threads and from the API thread, at any time, possibly at
-/// once; implementations lock what they need. Offsets and data come from the guest: hostile.
+/// A PCI function. Calls come from vCPU threads and from the API thread at any time, possibly in parallel.
+/// Implementations must lock. Offsets and data come from the guest, so they are hostile input.
 ///
 /// ```text
 /// created -> plugged (bus calls attach_intx) -> configured by the guest <-> reset -> unplugged (dropped)
@@ -104,89 +104,89 @@ pub trait PciFunction: Send + Sync {
     fn bars(&self) -> Vec<BarLayout>;
     /// Reads 1, 2 or 4 bytes of configuration space (4 KiB with ECAM) within one aligned dword.
     fn config_read(&self, offset: u16, data: &mut [u8]);
-    /// Writes likewise.
+    /// Writes 1, 2 or 4 bytes of configuration space within one aligned dword.
     fn config_write(&self, offset: u16, data: &[u8]) -> ConfigEffect;
-    /// Where the BARs answer at present.
+    /// Returns the BARs' current addresses.
     fn places(&self) -> Vec<BarPlace>;
     /// Reads `data.len()` (1 to 8) bytes at `offset` of a BAR.
     fn bar_read(&self, bar: u8, offset: u64, data: &mut [u8]);
-    /// Writes likewise.
+    /// Writes `data` (1 to 8 bytes) at `offset` of a BAR.
     fn bar_write(&self, bar: u8, offset: u64, data: &[u8]);
-    /// Writes that ring eventfds.
+    /// Returns the doorbells: writes that signal eventfds.
     fn doorbells(&self) -> Vec<Doorbell>;
-    /// Writes that needn't leave the guest at once: they come in order, before any other access of any BAR and before a pause, but perhaps
-    /// no sooner than the guest's next such access. None by default.
+    /// Returns the ranges whose writes may be deferred. Deferred writes arrive in order, before any other access to any
+    /// BAR and before a pause, but perhaps only at the guest's next such access. None by default.
     fn late_writes(&self) -> Vec<LateWrites> {
         Vec::new()
     }
-    /// Ranges to map into the guest.
+    /// Returns the ranges to map into the guest.
     fn mappings(&self) -> Vec<BarMapping>;
-    /// The bus hands over the INTx wire of the slot; called once, before the guest runs.
+    /// Connects the INTx wire of the slot. The bus calls it once, before the guest runs.
     fn attach_intx(&self, line: Arc<dyn IntxLine>);
     /// Conventional reset (machine reset): configuration space and device return to power-on state.
     fn reset(&self) -> Result<(), FunctionError>;
-    /// Stops all activity on guest memory and interrupts, for a pause. Returns when it is quiet.
+    /// Stops all activity on guest memory and interrupts, for a pause. Returns when no activity is left.
     fn quiesce(&self) -> Result<(), FunctionError>;
     /// Undoes [`PciFunction::quiesce`].
     fn unquiesce(&self) -> Result<(), FunctionError>;
-    /// Complete state while quiesced, versioned by the function itself. A function that can't be saved
-    /// says so with [`FunctionError::NotSaveable`].
+    /// Returns the complete state while quiesced, with the function's own version. A function that can't be saved
+    /// returns [`FunctionError::NotSaveable`].
     fn save(&self) -> Result<SavedFunction, FunctionError>;
-    /// State and counters for `causeway inspect`.
+    /// Returns state and counters for `causeway inspect`.
     fn inspect(&self) -> serde_json::Value;
 }
 
-/// Saved state of a function: opaque here, versioned by its owner. Restoring is a constructor of the
-/// concrete type.
+/// Saved state of a function: opaque here, with its owner's version. A constructor of the concrete type restores it.
 #[derive(Debug, Clone, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct SavedFunction {
-    /// Type name that can restore it, for instance `virtio-block`.
+    /// Name of the type that can restore it, for instance `virtio-block`.
     pub kind: String,
     /// Version of `state`.
     pub version: u32,
-    /// Serialised state.
+    /// Serialized state.
     pub state: Vec<u8>,
 }
 
-/// A function could not do what was asked.
+/// A function can't perform an operation.
 #[derive(Debug, thiserror::Error)]
 pub enum FunctionError {
-    /// It can't be saved or moved.
+    /// It can't be saved or migrated.
     #[error("Device {name} can't be saved: {reason}")]
     NotSaveable {
         /// Device name.
         name: String,
-        /// Why.
+        /// The reason.
         reason: String,
     },
-    /// It failed.
+    /// The operation failed.
     #[error("Device {name} failed to {what}")]
     Failed {
         /// Device name.
         name: String,
-        /// What was tried.
+        /// The operation.
         what: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
 }
 
-/// Connects BARs to the guest's address spaces; implemented by the monitor.
+/// Connects BARs to the guest's address spaces. The monitor implements it.
 pub trait BarPlacer: Send + Sync {
-    /// Makes a BAR answer at `address`: register it with the I/O or memory bus, attach its doorbells as
-    /// ioeventfds, map its [`BarMapping`]s as memslots. [`PciFunction::late_writes`] may be let wait.
+    /// Makes a BAR respond at `address`: registers it with the I/O or memory bus, attaches its doorbells as ioeventfds,
+    /// and maps its [`BarMapping`]s as memslots. It may defer [`PciFunction::late_writes`].
     fn place(&self, function: &Arc<dyn PciFunction>, bar: BarLayout, address: u64) -> Result<(), PlaceError>;
-    /// Undoes [`BarPlacer::place`]. Succeeds when the BAR isn't placed there.
+    /// Undoes [`BarPlacer::place`]. Succeeds if the BAR isn't placed there.
     fn unplace(
         &self,
         function: &Arc<dyn PciFunction>,
         bar: BarLayout,
         address: u64,
     ) -> Result<(), PlaceError>;
-    /// A placed BAR's doorbells or mappings changed: attaches the present ones instead of those that
-    /// [`BarPlacer::place`] attached (remember them, the function no longer tells). After an error the bus
-    /// unplaces the BAR. By default the BAR goes away for a moment; where vCPUs run meanwhile, do better.
+    /// Updates a placed BAR after its doorbells or mappings changed: attaches the current ones instead of those that
+    /// [`BarPlacer::place`] attached. Implementations must remember these, as the function no longer returns them.
+    /// After an error the bus unplaces the BAR. The default unplaces it for a moment, so implementations with running
+    /// vCPUs should override it.
     fn refresh(
         &self,
         function: &Arc<dyn PciFunction>,
@@ -198,7 +198,7 @@ pub trait BarPlacer: Send + Sync {
     }
 }
 
-/// A BAR could not be placed where the guest put it.
+/// A BAR can't be placed at the guest's address.
 #[derive(Debug, thiserror::Error)]
 #[error("BAR {bar} of {name} can't be placed at {address:#x}: {reason}")]
 pub struct PlaceError {
@@ -208,6 +208,6 @@ pub struct PlaceError {
     pub bar: u8,
     /// Address or port.
     pub address: u64,
-    /// Why.
+    /// The reason.
     pub reason: String,
 }

@@ -1,4 +1,4 @@
-//! What a PCI function needs to interrupt the guest; implemented by whoever owns the interrupt controllers.
+//! The interfaces by which a PCI function interrupts the guest. The owner of the interrupt controllers implements them.
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -14,13 +14,13 @@ pub struct MsiMessage {
 
 /// One interrupt vector of one function. Thread-safe; `trigger` may be called from any device thread.
 pub trait MsiVector: Send + Sync {
-    /// Gives the vector a new message, or masks it. While masked, `trigger` is not delivered: the MSI-X
-    /// state keeps the pending bit and calls `trigger` again on unmask.
+    /// Sets the vector's message, or masks the vector with `None`. While masked, `trigger` isn't delivered: the MSI-X
+    /// state keeps the pending bit, and calls `trigger` again on unmask.
     fn set(&self, message: Option<MsiMessage>) -> Result<(), InterruptError>;
-    /// Sends the interrupt now.
+    /// Sends the interrupt.
     fn trigger(&self) -> Result<(), InterruptError>;
-    /// An eventfd that sends the interrupt without this process, where there is one (KVM irqfd). A
-    /// device server in another process is given this fd.
+    /// Returns an eventfd that sends the interrupt without this process, if there is one (KVM irqfd). A device server
+    /// in another process gets this descriptor.
     fn eventfd(&self) -> Option<BorrowedFd<'_>>;
 }
 
@@ -39,18 +39,18 @@ pub trait IntxLine: Send + Sync {
 /// An interrupt could not be set up or sent.
 #[derive(Debug, thiserror::Error)]
 pub enum InterruptError {
-    /// The interrupt controller has no routes left.
+    /// The interrupt controller has no free routes.
     #[error("No interrupt route is left for {wanted} more vectors; give the VM fewer devices or queues")]
     OutOfRoutes {
-        /// How many vectors were asked for.
+        /// The number of requested vectors.
         wanted: u16,
     },
     /// The interrupt controller refused the request.
     #[error("The interrupt controller refused to {what}")]
     Refused {
-        /// What was tried, with its values.
+        /// The operation, with its values.
         what: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: std::io::Error,
     },

@@ -1,4 +1,4 @@
-//! The INTx side of a function: pending status, the disable bit, and the wire.
+//! A function's INTx output: pending status, the disable bit, and the wire.
 
 use std::sync::{Arc, Mutex};
 
@@ -6,10 +6,10 @@ use crate::config::ConfigSpace;
 use crate::interrupt::{InterruptError, IntxLine};
 use crate::sync::lock;
 
-/// A function's INTx output. The device says whether it wants an interrupt; whether the wire is asserted
-/// follows from that, the interrupt disable bit of the command register and MSI-X.
+/// A function's INTx output. The device sets whether it requests an interrupt. The wire's level follows from that, from
+/// the interrupt disable bit of the command register, and from MSI-X.
 ///
-/// Locks by itself, and never while holding another lock of the function, so that device threads may call
+/// It has its own lock, and takes it never together with another lock of the function. So device threads may call
 /// [`IntxPin::set_pending`] without the configuration lock. The function calls
 ///
 /// - [`IntxPin::attach`] from `attach_intx`,
@@ -42,16 +42,16 @@ impl std::fmt::Debug for IntxPin {
 }
 
 impl IntxPin {
-    /// A pin without a wire.
+    /// Creates a pin without a wire.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Connects the wire; an interrupt that is pending already asserts it.
+    /// Connects the wire. An interrupt that is already pending asserts it.
     ///
     /// # Errors
-    /// When the interrupt controller refuses the level.
+    /// The interrupt controller refuses the level.
     pub fn attach(&self, line: Arc<dyn IntxLine>) -> Result<(), InterruptError> {
         let mut state = lock(&self.state);
         state.line = Some(line);
@@ -59,32 +59,32 @@ impl IntxPin {
         state.drive()
     }
 
-    /// The device wants an interrupt, or no longer does.
+    /// Sets whether the device requests an interrupt.
     ///
     /// # Errors
-    /// When the interrupt controller refuses the level; the next call tries again.
+    /// The interrupt controller refuses the level; the next call retries.
     pub fn set_pending(&self, pending: bool) -> Result<(), InterruptError> {
         let mut state = lock(&self.state);
         state.pending = pending;
         state.drive()
     }
 
-    /// The wire was lowered by its other end, which does so at each end of interrupt (KVM's resampling): it is raised anew at the next
-    /// [`Self::set_pending`] that still wants it.
+    /// Notes that the wire's other end lowered it, as KVM's resampling does at each end of interrupt. The next
+    /// [`Self::set_pending`] with a request raises it again.
     pub fn lowered(&self) {
         lock(&self.state).asserted = false;
     }
 
-    /// Whether the device wants an interrupt (the status bit), disabled or not.
+    /// Returns whether the device requests an interrupt (the status bit), even if disabled.
     #[must_use]
     pub fn pending(&self) -> bool {
         lock(&self.state).pending
     }
 
-    /// Takes over the interrupt disable bit, and whether MSI-X replaces INTx.
+    /// Applies the interrupt disable bit, and whether MSI-X replaces INTx.
     ///
     /// # Errors
-    /// When the interrupt controller refuses the level.
+    /// The interrupt controller refuses the level.
     pub fn follow(&self, config: &ConfigSpace) -> Result<(), InterruptError> {
         let msix = config.msix_control().is_some_and(|control| control & crate::registers::MSIX_ENABLE != 0);
         let mut state = lock(&self.state);
@@ -92,7 +92,7 @@ impl IntxPin {
         state.drive()
     }
 
-    /// Shows the pending status in the status register.
+    /// Copies the pending status to the status register.
     pub fn publish(&self, config: &mut ConfigSpace) {
         config.set_interrupt_status(self.pending());
     }

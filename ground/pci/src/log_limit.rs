@@ -1,5 +1,5 @@
-//! Rate limit for log lines that a guest can trigger. `telemetry` has the general one, but lies on this
-//! crate's own layer.
+//! Rate limit for log lines that a guest can trigger. `telemetry` has the general one, but is on this crate's own
+//! layer.
 
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
@@ -9,7 +9,7 @@ use crate::sync::lock;
 const BURST: u32 = 10;
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// Ten lines at once, then one a second; counts what it held back.
+/// Permits ten lines at once, then one per second. Counts suppressed lines.
 #[derive(Debug)]
 pub(crate) struct LogLimit(Mutex<State>);
 
@@ -25,7 +25,7 @@ impl LogLimit {
         Self(Mutex::new(State { tokens: BURST, refilled: Instant::now(), suppressed: 0 }))
     }
 
-    /// `Some(n)`: write the line now; `n` were held back since the last.
+    /// Returns `Some(n)` if a line may be written now; `n` lines were suppressed since the last one.
     pub(crate) fn admit(&self) -> Option<u64> {
         self.admit_at(Instant::now())
     }

@@ -2,10 +2,10 @@
 //! [`MsiVector`]s.
 //!
 //! ```text
-//!            function sends          enabled, no mask
+//!            interrupt raised        enabled, not masked
 //! idle ───────────────────────────▶ delivered at once
-//!   │        function sends, masked or disabled
-//!   └──────▶ pending ── last mask or disable goes ──▶ delivered, idle
+//!   │        interrupt raised, masked or disabled
+//!   └──────▶ pending ── unmasked and enabled ──▶ delivered, idle
 //! ```
 
 mod layout;
@@ -24,15 +24,15 @@ use crate::registers::{MSIX_ENABLE, MSIX_FUNCTION_MASK};
 use crate::sync::lock;
 
 const SAVED_VERSION: u32 = 1;
-/// Bytes of one table entry.
+/// Size in bytes of a table entry.
 const ENTRY_SIZE: u64 = 16;
 const VECTOR_MASKED: u32 = 1;
 
-/// The MSI-X state of one function. Thread-safe: any device thread may call [`Msix::trigger`], vCPU
-/// threads access table and pending bits. Vectors lock separately, so queues don't contend.
+/// The MSI-X state of one function. Thread-safe: any device thread may call [`Msix::trigger`], and vCPU threads access
+/// table and pending bits. Each vector has its own lock, so queues don't contend.
 pub struct Msix {
     layout: MsixLayout,
-    /// Held while enable or function mask change, and taken before any vector's lock.
+    /// Held while enable or function mask change. Locked before any vector's lock.
     control: Mutex<Control>,
     vectors: Vec<Vector>,
     log: LogLimit,
@@ -61,9 +61,9 @@ struct Entry {
     message: MsiMessage,
     masked: bool,
     pending: bool,
-    /// Copy of [`Control::delivers`], so that sending needs this entry's lock only.
+    /// Copy of [`Control::delivers`], so that a trigger needs only this entry's lock.
     function_delivers: bool,
-    /// What the output was last told.
+    /// The message that the output was last set to.
     programmed: Option<MsiMessage>,
 }
 
@@ -85,8 +85,8 @@ impl Entry {
         bytes
     }
 
-    /// Takes over a table entry as the guest wrote it: the low address bits and all of vector control but
-    /// the mask bit are reserved, and stay 0.
+    /// Stores a table entry as the guest wrote it. The low address bits, and all of vector control except the mask bit,
+    /// are reserved and stay 0.
     fn set_bytes(&mut self, bytes: &[u8; 16]) {
         let word = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
         self.message =
@@ -96,7 +96,7 @@ impl Entry {
 }
 
 impl Vector {
-    /// Makes the output follow the entry, and sends what is pending once it may.
+    /// Updates the output from the entry, and sends a pending interrupt if permitted.
     fn apply(&self, entry: &mut Entry) -> Result<(), InterruptError> {
         let wanted = (entry.function_delivers && !entry.masked).then_some(entry.message);
         if entry.programmed != wanted {
@@ -123,10 +123,10 @@ impl std::fmt::Debug for Msix {
 }
 
 impl Msix {
-    /// MSI-X in power-on state: disabled, every vector masked.
+    /// Creates MSI-X in power-on state: disabled, every vector masked.
     ///
     /// # Errors
-    /// When the number of vectors isn't the layout's.
+    /// The number of vectors differs from the layout's.
     pub fn new(layout: MsixLayout, vectors: Vec<Arc<dyn MsiVector>>) -> Result<Self, MsixError> {
         if vectors.len() != usize::from(layout.count()) {
             return Err(MsixError::VectorCount { wanted: layout.count(), given: vectors.len() });
@@ -138,35 +138,35 @@ impl Msix {
         Ok(Self { layout, control: Mutex::new(Control::default()), vectors, log: LogLimit::new() })
     }
 
-    /// Where table and pending bits lie.
+    /// Returns the layout of table and pending bits.
     #[must_use]
     pub fn layout(&self) -> &MsixLayout {
         &self.layout
     }
 
-    /// Number of vectors.
+    /// Returns the number of vectors.
     #[must_use]
     pub fn count(&self) -> u16 {
         self.layout.count()
     }
 
-    /// Whether the guest has enabled MSI-X (and INTx is off).
+    /// Returns whether the guest has enabled MSI-X, which turns INTx off.
     #[must_use]
     pub fn enabled(&self) -> bool {
         lock(&self.control).enabled
     }
 
-    /// The output of a vector, for instance to hand its eventfd to a device server.
+    /// Returns the output of a vector, for instance to pass its eventfd to a device server.
     #[must_use]
     pub fn vector(&self, index: u16) -> Option<&Arc<dyn MsiVector>> {
         self.vectors.get(usize::from(index)).map(|vector| &vector.output)
     }
 
-    /// Sends interrupt `index`, or keeps it pending while masked or MSI-X is disabled. An index that
-    /// doesn't exist sends nothing (virtio: `NO_VECTOR`).
+    /// Sends interrupt `index`, or keeps it pending while it is masked or MSI-X is disabled. A nonexistent index sends
+    /// nothing (virtio: `NO_VECTOR`).
     ///
     /// # Errors
-    /// When the interrupt controller refuses; the interrupt stays pending.
+    /// The interrupt controller refuses; the interrupt stays pending.
     pub fn trigger(&self, index: u16) -> Result<(), InterruptError> {
         let Some(vector) = self.vectors.get(usize::from(index)) else { return Ok(()) };
         let mut entry = lock(&vector.entry);
@@ -174,13 +174,13 @@ impl Msix {
         vector.apply(&mut entry)
     }
 
-    /// Takes over enable and function mask from the MSI-X capability. Call it after each configuration
-    /// write, under the lock that guards `config`.
+    /// Applies enable and function mask from the MSI-X capability. Call it after each configuration write, under the
+    /// lock that guards `config`.
     pub fn follow(&self, config: &ConfigSpace) {
         self.set_control(config.msix_control().unwrap_or(0));
     }
 
-    /// Takes over MSI-X message control (bits 14 and 15) as written.
+    /// Applies MSI-X message control (bits 14 and 15) as written.
     pub fn set_control(&self, message_control: u16) {
         let new = Control {
             enabled: message_control & MSIX_ENABLE != 0,
@@ -193,7 +193,7 @@ impl Msix {
         }
     }
 
-    /// The caller holds the control lock.
+    /// The caller must hold the control lock.
     fn apply_control(&self, control: Control) {
         for (index, vector) in self.vectors.iter().enumerate() {
             let mut entry = lock(&vector.entry);
@@ -202,7 +202,7 @@ impl Msix {
         }
     }
 
-    /// A failure here is the host's, but the guest decides how often it is tried.
+    /// Rate-limits the log: a failure is the host's, but the guest decides how often it is tried.
     fn report(&self, index: usize, result: Result<(), InterruptError>) {
         if let Err(error) = result
             && let Some(suppressed) = self.log.admit()
@@ -215,7 +215,7 @@ impl Msix {
         }
     }
 
-    /// Serves a BAR read when it begins in the table or the pending bits; `false` when it is somebody else's.
+    /// Handles a BAR read that begins in the table or the pending bits. Returns false for any other.
     #[must_use]
     pub fn bar_read(&self, bar: u8, offset: u64, data: &mut [u8]) -> bool {
         if let Some(at) = self.layout.within_table(bar, offset) {
@@ -228,7 +228,7 @@ impl Msix {
         true
     }
 
-    /// Serves a BAR write likewise.
+    /// Handles a BAR write that begins in the table or the pending bits. Returns false for any other.
     #[must_use]
     pub fn bar_write(&self, bar: u8, offset: u64, data: &[u8]) -> bool {
         if let Some(at) = self.layout.within_table(bar, offset) {
@@ -239,7 +239,7 @@ impl Msix {
         self.layout.within_pba(bar, offset).is_some()
     }
 
-    /// Reads the table at a byte offset; beyond its end there are zeros.
+    /// Reads the table at a byte offset. Bytes beyond its end are zero.
     pub fn table_read(&self, offset: u64, data: &mut [u8]) {
         data.fill(0);
         for (index, within, range) in pieces(offset, data.len(), ENTRY_SIZE) {
@@ -251,7 +251,7 @@ impl Msix {
         }
     }
 
-    /// Writes the table at a byte offset; beyond its end nothing happens.
+    /// Writes the table at a byte offset. Bytes beyond its end are ignored.
     pub fn table_write(&self, offset: u64, data: &[u8]) {
         for (index, within, range) in pieces(offset, data.len(), ENTRY_SIZE) {
             if let Some(vector) = self.vectors.get(index) {
@@ -265,7 +265,7 @@ impl Msix {
         }
     }
 
-    /// Reads the pending bits at a byte offset; beyond their end there are zeros.
+    /// Reads the pending bits at a byte offset. Bytes beyond their end are zero.
     pub fn pba_read(&self, offset: u64, data: &mut [u8]) {
         for (at, byte) in (0u64..).zip(data.iter_mut()) {
             let first = offset.saturating_add(at).saturating_mul(8);
@@ -279,7 +279,7 @@ impl Msix {
         }
     }
 
-    /// Returns to power-on state; pending interrupts are forgotten.
+    /// Resets to power-on state and drops pending interrupts.
     pub fn reset(&self) {
         let mut control = lock(&self.control);
         *control = Control::default();
@@ -290,7 +290,7 @@ impl Msix {
         }
     }
 
-    /// The whole state. Interrupts that are triggered after this aren't in it: stop the device first.
+    /// Saves the state. Interrupts that are triggered later aren't in it: stop the device first.
     #[must_use]
     pub fn save(&self) -> SavedMsix {
         let control = lock(&self.control);
@@ -305,10 +305,10 @@ impl Msix {
         SavedMsix { version: SAVED_VERSION, enabled: control.enabled, masked: control.masked, vectors }
     }
 
-    /// Makes MSI-X from saved state. What was pending and isn't masked is sent now.
+    /// Restores a saved state. Sends pending interrupts that aren't masked.
     ///
     /// # Errors
-    /// When the state has another version or number of vectors.
+    /// Version or number of vectors differ.
     pub fn restore(
         layout: MsixLayout,
         vectors: Vec<Arc<dyn MsiVector>>,
@@ -333,7 +333,7 @@ impl Msix {
         Ok(msix)
     }
 
-    /// State and counters for `causeway inspect`.
+    /// Returns state and counters for `causeway inspect`.
     #[must_use]
     pub fn inspect(&self) -> serde_json::Value {
         let control = *lock(&self.control);
@@ -355,7 +355,7 @@ impl Msix {
     }
 }
 
-/// Cuts an access into pieces that each lie within one element: (element, offset within it, range of the data).
+/// Splits an access into pieces within one element each: element, offset within it, range of the data.
 fn pieces(
     offset: u64,
     len: usize,
@@ -401,13 +401,13 @@ pub struct SavedVector {
 /// MSI-X can't be set up.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum MsixError {
-    /// The number of vectors isn't possible.
+    /// The number of vectors is invalid.
     #[error("A function can't have {count} MSI-X vectors; use 1 to {MAX_VECTORS}")]
     Count {
         /// Number of vectors.
         count: u16,
     },
-    /// Table or pending bits lie badly.
+    /// Table or pending bits have an invalid position.
     #[error(
         "The MSI-X {what} can't be at {offset:#x} of BAR {bar}; use a BAR from 0 to 5 and a multiple of 8"
     )]
@@ -430,17 +430,17 @@ pub enum MsixError {
     /// Too few or too many vectors.
     #[error("MSI-X with {wanted} vectors was given {given}; give the same number")]
     VectorCount {
-        /// What the layout says.
+        /// The layout's number.
         wanted: u16,
-        /// What was given.
+        /// The given number.
         given: usize,
     },
-    /// Saved by a later program.
+    /// A later version saved the state.
     #[error("Saved MSI-X state has version {found}, this program knows up to {known}; use a newer one")]
     Version {
         /// Version of the saved state.
         found: u32,
-        /// The newest that is known.
+        /// The newest supported version.
         known: u32,
     },
 }

@@ -2,7 +2,7 @@
 
 /// Size of a function's configuration space with ECAM, in bytes.
 pub const CONFIG_SPACE_SIZE: usize = 4096;
-/// The part that 0xCF8/0xCFC reaches, and where standard capabilities lie.
+/// The part that 0xCF8/0xCFC reaches, with the standard capabilities.
 pub const LEGACY_CONFIG_SPACE_SIZE: usize = 256;
 
 /// Vendor ID, 16 bits.
@@ -13,7 +13,7 @@ pub const DEVICE_ID: u16 = 0x02;
 pub const COMMAND: u16 = 0x04;
 /// Status, 16 bits.
 pub const STATUS: u16 = 0x06;
-/// Revision ID, 8 bits; the class code lies in the three bytes above.
+/// Revision ID, 8 bits. The class code is in the three bytes above.
 pub const REVISION_ID: u16 = 0x08;
 /// Programming interface, 8 bits.
 pub const CLASS_INTERFACE: u16 = 0x09;
@@ -37,9 +37,9 @@ pub const CAPABILITY_POINTER: u16 = 0x34;
 pub const INTERRUPT_LINE: u16 = 0x3C;
 /// Interrupt pin, 8 bits: 0 none, 1 to 4 for INTA to INTD.
 pub const INTERRUPT_PIN: u16 = 0x3D;
-/// Where standard capabilities may begin.
+/// First possible offset of standard capabilities.
 pub const FIRST_CAPABILITY: u16 = 0x40;
-/// Where extended capabilities begin.
+/// Offset of the first extended capability.
 pub const FIRST_EXTENDED_CAPABILITY: u16 = 0x100;
 
 /// Command: decode I/O BARs.

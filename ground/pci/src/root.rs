@@ -8,8 +8,8 @@
 //! monitor's buses, ioeventfds, memslots ◀──┴ BarPlacer
 //! ```
 //!
-//! Locks: the table of functions is never locked while a function is called; the placement lock is held
-//! during calls of [`BarPlacer`], which therefore must not call the root.
+//! Locks: no function is called while the table of functions is locked. The placement lock is held during calls of
+//! [`BarPlacer`], which therefore must not call the root.
 
 mod access;
 mod address;
@@ -40,10 +40,10 @@ use windows::Allocator;
 
 const SAVED_VERSION: u32 = 1;
 
-/// What a root is made of.
+/// Parameters of a root.
 #[derive(Clone)]
 pub struct RootConfig {
-    /// Where BARs may lie.
+    /// Address windows of BARs.
     pub windows: Windows,
     /// Connects BARs to the guest.
     pub placer: Arc<dyn BarPlacer>,
@@ -51,14 +51,14 @@ pub struct RootConfig {
     pub intx: Arc<dyn IntxSink>,
 }
 
-/// The root complex. Thread-safe; the monitor wires [`PciRoot::ecam_read`] and the others into its buses.
+/// The root complex. Thread-safe. The monitor connects [`PciRoot::ecam_read`] and the others to its buses.
 pub struct PciRoot {
     windows: Windows,
     functions: RwLock<BTreeMap<FunctionAddress, Arc<dyn PciFunction>>>,
     placement: Mutex<Placement>,
     wires: Arc<IntxWires>,
     host_bridge: Arc<HostBridge>,
-    /// What was last written to 0xCF8.
+    /// The value that was last written to 0xCF8.
     latch: AtomicU32,
 }
 
@@ -70,17 +70,16 @@ impl std::fmt::Debug for PciRoot {
 }
 
 impl PciRoot {
-    /// A root with nothing but its host bridge.
+    /// Creates a root with only its host bridge.
     #[must_use]
     pub fn new(config: RootConfig) -> Self {
         Self::with(config, HostBridge::new(), 0)
     }
 
-    /// A root in saved state. Plug the restored functions at their addresses, then call
-    /// [`PciRoot::place_all`].
+    /// Restores a root. Plug the restored functions at their addresses, then call [`PciRoot::place_all`].
     ///
     /// # Errors
-    /// When the state is of another version or damaged.
+    /// The version isn't supported, or the state is damaged.
     pub fn restore(config: RootConfig, saved: &SavedRoot) -> Result<Self, RootError> {
         if saved.version != SAVED_VERSION {
             return Err(RootError::Version { found: saved.version, known: SAVED_VERSION });
@@ -102,7 +101,7 @@ impl PciRoot {
         }
     }
 
-    /// The state of the root itself; functions are saved by their owner.
+    /// Saves the root's own state. The functions' owner saves the functions.
     #[must_use]
     pub fn save(&self) -> SavedRoot {
         SavedRoot {
@@ -112,11 +111,11 @@ impl PciRoot {
         }
     }
 
-    /// Plugs a function in and hands it its INTx line, if its interrupt pin register names one. Function 0
-    /// of a slot comes first: without it a guest finds none of the others.
+    /// Plugs in a function, and connects its INTx line if its interrupt pin register names one. Function 0 of a slot
+    /// must be first: without it a guest finds none of the others.
     ///
     /// # Errors
-    /// When the place is taken, function 0 is missing, or another function has the same name.
+    /// The address is in use, function 0 is missing, or another function has the same name.
     pub fn plug(&self, at: FunctionAddress, function: Arc<dyn PciFunction>) -> Result<(), RootError> {
         let pin = interrupt_pin(function.as_ref());
         {
@@ -139,10 +138,10 @@ impl PciRoot {
         Ok(())
     }
 
-    /// Plugs a function in as function 0 of the first free slot.
+    /// Plugs in a function as function 0 of the first free slot.
     ///
     /// # Errors
-    /// When all slots are taken, or as for [`PciRoot::plug`].
+    /// No slot is free, or as for [`PciRoot::plug`].
     pub fn plug_next(&self, function: Arc<dyn PciFunction>) -> Result<FunctionAddress, RootError> {
         let at = {
             let functions = read(&self.functions);
@@ -155,31 +154,31 @@ impl PciRoot {
         Ok(at)
     }
 
-    /// The functions by address, the host bridge among them.
+    /// Returns the functions by address, including the host bridge.
     #[must_use]
     pub fn functions(&self) -> Vec<(FunctionAddress, Arc<dyn PciFunction>)> {
         read(&self.functions).iter().map(|(at, function)| (*at, Arc::clone(function))).collect()
     }
 
-    /// The function at an address.
+    /// Returns the function at an address.
     #[must_use]
     pub fn function(&self, at: FunctionAddress) -> Option<Arc<dyn PciFunction>> {
         read(&self.functions).get(&at).cloned()
     }
 
-    /// What firmware does at power-on: gives every BAR an address (decoding stays off until the guest
-    /// enables it) and writes interrupt lines. Call it once, when everything is plugged, before the guest
-    /// runs; [`PciRoot::reset`] does it again.
+    /// Does the firmware's work at power-on: assigns an address to every BAR and writes interrupt lines. Decoding stays
+    /// off until the guest enables it. Call it once after all functions are plugged in, before the guest runs;
+    /// [`PciRoot::reset`] repeats it.
     ///
     /// # Errors
-    /// When the windows are too small.
+    /// The windows are too small.
     pub fn assign_bars(&self) -> Result<(), RootError> {
         let functions = self.functions();
         let mut bars: Vec<_> = functions
             .iter()
             .flat_map(|(at, function)| function.bars().into_iter().map(move |bar| (*at, function, bar)))
             .collect();
-        // Large ones first: at natural alignment this leaves no gaps between them.
+        // Largest first: with natural alignment this leaves no gaps.
         bars.sort_by_key(|(at, _, bar)| (std::cmp::Reverse(bar.size), *at, bar.index));
         let mut allocator = Allocator::new(&self.windows);
         for (at, function, bar) in bars {
@@ -203,26 +202,26 @@ impl PciRoot {
         Ok(())
     }
 
-    /// Makes every BAR answer where its configuration space says; for functions restored from saved state.
+    /// Places every BAR at the address in its configuration space, for restored functions.
     pub fn place_all(&self) {
         for (at, function) in self.functions() {
             lock(&self.placement).settle(at, &function, false);
         }
     }
 
-    /// Attaches doorbells and mappings of a function's placed BARs anew, after they changed for a reason
-    /// other than a configuration write.
+    /// Attaches doorbells and mappings of a function's placed BARs again, after a change by something other than a
+    /// configuration write.
     pub fn refresh(&self, at: FunctionAddress) {
         if let Some(function) = self.function(at) {
             lock(&self.placement).settle(at, &function, true);
         }
     }
 
-    /// Machine reset: every function returns to power-on state, BARs are assigned as at power-on. No vCPU runs
-    /// meanwhile.
+    /// Resets the machine: every function returns to power-on state, and BARs are assigned as at power-on. No vCPU may
+    /// run meanwhile.
     ///
     /// # Errors
-    /// The first function that can't be reset; the others are reset all the same.
+    /// The first function that can't be reset; the others are still reset.
     pub fn reset(&self) -> Result<(), RootError> {
         self.latch.store(0, Ordering::SeqCst);
         let mut result = Ok(());
@@ -234,8 +233,8 @@ impl PciRoot {
         result.and(self.assign_bars())
     }
 
-    /// Reads `data.len()` bytes at `offset` of the ECAM window ([`ECAM_SIZE`] bytes): any offset and
-    /// length; where no function is, ones.
+    /// Reads `data.len()` bytes at `offset` of the ECAM window ([`ECAM_SIZE`] bytes), with any offset and length.
+    /// Missing functions read as ones.
     pub fn ecam_read(&self, offset: u64, data: &mut [u8]) {
         for (at, len) in access::aligned_pieces(offset, data.len()) {
             let piece = &mut data[at..at + len];
@@ -246,13 +245,13 @@ impl PciRoot {
         }
     }
 
-    /// Writes likewise; where no function is, nothing happens.
+    /// Writes `data` at `offset` of the ECAM window. Writes to missing functions are dropped.
     pub fn ecam_write(&self, offset: u64, data: &[u8]) {
         let mut pending: Option<(FunctionAddress, ConfigEffect)> = None;
         for (at, len) in access::aligned_pieces(offset, data.len()) {
             if let Some((address, register)) = offset.checked_add(widen(at)).and_then(access::ecam_target) {
                 let effect = self.config_write(address, register, &data[at..at + len]);
-                // Both halves of a 64-bit BAR take effect at once.
+                // Both halves of a 64-bit BAR must take effect at once.
                 match &mut pending {
                     Some((same, sum)) if *same == address => *sum = merge(*sum, effect),
                     _ => {
@@ -264,9 +263,9 @@ impl PciRoot {
         self.act(pending);
     }
 
-    /// Reads `data.len()` bytes at port 0xCF8 + `offset`, any offset and length. The latch at 0xCF8 answers
-    /// to dwords only; what else lies below 0xCFC (the reset control register at 0xCF9 of some machines)
-    /// isn't part of PCI and reads as ones.
+    /// Reads `data.len()` bytes at port 0xCF8 + `offset`, with any offset and length. The latch at 0xCF8 responds to
+    /// dwords only. Other accesses below 0xCFC (some machines have a reset control register at 0xCF9) aren't part of
+    /// PCI and read as ones.
     pub fn ports_read(&self, offset: u64, data: &mut [u8]) {
         let latch = self.latch.load(Ordering::SeqCst);
         if offset == 0 && data.len() == 4 {
@@ -282,7 +281,7 @@ impl PciRoot {
         }
     }
 
-    /// Writes likewise; a write to 0xCF8 to 0xCFB that isn't a dword at 0xCF8 does nothing.
+    /// Writes `data` at port 0xCF8 + `offset`. A write to 0xCF8 to 0xCFB that isn't a dword at 0xCF8 is dropped.
     pub fn ports_write(&self, offset: u64, data: &[u8]) {
         if offset == 0
             && let Ok(bytes) = <[u8; 4]>::try_from(data)
@@ -301,7 +300,7 @@ impl PciRoot {
         }
     }
 
-    /// A piece within one dword.
+    /// Reads a piece within one dword.
     fn config_read(&self, at: FunctionAddress, register: u16, data: &mut [u8]) {
         let (function, siblings) = {
             let functions = read(&self.functions);
@@ -319,7 +318,7 @@ impl PciRoot {
         }
     }
 
-    /// A piece within one dword.
+    /// Writes a piece within one dword.
     fn config_write(&self, at: FunctionAddress, register: u16, data: &[u8]) -> ConfigEffect {
         self.function(at).map_or_else(ConfigEffect::default, |function| function.config_write(register, data))
     }
@@ -338,7 +337,7 @@ impl PciRoot {
         }
     }
 
-    /// For ACPI's `_PRT`: the pins that plugged functions use.
+    /// Returns the pins that plugged functions use, for ACPI's `_PRT`.
     #[must_use]
     pub fn routing_table(&self) -> Vec<IntxRoute> {
         let mut routes: Vec<_> = self
@@ -354,13 +353,13 @@ impl PciRoot {
         routes
     }
 
-    /// The windows it was made with, for ACPI's `_CRS`.
+    /// Returns the address windows, for ACPI's `_CRS`.
     #[must_use]
     pub fn windows(&self) -> &Windows {
         &self.windows
     }
 
-    /// The device tree: windows, INTx wires, and each function with its BARs, MSI-X and own state.
+    /// Returns the device tree: windows, INTx wires, and each function with its BARs, MSI-X and own state.
     #[must_use]
     pub fn inspect(&self) -> serde_json::Value {
         let functions: serde_json::Map<_, _> = self
@@ -378,7 +377,7 @@ impl PciRoot {
     }
 
     fn inspect_function(&self, at: FunctionAddress, function: &Arc<dyn PciFunction>) -> serde_json::Value {
-        // The placement lock isn't held while the function is called.
+        // The placement lock isn't held during calls of the function.
         let bars = function.bars();
         let status: Vec<_> = {
             let placement = lock(&self.placement);
@@ -429,7 +428,7 @@ fn inspect_msix(function: &dyn PciFunction) -> Option<serde_json::Value> {
     }))
 }
 
-/// Walks a function's capability list, which may be another process's: no more steps than there is room for.
+/// Walks a function's capability list. The list may be another process', so the number of steps is limited.
 pub(crate) fn find_capability(function: &dyn PciFunction, id: u8) -> Option<u16> {
     if config_u16(function, STATUS) & STATUS_CAPABILITY_LIST == 0 {
         return None;
@@ -494,10 +493,10 @@ pub struct SavedRoot {
     pub host_bridge: SavedConfig,
 }
 
-/// The root bus can't be set up.
+/// The root bus can't be set up or changed.
 #[derive(Debug, thiserror::Error)]
 pub enum RootError {
-    /// There is no such place.
+    /// The address doesn't exist.
     #[error(
         "There is no function {function} of slot {slot} on the PCI bus; use slots 0 to 31 and functions 0 to 7"
     )]
@@ -507,7 +506,7 @@ pub enum RootError {
         /// Function.
         function: u8,
     },
-    /// Another function is there.
+    /// Another function has this address.
     #[error("PCI address {at} is taken by {by}; choose another")]
     Taken {
         /// The address.
@@ -515,27 +514,27 @@ pub enum RootError {
         /// Name of the function there.
         by: String,
     },
-    /// Names are unique.
+    /// Another function has this name.
     #[error("There is a PCI device named {name} already, at {at}; choose another name")]
     SameName {
         /// The name.
         name: String,
-        /// Where the other one is.
+        /// The other function's address.
         at: FunctionAddress,
     },
-    /// A guest looks at function 0 first.
+    /// Function 0 is missing, which a guest probes first.
     #[error("PCI address {at} can't be used while the slot has no function 0; plug that first")]
     NoFunctionZero {
         /// The address.
         at: FunctionAddress,
     },
-    /// All slots are taken.
+    /// All slots are in use.
     #[error("No PCI slot is free for {name}; give the VM fewer devices, or several functions per slot")]
     NoFreeSlot {
         /// Name of the function.
         name: String,
     },
-    /// A window is too small.
+    /// The windows have no room for a BAR.
     #[error(
         "No address is left for BAR {} of {name} ({:?}, {:#x} bytes); give the VM fewer devices or smaller BARs",
         layout.index, layout.kind, layout.size
@@ -546,18 +545,18 @@ pub enum RootError {
         /// The BAR.
         layout: BarLayout,
     },
-    /// A function could not be reset.
+    /// A function can't be reset.
     #[error("The PCI bus could not be reset completely")]
     Reset(#[source] FunctionError),
-    /// Saved by a later program.
+    /// A later version saved the state.
     #[error("Saved PCI root state has version {found}, this program knows up to {known}; use a newer one")]
     Version {
         /// Version of the saved state.
         found: u32,
-        /// The newest that is known.
+        /// The newest supported version.
         known: u32,
     },
-    /// The host bridge could not be restored.
+    /// The host bridge can't be restored.
     #[error("The PCI host bridge could not be restored")]
     HostBridge(#[source] ConfigError),
 }

@@ -1,4 +1,4 @@
-//! Locks that survive a panic of another thread: what they guard is valid between any two statements.
+//! Locks that survive a panic of another thread: the guarded data is valid between any two statements.
 
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 

@@ -1,6 +1,5 @@
-//! For tests of this crate and of crates with PCI functions: a fake function, stand-ins for the machine
-//! that check what they are told, and the contract that every [`crate::function::PciFunction`] must pass.
-//! Nothing here is used by a running VM.
+//! Test support for this crate and for crates with PCI functions: a fake function, stand-ins for the machine that check
+//! their calls, and the contract of every [`crate::function::PciFunction`]. A running VM uses none of it.
 //!
 //! A crate with a function of its own writes, in a test module:
 //!

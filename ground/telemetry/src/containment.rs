@@ -1,13 +1,13 @@
-//! Panics that end what panicked and nothing else.
+//! Contains panics: only the panicking work ends.
 //!
 //! ```text
 //! contain(work) ── work panics ──▶ panic hook: is_contained()? logs, returns ──▶ Err(Panicked): the caller stops its device
 //! any other panic ──────────────▶ panic hook: prints, ends the process
 //! ```
 //!
-//! A hook runs before the stack unwinds and can't see who would catch the panic, so [`contain`] marks its thread. Code belongs into it when
-//! its failure can be stopped at a device: a device's own thread, a library that reads an image. A vCPU or an engine doesn't: what
-//! others wait for is lost with it.
+//! The hook runs before the stack unwinds and can't know whether the panic will be caught, so [`contain`] marks its
+//! thread. Contain code whose failure can be confined to a device: a device's own thread, or a library that reads an
+//! image. Don't contain a vCPU or an engine, since other threads would wait for it forever.
 
 use std::any::Any;
 use std::cell::Cell;
@@ -15,15 +15,16 @@ use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 thread_local! {
-    /// How many calls of [`contain`] this thread is in.
+    /// The depth of nested [`contain`] calls on this thread.
     static DEPTH: Cell<u32> = const { Cell::new(0) };
 }
 
-/// In builds with debug assertions, for tests: [`contain`] panics on a thread whose name this variable holds. Releases don't read it.
+/// In builds with debug assertions, for tests: [`contain`] panics on the thread that this variable names. Release
+/// builds ignore it.
 #[cfg(debug_assertions)]
 pub const TEST_PANIC_VARIABLE: &str = "CAUSEWAY_TEST_CONTAINED_PANIC";
 
-/// What panicked said this.
+/// The message of a panic.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Panicked(String);
 
@@ -35,11 +36,11 @@ impl fmt::Display for Panicked {
 
 impl std::error::Error for Panicked {}
 
-/// Runs `work` on the calling thread. A panic in it ends `work` only. State that `work` changed may be half changed then: the caller stops
-/// using it.
+/// Runs `work` on the calling thread, and catches its panic. State that `work` changes may be inconsistent after a
+/// panic, so the caller must stop using it.
 ///
 /// # Errors
-/// What `work` said when it panicked.
+/// The panic's message.
 pub fn contain<R>(work: impl FnOnce() -> R) -> Result<R, Panicked> {
     struct Leave;
     impl Drop for Leave {
@@ -57,12 +58,12 @@ pub fn contain<R>(work: impl FnOnce() -> R) -> Result<R, Panicked> {
     .map_err(|panic| Panicked(text(&*panic).to_owned()))
 }
 
-/// Whether a panic of the calling thread ends in [`contain`]. For panic hooks.
+/// Returns whether [`contain`] catches a panic of the calling thread. For panic hooks.
 pub fn is_contained() -> bool {
     DEPTH.get() > 0
 }
 
-/// What a panic's payload says.
+/// Returns the message of a panic's payload.
 pub fn text(panic: &(dyn Any + Send)) -> &str {
     match (panic.downcast_ref::<&str>(), panic.downcast_ref::<String>()) {
         (Some(text), _) => text,
@@ -92,7 +93,7 @@ mod tests {
         assert!(!is_contained());
     }
 
-    /// What is caught inside doesn't end the containment around it; another thread isn't in it.
+    /// A nested caught panic doesn't end the outer containment. Containment doesn't extend to other threads.
     #[test]
     fn containment_nests_and_belongs_to_its_thread() {
         contain(|| {

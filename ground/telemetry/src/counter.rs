@@ -2,12 +2,12 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A monotonic counter. Many threads may add and read; a read is never torn but may lag.
+/// A monotonic counter. Many threads may add and read. A read is never torn but may lag.
 #[derive(Debug, Default)]
 pub struct Counter(AtomicU64);
 
 impl Counter {
-    /// A counter at zero.
+    /// Creates a counter at zero.
     pub const fn new() -> Self {
         Self(AtomicU64::new(0))
     }
@@ -22,7 +22,7 @@ impl Counter {
         self.add(1);
     }
 
-    /// The present value.
+    /// Returns the current value.
     pub fn get(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }

@@ -1,10 +1,9 @@
-//! Log lines that a guest or a peer can trigger are rate-limited, so that neither fills the host's disk.
+//! Rate-limits log lines that a guest or a peer can trigger, so that neither fills the host's disk.
 
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-/// Lets through a burst, then one line per interval, and counts what it held back. Keep one per
-/// device, not per line.
+/// Permits a burst, then one line per interval, and counts suppressed lines. Use one per device, not per line.
 #[derive(Debug)]
 pub struct GuestLog {
     state: Mutex<State>,
@@ -20,12 +19,12 @@ struct State {
 }
 
 impl GuestLog {
-    /// Ten lines at once, then one a second.
+    /// Permits ten lines at once, then one per second.
     pub fn new() -> Self {
         Self::with_limits(10, Duration::from_secs(1))
     }
 
-    /// `burst` lines at once, then one per `refill_every`.
+    /// Permits `burst` lines at once, then one per `refill_every`.
     pub fn with_limits(burst: u32, refill_every: Duration) -> Self {
         Self {
             state: Mutex::new(State { tokens: burst, refilled: Instant::now(), suppressed: 0 }),
@@ -34,7 +33,7 @@ impl GuestLog {
         }
     }
 
-    /// Whether a line may be written now. `Some(n)`: write it, `n` lines were held back since the last.
+    /// Returns `Some(n)` if a line may be written now; `n` lines were suppressed since the last one.
     pub fn admit(&self) -> Option<u64> {
         self.admit_at(Instant::now())
     }
@@ -62,25 +61,25 @@ impl Default for GuestLog {
     }
 }
 
-/// `guest_warn!(log, "text {}", value)`: a `tracing::warn!` that the [`GuestLog`] admits.
+/// `guest_warn!(log, "text {}", value)`: a `tracing::warn!` if the [`GuestLog`] permits it.
 #[macro_export]
 macro_rules! guest_warn {
     ($log:expr, $($arg:tt)+) => { $crate::guest_line!(warn, $log, $($arg)+) };
 }
 
-/// As [`guest_warn!`], for what is no trouble by itself: a `tracing::info!`.
+/// As [`guest_warn!`], for a normal event: a `tracing::info!`.
 #[macro_export]
 macro_rules! guest_info {
     ($log:expr, $($arg:tt)+) => { $crate::guest_line!(info, $log, $($arg)+) };
 }
 
-/// As [`guest_warn!`], for what ends a device or a connection: a `tracing::error!`.
+/// As [`guest_warn!`], for the end of a device or a connection: a `tracing::error!`.
 #[macro_export]
 macro_rules! guest_error {
     ($log:expr, $($arg:tt)+) => { $crate::guest_line!(error, $log, $($arg)+) };
 }
 
-/// A line of a level that the [`GuestLog`] admits; see [`guest_warn!`].
+/// A line of any level if the [`GuestLog`] permits it; see [`guest_warn!`].
 #[doc(hidden)]
 #[macro_export]
 macro_rules! guest_line {

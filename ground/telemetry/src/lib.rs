@@ -1,4 +1,4 @@
-//! Counters, rate-limited logging of what guests trigger, tracing set-up, panics that end a device only.
+//! Counters, rate-limited logging of guest-triggered events, set-up of tracing, and containment of panics.
 
 pub mod containment;
 pub mod counter;

@@ -1,33 +1,33 @@
-//! Set-up of `tracing`: lines on standard error, as text or JSON. Standard output is left to the guest's console
-//! and to what commands print.
+//! Set-up of `tracing`: lines on standard error, as text or JSON. Standard output is for the guest's console and for
+//! the output of commands.
 
 use std::io::IsTerminal as _;
 
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::LevelFilter;
 
-/// What is logged and how.
+/// Logging options.
 #[derive(Debug, Clone, Default)]
 pub struct LogOptions {
-    /// A filter as `RUST_LOG` has it (`debug`, `monitor=trace,info`). `None`: `RUST_LOG`, else `info`.
+    /// A filter in `RUST_LOG`'s syntax (`debug`, `monitor=trace,info`). `None`: `RUST_LOG`, else `info`.
     pub filter: Option<String>,
     /// One JSON object per line instead of text.
     pub json: bool,
 }
 
-/// Logging could not be set up.
+/// Logging can't be set up.
 #[derive(Debug)]
 pub enum LogError {
-    /// The filter isn't one.
+    /// The filter is invalid.
     Filter {
-        /// What was given.
+        /// The filter as given.
         filter: String,
-        /// Where it came from: a flag or a variable.
+        /// Its source: a flag or a variable.
         origin: &'static str,
-        /// Why it isn't a filter.
+        /// The reason.
         problem: String,
     },
-    /// Something else has set up logging in this process.
+    /// Other code has set up logging in this process.
     Taken,
 }
 
@@ -51,7 +51,7 @@ impl std::error::Error for LogError {}
 ///
 /// # Errors
 ///
-/// When the filter isn't one, or logging was set up before.
+/// The filter is invalid, or logging was already set up.
 pub fn init(options: &LogOptions) -> Result<(), LogError> {
     let (text, origin) = match (&options.filter, std::env::var("RUST_LOG")) {
         (Some(filter), _) => (filter.clone(), "--log-level"),
@@ -59,7 +59,8 @@ pub fn init(options: &LogOptions) -> Result<(), LogError> {
         (None, Err(_)) => (String::new(), "RUST_LOG"),
     };
     let filter = parse(&text).map_err(|problem| LogError::Filter { filter: text, origin, problem })?;
-    // A line that can't be written (a full disk, a closed pipe) is lost. Saying so on the same standard error would panic.
+    // A line that can't be written (full disk, closed pipe) is lost. An error message on the same standard error would
+    // panic.
     let builder = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
@@ -73,7 +74,7 @@ pub fn init(options: &LogOptions) -> Result<(), LogError> {
 }
 
 fn parse(text: &str) -> Result<EnvFilter, String> {
-    // EnvFilter takes any single word for a target, so that a misspelt level would silently log nothing.
+    // EnvFilter accepts any single word as a target, so a misspelt level would silently disable logging.
     let text = text.trim();
     let bare = text.split(',').map(str::trim).filter(|part| !part.contains(['=', '[', ':', '_']));
     for word in bare.filter(|word| !word.is_empty()) {

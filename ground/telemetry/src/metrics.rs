@@ -1,5 +1,5 @@
-//! Metrics as Prometheus reads them (text format 0.0.4), gathered when asked for: no global registry. Whoever
-//! owns a counter puts it into a [`Family`] under the name that Linux exporters already use.
+//! Metrics in Prometheus' text format 0.0.4, collected on request: there is no global registry. The owner of a counter
+//! puts it into a [`Family`] under the name that Linux exporters use.
 
 use prometheus::proto::{self, MetricType};
 use prometheus::{Encoder as _, TextEncoder};
@@ -23,12 +23,12 @@ struct Sample {
 }
 
 impl Family {
-    /// Values that only grow; by convention the name ends in `_total`.
+    /// Creates a family of values that only grow. By convention the name ends in `_total`.
     pub fn counter(name: &str, help: &str) -> Self {
         Self::new(name, help, MetricType::COUNTER)
     }
 
-    /// Values that go up and down.
+    /// Creates a family of values that may rise and fall.
     pub fn gauge(name: &str, help: &str) -> Self {
         Self::new(name, help, MetricType::GAUGE)
     }
@@ -38,19 +38,19 @@ impl Family {
         Self { name: name.to_owned(), help: help.to_owned(), kind, samples: Vec::new() }
     }
 
-    /// Adds a value with its labels, names first.
+    /// Adds a value with its labels (name, value).
     pub fn add(&mut self, labels: &[(&str, &str)], value: f64) {
         let labels = labels.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
         self.samples.push(Sample { labels, value });
     }
 
-    /// Adds a whole number. Above 2^53 it is rounded, as Prometheus itself does.
+    /// Adds an integer. Above 2^53 it is rounded, as Prometheus itself does.
     #[allow(clippy::cast_precision_loss)]
     pub fn add_count(&mut self, labels: &[(&str, &str)], value: u64) {
         self.add(labels, value as f64);
     }
 
-    /// Its name.
+    /// Returns the family's name.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -61,12 +61,12 @@ fn is_name(name: &str) -> bool {
         && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_')
 }
 
-/// Writes families as text; every sample also gets the `common` labels (for instance `vm`). Families of the same
-/// name are joined, empty ones left out, and the order is by name.
+/// Writes families as text, ordered by name. Every sample also gets the `common` labels (for instance `vm`). Families
+/// of the same name are merged, and empty ones omitted.
 ///
 /// # Errors
 ///
-/// When the encoder refuses a family.
+/// The encoder refuses a family.
 pub fn encode(families: &[Family], common: &[(&str, &str)]) -> Result<String, EncodeError> {
     let mut ordered: Vec<&Family> = families.iter().filter(|family| !family.samples.is_empty()).collect();
     ordered.sort_by(|a, b| a.name.cmp(&b.name));
@@ -90,7 +90,7 @@ pub fn encode(families: &[Family], common: &[(&str, &str)]) -> Result<String, En
     String::from_utf8(text).map_err(|error| EncodeError(error.to_string()))
 }
 
-/// Metrics could not be written.
+/// Metrics can't be encoded.
 #[derive(Debug)]
 pub struct EncodeError(String);
 

@@ -1,6 +1,6 @@
-//! Serves the test device on a socket until it is killed, to try a monitor by hand:
-//! `served_test_device SOCKET [MILLISECONDS]`. With a number, the doorbell mode changes each so many milliseconds. Each
-//! event is a line on standard output.
+//! Serves the test device on a socket until it is killed, for manual tests of a monitor: `served_test_device SOCKET
+//! [MILLISECONDS]`. With a number, it changes the doorbell mode at this interval. It prints each event as a line on
+//! standard output.
 #![allow(clippy::unwrap_used)]
 
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! The client side: a device that another process serves, used from many threads.
+//! The client side: a device that another process serves. Thread-safe.
 
 mod error;
 mod migration;
@@ -29,20 +29,21 @@ use crate::wire::{
     Version, command, wire_len,
 };
 
-/// How long a request may take by default. A vCPU may be waiting for it.
+/// Default time-out of a request, during which a vCPU may wait.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Largest reply without region data that we take.
+/// Limit in bytes of a reply without region data.
 const MAX_REPLY: usize = 64 << 10;
-/// Commands of the server that we answer while waiting for a reply, before we take it for mad.
+/// Limit of commands from the server that the client answers while it waits for a reply. Beyond it the server counts as
+/// broken.
 const MAX_FOREIGN: usize = 64;
-/// The most regions or kinds of interrupts that a device may have.
+/// Limit of regions or interrupt indices of a device.
 const MAX_INDICES: u32 = 4096;
 
-/// What kind of device the server offers.
+/// Properties of the server's device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeviceDescription {
-    /// It has [`Client::reset`].
+    /// It supports [`Client::reset`].
     pub resettable: bool,
     /// Number of region indices.
     pub regions: u32,
@@ -50,12 +51,11 @@ pub struct DeviceDescription {
     pub interrupts: u32,
 }
 
-/// A connection to a server. All calls may come from any thread at once; requests go one after the other. A request
-/// that isn't answered in time, or a lost connection, makes this client useless: it says so, and a new one is made.
+/// A connection to a server. Thread-safe; requests are serialized. After a time-out or a lost connection, all calls fail.
 #[derive(Debug)]
 pub struct Client {
     socket: Socket,
-    /// Held from a request to its reply. Holds the next message ID.
+    /// Held from a request to its reply. Contains the next message ID.
     turn: Mutex<u16>,
     failed: AtomicBool,
     timeout: Duration,
@@ -68,25 +68,25 @@ struct Request<'a> {
     name: &'static str,
     parts: &'a [&'a [u8]],
     fds: &'a [BorrowedFd<'a>],
-    /// Most bytes of a reply's body.
+    /// Limit of the reply's body in bytes.
     reply_limit: usize,
 }
 
 impl Client {
-    /// Connects and agrees on a version. Each request may take `timeout`.
+    /// Connects and negotiates the version. `timeout` limits each request.
     ///
     /// # Errors
-    /// When nobody listens there, or the server speaks another version.
+    /// No server listens there, or its version isn't supported.
     pub fn connect(path: &Path, timeout: Duration) -> Result<Self, ClientError> {
         let stream =
             connect(path).map_err(|source| ClientError::Connect { path: path.to_owned(), source })?;
         Self::from_stream(stream, timeout)
     }
 
-    /// Agrees on a version over a connected stream.
+    /// Negotiates the version on a connected stream.
     ///
     /// # Errors
-    /// When the server speaks another version, or doesn't answer.
+    /// The server's version isn't supported, or it doesn't respond.
     pub fn from_stream(stream: UnixStream, timeout: Duration) -> Result<Self, ClientError> {
         let mut client = Self {
             socket: Socket::new(stream),
@@ -118,28 +118,28 @@ impl Client {
         Ok(client)
     }
 
-    /// Whether the connection is lost. It doesn't come back; make a new client.
+    /// Returns whether the connection is lost, which is final.
     #[must_use]
     pub fn is_failed(&self) -> bool {
         self.failed.load(Ordering::Acquire)
     }
 
-    /// Gives the connection up: requests under way and all later ones fail.
+    /// Closes the connection: requests in flight and later ones fail.
     pub fn close(&self) {
         self.failed.store(true, Ordering::Release);
         self.socket.shutdown();
     }
 
-    /// The most bytes of one [`Client::region_read`] or [`Client::region_write`].
+    /// Returns the limit in bytes of one [`Client::region_read`] or [`Client::region_write`].
     #[must_use]
     pub fn max_transfer(&self) -> u32 {
         self.server.max_transfer
     }
 
-    /// What the server offers.
+    /// Returns the properties of the server's device.
     ///
     /// # Errors
-    /// When the connection is lost, the server refuses, or the device is no PCI device.
+    /// The connection is lost, the server refuses, or the device isn't a PCI device.
     pub fn device(&self) -> Result<DeviceDescription, ClientError> {
         let name = "DEVICE_GET_INFO";
         let request = DeviceInfo { argsz: wire_len(size_of::<DeviceInfo>()), ..DeviceInfo::default() };
@@ -158,10 +158,10 @@ impl Client {
         })
     }
 
-    /// A region, with descriptors of its mappable parts. Size 0 where there is none.
+    /// Returns a region with descriptors of its mappable parts. A missing region has size 0.
     ///
     /// # Errors
-    /// When the connection is lost, the server refuses, or says what can't be.
+    /// The connection is lost, the server refuses, or its reply is invalid.
     pub fn region(&self, index: u32) -> Result<RegionDescription, ClientError> {
         let name = "DEVICE_GET_REGION_INFO";
         let malformed = |what| ClientError::Malformed { request: name, what };
@@ -187,12 +187,11 @@ impl Client {
         Err(malformed("its size changes"))
     }
 
-    /// Addresses of a region whose writes ring eventfds; none where the server doesn't offer any. Only servers that
-    /// announce the command (capability `region_io_fds`) are asked: it is optional, and some lose track of the
-    /// stream when they get it. Without ioeventfds all writes come as messages.
+    /// Returns a region's addresses whose writes signal eventfds. The others' writes are messages. The client sends this
+    /// optional command only to servers that announce it (`region_io_fds`), since others may lose their place in the stream.
     ///
     /// # Errors
-    /// When the connection is lost, or the server says what can't be.
+    /// The connection is lost, or the server's reply is invalid.
     pub fn region_io_fds(&self, index: u32) -> Result<Vec<RegionIoFd>, ClientError> {
         if !self.server.region_io_fds {
             return Ok(Vec::new());
@@ -214,7 +213,7 @@ impl Client {
             );
             let reply = match result {
                 Ok(reply) => reply,
-                // Optional in the protocol: many servers don't know it.
+                // Optional in the protocol: many servers don't support it.
                 Err(ClientError::Refused { .. }) => return Ok(Vec::new()),
                 Err(error) => return Err(error),
             };
@@ -227,7 +226,7 @@ impl Client {
         Err(malformed("its size changes"))
     }
 
-    /// Whether this is the region of [`doorbell_mode`].
+    /// Returns whether this is the region of [`doorbell_mode`].
     #[must_use]
     pub fn is_doorbell_mode(region: &RegionDescription) -> bool {
         region.index == doorbell_mode::REGION
@@ -235,10 +234,10 @@ impl Client {
             && region.kind == Some((doorbell_mode::REGION_TYPE, doorbell_mode::REGION_SUBTYPE))
     }
 
-    /// A kind of interrupts.
+    /// Returns the interrupts of an index.
     ///
     /// # Errors
-    /// When the connection is lost or the server refuses.
+    /// The connection is lost or the server refuses.
     pub fn interrupts(&self, index: u32) -> Result<Interrupts, ClientError> {
         let name = "DEVICE_GET_IRQ_INFO";
         let request = IrqInfo { argsz: wire_len(size_of::<IrqInfo>()), index, ..IrqInfo::default() };
@@ -261,7 +260,7 @@ impl Client {
     /// Connects interrupts `start..` of `index` to eventfds; `None` detaches.
     ///
     /// # Errors
-    /// When the connection is lost or the server refuses.
+    /// The connection is lost or the server refuses.
     pub fn set_eventfds(
         &self,
         index: u32,
@@ -284,7 +283,7 @@ impl Client {
     /// Detaches all eventfds of `index`.
     ///
     /// # Errors
-    /// When the connection is lost or the server refuses.
+    /// The connection is lost or the server refuses.
     pub fn disable_interrupts(&self, index: u32) -> Result<(), ClientError> {
         self.set_irqs(SET_DATA_NONE | SET_ACTION_TRIGGER, index, 0, 0, &[])
     }
@@ -292,7 +291,7 @@ impl Client {
     /// Masks or unmasks one interrupt.
     ///
     /// # Errors
-    /// When the connection is lost or the server refuses.
+    /// The connection is lost or the server refuses.
     pub fn mask_interrupt(&self, index: u32, number: u32, masked: bool) -> Result<(), ClientError> {
         let action = if masked { SET_ACTION_MASK } else { SET_ACTION_UNMASK };
         self.set_irqs(SET_DATA_NONE | action, index, number, 1, &[])
@@ -320,10 +319,10 @@ impl Client {
         .map(drop)
     }
 
-    /// Reads at `offset` of a region.
+    /// Reads `data.len()` bytes at `offset` of a region.
     ///
     /// # Errors
-    /// When the connection is lost or the server refuses; `data` is unchanged then.
+    /// The connection is lost or the server refuses; `data` is then unchanged.
     pub fn region_read(&self, region: u32, offset: u64, data: &mut [u8]) -> Result<(), ClientError> {
         let name = "REGION_READ";
         let access = RegionAccess { offset, region, count: self.transfer(data.len())? };
@@ -346,10 +345,10 @@ impl Client {
         }
     }
 
-    /// Writes at `offset` of a region; returns when the device has it.
+    /// Writes at `offset` of a region. Returns after the device has the data.
     ///
     /// # Errors
-    /// When the connection is lost or the server refuses.
+    /// The connection is lost or the server refuses.
     pub fn region_write(&self, region: u32, offset: u64, data: &[u8]) -> Result<(), ClientError> {
         let name = "REGION_WRITE";
         let access = RegionAccess { offset, region, count: self.transfer(data.len())? };
@@ -369,10 +368,11 @@ impl Client {
         }
     }
 
-    /// Writes likewise, without waiting for the device. It gets posted writes and later requests in order.
+    /// Writes at `offset` of a region without waiting for the device. The device gets posted writes and later requests
+    /// in order.
     ///
     /// # Errors
-    /// When the connection is lost.
+    /// The connection is lost.
     pub fn region_write_posted(&self, region: u32, offset: u64, data: &[u8]) -> Result<(), ClientError> {
         let access = RegionAccess { offset, region, count: self.transfer(data.len())? };
         let mut turn = self.turn();
@@ -400,10 +400,10 @@ impl Client {
         })
     }
 
-    /// Lets the device reach `size` bytes of `fd` from `fd_offset`, at guest-physical `address`.
+    /// Maps `size` bytes of `fd` from `fd_offset` for the device, at guest-physical `address`.
     ///
     /// # Errors
-    /// When the connection is lost or the server refuses.
+    /// The connection is lost or the server refuses.
     pub fn dma_map(
         &self,
         fd: BorrowedFd<'_>,
@@ -435,10 +435,10 @@ impl Client {
         .map(drop)
     }
 
-    /// Takes memory back that [`Client::dma_map`] gave, exactly.
+    /// Unmaps exactly one range of [`Client::dma_map`].
     ///
     /// # Errors
-    /// When the connection is lost or the server refuses.
+    /// The connection is lost or the server refuses.
     pub fn dma_unmap(&self, address: u64, size: u64) -> Result<(), ClientError> {
         let unmap = DmaUnmap { argsz: wire_len(size_of::<DmaUnmap>()), flags: 0, address, size };
         let name = "DMA_UNMAP";
@@ -458,7 +458,7 @@ impl Client {
     /// Resets the device.
     ///
     /// # Errors
-    /// When the connection is lost or the server refuses.
+    /// The connection is lost or the server refuses.
     pub fn reset(&self) -> Result<(), ClientError> {
         self.request(
             &Request {
@@ -481,7 +481,7 @@ impl Client {
         Wait { stop: None, deadline: Instant::now().checked_add(self.timeout) }
     }
 
-    /// A request whose reply is one fixed structure.
+    /// Sends a request whose reply is one fixed structure.
     fn simple<T: FromBytes>(
         &self,
         command: u16,
@@ -548,7 +548,7 @@ impl Client {
                     && HEADER + message.body.len() <= limit;
                 return if matches { Ok(message) } else { Err(unexpected()) };
             }
-            // A command of the server, for instance DMA_READ: we offer none.
+            // A command from the server, for instance DMA_READ. The client supports none.
             if message.header.is_command() && !message.header.no_reply() {
                 let answer = Header {
                     size: wire_len(HEADER),
@@ -562,7 +562,7 @@ impl Client {
         Err(unexpected())
     }
 
-    /// What is said after this can't be matched to requests any more.
+    /// Marks the connection as lost: later messages can't be matched to requests.
     fn lose(&self, request: &'static str, error: SocketError) -> ClientError {
         self.close();
         let source = match error {
@@ -577,7 +577,8 @@ impl Client {
     }
 }
 
-/// Connects without waiting: a listener whose queue is full answers EAGAIN, where it would otherwise block for ever.
+/// Connects without blocking. A listener whose queue is full returns EAGAIN, where a blocking connect would wait
+/// forever.
 fn connect(path: &Path) -> io::Result<UnixStream> {
     use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
@@ -591,7 +592,7 @@ fn unexpected() -> SocketError {
     SocketError::Io(io::Error::new(io::ErrorKind::InvalidData, "the reply doesn't belong to the request"))
 }
 
-/// To wait for the server's end: readable with HUP when it has gone. Don't read from it.
+/// For polling the server's end of the connection: readable with HUP after it has closed. Don't read from it.
 impl AsFd for Client {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.stream().as_fd()

@@ -1,4 +1,4 @@
-//! What a device server implements, and the facts that both sides exchange about a device.
+//! The interface of a device server, and the types that both sides exchange about a device.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -22,7 +22,7 @@ pub const INTERRUPT_MSI: u32 = 1;
 pub const INTERRUPT_MSIX: u32 = 2;
 /// Interrupt index of errors.
 pub const INTERRUPT_ERROR: u32 = 3;
-/// Interrupt index of device requests (for instance, to give the device back).
+/// Interrupt index of device requests, for instance to release the device.
 pub const INTERRUPT_REQUEST: u32 = 4;
 
 /// A region of a device: a BAR, the ROM, configuration space, or a device-specific one.
@@ -30,20 +30,20 @@ pub const INTERRUPT_REQUEST: u32 = 4;
 pub struct Region {
     /// Index: 0 to 5 are BARs, 6 the ROM, 7 configuration space, 8 VGA, from 9 device-specific.
     pub index: u32,
-    /// Size in bytes. 0 means that there is no such region (the same as leaving it out).
+    /// Size in bytes. 0 means that the region doesn't exist.
     pub size: u64,
     /// Clients may read.
     pub readable: bool,
     /// Clients may write.
     pub writable: bool,
-    /// Parts that clients may map. All of a region share one descriptor, and `fd_offset - offset` is the same
-    /// for all of them: the protocol can express nothing else.
+    /// Parts that clients may map. All of a region share one descriptor, and `fd_offset - offset` is the same for all
+    /// of them, since the protocol can't express anything else.
     pub mappings: Vec<RegionMapping>,
-    /// Addresses whose writes only ring an eventfd.
+    /// Addresses whose writes only signal an eventfd.
     pub io_fds: Vec<RegionIoFd>,
 }
 
-/// A part of a region that is memory.
+/// A part of a region that clients may map.
 #[derive(Debug, Clone)]
 pub struct RegionMapping {
     /// Offset within the region in bytes, page-aligned.
@@ -56,52 +56,52 @@ pub struct RegionMapping {
     pub fd_offset: u64,
 }
 
-/// An address within a region whose writes only ring an eventfd (a KVM ioeventfd on the client's side).
+/// An address within a region whose writes only signal an eventfd (a KVM ioeventfd on the client's side).
 #[derive(Debug, Clone)]
 pub struct RegionIoFd {
     /// Offset within the region in bytes.
     pub offset: u64,
-    /// Width in bytes of the writes that ring: 0 (any), 1, 2, 4 or 8.
+    /// Width in bytes of the writes that signal: 0 (any), 1, 2, 4 or 8.
     pub size: u64,
-    /// Only this value rings, where given.
+    /// If set, only writes of this value signal.
     pub datamatch: Option<u64>,
     /// The eventfd.
     pub fd: Arc<OwnedFd>,
 }
 
-/// A kind of interrupt of a device.
+/// The interrupts of one index of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Interrupts {
     /// Index: 0 INTx, 1 MSI, 2 MSI-X, 3 errors, 4 requests, from 5 device-specific.
     pub index: u32,
-    /// How many there are.
+    /// Number of interrupts.
     pub count: u32,
     /// `VFIO_IRQ_INFO_*`: see [`InterruptFlags`].
     pub flags: InterruptFlags,
 }
 
-/// What can be done with interrupts of one index (`VFIO_IRQ_INFO_*`).
+/// Properties of an index' interrupts (`VFIO_IRQ_INFO_*`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct InterruptFlags {
-    /// They can be signalled through eventfds.
+    /// They can signal eventfds.
     pub eventfd: bool,
     /// They can be masked and unmasked by [`SetInterrupts`].
     pub maskable: bool,
     /// Each masks itself when it fires (level-triggered INTx) until it is unmasked.
     pub automasked: bool,
-    /// All are set up at once; single ones can't be added later.
+    /// They are all set up at once; single ones can't be added later.
     pub no_resize: bool,
 }
 
 impl InterruptFlags {
-    /// Signalled by eventfd, and nothing else: what MSI-X vectors of a device server usually are.
+    /// Eventfds only: the usual MSI-X vectors of a device server.
     pub const EVENTFD: Self = Self { eventfd: true, maskable: false, automasked: false, no_resize: false };
 }
 
-/// A range of client memory that the device may reach.
+/// A range of client memory that the device may access.
 #[derive(Debug)]
 pub struct DmaMapping {
-    /// Its address in the device's eyes (guest-physical without an IOMMU).
+    /// Its address for the device (guest-physical without an IOMMU).
     pub address: u64,
     /// Size in bytes; not 0, and `address + size` doesn't overflow.
     pub size: u64,
@@ -109,19 +109,19 @@ pub struct DmaMapping {
     pub readable: bool,
     /// The device may write it.
     pub writable: bool,
-    /// The memory. `None` when the client only offers access by message, which this server side doesn't use:
-    /// a device that needs the memory refuses the mapping with an error.
+    /// The memory. `None` if the client offers access by message only, which this server doesn't support. A device that
+    /// needs the memory refuses the mapping.
     pub fd: Option<OwnedFd>,
     /// Offset of the range within `fd`. Not checked against the file's size: the client may lie.
     pub fd_offset: u64,
 }
 
-/// What happens to interrupts `start..start + count` of an index.
+/// A change of interrupts `start..start + count` of an index.
 #[derive(Debug)]
 pub enum SetInterrupts {
-    /// From now on each signals its eventfd; `None` entries are detached. One entry per interrupt.
+    /// Connects each interrupt to its eventfd; `None` detaches. One entry per interrupt.
     Eventfds(Vec<Option<OwnedFd>>),
-    /// As if the device had raised those that are `true` (a self-test of the client).
+    /// Triggers those that are `true`, as if the device had (a self-test of the client).
     Trigger(Vec<bool>),
     /// Masks those that are `true`.
     Mask(Vec<bool>),
@@ -131,67 +131,68 @@ pub enum SetInterrupts {
     Disable,
 }
 
-/// Who is at the other end of the socket (SO_PEERCRED), as of when it connected.
+/// Credentials of the socket's peer (SO_PEERCRED) at connect time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Peer {
     /// User ID.
     pub uid: u32,
     /// Group ID.
     pub gid: u32,
-    /// Process ID, seen from this process's PID namespace; may have been reused since.
+    /// Process ID in this process' PID namespace; may have been reused since.
     pub pid: i32,
 }
 
-/// A device that a [`crate::server::Server`] offers.
+/// A device that a [`crate::server::Server`] serves.
 ///
-/// All calls for one connection come from the thread that serves it, one at a time, between `authorize` and
-/// `disconnected`. What the client sent was checked for form and bounds: regions and interrupt indices exist,
-/// offsets lie within them, DMA ranges don't overlap. Values within are as hostile as the client is.
-/// An `Err` becomes an error reply with its OS error number (EIO where it has none); the connection goes on.
+/// All calls for one connection come from its thread, one at a time, between `authorize` and `disconnected`. The server
+/// has checked form and bounds of the client's messages: regions and interrupt indices exist, offsets are within them,
+/// and DMA ranges don't overlap. Values within them are hostile input. An `Err` becomes an error reply with its OS
+/// error number (EIO if it has none); the connection stays open.
 ///
 /// ```text
 /// authorize -> (dma_map | dma_unmap | set_interrupts | region_read | region_write | reset)* -> disconnected
 /// ```
 pub trait Device: Send + Sync {
-    /// Whether this peer may connect; asked before a byte is read.
+    /// Returns whether this peer may connect. Called before the server reads a byte.
     fn authorize(&self, peer: &Peer) -> bool;
-    /// All regions. Asked once per connection.
+    /// Returns all regions. Called once per connection.
     fn regions(&self) -> Vec<Region>;
-    /// All kinds of interrupts. Asked once per connection.
+    /// Returns all interrupts. Called once per connection.
     fn interrupts(&self) -> Vec<Interrupts>;
     /// Reads `data.len()` bytes (1 to 1 MiB) at `offset` of a readable region.
     ///
     /// # Errors
-    /// When the device refuses; the client gets the error number.
+    /// The device refuses; the client gets the error number.
     fn region_read(&self, region: u32, offset: u64, data: &mut [u8]) -> io::Result<()>;
-    /// Writes likewise. Also called for posted writes, whose error nobody hears.
+    /// Writes `data` (1 byte to 1 MiB) at `offset` of a writable region. Also called for posted writes, whose errors
+    /// are dropped.
     ///
     /// # Errors
-    /// When the device refuses; the client gets the error number.
+    /// The device refuses; the client gets the error number.
     fn region_write(&self, region: u32, offset: u64, data: &[u8]) -> io::Result<()>;
-    /// The device may reach this memory from now on.
+    /// Maps memory that the device may access from now on.
     ///
     /// # Errors
-    /// When it can't be mapped; then it isn't known to the device.
+    /// The memory can't be mapped; then the device doesn't know it.
     fn dma_map(&self, mapping: DmaMapping) -> io::Result<()>;
-    /// Takes back exactly one range of [`Device::dma_map`]. The device has let go of it when this returns.
+    /// Unmaps exactly one range of [`Device::dma_map`]. The device has stopped using it on return.
     ///
     /// # Errors
-    /// When the device can't let go of it; then it stays mapped.
+    /// The device can't stop using it; then it stays mapped.
     fn dma_unmap(&self, address: u64, size: u64) -> io::Result<()>;
     /// Changes interrupts.
     ///
     /// # Errors
-    /// When the device can't do that with them.
+    /// The device doesn't support the change.
     fn set_interrupts(&self, index: u32, start: u32, count: u32, change: SetInterrupts) -> io::Result<()>;
-    /// How its state is handed out and taken; `None`: it can't move.
+    /// Returns the interface for migration; `None` if the device can't migrate.
     fn migration(&self) -> Option<&dyn Migration>;
     /// Conventional reset: configuration space and device as at power-on. DMA mappings and eventfds stay.
     ///
     /// # Errors
-    /// When it couldn't be reset.
+    /// The reset failed.
     fn reset(&self) -> io::Result<()>;
-    /// The client has gone, in order or not: let go of all its memory and eventfds, and reset. The next client
-    /// is accepted when this returns.
+    /// The client has closed the connection, regularly or not: release all its memory and eventfds, and reset. The
+    /// server accepts the next client on return.
     fn disconnected(&self);
 }

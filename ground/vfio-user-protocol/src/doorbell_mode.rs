@@ -1,9 +1,9 @@
-//! Doorbell mode: how a device server says whether its mapped BAR ranges shall be memory or be trapped. An
-//! extension of ours within VFIO's rules (a device-specific region and a device-specific interrupt): clients
-//! that don't know it leave both alone.
+//! Doorbell mode: a device server chooses whether its mappable BAR ranges are memory or trap. An extension of Causeway
+//! within VFIO's rules, with a device-specific region and a device-specific interrupt. Clients without the extension
+//! ignore both.
 //!
-//! A polling device wants doorbells to be plain memory: no exit per store. A sleeping device wants each store
-//! to reach it, so that it can wake. The server changes between the two:
+//! For a device that polls, doorbells should be plain memory: no exit per store. For a device that sleeps, each store
+//! must reach it as a wake-up. The server changes between the two:
 //!
 //! ```text
 //!  server                                        client (VM monitor)
@@ -12,49 +12,48 @@
 //!    │────────────────────────────────────────────▶│
 //!    │              REGION_READ  region 9, WANTED  │
 //!    │◀────────────────────────────────────────────│
-//!    │                                             │  maps the ranges into the guest, while it runs
+//!    │                                             │  maps the ranges into the running guest
 //!    │              REGION_WRITE region 9, REACHED = MAPPED
 //!    │◀────────────────────────────────────────────│
-//!    │  only now may it stop listening             │
+//!    │  only now may it stop handling trapped stores
 //!    │  wanted = TRAPPED; signals interrupt 5      │
-//!    │────────────────────────────────────────────▶│  takes them away: a store now exits
+//!    │────────────────────────────────────────────▶│  unmaps the ranges: a store now exits
 //!    │              REGION_WRITE region 9, REACHED = TRAPPED
 //!    │◀────────────────────────────────────────────│
-//!    │  looks at the memory once more, then sleeps │
+//!    │  polls the memory once more, then sleeps    │
 //! ```
 //!
 //! Rules:
 //!
-//! - The mode concerns all mappable ranges of all BARs of the function.
-//! - While trapped, a guest's store to such a range arrives as REGION_WRITE of the BAR's region, and the vCPU goes on when
-//!   it is answered. The client doesn't put it into the memory: what the store means is the server's to decide, as for
-//!   any register. A load arrives as REGION_READ.
-//! - No store is lost: each lands in the memory or arrives as REGION_WRITE. A store that lands in the memory
-//!   does so before `REACHED = TRAPPED` is sent; one that is trapped may overtake or follow the `REACHED` message
-//!   of either mode, so that a server takes trapped stores at any time.
-//! - The server may change its mind at any time; the client reads [`WANTED_OFFSET`] anew for each signal, and writes
-//!   [`REACHED_OFFSET`] once per signal that it handled, also when nothing had to be changed. If a change fails it
-//!   writes the mode that holds.
-//! - Changes aren't cheap: taking memory from a running guest makes KVM forget all of that guest's page tables, so that
-//!   the guest faults its working set in again (some milliseconds; from Linux 6.12 on KVM can be told not to,
-//!   `KVM_X86_QUIRK_SLOT_ZAP_ALL`). A server stays in a mode for tens of milliseconds at least.
-//! - A new connection begins trapped, whatever the last one ended with. The client writes `REACHED = TRAPPED`
-//!   when it has set the eventfd, then handles one signal as if it had come.
+//! - The mode applies to all mappable ranges of all BARs of the function.
+//! - In trapped mode, a guest's store to such a range arrives as REGION_WRITE of the BAR's region, and the vCPU waits
+//!   for the reply. The client doesn't write it to the memory: the server interprets the store like one to any
+//!   register. A load arrives as REGION_READ.
+//! - No store is lost: each reaches the memory or arrives as REGION_WRITE. A store that reaches the memory does so
+//!   before the client sends `REACHED = TRAPPED`. A trapped store may overtake or follow the `REACHED` message of
+//!   either mode. So a server accepts trapped stores at any time.
+//! - The server may change the wanted mode at any time. The client reads [`WANTED_OFFSET`] for each signal. It writes
+//!   [`REACHED_OFFSET`] once per handled signal, even without a change. If a change fails, it writes the current mode.
+//! - Changes are expensive. Unmapping memory of a running guest makes KVM drop all of the guest's page tables, so the
+//!   guest faults its working set in again, for some milliseconds. From Linux 6.12 on `KVM_X86_QUIRK_SLOT_ZAP_ALL` can
+//!   disable this. A server keeps a mode for at least tens of milliseconds.
+//! - A new connection starts in trapped mode, independent of the previous one. The client writes `REACHED = TRAPPED`
+//!   after it has set the eventfd, and then acts as if it had got one signal.
 
 /// Index of the device-specific region.
 pub const REGION: u32 = 9;
-/// Type of the device-specific region, in the capability that the server side adds by itself to a region with this
-/// index and size: bit 31 says "a vendor's own".
+/// Type of the device-specific region, in the capability that the server adds to a region with this index and size. Bit
+/// 31 means vendor-defined.
 pub const REGION_TYPE: u32 = 0x8000_CA5E;
 /// Subtype of the device-specific region.
 pub const REGION_SUBTYPE: u32 = 0xD00B;
-/// Its size in bytes.
+/// Size of the region in bytes.
 pub const REGION_SIZE: u64 = 4096;
 /// Index of the device-specific interrupt; its count is 1.
 pub const INTERRUPT: u32 = 5;
-/// Offset within the region of the u32 that says which mode the server wants (client reads).
+/// Offset of the u32 with the mode that the server wants (client reads).
 pub const WANTED_OFFSET: u64 = 0;
-/// Offset within the region of the u32 that says which mode the client has reached (client writes).
+/// Offset of the u32 with the mode that the client has reached (client writes).
 pub const REACHED_OFFSET: u64 = 4;
 
 /// Values of both registers.
@@ -63,12 +62,12 @@ pub enum DoorbellMode {
     /// Guest accesses to mappable ranges exit and arrive as messages.
     #[default]
     Trapped,
-    /// They are memory.
+    /// The ranges are memory.
     Mapped,
 }
 
 impl DoorbellMode {
-    /// From a register's value; `None` for values that mean nothing.
+    /// Converts a register value; `None` for an undefined value.
     #[must_use]
     pub const fn from_register(value: u32) -> Option<Self> {
         match value {
@@ -78,7 +77,7 @@ impl DoorbellMode {
         }
     }
 
-    /// As a register's value.
+    /// Converts to a register value.
     #[must_use]
     pub const fn to_register(self) -> u32 {
         match self {

@@ -1,8 +1,8 @@
 //! vfio-user for PCI devices: a device in another process, over a Unix socket.
 //!
-//! Facts: QEMU's `docs/interop/vfio-user.rst`, version 0.1 of the protocol. Both sides distrust each other: each
-//! length is bounded before memory is taken for it, an unknown or malformed command gets an error reply and the
-//! connection goes on, and a request to a server that hangs ends with an error after a time limit.
+//! Source: QEMU's `docs/interop/vfio-user.rst`, version 0.1 of the protocol. Each side distrusts the other. It limits
+//! each length before it allocates memory for it. An unknown or malformed command gets an error reply, and the
+//! connection stays open. A request to a server that hangs times out.
 //!
 //! ```text
 //! client                                   server
@@ -12,19 +12,19 @@
 //!   DMA_MAP with memfds               ──▶    maps guest RAM
 //!   SET_IRQS with eventfds            ──▶    signals them from now on
 //!   REGION_READ, REGION_WRITE, RESET  ◀─▶    the device
-//!   (closes)                          ──▶    lets go of memory and eventfds
+//!   (closes)                          ──▶    releases memory and eventfds
 //! ```
 //!
-//! What isn't offered, and answered ENOTSUP: access to client memory by message (DMA_READ, DMA_WRITE),
-//! REGION_WRITE_MULTI, and eventfds for mask and unmask.
+//! Not supported, with error ENOTSUP: access to client memory by message (DMA_READ, DMA_WRITE), REGION_WRITE_MULTI, and
+//! eventfds for mask and unmask.
 //!
 //! | module | holds |
 //! |---|---|
-//! | [`device`] | what a server's device implements: [`device::Device`] |
-//! | [`server`] | offering a device on a socket |
-//! | [`client`] | using a device from many threads |
-//! | [`doorbell_mode`] | our extension: mapped or trapped doorbells, changed while the guest runs |
-//! | [`migration`] | a device's state, and the pages that it writes, for a client that moves the guest |
+//! | [`device`] | the interface of a server's device: [`device::Device`] |
+//! | [`server`] | serves a device on a socket |
+//! | [`client`] | uses a device from many threads |
+//! | [`doorbell_mode`] | Causeway's extension: mapped or trapped doorbells, changed while the guest runs |
+//! | [`migration`] | a device's state and its dirty pages, for a client that migrates the guest |
 //! | [`testing`] | a device for tests |
 
 pub mod client;

@@ -1,41 +1,41 @@
-//! A device's state, and what it writes into guest memory, for a client that moves the guest: VFIO's migration protocol (version 2) and DMA
-//! logging, as vfio-user carries them (`VFIO_USER_DEVICE_FEATURE`, `VFIO_USER_MIG_DATA_READ`, `VFIO_USER_MIG_DATA_WRITE`; facts: libvfio-user's
-//! `vfio-user.h`, Linux' `vfio.h`).
+//! A device's state, and its writes to guest memory, for a client that migrates the guest. This is VFIO's migration
+//! protocol (version 2) and DMA logging, as vfio-user carries them (`VFIO_USER_DEVICE_FEATURE`,
+//! `VFIO_USER_MIG_DATA_READ`, `VFIO_USER_MIG_DATA_WRITE`). Sources: libvfio-user's `vfio-user.h`, Linux' `vfio.h`.
 //!
 //! ```text
-//! source         Running ─▶ PreCopy: data is read, again and again ─▶ StopCopy: the rest ─▶ (the client goes, or Running again)
-//! destination    Resuming: data is written ─▶ Stop: it is whole, and checked ─▶ Running
-//! holding back   by so many per cent, in PreCopy (a feature of Causeway's own)
-//! late memory    in Resuming: of these ranges only pages that a bitmap names are there, until all are (a feature of Causeway's own)
-//! DMA logging    start ─▶ report, again and again: pages written since the last report ─▶ stop
+//! source         Running ─▶ PreCopy: read data repeatedly ─▶ StopCopy: read the rest ─▶ (the client closes, or Running again)
+//! destination    Resuming: write data ─▶ Stop: the state is complete and checked ─▶ Running
+//! throttling     by some per cent, in PreCopy (a feature of Causeway's own)
+//! post-copy      in Resuming: only pages in a bitmap are present, until all are (a feature of Causeway's own)
+//! DMA logging    start ─▶ report repeatedly: pages written since the last report ─▶ stop
 //! ```
-//! Reading data: an answer that is shorter than what was asked for ends what there is at present. In PreCopy more comes when the device has
-//! changed; in StopCopy it is the end.
+//! Reading data: a reply that is shorter than the request ends the data that is available now. In PreCopy more follows
+//! after the device has changed. In StopCopy it is the end.
 
 use std::io;
 use std::os::fd::OwnedFd;
 
-/// What a device does (`vfio_device_mig_state`).
+/// Migration state of a device (`vfio_device_mig_state`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[repr(u32)]
 pub enum DeviceState {
-    /// It has failed: only a reset or the connection's end helps.
+    /// It has failed. Only a reset or the end of the connection recovers.
     Error = 0,
-    /// It stands still.
+    /// It is stopped.
     Stop = 1,
-    /// It works.
+    /// It runs.
     #[default]
     Running = 2,
-    /// It stands still, and its state can be read.
+    /// It is stopped, and its state can be read.
     StopCopy = 3,
-    /// It stands still, and its state is written.
+    /// It is stopped, and its state is written.
     Resuming = 4,
-    /// It works, and its state can be read.
+    /// It runs, and its state can be read.
     PreCopy = 6,
 }
 
 impl DeviceState {
-    /// From the protocol's number; `None` for states that this protocol's users don't have.
+    /// Converts the protocol's number; `None` for states that aren't supported.
     #[must_use]
     pub fn from_wire(value: u32) -> Option<Self> {
         [Self::Error, Self::Stop, Self::Running, Self::StopCopy, Self::Resuming, Self::PreCopy]
@@ -44,68 +44,70 @@ impl DeviceState {
     }
 }
 
-/// Guest memory that is still to come, told when a device's state is being written.
+/// Guest memory with not-present pages, set while a device's state is written.
 #[derive(Debug)]
 pub struct LateMemory {
-    /// Mapped ranges, each by its address and bytes, and where its bitmap begins in the file. All whole ones.
+    /// Mapped ranges: address, length in bytes, offset of its bitmap in the file. Each is a complete mapping.
     pub ranges: Vec<(u64, u64, u64)>,
-    /// Which pages are there; what its bits are is the client's and the device's to know.
+    /// The bitmap of present pages. Client and device agree on its format.
     pub bitmap: OwnedFd,
-    /// A Unix socket (stream) by which pages are asked for.
+    /// A Unix stream socket on which the device requests pages.
     pub wishes: OwnedFd,
-    /// An eventfd that counts up when pages have come that were asked for.
+    /// An eventfd that signals the arrival of requested pages.
     pub arrivals: OwnedFd,
 }
 
-/// A device whose state can be handed out and taken. Calls come as those of [`crate::device::Device`] do.
+/// A device that can migrate. Calls follow the rules of [`crate::device::Device`].
 pub trait Migration {
-    /// Enters a state; what that means has been done when this returns.
+    /// Enters a state, and returns after the transition is complete.
     ///
     /// # Errors
-    /// When the state can't follow the present one (EINVAL), or the device can't be so now.
+    /// The transition is invalid (EINVAL), or the device can't enter the state now.
     fn set_state(&self, state: DeviceState) -> io::Result<()>;
-    /// The present state.
+    /// Returns the current state.
     fn state(&self) -> DeviceState;
-    /// The next bytes of its state, at most `most`. Fewer: there is no more at present.
+    /// Returns the next bytes of the state, at most `most`. Fewer bytes mean that no more are available now.
     ///
     /// # Errors
-    /// When it isn't in PreCopy or StopCopy, or part of it can't be saved.
+    /// The device isn't in PreCopy or StopCopy, or a part can't be saved.
     fn read_data(&self, most: usize) -> io::Result<Vec<u8>>;
-    /// Bytes of a state, in the order in which they were read; cut anywhere. They may come from anywhere.
+    /// Accepts bytes of a state in the order in which they were read, in pieces of any size. They are hostile input.
     ///
     /// # Errors
-    /// When it isn't in Resuming, or they aren't such a device's state.
+    /// The device isn't in Resuming, or the bytes aren't such a device's state.
     fn write_data(&self, data: &[u8]) -> io::Result<()>;
-    /// Notes from now on which pages of guest memory the device writes.
+    /// Starts logging the pages of guest memory that the device writes.
     ///
     /// # Errors
-    /// When it can't.
+    /// The device can't log.
     fn start_logging(&self) -> io::Result<()>;
-    /// No more.
+    /// Stops logging.
     ///
     /// # Errors
-    /// When it can't be told.
+    /// The device can't stop logging.
     fn stop_logging(&self) -> io::Result<()>;
-    /// What others write into guest memory by the device is to become less, by so many per cent (0 to 99) of what they wrote before they were held
-    /// back: the guest's memory changes faster than it can be copied. Ends with the state PreCopy.
+    /// Throttles other hosts' writes to guest memory through the device, by this per cent (0 to 99) of their
+    /// unthrottled rate. Used if the guest's memory changes faster than it can be copied. Ends with the state PreCopy.
     ///
     /// # Errors
-    /// ENOTTY where the device has no way to do so.
+    /// ENOTTY if the device doesn't support it.
     fn hold_back(&self, percent: u8) -> io::Result<()> {
         let _ = percent;
         Err(rustix::io::Errno::NOTTY.into())
     }
-    /// Part of the guest's memory is still to come, as `late` says: the device touches only what is there.
+    /// Starts post-copy: the device accesses only present pages, as `late` says.
     ///
     /// # Errors
-    /// ENOTTY where the device can't do without, or the reason.
+    /// ENOTTY if the device doesn't support it, or the cause.
     fn late_memory(&self, late: LateMemory) -> io::Result<()> {
         drop(late);
         Err(rustix::io::Errno::NOTTY.into())
     }
-    /// Takes the pages of 4096 bytes that were written since the last call: a bit each, the lowest of the first word for the page at `address`.
+    /// Returns and clears the dirty pages of 4096 bytes: a bit each, with the lowest bit of the first word for the page
+    /// at `address`.
     ///
     /// # Errors
-    /// When the range isn't one that can be asked for: whole pages of one mapping, beginning with a 64th page of it.
+    /// The range is invalid. It must consist of whole pages of one mapping, and start at a page of the mapping whose
+    /// number is a multiple of 64.
     fn take_dirty(&self, address: u64, size: u64) -> io::Result<Vec<u64>>;
 }

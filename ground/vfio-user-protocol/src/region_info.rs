@@ -1,4 +1,4 @@
-//! Regions as messages: mappable areas and ioeventfds, written by the server and read by the client.
+//! Regions as messages: mappable areas and ioeventfds. The server encodes them and the client parses them.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -14,11 +14,11 @@ use crate::wire::{
     SparseArea, SparseHeader, wire_len,
 };
 
-/// Mappable areas of one region that a client takes.
+/// Limit of mappable areas per region that a client accepts.
 pub(crate) const MAX_AREAS: usize = 1024;
-/// Sub-regions with descriptors that a client takes.
+/// Limit of sub-regions with descriptors that a client accepts.
 pub(crate) const MAX_IO_FDS: usize = 1024;
-/// Capabilities of one region that a client walks.
+/// Limit of capabilities per region that a client walks.
 const MAX_CAPABILITIES: usize = 16;
 /// Alignment of mappings.
 const PAGE: u64 = 4096;
@@ -29,11 +29,11 @@ const PAGE: u64 = 4096;
 pub struct RegionError {
     /// Its index.
     pub index: u32,
-    /// What is wrong.
+    /// The reason.
     pub reason: String,
 }
 
-/// Checks what a device offers. Errors here are the device's, not the client's.
+/// Checks a device's region. Errors are the device's, not the client's.
 pub(crate) fn check(region: &Region) -> Result<(), RegionError> {
     let fail = |reason: String| Err(RegionError { index: region.index, reason });
     let Some(first) = region.mappings.first() else { return check_io_fds(region) };
@@ -95,7 +95,7 @@ pub(crate) struct Encoded {
     pub fds: Vec<Arc<OwnedFd>>,
 }
 
-/// DEVICE_GET_REGION_INFO's reply, for a client with room for `argsz` bytes. `None` is a region that isn't there.
+/// Encodes DEVICE_GET_REGION_INFO's reply for a client with room for `argsz` bytes. `None` is a missing region.
 pub(crate) fn encode(index: u32, region: Option<&Region>, argsz: u32) -> Encoded {
     let Some(region) = region else {
         let info = RegionInfo { argsz: wire_len(size_of::<RegionInfo>()), index, ..RegionInfo::default() };
@@ -134,12 +134,12 @@ pub(crate) fn encode(index: u32, region: Option<&Region>, argsz: u32) -> Encoded
         index,
         cap_offset: if capabilities.is_empty() { 0 } else { wire_len(fixed) },
         size: region.size,
-        // Checked when the connection began: not negative.
+        // Not negative: checked when the connection began.
         offset: region.mappings.first().map_or(0, |first| first.fd_offset.wrapping_sub(first.offset)),
     };
     let mut body = info.as_bytes().to_vec();
     if wire_len(total) > argsz {
-        // The client asks again with more room, and gets the descriptor then.
+        // The client repeats the request with more room, and then gets the descriptor.
         return Encoded { body, fds: Vec::new() };
     }
     let mut left = capabilities.len();
@@ -153,7 +153,8 @@ pub(crate) fn encode(index: u32, region: Option<&Region>, argsz: u32) -> Encoded
     Encoded { body, fds: region.mappings.first().map(|first| Arc::clone(&first.fd)).into_iter().collect() }
 }
 
-/// DEVICE_GET_REGION_IO_FDS's reply, for a client with room for `argsz` bytes that takes `max_fds` descriptors.
+/// Encodes DEVICE_GET_REGION_IO_FDS's reply for a client with room for `argsz` bytes that accepts `max_fds`
+/// descriptors.
 pub(crate) fn encode_io_fds(region: &Region, argsz: u32, max_fds: usize) -> io::Result<Encoded> {
     let mut fds: Vec<Arc<OwnedFd>> = Vec::new();
     let mut subregions = Vec::new();
@@ -189,27 +190,27 @@ pub(crate) fn encode_io_fds(region: &Region, argsz: u32, max_fds: usize) -> io::
     Ok(Encoded { body, fds })
 }
 
-/// A region as the client learned it.
+/// A region from a server's reply.
 #[derive(Debug, Clone)]
 pub struct RegionDescription {
     /// Index.
     pub index: u32,
-    /// Size in bytes, 0 where there is no such region.
+    /// Size in bytes, 0 if the region doesn't exist.
     pub size: u64,
-    /// It may be read.
+    /// Whether it may be read.
     pub readable: bool,
-    /// It may be written.
+    /// Whether it may be written.
     pub writable: bool,
-    /// Parts that may be mapped; checked to be whole pages within the region, apart from each other.
+    /// Parts that may be mapped: whole pages within the region that don't overlap (checked).
     pub mappings: Vec<RegionMapping>,
     /// Type and subtype of a device-specific region.
     pub kind: Option<(u32, u32)>,
 }
 
-/// What is wrong with a reply.
+/// The problem of a reply.
 pub(crate) type Malformed = &'static str;
 
-/// Reads DEVICE_GET_REGION_INFO's reply.
+/// Parses DEVICE_GET_REGION_INFO's reply.
 pub(crate) fn parse(index: u32, body: &[u8], fds: Vec<OwnedFd>) -> Result<RegionDescription, Malformed> {
     let (info, _) = RegionInfo::read_from_prefix(body).map_err(|_| "the region info is cut")?;
     if info.index != index {
@@ -278,7 +279,7 @@ fn parse_areas(data: &[u8]) -> Result<Vec<SparseArea>, Malformed> {
     for _ in 0..count {
         let (area, after) = SparseArea::read_from_prefix(rest).map_err(|_| "sparse areas are cut")?;
         rest = after;
-        // The kernel's VFIO lets empty areas stand for nothing.
+        // The kernel's VFIO permits empty areas.
         if area.size != 0 {
             areas.push(area);
         }
@@ -298,8 +299,7 @@ fn mapping(info: &RegionInfo, area: SparseArea, fd: &Arc<OwnedFd>) -> Result<Reg
     }
 }
 
-/// Reads DEVICE_GET_REGION_IO_FDS's reply. Sub-regions of kinds that we don't know are left out: their writes
-/// come as messages.
+/// Parses DEVICE_GET_REGION_IO_FDS's reply. Sub-regions of unknown kinds are omitted: their writes arrive as messages.
 pub(crate) fn parse_io_fds(index: u32, body: &[u8], fds: Vec<OwnedFd>) -> Result<Vec<RegionIoFd>, Malformed> {
     let (info, rest) = IoFdsInfo::read_from_prefix(body).map_err(|_| "the io fds are cut")?;
     if info.index != index {

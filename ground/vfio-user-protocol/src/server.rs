@@ -1,4 +1,4 @@
-//! The server side: offers one device on one socket, to one client at a time.
+//! The server side: serves one device on one socket, to one client at a time.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -16,51 +16,51 @@ use crate::session::{Refusal, Session};
 use crate::socket::{Message, Socket, SocketError, Wait};
 use crate::wire::{FLAG_ERROR, FLAG_REPLY, HEADER, Header, MAX_MESSAGE, command, wire_len};
 
-/// How long a client may leave a reply unread before it is taken for dead.
+/// Time-out for a client to read a reply.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A server can't listen or serve.
 #[derive(Debug, thiserror::Error)]
 pub enum ServerError {
-    /// The socket.
+    /// The socket can't be created.
     #[error(
         "A vfio-user server can't listen at {path}; is the folder there, and the path shorter than 108 bytes?"
     )]
     Bind {
-        /// Where.
+        /// The socket's path.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// Another server is there.
+    /// Another server listens there.
     #[error("A vfio-user server is running at {path} already; stop it or use another path")]
     Taken {
-        /// Where.
+        /// The socket's path.
         path: PathBuf,
     },
-    /// Waiting for clients.
+    /// Accepting a client failed.
     #[error("A vfio-user server can't accept clients")]
     Accept(#[source] io::Error),
-    /// The device offers what can't be offered.
+    /// The device offers an invalid region.
     #[error(transparent)]
     Region(#[from] RegionError),
 }
 
-/// Why a client's connection ended.
+/// The reason for a connection's end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ended {
     /// The client closed it.
     Disconnected,
-    /// The client sent what can't be understood, didn't read replies, or the socket failed.
+    /// The client sent an invalid message or didn't read replies, or the socket failed.
     Failed,
-    /// The device doesn't want this peer.
+    /// The device refused this peer.
     Refused,
-    /// The stop signal came.
+    /// The stop signal arrived.
     Stopped,
 }
 
-/// A listening socket; its file is removed when this is dropped.
+/// A listening socket. Dropping it removes its file.
 #[derive(Debug)]
 pub struct Server {
     listener: UnixListener,
@@ -68,11 +68,11 @@ pub struct Server {
 }
 
 impl Server {
-    /// Listens at `path`. A socket file that nobody listens at any more is replaced. Who may connect is up to
-    /// the file's and folder's permissions (the umask applies) and to [`Device::authorize`].
+    /// Listens at `path`. Replaces a socket file without a listener. The permissions of file and directory (the umask
+    /// applies) and [`Device::authorize`] decide which clients may connect.
     ///
     /// # Errors
-    /// When the path can't be used, or another server listens there.
+    /// The path can't be used, or another server listens there.
     pub fn bind(path: &Path) -> Result<Self, ServerError> {
         let failed = |source| ServerError::Bind { path: path.to_owned(), source };
         let listener = match UnixListener::bind(path) {
@@ -91,26 +91,26 @@ impl Server {
         Ok(Self { listener, path: Some(path.to_owned()) })
     }
 
-    /// Uses a socket that listens already; its file is left alone.
+    /// Uses a listening socket, whose file it doesn't remove.
     ///
     /// # Errors
-    /// When it can't be made non-blocking.
+    /// The socket can't be made non-blocking.
     pub fn from_listener(listener: UnixListener) -> Result<Self, ServerError> {
         listener.set_nonblocking(true).map_err(ServerError::Accept)?;
         Ok(Self { listener, path: None })
     }
 
-    /// Where it listens, if it made the socket file.
+    /// Returns the socket's path if this server created the file.
     #[must_use]
     pub fn path(&self) -> Option<&Path> {
         self.path.as_deref()
     }
 
-    /// Serves clients one after the other until `stop` (an eventfd, or any descriptor) becomes readable. The next
-    /// client is accepted when [`Device::disconnected`] has returned for the last one.
+    /// Serves one client after the other until `stop` (an eventfd, or any descriptor) becomes readable. It accepts the
+    /// next client after [`Device::disconnected`] has returned for the previous one.
     ///
     /// # Errors
-    /// When the listening socket fails, or the device offers regions that can't be expressed.
+    /// The listening socket fails, or the device offers regions that the protocol can't express.
     pub fn serve(&self, device: &Arc<dyn Device>, stop: BorrowedFd<'_>) -> Result<(), ServerError> {
         loop {
             let mut fds = [
@@ -141,7 +141,7 @@ impl Server {
     }
 }
 
-/// The client went away between connecting and being accepted, or nothing came.
+/// Returns whether the client disconnected before it was accepted, or no client came.
 fn passing(error: &io::Error) -> bool {
     matches!(
         error.kind(),
@@ -157,17 +157,17 @@ fn no_descriptors(error: &io::Error) -> bool {
 impl Drop for Server {
     fn drop(&mut self) {
         if let Some(path) = &self.path {
-            // It may be gone already, with its folder.
+            // It may already be gone, with its directory.
             let _ = std::fs::remove_file(path);
         }
     }
 }
 
-/// Serves one client over a connected stream until it ends or `stop` becomes readable. Calls
-/// [`Device::authorize`], and [`Device::disconnected`] at the end if the peer was authorized.
+/// Serves one client on a connected stream until it ends or `stop` becomes readable. Calls [`Device::authorize`]. If
+/// the peer was authorized, calls [`Device::disconnected`] at the end.
 ///
 /// # Errors
-/// When the device offers regions that the protocol can't express.
+/// The device offers regions that the protocol can't express.
 pub fn serve_stream(
     stream: UnixStream,
     device: &dyn Device,
@@ -203,7 +203,7 @@ pub fn serve_stream(
     })
 }
 
-/// Takes messages until the connection ends; says why it did.
+/// Handles messages until the connection ends. Returns the reason.
 fn converse(socket: &Socket, session: &mut Session<'_>, stop: BorrowedFd<'_>) -> SocketError {
     loop {
         let message = match socket.receive(MAX_MESSAGE, &Wait { stop: Some(stop), deadline: None }) {
@@ -212,7 +212,7 @@ fn converse(socket: &Socket, session: &mut Session<'_>, stop: BorrowedFd<'_>) ->
         };
         let Message { header, body, fds, too_many_fds } = message;
         if !header.is_command() {
-            // A reply to nothing: we send no commands.
+            // A reply without a command: the server sends no commands.
             tracing::debug!(?header, "a vfio-user client sent no command");
             continue;
         }

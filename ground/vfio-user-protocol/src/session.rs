@@ -1,4 +1,4 @@
-//! What a server does with one client's messages: checks them and calls the device. No sockets here.
+//! A server's handling of one client's messages: checks them and calls the device. Uses no sockets.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -20,7 +20,7 @@ use crate::wire::{
     SET_DATA_MASK, SET_DATA_NONE, VERSION_MAJOR, VERSION_MINOR, Version, command, feature, wire_len,
 };
 
-/// The most interrupts of one index that a device may have (MSI-X has 2048).
+/// Limit of interrupts per index of a device (MSI-X has 2048).
 const MAX_INTERRUPTS: u32 = 4096;
 
 /// One client's state.
@@ -28,15 +28,15 @@ pub(crate) struct Session<'a> {
     device: &'a dyn Device,
     regions: BTreeMap<u32, Region>,
     interrupts: BTreeMap<u32, Interrupts>,
-    /// Address to size.
+    /// Mapped ranges: address to size.
     dma: BTreeMap<u64, u64>,
     peer: Option<PeerLimits>,
 }
 
-/// Why a message gets an error reply.
+/// The reason for an error reply.
 #[derive(Debug)]
 pub(crate) enum Refusal {
-    /// The client goes on.
+    /// The connection stays open.
     Error(io::Error),
     /// The connection ends after the reply.
     Fatal(io::Error),
@@ -63,7 +63,7 @@ impl From<Errno> for Refusal {
 }
 
 impl<'a> Session<'a> {
-    /// For one client of `device`.
+    /// Creates the state for one client of `device`.
     pub(crate) fn new(device: &'a dyn Device) -> Result<Self, RegionError> {
         let mut regions = BTreeMap::new();
         for region in device.regions() {
@@ -74,7 +74,7 @@ impl<'a> Session<'a> {
         Ok(Self { device, regions, interrupts, dma: BTreeMap::new(), peer: None })
     }
 
-    /// Handles one command; the reply is dropped by the caller where none is wanted.
+    /// Handles one command. The caller drops the reply if the client didn't request one.
     pub(crate) fn handle(
         &mut self,
         command: u16,
@@ -111,7 +111,7 @@ impl<'a> Session<'a> {
         self.device.migration().ok_or(Errno::NOTSUP.into())
     }
 
-    /// The client's word on memory that is still to come.
+    /// Parses the client's description of not-present memory.
     fn late_memory(&self, data: &[u8], fds: Vec<OwnedFd>) -> Result<LateMemory, Refusal> {
         let (start, rest) = LateStart::read_from_prefix(data).map_err(|_| Errno::INVAL)?;
         let size =
@@ -174,7 +174,7 @@ impl<'a> Session<'a> {
                     {
                         return Err(Errno::INVAL.into());
                     }
-                    // All of the client's memory is logged, which these are parts of.
+                    // The device logs all of the client's memory, which includes these ranges.
                     migration.start_logging()?;
                 }
                 feature::HOLD_BACK => {
@@ -265,7 +265,7 @@ impl<'a> Session<'a> {
         if map.offset.checked_add(map.size).is_none() {
             return Err(Errno::INVAL.into());
         }
-        // Ranges don't overlap each other, so that the last one that begins before the end decides.
+        // Ranges don't overlap, so the last one that begins before the end decides.
         let before = self.dma.range(..end).next_back();
         if before.is_some_and(|(start, size)| start.saturating_add(*size) > map.address) {
             return Err(Errno::EXIST.into());
@@ -371,7 +371,7 @@ impl<'a> Session<'a> {
             (SET_DATA_EVENTFD, SET_ACTION_TRIGGER) if fds.len() == count => {
                 SetInterrupts::Eventfds(fds.into_iter().map(Some).collect())
             }
-            // Events for masking concern devices that mask by themselves: none of ours.
+            // Eventfds for masking are for devices that mask by themselves, which these servers don't support.
             (SET_DATA_EVENTFD, SET_ACTION_MASK | SET_ACTION_UNMASK) => return Err(Errno::NOTSUP.into()),
             (SET_DATA_NONE, action) => on_all(action, vec![true; count])?,
             (SET_DATA_BOOL, action) if data.len() == count => {
@@ -383,7 +383,7 @@ impl<'a> Session<'a> {
         Ok(Vec::new())
     }
 
-    /// The region, if an access of `count` bytes lies within it.
+    /// Returns the region if an access of `count` bytes is within it.
     fn access(&self, access: &RegionAccess) -> Result<&Region, Refusal> {
         let region = self.regions.get(&access.region).ok_or(Errno::INVAL)?;
         let end = access.offset.checked_add(u64::from(access.count)).ok_or(Errno::INVAL)?;
@@ -430,7 +430,7 @@ fn on_all(action: u32, which: Vec<bool>) -> Result<SetInterrupts, Refusal> {
     }
 }
 
-/// A request that has no more than its fixed part.
+/// Parses a request that has only its fixed part.
 fn fixed<T: FromBytes>(body: &[u8]) -> Result<T, Refusal> {
     T::read_from_bytes(body).map_err(|_| Errno::INVAL.into())
 }

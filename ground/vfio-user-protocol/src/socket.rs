@@ -1,5 +1,5 @@
-//! Whole messages over a stream socket, with descriptors beside them. Never blocks without a way out: each
-//! wait ends with a deadline, a stop signal or the peer's end.
+//! Whole messages with descriptors over a stream socket. Each wait ends with a deadline, a stop signal or the end of
+//! the connection.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -17,16 +17,16 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use crate::wire::{HEADER, Header, MAX_FDS, MAX_MESSAGE};
 
-/// How a wait may end early.
+/// Conditions that end a wait early.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Wait<'a> {
-    /// Becomes readable when the wait shall end.
+    /// Becomes readable to end the wait.
     pub stop: Option<BorrowedFd<'a>>,
-    /// When the wait ends.
+    /// Deadline of the wait.
     pub deadline: Option<Instant>,
 }
 
-/// A message could not be moved.
+/// A message can't be sent or received.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum SocketError {
     #[error("The vfio-user connection broke")]
@@ -60,7 +60,7 @@ pub(crate) struct Message {
     pub header: Header,
     pub body: Vec<u8>,
     pub fds: Vec<OwnedFd>,
-    /// More descriptors came than we take with one message; the rest is closed.
+    /// The message had more descriptors than the limit; the excess ones are closed.
     pub too_many_fds: bool,
 }
 
@@ -77,9 +77,9 @@ impl Socket {
         &self.0
     }
 
-    /// Ends the connection in both directions; whoever waits on it wakes.
+    /// Closes the connection in both directions, which wakes all waiting threads.
     pub(crate) fn shutdown(&self) {
-        // Fails only where the peer has gone already.
+        // Fails only if the peer has already closed.
         let _ = self.0.shutdown(std::net::Shutdown::Both);
     }
 
@@ -113,7 +113,7 @@ impl Socket {
         }
     }
 
-    /// Sends one message, its parts one after the other.
+    /// Sends one message, whose parts are concatenated.
     pub(crate) fn send(
         &self,
         header: &Header,
@@ -146,7 +146,7 @@ impl Socket {
         Ok(())
     }
 
-    /// Fills `data`, adding descriptors that come with it to `fds`.
+    /// Fills `data`, and adds descriptors that accompany it to `fds`.
     fn fill(
         &self,
         data: &mut [u8],
@@ -193,11 +193,10 @@ impl Socket {
         Ok(())
     }
 
-    /// Receives one message of at most `limit` bytes. After [`SocketError::Size`] the stream can't be read on.
+    /// Receives one message of at most `limit` bytes. After [`SocketError::Size`] the stream is unusable.
     pub(crate) fn receive(&self, limit: usize, wait: &Wait<'_>) -> Result<Message, SocketError> {
         let limit = limit.min(MAX_MESSAGE);
-        // First: a peer that never pauses must not keep the stop signal from being seen, and a reply is hardly ever
-        // there already.
+        // Wait first: a peer that never pauses must not hide the stop signal, and a reply is rarely there already.
         self.wait(PollFlags::IN, wait)?;
         let mut bytes = [0; HEADER];
         let mut fds = Vec::new();

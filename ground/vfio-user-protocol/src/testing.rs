@@ -1,13 +1,13 @@
-//! A small device for tests of either side, and of whoever uses a client.
+//! A small device for tests of either side, and of users of a client.
 //!
 //! | BAR | holds |
 //! |---|---|
-//! | 0 | 4 KiB of registers: what is written can be read back |
+//! | 0 | 4 KiB of registers, which read back what was written |
 //! | 2 | 16 KiB: pages 0 and 2 are memory that may be mapped, pages 1 and 3 are registers |
 //! | 4 | 4 KiB: MSI-X table and pending bits |
 //!
-//! Offset 8 of BAR 0 is an ioeventfd (4 bytes, value 7). Doorbell mode is there unless switched off. It can move: its state is what was written to
-//! registers, a record of 13 bytes each.
+//! Offset 8 of BAR 0 is an ioeventfd (4 bytes, value 7). Doorbell mode is supported unless disabled. The device can
+//! migrate. Its state is the list of register writes, in records of 13 bytes.
 #![allow(clippy::missing_panics_doc, clippy::unwrap_used)] // A helper of tests: it may panic.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -42,7 +42,7 @@ const CONFIG_SIZE: usize = 256;
 /// Offset of the MSI-X capability.
 const MSIX_CAPABILITY: usize = 0x40;
 
-/// What happened to a [`TestDevice`].
+/// An event at a [`TestDevice`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TestEvent {
     /// A region was written.
@@ -62,7 +62,7 @@ pub enum TestEvent {
     Reached(DoorbellMode),
     /// A reset.
     Reset,
-    /// The client has gone.
+    /// The client disconnected.
     Disconnected,
 }
 
@@ -76,15 +76,15 @@ struct State {
     intx_masked: bool,
     intx_level: bool,
     events: Vec<TestEvent>,
-    /// Of a migration.
+    /// The migration state.
     device_state: DeviceState,
-    /// Registers that weren't handed out since they were written.
+    /// Registers that were written since they were last read as migration data.
     changed: BTreeSet<(u32, u64)>,
     outgoing: VecDeque<u8>,
     incoming: Vec<u8>,
-    /// Pages that it wrote, while that is logged.
+    /// Dirty pages, while logging is on.
     dirty: Option<BTreeSet<u64>>,
-    /// By how much others were to be held back.
+    /// The requested throttling percentages.
     held_back: Vec<u8>,
 }
 
@@ -96,7 +96,7 @@ pub struct TestDevice {
     doorbell: Arc<OwnedFd>,
     authorized: AtomicBool,
     doorbell_mode: bool,
-    /// How long each region read takes.
+    /// Delay of each region read.
     delay: Mutex<Duration>,
 }
 
@@ -118,13 +118,13 @@ fn config() -> Vec<u8> {
 }
 
 impl TestDevice {
-    /// With doorbell mode.
+    /// Creates a device with doorbell mode.
     #[must_use]
     pub fn new() -> Arc<Self> {
         Self::make(true)
     }
 
-    /// As a device of another project is: it knows no doorbell mode.
+    /// Creates a device without doorbell mode, like those of other projects.
     #[must_use]
     pub fn without_doorbell_mode() -> Arc<Self> {
         Self::make(false)
@@ -160,7 +160,7 @@ impl TestDevice {
         })
     }
 
-    /// Makes configuration space something else: at most 256 bytes, until the next reset.
+    /// Replaces configuration space (at most 256 bytes) until the next reset.
     pub fn set_config(&self, bytes: &[u8]) {
         self.state().config[..bytes.len()].copy_from_slice(bytes);
     }
@@ -175,42 +175,42 @@ impl TestDevice {
         self.changed.notify_all();
     }
 
-    /// The file of BAR 2's memory; page `n` of the BAR is page `n` of the file.
+    /// Returns the file of BAR 2's memory. Page `n` of the BAR is page `n` of the file.
     #[must_use]
     pub fn memory(&self) -> &OwnedFd {
         &self.memory
     }
 
-    /// The eventfd of BAR 0, offset 8.
+    /// Returns the eventfd of BAR 0, offset 8.
     #[must_use]
     pub fn doorbell(&self) -> &OwnedFd {
         &self.doorbell
     }
 
-    /// Whether peers may connect from now on.
+    /// Sets whether peers may connect from now on.
     pub fn authorize_peers(&self, authorized: bool) {
         self.authorized.store(authorized, Ordering::SeqCst);
     }
 
-    /// Makes each region read take this long.
+    /// Sets the delay of each region read.
     pub fn set_delay(&self, delay: Duration) {
         *self.delay.lock().unwrap() = delay;
     }
 
-    /// As if it had written a byte of guest memory.
+    /// Marks a page as if the device had written a byte of guest memory.
     pub fn touch(&self, address: u64) {
         if let Some(dirty) = &mut self.state().dirty {
             dirty.insert(address / PAGE);
         }
     }
 
-    /// By how many per cent others were to be held back, each time.
+    /// Returns all requested throttling percentages.
     #[must_use]
     pub fn held_back(&self) -> Vec<u8> {
         self.state().held_back.clone()
     }
 
-    /// Signals an MSI-X vector; `false` where no eventfd is set.
+    /// Signals an MSI-X vector. Returns false if no eventfd is set.
     #[must_use]
     pub fn raise(&self, vector: u32) -> bool {
         self.signal(INTERRUPT_MSIX, vector)
@@ -223,7 +223,7 @@ impl TestDevice {
         }
     }
 
-    /// Sets the INTx level; fires once per unmasked rise, as an automasked interrupt does.
+    /// Sets the INTx level. Fires once per unmasked rise, as an automasked interrupt does.
     pub fn set_intx(&self, level: bool) {
         let mut state = self.state();
         state.intx_level = level;
@@ -234,36 +234,36 @@ impl TestDevice {
         }
     }
 
-    /// Wants another doorbell mode, and tells the client.
+    /// Requests another doorbell mode, and signals the client.
     pub fn want(&self, mode: DoorbellMode) {
         self.state().wanted = mode;
         let _ = self.signal(doorbell_mode::INTERRUPT, 0);
     }
 
-    /// The mode that the client has reached.
+    /// Returns the mode that the client has reached.
     #[must_use]
     pub fn reached(&self) -> DoorbellMode {
         self.state().reached
     }
 
-    /// A byte range of configuration space as the device sees it.
+    /// Returns bytes of configuration space from the device's side.
     #[must_use]
     pub fn config(&self, offset: usize, len: usize) -> Vec<u8> {
         self.state().config[offset..offset + len].to_vec()
     }
 
-    /// What happened so far.
+    /// Returns all events so far.
     #[must_use]
     pub fn events(&self) -> Vec<TestEvent> {
         self.state().events.clone()
     }
 
-    /// Forgets what happened.
+    /// Drops all events.
     pub fn clear_events(&self) {
         self.state().events.clear();
     }
 
-    /// Waits up to ten seconds until `condition` holds for what happened.
+    /// Waits up to ten seconds until `condition` holds for the events.
     pub fn wait_for(&self, what: &str, condition: impl Fn(&[TestEvent]) -> bool) {
         let deadline = Instant::now() + Duration::from_secs(10);
         let mut state = self.state();
@@ -274,14 +274,14 @@ impl TestDevice {
         }
     }
 
-    /// Copies of the descriptors of mapped guest memory, by address, with sizes.
+    /// Returns mapped guest memory: address, size, copy of the descriptor.
     #[must_use]
     pub fn dma(&self) -> Vec<(u64, u64, Option<OwnedFd>)> {
         let copy = |fd: &OwnedFd| fd.try_clone().unwrap();
         self.state().dma.iter().map(|(at, (size, fd))| (*at, *size, fd.as_ref().map(copy))).collect()
     }
 
-    /// Serves one client on a new thread over a socket pair. Drop the server to end it.
+    /// Serves one client on a new thread over a socket pair. Dropping the server ends it.
     #[must_use]
     pub fn serve_pair(self: &Arc<Self>) -> (UnixStream, TestServer) {
         let (ours, theirs) = UnixStream::pair().unwrap();
@@ -302,7 +302,7 @@ pub struct TestServer {
 }
 
 impl TestServer {
-    /// Waits for the client's end; says how it ended.
+    /// Waits until the client disconnects; returns the reason.
     #[must_use]
     pub fn join(mut self) -> Ended {
         self.thread.take().unwrap().join().unwrap()
@@ -396,7 +396,7 @@ impl Device for TestDevice {
         match region {
             REGION_CONFIG => {
                 let at = usize::try_from(offset).unwrap();
-                // Only the command register can be written here.
+                // Only the command register is writable here.
                 for (at, byte) in (at..).zip(data).filter(|(at, _)| (4..6).contains(at)) {
                     state.config[at] = *byte;
                 }
@@ -567,7 +567,7 @@ impl Migration for TestDevice {
     fn hold_back(&self, percent: u8) -> io::Result<()> {
         let mut state = TestDevice::state(self);
         if state.dirty.is_none() {
-            // As a device without a way to do so answers.
+            // As a device without throttling responds.
             return Err(rustix::io::Errno::NOTTY.into());
         }
         state.held_back.push(percent);

@@ -2,19 +2,19 @@
 
 use crate::wire::{MAX_FDS, MAX_TRANSFER, MAX_VERSION_DATA, wire_len};
 
-/// DMA ranges that one client may have mapped at a time.
+/// Limit of DMA ranges per client.
 pub(crate) const MAX_DMA_MAPS: u32 = 4096;
 
-/// What the peer can do, defaults applied.
+/// The peer's limits, with defaults applied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct PeerLimits {
-    /// Descriptors that it takes with one message.
+    /// Descriptors that it accepts per message.
     pub max_fds: usize,
     /// Bytes of one read or write.
     pub max_transfer: u32,
     /// DMA ranges at a time.
     pub max_dma_maps: u32,
-    /// It says that it knows GET_REGION_IO_FDS.
+    /// It announces GET_REGION_IO_FDS.
     pub region_io_fds: bool,
 }
 
@@ -38,8 +38,8 @@ struct Capabilities {
     max_data_xfer_size: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     max_dma_maps: Option<u64>,
-    /// Ours, not the protocol's: GET_REGION_IO_FDS is optional, and a widely used server loses track of its stream
-    /// when it is asked for it (`vfio_user` 0.1.7 doesn't read the body of commands that it doesn't know).
+    /// An extension of Causeway. GET_REGION_IO_FDS is optional, and a widely used server loses synchronization of its
+    /// stream on it: `vfio_user` 0.1.7 doesn't read the body of unknown commands.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     region_io_fds: Option<bool>,
 }
@@ -49,7 +49,7 @@ struct Capabilities {
 pub(crate) struct Offer(Capabilities);
 
 impl Offer {
-    /// Reads version data (JSON, NUL at the end). Empty data offer nothing beyond the defaults.
+    /// Parses version data (JSON with a terminating NUL). Empty data mean the defaults.
     pub(crate) fn parse(data: &[u8]) -> Option<Self> {
         if data.len() > MAX_VERSION_DATA {
             return None;
@@ -61,7 +61,7 @@ impl Offer {
         serde_json::from_slice::<VersionData>(text).ok().map(|data| Self(data.capabilities))
     }
 
-    /// What the peer can do.
+    /// Returns the peer's limits.
     pub(crate) fn limits(&self) -> PeerLimits {
         let default = PeerLimits::default();
         let small = |value: Option<u64>, default: u32| {
@@ -76,7 +76,7 @@ impl Offer {
         }
     }
 
-    /// The server's answer to this offer: its own limits, for those capabilities that were offered.
+    /// Returns the server's answer to this offer: its own limits for the offered capabilities.
     pub(crate) fn answer(&self) -> Vec<u8> {
         let own = own();
         encode(Capabilities {
@@ -88,7 +88,7 @@ impl Offer {
     }
 }
 
-/// What a client of ours offers.
+/// Returns the offer of this crate's client.
 pub(crate) fn client_offer() -> Vec<u8> {
     encode(own())
 }
@@ -103,7 +103,7 @@ fn own() -> Capabilities {
 }
 
 fn encode(capabilities: Capabilities) -> Vec<u8> {
-    // Numbers under fixed names: this can't fail.
+    // Numbers under fixed names: serialization can't fail.
     let mut data = serde_json::to_vec(&VersionData { capabilities }).unwrap_or_default();
     data.push(0);
     data

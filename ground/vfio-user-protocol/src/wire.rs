@@ -1,20 +1,20 @@
-//! Messages as they lie on the wire: host byte order, natural alignment (the protocol serves one host).
+//! Wire format of messages: host byte order, natural alignment, as both sides are on one host.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-/// Largest message of either direction: the largest transfer with its headers.
+/// Limit in bytes of a message in either direction: the largest transfer with its headers.
 pub(crate) const MAX_MESSAGE: usize = HEADER + size_of::<RegionAccess>() + MAX_TRANSFER_LEN;
-/// The most data of one read or write (`max_data_xfer_size`), the protocol's default.
+/// Limit in bytes of one read or write (`max_data_xfer_size`): the protocol's default.
 pub(crate) const MAX_TRANSFER: u32 = 1 << 20;
 const MAX_TRANSFER_LEN: usize = 1 << 20;
-/// Descriptors that we take with one message (`max_msg_fds`).
+/// Limit of descriptors per message (`max_msg_fds`).
 pub(crate) const MAX_FDS: usize = 64;
-/// Largest JSON text of a version message that we read.
+/// Limit in bytes of a version message's JSON text.
 pub(crate) const MAX_VERSION_DATA: usize = 4096;
-/// Bytes of [`Header`].
+/// Size in bytes of [`Header`].
 pub(crate) const HEADER: usize = size_of::<Header>();
 
-/// Protocol version that we propose and accept: 0.1.
+/// Supported protocol version: 0.1.
 pub(crate) const VERSION_MAJOR: u16 = 0;
 /// Minor version.
 pub(crate) const VERSION_MINOR: u16 = 1;
@@ -86,9 +86,9 @@ pub(crate) mod feature {
     pub(crate) const DMA_LOGGING_START: u32 = 6;
     pub(crate) const DMA_LOGGING_STOP: u32 = 7;
     pub(crate) const DMA_LOGGING_REPORT: u32 = 8;
-    /// Causeway's own, far from VFIO's numbers: [`super::HoldBack`].
+    /// Causeway's own feature, far from VFIO's numbers: [`super::HoldBack`].
     pub(crate) const HOLD_BACK: u32 = 0xCA01;
-    /// As [`HOLD_BACK`]: [`super::LateStart`].
+    /// Causeway's own feature for post-copy: [`super::LateStart`].
     pub(crate) const LATE_MEMORY: u32 = 0xCA02;
 }
 
@@ -96,18 +96,18 @@ pub(crate) mod feature {
 pub(crate) const MIGRATION_STOP_COPY: u64 = 1;
 /// `VFIO_MIGRATION_PRE_COPY`.
 pub(crate) const MIGRATION_PRE_COPY: u64 = 1 << 2;
-/// Pages that DMA logging counts in.
+/// Page size of DMA logging in bytes.
 pub(crate) const LOG_PAGE: u64 = 4096;
-/// Ranges that a client may name when it starts DMA logging.
+/// Limit of ranges in a start of DMA logging.
 pub(crate) const MAX_LOG_RANGES: u32 = 4096;
 
-/// What every message begins with.
+/// The start of every message.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub(crate) struct Header {
     pub id: u16,
     pub command: u16,
-    /// Of the whole message.
+    /// Size of the whole message in bytes.
     pub size: u32,
     pub flags: u32,
     pub error: u32,
@@ -127,7 +127,7 @@ impl Header {
     }
 }
 
-/// VERSION; JSON text with a NUL follows.
+/// VERSION; JSON text with a terminating NUL follows.
 #[derive(Debug, Clone, Copy, Default, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub(crate) struct Version {
@@ -178,7 +178,7 @@ pub(crate) struct RegionInfo {
     pub offset: u64,
 }
 
-/// What every region capability begins with.
+/// The start of every region capability.
 #[derive(Debug, Clone, Copy, Default, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub(crate) struct CapabilityHeader {
@@ -244,7 +244,7 @@ pub(crate) struct IrqInfo {
     pub count: u32,
 }
 
-/// DEVICE_SET_IRQS; booleans follow where the flags say so.
+/// DEVICE_SET_IRQS; booleans follow if the flags say so.
 #[derive(Debug, Clone, Copy, Default, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub(crate) struct IrqSet {
@@ -277,7 +277,7 @@ pub(crate) struct DeviceFeature {
 #[repr(C)]
 pub(crate) struct MigDeviceState {
     pub state: u32,
-    /// Means nothing here: data travel by message.
+    /// Unused: data are sent in messages.
     pub data_fd: u32,
 }
 
@@ -288,7 +288,8 @@ pub(crate) struct HoldBack {
     pub percent: u32,
 }
 
-/// Feature LATE_MEMORY; ranges follow, and three descriptors: the bitmap, a Unix socket (stream) for wishes, an eventfd for arrivals.
+/// Feature LATE_MEMORY (post-copy). Ranges follow, and three descriptors: the bitmap, a Unix stream socket for page
+/// requests, an eventfd for arrivals.
 #[derive(Debug, Clone, Copy, Default, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub(crate) struct LateStart {
@@ -296,7 +297,7 @@ pub(crate) struct LateStart {
     pub reserved: u32,
 }
 
-/// One range, as it is mapped, and where its bitmap begins in the file.
+/// A mapped range, and the offset of its bitmap in the file.
 #[derive(Debug, Clone, Copy, Default, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub(crate) struct LateRange {
@@ -314,7 +315,7 @@ pub(crate) struct LoggingStart {
     pub reserved: u32,
 }
 
-/// One range.
+/// A range to log.
 #[derive(Debug, Clone, Copy, Default, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub(crate) struct LoggingRange {
@@ -331,7 +332,7 @@ pub(crate) struct LoggingReport {
     pub page_size: u64,
 }
 
-/// MIG_DATA_READ and MIG_DATA_WRITE; data follow in the reply, or the request.
+/// MIG_DATA_READ and MIG_DATA_WRITE; data follow in the reply or the request, respectively.
 #[derive(Debug, Clone, Copy, Default, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub(crate) struct MigData {
@@ -367,7 +368,7 @@ const _: () = {
     assert!(MAX_TRANSFER as usize == MAX_TRANSFER_LEN);
 };
 
-/// A length that is known to be small, as a wire field.
+/// Converts a length that is known to be small to a wire field.
 pub(crate) fn wire_len(len: usize) -> u32 {
     u32::try_from(len).unwrap_or(u32::MAX)
 }

@@ -9,7 +9,7 @@ use tonic::{Request, Response, Status};
 use super::proto::host_service_server::{HostService, HostServiceServer};
 use super::{HostClient, HostError, NicRequest, proto};
 
-/// Answers with fixed values and remembers what it was asked.
+/// Responds with fixed values and records requests.
 #[derive(Default)]
 struct Fake {
     asked: Arc<Mutex<Vec<proto::AttachNicRequest>>>,
@@ -94,7 +94,7 @@ impl HostService for Fake {
     }
 }
 
-/// A gRPC server on a thread of its own, until the returned sender goes.
+/// Runs a gRPC server on its own thread until the returned sender is dropped.
 fn serve(socket: &Path, fake: Fake) -> tokio::sync::oneshot::Sender<()> {
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
     let listener = UnixListener::bind(socket).unwrap();

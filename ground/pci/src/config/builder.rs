@@ -1,11 +1,11 @@
-//! Building a configuration space: identity, BARs, capabilities.
+//! Builds a configuration space: identity, BARs, capabilities.
 
 use super::capability::{CapabilityBuilder, ExtendedCapabilityBuilder, MaskedBytes};
 use super::{CapabilityPlace, ConfigError, ConfigSpace, Masks};
 use crate::function::{BarKind, BarLayout};
 use crate::registers::*;
 
-/// Who a function says it is.
+/// Identification of a function.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Identity {
     /// Vendor ID.
@@ -36,7 +36,7 @@ pub struct ClassCode {
 impl ClassCode {
     /// Mass storage, other.
     pub const STORAGE_OTHER: Self = Self::new(0x01, 0x80, 0);
-    /// SCSI storage: what virtio-block traditionally shows.
+    /// SCSI storage: the traditional class of virtio-block.
     pub const STORAGE_SCSI: Self = Self::new(0x01, 0x00, 0);
     /// Ethernet controller.
     pub const ETHERNET: Self = Self::new(0x02, 0x00, 0);
@@ -49,7 +49,7 @@ impl ClassCode {
     /// Fits no other class.
     pub const OTHER: Self = Self::new(0xFF, 0x00, 0);
 
-    /// From its three bytes.
+    /// Builds a class code from its three bytes.
     #[must_use]
     pub const fn new(base: u8, sub: u8, interface: u8) -> Self {
         Self { base, sub, interface }
@@ -73,19 +73,19 @@ impl InterruptPin {
     /// All four, in order.
     pub const ALL: [Self; 4] = [Self::A, Self::B, Self::C, Self::D];
 
-    /// From the value of the interrupt pin register; `None` for 0 and what is reserved.
+    /// Converts the value of the interrupt pin register. Returns `None` for 0 and reserved values.
     #[must_use]
     pub fn from_register(value: u8) -> Option<Self> {
         value.checked_sub(1).and_then(|index| Self::ALL.get(usize::from(index)).copied())
     }
 
-    /// The value of the interrupt pin register, 1 to 4.
+    /// Returns the value of the interrupt pin register, 1 to 4.
     #[must_use]
     pub fn register(self) -> u8 {
         self.index() + 1
     }
 
-    /// 0 for INTA to 3 for INTD, as ACPI counts.
+    /// Returns 0 for INTA to 3 for INTD, as in ACPI.
     #[must_use]
     pub fn index(self) -> u8 {
         match self {
@@ -97,7 +97,7 @@ impl InterruptPin {
     }
 }
 
-/// Builds a [`ConfigSpace`] with header type 0. What it holds when built is the power-on state.
+/// Builds a [`ConfigSpace`] with header type 0. Its content when built is the power-on state.
 #[derive(Debug, Clone)]
 pub struct ConfigSpaceBuilder {
     value: Vec<u8>,
@@ -140,7 +140,7 @@ impl ConfigSpaceBuilder {
     /// Adds a BAR. Its decode bit in the command register becomes writable.
     ///
     /// # Errors
-    /// When the index or size is impossible, or the register is taken.
+    /// The index or size is invalid, or another BAR uses the register.
     pub fn bar(&mut self, layout: BarLayout) -> Result<&mut Self, ConfigError> {
         check_bar(&self.bars, layout)?;
         let offset = BAR0 + 4 * u16::from(layout.index);
@@ -164,13 +164,13 @@ impl ConfigSpaceBuilder {
         Ok(self)
     }
 
-    /// Says that the function has an INTx interrupt on this pin.
+    /// Sets the function's INTx pin.
     pub fn interrupt_pin(&mut self, pin: InterruptPin) -> &mut Self {
         self.set(INTERRUPT_PIN, &[pin.register()]);
         self
     }
 
-    /// Sets the multifunction bit. Not needed on [`crate::root::PciRoot`], which shows it by itself.
+    /// Sets the multifunction bit. [`crate::root::PciRoot`] sets it by itself.
     pub fn multifunction(&mut self) -> &mut Self {
         self.set(HEADER_TYPE, &[HEADER_MULTIFUNCTION]);
         self
@@ -179,12 +179,12 @@ impl ConfigSpaceBuilder {
     /// Appends a standard capability; returns its offset in configuration space.
     ///
     /// # Errors
-    /// When the 192 bytes for capabilities are used up.
+    /// The 192 bytes for capabilities are exhausted.
     pub fn capability(&mut self, capability: CapabilityBuilder) -> Result<u16, ConfigError> {
         let id = u16::from(capability.id);
         let offset = self.append(id, false, &capability.body)?;
         self.set(offset, &[capability.id]);
-        // Standard capabilities lie below 256: the low byte is the whole offset.
+        // Standard capabilities are below 256: the low byte is the whole offset.
         let [link, _] = offset.to_le_bytes();
         match self.last(false) {
             Some(previous) => self.set(previous + 1, &[link]),
@@ -198,10 +198,10 @@ impl ConfigSpaceBuilder {
     }
 
     /// Appends an extended capability; returns its offset in configuration space. Guests look for them only in
-    /// functions that have the PCI Express capability.
+    /// functions with the PCI Express capability.
     ///
     /// # Errors
-    /// When the 3840 bytes for extended capabilities are used up.
+    /// The 3840 bytes for extended capabilities are exhausted.
     pub fn extended_capability(&mut self, capability: ExtendedCapabilityBuilder) -> Result<u16, ConfigError> {
         let offset = self.append(capability.id, true, &capability.body)?;
         self.set(offset, &capability.id.to_le_bytes());
@@ -234,7 +234,7 @@ impl ConfigSpaceBuilder {
         };
         *next = after.next_multiple_of(4);
         self.set(offset, &body.value);
-        // ID and links stay read-only, whatever the masks say.
+        // ID and links stay read-only, independent of the masks.
         let header = if extended { 4 } else { 2 };
         for (mask, bits) in [
             (&mut self.masks.writable, &body.writable),
@@ -246,11 +246,10 @@ impl ConfigSpaceBuilder {
         Ok(offset)
     }
 
-    /// Adds a device-specific 32-bit register outside the capability lists, guest-writable where `writable` has ones.
+    /// Adds a device-specific 32-bit register outside the capability lists. The guest may write the bits of `writable`.
     ///
     /// # Errors
-    /// When `offset` isn't a multiple of 4 between 0x40 and 0xFFC, or lies where capabilities do. Add
-    /// capabilities first.
+    /// `offset` isn't a multiple of 4 between 0x40 and 0xFFC, or overlaps a capability. Add capabilities first.
     pub fn register(&mut self, offset: u16, value: u32, writable: u32) -> Result<&mut Self, ConfigError> {
         let at = usize::from(offset);
         let free = if at < LEGACY_CONFIG_SPACE_SIZE { self.next_capability } else { self.next_extended };
@@ -262,7 +261,7 @@ impl ConfigSpaceBuilder {
         Ok(self)
     }
 
-    /// The configuration space, in power-on state.
+    /// Builds the configuration space in power-on state.
     #[must_use]
     pub fn build(self) -> ConfigSpace {
         ConfigSpace::new(self.value, self.masks, self.bars, self.capabilities)

@@ -1,4 +1,4 @@
-//! Capabilities: what stands behind the capability list of a function.
+//! Capabilities: the entries of a function's capability lists.
 
 use super::ConfigError;
 use crate::msix::MsixLayout;
@@ -6,25 +6,25 @@ use crate::registers::{
     CAP_MSIX, CAP_PCI_EXPRESS, CAP_POWER_MANAGEMENT, CAP_VENDOR_SPECIFIC, MSIX_ENABLE, MSIX_FUNCTION_MASK,
 };
 
-/// What a PCI Express function is (PCI Express Base 5.0, 7.5.3.2).
+/// PCI Express device type of a function (PCI Express Base 5.0, 7.5.3.2).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExpressKind {
     /// An endpoint behind a root port.
     Endpoint,
-    /// An endpoint directly on the root bus; what functions of [`crate::root::PciRoot`] are.
+    /// An endpoint directly on the root bus, like all functions of [`crate::root::PciRoot`].
     RootComplexIntegratedEndpoint,
 }
 
-/// A standard capability: its bytes, and who may change which of their bits. All offsets count from the
-/// start of the capability, whose first two bytes (ID and next pointer) belong to the list itself.
+/// A standard capability: its bytes, and masks of the bits that guest and device may change. Offsets count from the
+/// start of the capability. Its first two bytes (ID and next pointer) belong to the list itself.
 #[derive(Debug, Clone)]
 pub struct CapabilityBuilder {
     pub(super) id: u8,
     pub(super) body: MaskedBytes,
 }
 
-/// An extended capability, in the part of configuration space that only ECAM reaches. All offsets count
-/// from the start of the capability, whose first four bytes (ID, version, next pointer) belong to the list.
+/// An extended capability, in the part of configuration space that only ECAM reaches. Offsets count from the start of
+/// the capability. Its first four bytes (ID, version, next pointer) belong to the list.
 #[derive(Debug, Clone)]
 pub struct ExtendedCapabilityBuilder {
     pub(super) id: u16,
@@ -32,7 +32,7 @@ pub struct ExtendedCapabilityBuilder {
     pub(super) body: MaskedBytes,
 }
 
-/// Bytes with, per bit, who may change them.
+/// Bytes, with masks of the bits that guest and device may change.
 #[derive(Debug, Clone, Default)]
 pub(super) struct MaskedBytes {
     pub(super) value: Vec<u8>,
@@ -61,7 +61,7 @@ impl MaskedBytes {
     }
 }
 
-/// Sets `mask` at `offset` of one of the masks, growing the capability where it is too short.
+/// Sets `mask` at `offset` of a mask, and grows the capability if necessary.
 fn set_mask(
     body: &mut MaskedBytes,
     select: fn(&mut MaskedBytes) -> &mut Vec<u8>,
@@ -76,14 +76,14 @@ fn set_mask(
 
 macro_rules! body_methods {
     () => {
-        /// Appends bytes, read-only until a mask says otherwise.
+        /// Appends bytes, which are read-only without a mask.
         #[must_use]
         pub fn bytes(mut self, bytes: &[u8]) -> Self {
             self.body.append(bytes);
             self
         }
 
-        /// Appends a little-endian 16-bit register, guest-writable where `writable` has ones.
+        /// Appends a little-endian 16-bit register. The guest may write the bits of `writable`.
         #[must_use]
         pub fn u16(mut self, value: u16, writable: u16) -> Self {
             let at = self.body.value.len();
@@ -91,7 +91,7 @@ macro_rules! body_methods {
             self.writable(at, &writable.to_le_bytes())
         }
 
-        /// Appends a little-endian 32-bit register, guest-writable where `writable` has ones.
+        /// Appends a little-endian 32-bit register. The guest may write the bits of `writable`.
         #[must_use]
         pub fn u32(mut self, value: u32, writable: u32) -> Self {
             let at = self.body.value.len();
@@ -114,21 +114,21 @@ macro_rules! body_methods {
             self
         }
 
-        /// Lets the device change the bits of `mask` at `offset` with [`super::ConfigSpace::device_write`],
-        /// and saves them.
+        /// Makes the bits of `mask` at `offset` changeable by the device with [`super::ConfigSpace::device_write`], and
+        /// part of the saved state.
         #[must_use]
         pub fn device_owned(mut self, offset: usize, mask: &[u8]) -> Self {
             set_mask(&mut self.body, |body| &mut body.device, offset, mask);
             self
         }
 
-        /// Length in bytes, with the header.
+        /// Returns the length in bytes, including the header.
         #[must_use]
         pub fn len(&self) -> usize {
             self.body.value.len()
         }
 
-        /// Never true: there is always a header.
+        /// Returns false: there is always a header.
         #[must_use]
         pub fn is_empty(&self) -> bool {
             self.body.value.is_empty()
@@ -137,7 +137,7 @@ macro_rules! body_methods {
 }
 
 impl CapabilityBuilder {
-    /// An empty capability with this ID; append its registers.
+    /// Creates an empty capability with this ID. Append its registers.
     #[must_use]
     pub fn new(id: u8) -> Self {
         Self { id, body: MaskedBytes::zeros(2) }
@@ -145,19 +145,19 @@ impl CapabilityBuilder {
 
     body_methods!();
 
-    /// A vendor-specific capability (PCI 3.0, 6.7 and appendix H): the length byte at offset 2 is made
-    /// here, `data` follows at offset 3. This is the shape of virtio's capabilities.
+    /// Creates a vendor-specific capability (PCI 3.0, 6.7 and appendix H). Offset 2 has the length, and `data` starts
+    /// at offset 3. Virtio's capabilities have this form.
     ///
     /// # Errors
-    /// When `data` and header exceed 255 bytes.
+    /// `data` and header exceed 255 bytes.
     pub fn vendor_specific(data: &[u8]) -> Result<Self, ConfigError> {
         let len = u8::try_from(data.len().saturating_add(3))
             .map_err(|_| ConfigError::CapabilityLength { id: CAP_VENDOR_SPECIFIC.into(), len: data.len() })?;
         Ok(Self::new(CAP_VENDOR_SPECIFIC).bytes(&[len]).bytes(data))
     }
 
-    /// MSI-X (PCI 3.0, 6.8.2): enable and function mask are writable, the rest says where table and
-    /// pending bits lie.
+    /// Creates an MSI-X capability (PCI 3.0, 6.8.2). Enable and function mask are writable. The rest describes the
+    /// table and the pending bits.
     #[must_use]
     pub fn msix(layout: &MsixLayout) -> Self {
         Self::new(CAP_MSIX)
@@ -166,19 +166,19 @@ impl CapabilityBuilder {
             .u32(layout.pba_offset() | u32::from(layout.pba_bar()), 0)
     }
 
-    /// PCI Express, version 2 (PCI Express Base 5.0, 7.5.3): no links, no function-level reset, 128-byte
-    /// payloads; the switches of device control that have no effect here are kept as written.
+    /// Creates a PCI Express capability, version 2 (PCI Express Base 5.0, 7.5.3): no links, no function-level reset,
+    /// 128-byte payloads. Device control bits without effect here keep the written value.
     #[must_use]
     pub fn express(kind: ExpressKind) -> Self {
         const VERSION: u16 = 2;
         const ROLE_BASED_ERRORS: u32 = 1 << 15;
         // Error reporting, relaxed ordering, no snoop, read request size.
         const CONTROL_WRITABLE: u16 = 0x780F | 1 << 4;
-        // Relaxed ordering and no snoop allowed, read requests of 512 bytes: the values after reset.
+        // Relaxed ordering and no snoop enabled, read requests of 512 bytes: the values after reset.
         const CONTROL_RESET: u16 = 0x2810;
         const STATUS_ERRORS: u16 = 0xF;
         let (port_type, link) = match kind {
-            // 2.5 GT/s, one lane: what a virtual link claims.
+            // 2.5 GT/s, one lane: the values of a virtual link.
             ExpressKind::Endpoint => (0x0, 0x11),
             ExpressKind::RootComplexIntegratedEndpoint => (0x9, 0),
         };
@@ -199,8 +199,8 @@ impl CapabilityBuilder {
             .bytes(&[0; 0x10])
     }
 
-    /// Power management (PCI Power Management 1.2, 3.2): D0 and D3hot, no PME, state survives D3hot. A
-    /// function in D3hot doesn't decode its BARs.
+    /// Creates a power management capability (PCI Power Management 1.2, 3.2): D0 and D3hot, no PME, state survives
+    /// D3hot. A function in D3hot doesn't decode its BARs.
     #[must_use]
     pub fn power_management() -> Self {
         const VERSION_1_2: u16 = 3;
@@ -213,7 +213,7 @@ impl CapabilityBuilder {
 }
 
 impl ExtendedCapabilityBuilder {
-    /// An empty extended capability with this ID and version (0 to 15); append its registers.
+    /// Creates an empty extended capability with this ID and version (0 to 15). Append its registers.
     #[must_use]
     pub fn new(id: u16, version: u8) -> Self {
         Self { id, version: version & 0xF, body: MaskedBytes::zeros(4) }
@@ -221,17 +221,17 @@ impl ExtendedCapabilityBuilder {
 
     body_methods!();
 
-    /// Device serial number (PCI Express Base 5.0, 7.9.3).
+    /// Creates a device serial number capability (PCI Express Base 5.0, 7.9.3).
     #[must_use]
     pub fn serial_number(serial: u64) -> Self {
         Self::new(0x0003, 1).bytes(&serial.to_le_bytes())
     }
 
-    /// Vendor-specific extended capability (PCI Express Base 5.0, 7.9.5): `data` follows the header that
-    /// holds `vsec_id`, `revision` (0 to 15) and the length.
+    /// Creates a vendor-specific extended capability (PCI Express Base 5.0, 7.9.5). `data` follows the header with
+    /// `vsec_id`, `revision` (0 to 15) and the length.
     ///
     /// # Errors
-    /// When header and `data` exceed 4095 bytes.
+    /// Header and `data` exceed 4095 bytes.
     pub fn vendor_specific(vsec_id: u16, revision: u8, data: &[u8]) -> Result<Self, ConfigError> {
         let len = u32::try_from(data.len().saturating_add(8))
             .ok()

@@ -5,19 +5,19 @@ use crate::registers::CONFIG_SPACE_SIZE;
 
 const VERSION: u32 = 1;
 
-/// Saved state of a [`ConfigSpace`]. The INTx status bit isn't part of it: the device publishes it anew.
+/// Saved state of a [`ConfigSpace`], without the INTx status bit: the device publishes it again.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct SavedConfig {
     /// Version of this type, 1.
     pub version: u32,
-    /// Vendor ID (low half) and device ID, to tell a mix-up.
+    /// Vendor ID (low half) and device ID, to detect a state of another device.
     pub identity: u32,
     /// Offset and value of each dword that differs from its power-on value, ascending.
     pub registers: Vec<(u16, u32)>,
 }
 
 impl ConfigSpace {
-    /// The state that a guest or the device can change.
+    /// Saves the state that a guest or the device can change.
     #[must_use]
     pub fn save(&self) -> SavedConfig {
         let mut stable = self.clone();
@@ -29,10 +29,10 @@ impl ConfigSpace {
         SavedConfig { version: VERSION, identity: self.u32(0), registers }
     }
 
-    /// Restores into a newly built configuration space of the same device.
+    /// Restores the state into a newly built configuration space of the same device.
     ///
     /// # Errors
-    /// When the state belongs to another device or version, or differs where nothing can change.
+    /// Device or version differ, or constant bits do.
     pub fn restore(mut self, saved: &SavedConfig) -> Result<Self, ConfigError> {
         if saved.version != VERSION {
             return Err(ConfigError::Version { found: saved.version, known: VERSION });

@@ -18,7 +18,7 @@ fn builder() -> ConfigSpaceBuilder {
     })
 }
 
-/// A configuration space with one of everything.
+/// A configuration space with one of each feature.
 fn full() -> ConfigSpace {
     let mut builder = builder();
     builder.bar(bar(0, BarKind::Memory32, 0x1000)).unwrap();
@@ -254,7 +254,7 @@ fn the_interrupt_status_is_published_not_saved() {
     assert_eq!(config.save().registers, []);
 }
 
-/// The simplest statement of what a write does: bit by bit.
+/// The reference model of a write: bit by bit.
 fn model_write(value: &mut [u8], masks: &Masks, offset: u16, data: &[u8]) {
     for (i, byte) in data.iter().enumerate() {
         let at = usize::from(offset) + i;
@@ -273,7 +273,7 @@ fn model_write(value: &mut [u8], masks: &Masks, offset: u16, data: &[u8]) {
 }
 
 proptest! {
-    /// Any sequence of accesses of any offset and size does what the bit-by-bit model says.
+    /// Any sequence of accesses with any offset and size matches the bit-by-bit model.
     #[test]
     fn random_accesses_follow_the_model(
         accesses in prop::collection::vec((any::<u16>(), prop::collection::vec(any::<u8>(), 0..9), any::<bool>()), 0..200),
@@ -304,7 +304,7 @@ proptest! {
         }
     }
 
-    /// Whatever was written, saving and restoring gives the same bytes, also through JSON.
+    /// After any writes, saving and restoring yields the same bytes, also through JSON.
     #[test]
     fn restore_gives_what_was_saved(
         writes in prop::collection::vec((0_u16..0x200, any::<u32>()), 0..100),
@@ -318,7 +318,7 @@ proptest! {
         prop_assert_eq!(restored.value, config.value);
     }
 
-    /// Restoring never panics, whatever the state holds.
+    /// Restoring never panics on any state.
     #[test]
     fn damaged_state_is_an_error_or_harmless(
         registers in prop::collection::vec((any::<u16>(), any::<u32>()), 0..20),

@@ -1,11 +1,11 @@
-//! Where the MSI-X table and pending bits of a function lie.
+//! Layout of a function's MSI-X table and pending bits.
 
 use super::{ENTRY_SIZE, MsixError};
 
-/// The most vectors that a function can have.
+/// Limit of vectors per function.
 pub const MAX_VECTORS: u16 = 2048;
 
-/// Smallest BAR of [`MsixLayout::exclusive`]: a page, so that nothing else shares its page.
+/// Smallest BAR of [`MsixLayout::exclusive`]: a page, so that nothing else shares it.
 const PAGE: u64 = 4096;
 
 /// Number of vectors, and BAR and offset of table and pending bits.
@@ -23,11 +23,10 @@ struct Place {
 }
 
 impl MsixLayout {
-    /// Table and pending bits at given places.
+    /// Creates a layout from BAR and offset of table and pending bits.
     ///
     /// # Errors
-    /// When there are no or more than [`MAX_VECTORS`] vectors, a BAR index or alignment (8 bytes) is
-    /// wrong, or both overlap.
+    /// `count` is 0 or above [`MAX_VECTORS`], a BAR index or alignment (8 bytes) is wrong, or both overlap.
     pub fn new(count: u16, table: (u8, u32), pba: (u8, u32)) -> Result<Self, MsixError> {
         if count == 0 || count > MAX_VECTORS {
             return Err(MsixError::Count { count });
@@ -53,7 +52,7 @@ impl MsixLayout {
         Ok(layout)
     }
 
-    /// A BAR of its own: the table at 0, the pending bits behind it, [`MsixLayout::bar_size`] bytes.
+    /// Creates a layout in a BAR of its own, of [`MsixLayout::bar_size`] bytes: the table at 0, then the pending bits.
     ///
     /// # Errors
     /// As for [`MsixLayout::new`].
@@ -61,49 +60,50 @@ impl MsixLayout {
         Self::new(count, (bar, 0), (bar, 16 * u32::from(count)))
     }
 
-    /// Number of vectors, 1 to [`MAX_VECTORS`].
+    /// Returns the number of vectors, 1 to [`MAX_VECTORS`].
     #[must_use]
     pub fn count(&self) -> u16 {
         self.count
     }
 
-    /// BAR of the table.
+    /// Returns the table's BAR.
     #[must_use]
     pub fn table_bar(&self) -> u8 {
         self.table.bar
     }
 
-    /// Offset of the table in its BAR.
+    /// Returns the table's offset in its BAR.
     #[must_use]
     pub fn table_offset(&self) -> u32 {
         self.table.offset
     }
 
-    /// BAR of the pending bits.
+    /// Returns the pending bits' BAR.
     #[must_use]
     pub fn pba_bar(&self) -> u8 {
         self.pba.bar
     }
 
-    /// Offset of the pending bits in their BAR.
+    /// Returns the pending bits' offset in their BAR.
     #[must_use]
     pub fn pba_offset(&self) -> u32 {
         self.pba.offset
     }
 
-    /// Bytes of the table.
+    /// Returns the table's size in bytes.
     #[must_use]
     pub fn table_size(&self) -> u64 {
         ENTRY_SIZE * u64::from(self.count)
     }
 
-    /// Bytes of the pending bits, whole 64-bit words.
+    /// Returns the size of the pending bits in bytes: whole 64-bit words.
     #[must_use]
     pub fn pba_size(&self) -> u64 {
         8 * u64::from(self.count).div_ceil(64)
     }
 
-    /// The smallest size that the BAR(s) of table and pending bits may have: a power of two, at least a page.
+    /// Returns the smallest size in bytes of the BAR or BARs of table and pending bits: a power of two, at least a
+    /// page.
     #[must_use]
     pub fn bar_size(&self) -> u64 {
         let table_end = u64::from(self.table.offset) + self.table_size();
@@ -111,12 +111,12 @@ impl MsixLayout {
         table_end.max(pba_end).max(PAGE).next_power_of_two()
     }
 
-    /// Offset within the table of an offset within a BAR.
+    /// Converts an offset in a BAR to one in the table.
     pub(super) fn within_table(&self, bar: u8, offset: u64) -> Option<u64> {
         within(self.table, self.table_size(), bar, offset)
     }
 
-    /// Offset within the pending bits of an offset within a BAR.
+    /// Converts an offset in a BAR to one in the pending bits.
     pub(super) fn within_pba(&self, bar: u8, offset: u64) -> Option<u64> {
         within(self.pba, self.pba_size(), bar, offset)
     }

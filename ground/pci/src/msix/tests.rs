@@ -194,8 +194,7 @@ fn step() -> impl Strategy<Value = Step> {
 }
 
 proptest! {
-    /// No interrupt is lost and none is made up: after each step, what was sent and what is pending is
-    /// what a model of one vector says.
+    /// No interrupt is lost or invented: after each step, sent and pending interrupts match a model of one vector.
     #[test]
     fn random_masking_loses_no_interrupt(steps in prop::collection::vec(step(), 0..100)) {
         let (msix, fakes) = msix(4);
@@ -228,8 +227,8 @@ proptest! {
         }
     }
 
-    /// Table accesses of any offset and length never panic, and what is read is what a byte array of
-    /// the table, with its reserved bits, holds.
+    /// Table accesses of any offset and length never panic. Reads match a byte array of the table with its reserved
+    /// bits.
     #[test]
     fn random_table_accesses_follow_the_model(
         accesses in prop::collection::vec((0_u64..80, prop::collection::vec(any::<u8>(), 0..24)), 0..50),

@@ -1,20 +1,20 @@
-//! How the guest reaches configuration spaces: ECAM (PCI Express Base 5.0, 7.2.2) and the port pair
-//! 0xCF8/0xCFC (PCI Local Bus 3.0, 3.2.2.3.2).
+//! The guest's access to configuration spaces: ECAM (PCI Express Base 5.0, 7.2.2) and the port pair 0xCF8/0xCFC (PCI
+//! Local Bus 3.0, 3.2.2.3.2).
 
 use super::FunctionAddress;
 
-/// Bytes of ECAM for bus 0, the only one.
+/// Size in bytes of ECAM for bus 0, the only bus.
 pub const ECAM_SIZE: u64 = 1 << 20;
 /// First of the eight ports.
 pub const CONFIG_PORTS_START: u16 = 0xCF8;
 /// Number of ports.
 pub const CONFIG_PORTS_LEN: u16 = 8;
 
-/// The bits of the address latch that exist: enable, bus, slot, function, dword.
+/// The implemented bits of the address latch: enable, bus, slot, function, dword.
 const LATCH_MASK: u32 = 0x80FF_FFFC;
 const LATCH_ENABLE: u32 = 1 << 31;
 
-/// Function and register that an ECAM offset means; `None` beyond bus 0.
+/// Returns function and register of an ECAM offset; `None` beyond bus 0.
 pub(super) fn ecam_target(offset: u64) -> Option<(FunctionAddress, u16)> {
     let offset = u32::try_from(offset).ok().filter(|offset| u64::from(*offset) < ECAM_SIZE)?;
     let [low, middle, high, _] = offset.to_le_bytes();
@@ -22,19 +22,19 @@ pub(super) fn ecam_target(offset: u64) -> Option<(FunctionAddress, u16)> {
     Some((FunctionAddress::from_devfn(devfn), u16::from_le_bytes([low, middle & 0xF])))
 }
 
-/// The latch after a dword was written to 0xCF8.
+/// Returns the latch after a dword write to 0xCF8.
 pub(super) fn latch_value(written: u32) -> u32 {
     written & LATCH_MASK
 }
 
-/// Function and register that port 0xCFC + `port` means; `None` while disabled or beyond bus 0.
+/// Returns function and register of port 0xCFC + `port`; `None` if disabled or beyond bus 0.
 pub(super) fn latch_target(latch: u32, port: u8) -> Option<(FunctionAddress, u16)> {
     let [register, devfn, bus, _] = latch.to_le_bytes();
     (latch & LATCH_ENABLE != 0 && bus == 0)
         .then(|| (FunctionAddress::from_devfn(devfn), u16::from(register & !3 | port & 3)))
 }
 
-/// Cuts an access into naturally aligned pieces of 4, 2 or 1 bytes: (offset from its start, length).
+/// Splits an access into naturally aligned pieces of 4, 2 or 1 bytes: offset from its start, length.
 pub(super) fn aligned_pieces(start: u64, len: usize) -> impl Iterator<Item = (usize, usize)> {
     let misalignment = usize::from(start.to_le_bytes()[0] & 3);
     let mut done = 0;

@@ -1,4 +1,4 @@
-//! Where a function sits on the root bus.
+//! A function's address on the root bus.
 
 use super::RootError;
 
@@ -18,10 +18,10 @@ impl FunctionAddress {
     /// The host bridge, 00:00.0.
     pub const HOST_BRIDGE: Self = Self { slot: 0, function: 0 };
 
-    /// From slot (0 to 31) and function (0 to 7).
+    /// Creates an address from slot (0 to 31) and function (0 to 7).
     ///
     /// # Errors
-    /// When there is no such place.
+    /// A number is out of range.
     pub fn new(slot: u8, function: u8) -> Result<Self, RootError> {
         if slot < SLOTS && function < FUNCTIONS {
             Ok(Self { slot, function })
@@ -30,7 +30,7 @@ impl FunctionAddress {
         }
     }
 
-    /// From the low byte of a configuration address: slot in bits 7 to 3, function in bits 2 to 0.
+    /// Converts the low byte of a configuration address: slot in bits 7 to 3, function in bits 2 to 0.
     #[must_use]
     pub fn from_devfn(devfn: u8) -> Self {
         Self { slot: devfn >> 3, function: devfn & 7 }

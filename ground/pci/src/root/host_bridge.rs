@@ -1,4 +1,4 @@
-//! The host bridge at 00:00.0: an identity for the guest to find, nothing behind it.
+//! The host bridge at 00:00.0: only an identity for the guest.
 
 use std::sync::{Arc, Mutex};
 
@@ -88,7 +88,7 @@ impl PciFunction for HostBridge {
     }
 
     fn save(&self) -> Result<SavedFunction, FunctionError> {
-        // Part of the root's own saved state.
+        // The root's own saved state contains it.
         Err(FunctionError::NotSaveable {
             name: self.name().to_owned(),
             reason: "it is saved with the root bus".to_owned(),

@@ -1,4 +1,4 @@
-//! INTx routing: the swizzle from slot and pin to an interrupt controller input, and the wired OR on it.
+//! INTx routing: the swizzle from slot and pin to an interrupt controller input, and the wired OR on each input.
 
 use std::sync::{Arc, Mutex};
 
@@ -7,16 +7,16 @@ use crate::config::InterruptPin;
 use crate::interrupt::{InterruptError, IntxLine};
 use crate::sync::lock;
 
-/// First of the four GSIs that INTx is routed to: the IOAPIC pins above the ISA ones.
+/// First of the four GSIs of INTx: the IOAPIC pins above the ISA ones.
 pub const FIRST_INTX_GSI: u32 = 16;
 const GSIS: usize = 4;
 
-/// Drives interrupt controller inputs; implemented by the monitor, for instance as a closure.
+/// Drives interrupt controller inputs. The monitor implements it, for instance as a closure.
 pub trait IntxSink: Send + Sync {
-    /// Sets the level of input `gsi`. Called when the OR of all functions on it changes, in order.
+    /// Sets the level of input `gsi`. Called in order whenever the OR of all functions on it changes.
     ///
     /// # Errors
-    /// When the interrupt controller refuses.
+    /// The interrupt controller refuses.
     fn set_gsi(&self, gsi: u32, asserted: bool) -> Result<(), InterruptError>;
 }
 
@@ -26,18 +26,18 @@ impl<F: Fn(u32, bool) -> Result<(), InterruptError> + Send + Sync> IntxSink for 
     }
 }
 
-/// One line of ACPI's `_PRT`: active low or high doesn't matter there, the IOAPIC entry is level-triggered.
+/// One entry of ACPI's `_PRT`. The entry has no polarity; the IOAPIC entry is level-triggered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct IntxRoute {
-    /// Slot; `_PRT` wants `slot << 16 | 0xFFFF`.
+    /// Slot; `_PRT` encodes it as `slot << 16 | 0xFFFF`.
     pub slot: u8,
-    /// Pin; `_PRT` wants [`InterruptPin::index`].
+    /// Pin; `_PRT` encodes it as [`InterruptPin::index`].
     pub pin: InterruptPin,
     /// Interrupt controller input.
     pub gsi: u32,
 }
 
-/// The GSI of a slot's pin: GSIs 16 to 19, rotated by slot so that INTA of neighbours doesn't share one.
+/// Returns the GSI of a slot's pin: GSIs 16 to 19, rotated by slot so that adjacent slots' INTA don't share one.
 #[must_use]
 pub fn intx_gsi(slot: u8, pin: InterruptPin) -> u32 {
     FIRST_INTX_GSI + u32::from(wire_index(slot, pin))
@@ -50,7 +50,7 @@ fn wire_index(slot: u8, pin: InterruptPin) -> u8 {
 /// The four wires, each the OR of its contributions.
 pub(super) struct IntxWires {
     sink: Arc<dyn IntxSink>,
-    /// How many functions assert each wire.
+    /// Number of functions that assert each wire.
     asserting: [Mutex<u32>; GSIS],
 }
 
@@ -59,7 +59,7 @@ impl IntxWires {
         Arc::new(Self { sink, asserting: Default::default() })
     }
 
-    /// A contribution for a function at `address`.
+    /// Creates a contribution for the function at `address`.
     pub(super) fn line(self: &Arc<Self>, address: FunctionAddress, pin: InterruptPin) -> Arc<dyn IntxLine> {
         Arc::new(Contribution {
             wires: Arc::clone(self),
@@ -68,7 +68,7 @@ impl IntxWires {
         })
     }
 
-    /// How many functions assert each GSI at present.
+    /// Returns how many functions assert each GSI now.
     pub(super) fn levels(&self) -> [(u32, u32); GSIS] {
         let mut gsi = FIRST_INTX_GSI;
         self.asserting.each_ref().map(|count| {
@@ -90,7 +90,7 @@ impl IntxWires {
     }
 }
 
-/// What one function adds to a wire.
+/// One function's contribution to a wire.
 struct Contribution {
     wires: Arc<IntxWires>,
     wire: u8,

@@ -1,9 +1,8 @@
-//! Which BARs answer where: keeps what the monitor has placed in step with what configuration spaces say.
+//! Places BARs: keeps the monitor's placements consistent with the configuration spaces.
 //!
-//! The guest can put a BAR anywhere, also on top of another one, and Linux does so for a moment while it
-//! finds out sizes or swaps addresses. Rule: a BAR is placed only inside the windows of the bus and where no
-//! other BAR of the bus lies; otherwise it is refused, answers nowhere, and is tried again when another
-//! BAR leaves.
+//! The guest can set a BAR to any address, also on top of another one. Linux does so for a moment during sizing or when
+//! it swaps addresses. A BAR is placed only inside the windows of the bus and where no other BAR is. Otherwise it is
+//! refused and responds nowhere. It is retried when another BAR is removed.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -35,14 +34,14 @@ struct Refused {
     reason: String,
 }
 
-/// What became of a BAR, for `inspect`.
+/// State of a BAR, for `inspect`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum BarStatus {
     /// Its decoding is off.
     Off,
-    /// It answers here.
+    /// It responds at this address.
     Placed(u64),
-    /// It should answer here, but doesn't.
+    /// It should respond at this address, but doesn't, for this reason.
     Refused(u64, String),
 }
 
@@ -51,12 +50,12 @@ impl Placement {
         Self { windows, placer, placed: BTreeMap::new(), refused: BTreeMap::new(), log: LogLimit::new() }
     }
 
-    /// Makes the BARs of one function answer where its configuration space says. With `refresh`, also
-    /// those that stay where they are are attached anew, because their doorbells or mappings changed.
+    /// Places the BARs of one function at the addresses in its configuration space. With `refresh`, unchanged BARs are
+    /// attached again, because their doorbells or mappings changed.
     pub(super) fn settle(&mut self, at: FunctionAddress, function: &Arc<dyn PciFunction>, refresh: bool) {
         let places = function.places();
         let mut freed = false;
-        // All leave before any moves in, so that BARs of one function can swap.
+        // Remove all before placing any, so that BARs of one function can swap.
         for place in &places {
             let key = (at, place.layout.index);
             self.refused.remove(&key);
@@ -71,7 +70,7 @@ impl Placement {
                     self.place(key, Placed { function: Arc::clone(function), layout: place.layout, address });
                 }
                 (Some(address), Some(placed)) if placed.address == address && refresh => self.refresh(key),
-                // A BAR that couldn't leave its old address: tried again with the next change.
+                // A BAR that couldn't be removed from its old address: retry at the next change.
                 (Some(_) | None, _) => {}
             }
         }
@@ -80,7 +79,7 @@ impl Placement {
         }
     }
 
-    /// What became of the BAR.
+    /// Returns the BAR's state.
     pub(super) fn status(&self, at: FunctionAddress, bar: u8) -> BarStatus {
         let key = (at, bar);
         if let Some(placed) = self.placed.get(&key) {
@@ -123,8 +122,8 @@ impl Placement {
         self.placer.place(&wanted.function, wanted.layout, wanted.address).map_err(|error| error.reason)
     }
 
-    /// Whether the address is free now. When the monitor can't take a BAR away, it counts as placed, so that
-    /// nothing else is put there.
+    /// Removes a BAR. Returns whether its address is free. A BAR that the monitor can't remove stays placed, so that
+    /// nothing else gets its address.
     fn unplace(&mut self, key: Key) -> bool {
         let Some(placed) = self.placed.get(&key) else { return false };
         match self.placer.unplace(&placed.function, placed.layout, placed.address) {
@@ -174,7 +173,7 @@ impl Placement {
 
 fn overlap(a: &Placed, b: &Placed) -> bool {
     let same_space = (a.layout.kind == BarKind::Io) == (b.layout.kind == BarKind::Io);
-    // Both lie within windows, so that the ends don't overflow.
+    // Both are within windows, so their ends don't overflow.
     same_space
         && a.address < b.address.saturating_add(b.layout.size)
         && b.address < a.address.saturating_add(a.layout.size)

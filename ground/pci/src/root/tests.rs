@@ -123,7 +123,7 @@ fn the_port_pair_reaches_the_first_256_bytes() {
     assert_eq!(word, [0x23, 0xC1]);
     root.ports_write(7, &[0xC2]);
     assert_eq!(bench.read(2, 0, 0x10), 0xC223_4000);
-    // Across the end of the ports: only what is within.
+    // Across the end of the ports: only the part before it.
     root.ports_read(6, &mut dword);
     assert_eq!(dword, [0x23, 0xC2, 0xFF, 0xFF]);
 }
@@ -133,7 +133,7 @@ fn the_latch_answers_to_dwords_only() {
     let bench = Bench::new();
     let root = &bench.root;
     root.ports_write(0, &0x8000_0000_u32.to_le_bytes());
-    // Linux does this first when it looks for configuration mechanism 1.
+    // Linux does this first when it probes for configuration mechanism 1.
     root.ports_write(3, &[0x01]);
     root.ports_write(0, &[0; 2]);
     root.ports_write(1, &[0x0E]);
@@ -371,7 +371,7 @@ fn new_fake() -> Arc<dyn PciFunction> {
 
 crate::pci_function_contract!(fake_function_contract, new_fake);
 
-/// BAR registers with the addresses that make trouble: neighbours, window edges, other BARs, anything.
+/// BAR values at the boundaries: adjacent addresses, window edges, other BARs, and random ones.
 fn bar_value() -> impl Strategy<Value = u32> {
     prop_oneof![
         (0_u32..8).prop_map(|page| 0xC000_0000 + page * 0x800),
@@ -385,8 +385,8 @@ fn bar_value() -> impl Strategy<Value = u32> {
 }
 
 proptest! {
-    /// However BARs move, no two are ever placed on each other (the placer panics), none is placed where
-    /// RAM is, and one that is decoded at an address free for it answers there.
+    /// For any BAR moves, no two placed BARs overlap (the placer panics) and none is placed on RAM. A decoded BAR at a
+    /// free address responds there.
     #[test]
     fn random_bar_moves_never_overlap(
         moves in prop::collection::vec((1_u8..4, 0_u16..8, bar_value()), 1..120),
@@ -438,7 +438,7 @@ proptest! {
         }
     }
 
-    /// Accesses of any offset and length through both mechanisms never panic, and reads agree with each other.
+    /// Accesses of any offset and length through both mechanisms never panic, and their reads agree.
     #[test]
     fn random_accesses_are_safe(
         accesses in prop::collection::vec(

@@ -1,8 +1,8 @@
-//! The address windows of the root bus, and the first placement of BARs in them.
+//! The address windows of the root bus, and the first assignment of BARs in them.
 
 use crate::function::{BarKind, BarLayout};
 
-/// BARs smaller than a page get a page for themselves, so that each can be mapped on its own.
+/// A BAR that is smaller than a page gets a page of its own, so that it can be mapped separately.
 const PAGE: u64 = 4096;
 
 /// A range of guest-physical addresses or ports.
@@ -22,8 +22,8 @@ impl AddressRange {
     }
 }
 
-/// What the root bus decodes (`_CRS` of the host bridge): BARs answer inside these windows only, wherever
-/// the guest puts them. None may hold RAM or other devices.
+/// The windows that the root bus decodes (`_CRS` of the host bridge). BARs respond only inside them, independent of the
+/// guest's settings. No window may contain RAM or other devices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 pub struct Windows {
     /// Memory below 4 GiB.
@@ -35,12 +35,12 @@ pub struct Windows {
 }
 
 impl Windows {
-    /// Whether a BAR at `address` lies within one window.
+    /// Returns whether a BAR at `address` is within one window.
     pub(super) fn contain(&self, layout: &BarLayout, address: u64) -> bool {
         self.candidates(layout.kind).into_iter().flatten().any(|window| window.contains(address, layout.size))
     }
 
-    /// Windows for a kind of BAR, the preferred one first.
+    /// Returns the windows for a kind of BAR, the preferred one first.
     fn candidates(&self, kind: BarKind) -> [Option<AddressRange>; 2] {
         match kind {
             BarKind::Io => [self.io, None],
@@ -62,7 +62,7 @@ impl<'a> Allocator<'a> {
         Self { windows, memory: Vec::new(), io: Vec::new() }
     }
 
-    /// The lowest free address for a BAR, which is taken from then on.
+    /// Allocates the lowest free address for a BAR.
     pub(super) fn allocate(&mut self, layout: &BarLayout) -> Option<u64> {
         let (taken, len) = match layout.kind {
             BarKind::Io => (&mut self.io, layout.size),
@@ -80,7 +80,7 @@ impl<'a> Allocator<'a> {
     }
 }
 
-/// `taken` is sorted and `len` a power of two. Address 0 means "not assigned" and is never given.
+/// `taken` is sorted, and `len` is a power of two. Address 0 means "not assigned" and is never allocated.
 fn first_fit(taken: &[AddressRange], window: AddressRange, len: u64) -> Option<u64> {
     let mut candidate = window.start.max(1).checked_next_multiple_of(len)?;
     for range in taken {

@@ -1,4 +1,4 @@
-//! What every [`PciFunction`] must do, as checks that panic with what was broken. Use them through
+//! The contract of every [`PciFunction`], as checks that panic with the violation. Use them through
 //! [`crate::pci_function_contract!`].
 
 use std::sync::Arc;
@@ -7,8 +7,8 @@ use crate::config::ConfigSpace;
 use crate::function::{BarKind, BarLayout, FunctionError, PciFunction};
 use crate::registers::*;
 
-/// Makes a module `$module` with one test per check of the contract. `$make` is a function (or closure)
-/// without arguments that returns a newly made `Arc<dyn PciFunction>`.
+/// Creates a module `$module` with one test per check of the contract. `$make` is a function or closure without
+/// arguments that returns a new `Arc<dyn PciFunction>`.
 #[macro_export]
 macro_rules! pci_function_contract {
     ($module:ident, $make:expr) => {
@@ -64,10 +64,10 @@ macro_rules! pci_function_contract {
     };
 }
 
-/// How a test makes the function.
+/// Creates the function under test.
 pub type Make<'a> = &'a dyn Fn() -> Arc<dyn PciFunction>;
 
-/// Offsets of all dwords of configuration space.
+/// Returns the offsets of all dwords of configuration space.
 fn dwords() -> impl Iterator<Item = u16> {
     (0..=u16::MAX).step_by(4).take(CONFIG_SPACE_SIZE / 4)
 }
@@ -91,7 +91,7 @@ fn set_decoding(function: &dyn PciFunction, on: bool) {
     function.config_write(COMMAND, &command.to_le_bytes());
 }
 
-/// xorshift64: the checks must not depend on a crate for tests.
+/// xorshift64, so that the checks need no crate for tests.
 struct Noise(u64);
 
 impl Noise {
@@ -103,13 +103,13 @@ impl Noise {
     }
 }
 
-/// Accesses of all sizes that the bus makes within the dword at `offset`.
+/// Returns the accesses of all sizes that the bus makes within the dword at `offset`.
 fn accesses(offset: u16) -> [(u16, usize); 9] {
     [(0, 4), (0, 2), (1, 2), (2, 2), (0, 1), (1, 1), (2, 1), (3, 1), (0, 4)]
         .map(|(at, len)| (offset + at, len))
 }
 
-/// BARs are possible; doorbells and mappings lie within them, mappings in whole pages.
+/// BARs are valid. Doorbells and mappings are within them, mappings in whole pages.
 pub fn resources_lie_within_bars(make: Make<'_>) {
     const PAGE: u64 = 4096;
     let function = make();
@@ -138,7 +138,7 @@ pub fn resources_lie_within_bars(make: Make<'_>) {
     assert_eq!(placed, bars, "places and BARs are the same, in the same order");
 }
 
-/// Every read that the bus can make is answered, and the same bytes come by byte, word and dword.
+/// Every read that the bus can make returns the same bytes by byte, word and dword.
 pub fn config_reads_are_safe_and_consistent(make: Make<'_>) {
     let function = make();
     for offset in dwords() {
@@ -153,8 +153,8 @@ pub fn config_reads_are_safe_and_consistent(make: Make<'_>) {
     assert_eq!(read_u32(function.as_ref(), HEADER_TYPE & !3) >> 16 & 0x7F, 0, "header type 0");
 }
 
-/// The sizing protocol (PCI Local Bus 3.0, 6.2.5.1) yields each BAR's size and kind; a BAR answers where it is put while
-/// its decoding is on, and nowhere while it is off, unassigned or being sized.
+/// The sizing protocol (PCI Local Bus 3.0, 6.2.5.1) yields each BAR's size and kind. A BAR responds at its address
+/// while its decoding is on, and nowhere while it is off, unassigned or being sized.
 pub fn bars_can_be_sized_and_moved(make: Make<'_>) {
     let function = make();
     let function = function.as_ref();
@@ -225,7 +225,7 @@ fn sized(function: &dyn PciFunction, bar: &BarLayout) -> u64 {
     (!mask).wrapping_add(1)
 }
 
-/// Whatever the guest writes, who the function is, its header and its capability list stay.
+/// No guest write changes the function's identity, header or capability list.
 pub fn hostile_config_writes_keep_the_identity(make: Make<'_>) {
     let function = make();
     let function = function.as_ref();
@@ -251,7 +251,7 @@ pub fn hostile_config_writes_keep_the_identity(make: Make<'_>) {
     drop(function.inspect());
 }
 
-/// Vendor, device, class, header type, subsystem, interrupt pin, and the ID of each capability.
+/// Returns vendor, device, class, header type, subsystem, interrupt pin, and the ID of each capability.
 fn identity(function: &dyn PciFunction) -> Vec<u32> {
     let mut identity = vec![
         read_u32(function, VENDOR_ID),
@@ -267,7 +267,7 @@ fn identity(function: &dyn PciFunction) -> Vec<u32> {
     identity
 }
 
-/// Any access to any BAR, also to those that aren't there and beyond their ends, is survived.
+/// Any access to any BAR, including missing BARs and beyond their ends, is harmless.
 pub fn hostile_bar_accesses_are_safe(make: Make<'_>) {
     let function = make();
     let function = function.as_ref();
@@ -298,7 +298,7 @@ pub fn hostile_bar_accesses_are_safe(make: Make<'_>) {
     drop(function.inspect());
 }
 
-/// After a reset, configuration space is what it was at power-on, and no BAR answers.
+/// After a reset, configuration space equals that at power-on, and no BAR responds.
 pub fn reset_restores_power_on_state(make: Make<'_>) {
     let function = make();
     let function = function.as_ref();
@@ -315,7 +315,7 @@ pub fn reset_restores_power_on_state(make: Make<'_>) {
     }
 }
 
-/// Both may be called again, and in either order.
+/// Both calls may be repeated, in any order.
 pub fn quiesce_and_unquiesce_can_be_repeated(make: Make<'_>) {
     let function = make();
     expect(function.unquiesce());
@@ -331,7 +331,7 @@ pub fn quiesce_and_unquiesce_can_be_repeated(make: Make<'_>) {
     expect(function.unquiesce());
 }
 
-/// Saving twice yields the same; a function that can't be saved says so by its own name.
+/// Saving twice yields the same state. A function that can't be saved returns an error with its own name.
 pub fn saving_changes_nothing(make: Make<'_>) {
     let function = make();
     expect(function.quiesce());
@@ -349,7 +349,7 @@ pub fn saving_changes_nothing(make: Make<'_>) {
     expect(function.unquiesce());
 }
 
-/// Configuration space and BARs take accesses from several vCPUs at once.
+/// Several vCPUs may access configuration space and BARs at once.
 pub fn accesses_from_several_threads_are_safe(make: Make<'_>) {
     let function = make();
     let bars = function.bars();

@@ -1,5 +1,4 @@
-//! A function with memory behind its BARs: for tests of the bus, and the shortest complete example of a
-//! function.
+//! A function with memory behind its BARs, for tests of the bus. Also the shortest complete example of a function.
 
 use std::sync::{Arc, Mutex};
 
@@ -15,10 +14,10 @@ use crate::intx::IntxPin;
 use crate::msix::{Msix, MsixLayout, SavedMsix};
 use crate::sync::lock;
 
-/// Bytes of memory behind each BAR; larger BARs read as zero beyond.
+/// Size in bytes of the memory behind each BAR. Larger BARs read as zero beyond it.
 const MEMORY: usize = 256;
 
-/// What a [`FakeFunction`] is made of.
+/// Parameters of a [`FakeFunction`].
 pub struct FakeFunctionBuilder {
     name: String,
     bars: Vec<BarLayout>,
@@ -40,14 +39,14 @@ impl FakeFunctionBuilder {
         self
     }
 
-    /// Gives it an INTx pin.
+    /// Sets the INTx pin.
     #[must_use]
     pub fn pin(mut self, pin: InterruptPin) -> Self {
         self.pin = Some(pin);
         self
     }
 
-    /// Gives it MSI-X in a 32-bit BAR of its own.
+    /// Adds MSI-X in a 32-bit BAR of its own.
     #[must_use]
     pub fn msix(mut self, bar: u8, count: u16, msi: Arc<dyn Msi>) -> Self {
         let layout = MsixLayout::exclusive(bar, count).expect("the test asks for a possible table");
@@ -61,7 +60,7 @@ impl FakeFunctionBuilder {
         self
     }
 
-    /// The function. Panics on impossible BARs: it is for tests.
+    /// Builds the function. Panics on invalid BARs.
     #[must_use]
     pub fn build(self) -> Arc<FakeFunction> {
         let mut builder = ConfigSpace::builder(Identity {
@@ -115,19 +114,19 @@ struct SavedFake {
 }
 
 impl FakeFunction {
-    /// Starts building one.
+    /// Starts building a function.
     #[must_use]
     pub fn builder(name: &str) -> FakeFunctionBuilder {
         FakeFunctionBuilder { name: name.to_owned(), bars: Vec::new(), pin: None, msix: None }
     }
 
-    /// Its MSI-X, where it has one.
+    /// Returns its MSI-X, if any.
     #[must_use]
     pub fn msix(&self) -> Option<&Msix> {
         self.msix.as_ref()
     }
 
-    /// Its INTx pin.
+    /// Returns its INTx pin.
     #[must_use]
     pub fn intx(&self) -> &IntxPin {
         &self.intx

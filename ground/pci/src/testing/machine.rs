@@ -1,4 +1,4 @@
-//! Stand-ins for what the monitor implements. They panic where the code under test breaks a promise.
+//! Stand-ins for the monitor's implementations. They panic if the code under test violates an interface.
 
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex};
@@ -8,7 +8,7 @@ use crate::interrupt::{InterruptError, IntxLine, Msi, MsiMessage, MsiVector};
 use crate::root::{AddressRange, FIRST_INTX_GSI, IntxSink};
 use crate::sync::lock;
 
-/// Counts what it sends; panics when it is triggered while masked.
+/// Counts sent interrupts. Panics on a trigger while masked.
 #[derive(Debug, Default)]
 pub struct FakeVector {
     state: Mutex<VectorState>,
@@ -22,36 +22,36 @@ struct VectorState {
 }
 
 impl FakeVector {
-    /// A masked vector.
+    /// Creates a masked vector.
     #[must_use]
     pub fn new() -> Arc<Self> {
         Arc::new(Self::default())
     }
 
-    /// The messages that were sent, oldest first.
+    /// Returns the sent messages, oldest first.
     #[must_use]
     pub fn sent(&self) -> Vec<MsiMessage> {
         lock(&self.state).sent.clone()
     }
 
-    /// How many were sent.
+    /// Returns the number of sent messages.
     #[must_use]
     pub fn count(&self) -> usize {
         lock(&self.state).sent.len()
     }
 
-    /// Starts counting anew.
+    /// Resets the count.
     pub fn forget_sent(&self) {
         lock(&self.state).sent.clear();
     }
 
-    /// The present message, `None` while masked.
+    /// Returns the current message; `None` while masked.
     #[must_use]
     pub fn message(&self) -> Option<MsiMessage> {
         lock(&self.state).message
     }
 
-    /// From now on every call fails, or no longer.
+    /// Makes every call fail from now on, or succeed again.
     pub fn refuse(&self, refusing: bool) {
         lock(&self.state).refusing = refusing;
     }
@@ -94,13 +94,13 @@ pub struct FakeMsi {
 }
 
 impl FakeMsi {
-    /// With nothing allocated.
+    /// Creates an allocator.
     #[must_use]
     pub fn new() -> Arc<Self> {
         Arc::new(Self::default())
     }
 
-    /// Everything that was allocated, in order.
+    /// Returns all allocated vectors in order.
     #[must_use]
     pub fn vectors(&self) -> Vec<Arc<FakeVector>> {
         lock(&self.vectors).clone()
@@ -115,20 +115,20 @@ impl Msi for FakeMsi {
     }
 }
 
-/// Remembers its level.
+/// Records its level.
 #[derive(Debug, Default)]
 pub struct FakeLine {
     asserted: Mutex<bool>,
 }
 
 impl FakeLine {
-    /// A line that isn't asserted.
+    /// Creates a deasserted line.
     #[must_use]
     pub fn new() -> Arc<Self> {
         Arc::new(Self::default())
     }
 
-    /// Its level.
+    /// Returns its level.
     #[must_use]
     pub fn asserted(&self) -> bool {
         *lock(&self.asserted)
@@ -142,20 +142,20 @@ impl IntxLine for FakeLine {
     }
 }
 
-/// Remembers the level of each GSI; panics when a level is set that it has already, or on a GSI that isn't INTx's.
+/// Records the level of each GSI. Panics on a level that the GSI already has, and on a GSI that isn't INTx's.
 #[derive(Debug, Default)]
 pub struct FakeIntx {
     levels: Mutex<[bool; 4]>,
 }
 
 impl FakeIntx {
-    /// With no GSI asserted.
+    /// Creates a controller with no asserted GSI.
     #[must_use]
     pub fn new() -> Arc<Self> {
         Arc::new(Self::default())
     }
 
-    /// Whether a GSI from 16 to 19 is asserted.
+    /// Returns whether a GSI from 16 to 19 is asserted.
     #[must_use]
     pub fn asserted(&self, gsi: u32) -> bool {
         lock(&self.levels)[Self::index(gsi)]
@@ -178,7 +178,7 @@ impl IntxSink for FakeIntx {
     }
 }
 
-/// A BAR that is placed.
+/// A placed BAR.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlacedBar {
     /// Function name.
@@ -197,8 +197,8 @@ impl PlacedBar {
     }
 }
 
-/// Remembers what is placed; panics when two BARs overlap, when one is placed twice, or one is unplaced
-/// that isn't there. Refuses memory where the test says that RAM or another device is.
+/// Records placements. Panics if two BARs overlap, if one is placed twice, or if a BAR is unplaced at an address where
+/// it isn't. Refuses memory in the test's occupied ranges.
 #[derive(Debug, Default)]
 pub struct RecordingPlacer {
     placed: Mutex<Vec<PlacedBar>>,
@@ -207,25 +207,25 @@ pub struct RecordingPlacer {
 }
 
 impl RecordingPlacer {
-    /// With nothing placed and nothing occupied.
+    /// Creates a placer without placements and occupied ranges.
     #[must_use]
     pub fn new() -> Arc<Self> {
         Arc::new(Self::default())
     }
 
-    /// With memory ranges that hold RAM or other devices.
+    /// Creates a placer with memory ranges that RAM or other devices occupy.
     #[must_use]
     pub fn with_occupied(occupied: Vec<AddressRange>) -> Arc<Self> {
         Arc::new(Self { occupied, ..Self::default() })
     }
 
-    /// What is placed now, in order of placing.
+    /// Returns the current placements in order.
     #[must_use]
     pub fn placed(&self) -> Vec<PlacedBar> {
         lock(&self.placed).clone()
     }
 
-    /// Where a BAR is placed now.
+    /// Returns a BAR's current address.
     #[must_use]
     pub fn address(&self, name: &str, bar: u8) -> Option<u64> {
         lock(&self.placed)
@@ -234,7 +234,7 @@ impl RecordingPlacer {
             .map(|placed| placed.address)
     }
 
-    /// Number of calls to place or unplace so far.
+    /// Returns the number of place and unplace calls.
     #[must_use]
     pub fn calls(&self) -> u64 {
         *lock(&self.calls)

@@ -1,52 +1,52 @@
-//! Why a request could not be done.
+//! Errors of requests.
 
 use std::io;
 use std::path::PathBuf;
 
-/// A request could not be done.
+/// A request failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    /// Connecting.
+    /// The connection can't be opened.
     #[error("No vfio-user server answers at {path}; start it, and check who may open the socket")]
     Connect {
-        /// Where.
+        /// The socket's path.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// The connection is lost, or the server hangs: this client does nothing more.
+    /// The connection is lost, or the server hangs. All later requests fail.
     #[error("The vfio-user server failed during {request}")]
     Lost {
-        /// What was asked.
+        /// The request.
         request: &'static str,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// The server refused; the connection goes on.
+    /// The server refused the request. The connection stays open.
     #[error("The vfio-user server refused {request} ({values})")]
     Refused {
-        /// What was asked.
+        /// The request.
         request: &'static str,
-        /// With which values.
+        /// Its values.
         values: String,
-        /// Its error number.
+        /// The server's error number.
         #[source]
         source: io::Error,
     },
-    /// The server answered what can't be.
+    /// The server's reply is invalid.
     #[error("The vfio-user server answered {request} with nonsense: {what}")]
     Malformed {
-        /// What was asked.
+        /// The request.
         request: &'static str,
-        /// What is wrong with it.
+        /// The problem.
         what: &'static str,
     },
-    /// The caller asked for what the server didn't negotiate.
+    /// The request exceeds a limit that the server negotiated.
     #[error("{what} is more than the vfio-user server takes ({limit})")]
     TooMuch {
-        /// What was asked, with its value.
+        /// The request, with its value.
         what: String,
         /// The limit.
         limit: u64,
@@ -54,7 +54,7 @@ pub enum ClientError {
 }
 
 impl ClientError {
-    /// Whether the connection is lost with it.
+    /// Returns whether the connection is lost.
     #[must_use]
     pub fn is_lost(&self) -> bool {
         matches!(self, Self::Lost { .. } | Self::Connect { .. })

@@ -1,4 +1,4 @@
-//! Requests of a client that moves the guest.
+//! Requests for the migration of a device.
 
 use std::mem::size_of;
 use std::os::fd::BorrowedFd;
@@ -14,7 +14,7 @@ use crate::wire::{
     wire_len,
 };
 
-/// Bytes of guest memory whose pages one report tells of at most.
+/// Limit of one dirty-page report in bytes of guest memory.
 const REPORT: u64 = 16 << 30;
 
 impl Client {
@@ -40,16 +40,16 @@ impl Client {
         )
     }
 
-    /// Whether the device's state can be moved, while it works and when it has stopped.
+    /// Returns whether the device's state can be migrated, both while it runs and after it has stopped.
     ///
     /// # Errors
-    /// When the connection is lost, or the answer can't be.
+    /// The connection is lost, or the reply is invalid.
     pub fn can_migrate(&self) -> Result<bool, ClientError> {
         let name = "DEVICE_FEATURE MIGRATION";
         let flags = feature::GET | feature::MIGRATION;
         let reply = match self.feature(name, flags, &[], 8, &String::new) {
             Ok(reply) => reply,
-            // What every server without it says.
+            // Every server without migration refuses it.
             Err(ClientError::Refused { .. }) => return Ok(false),
             Err(error) => return Err(error),
         };
@@ -60,10 +60,10 @@ impl Client {
         Ok(what & all == all)
     }
 
-    /// Has the device enter a state; it has when this returns.
+    /// Sets the device's migration state. Returns after the device has entered it.
     ///
     /// # Errors
-    /// When the connection is lost or the server refuses.
+    /// The connection is lost or the server refuses.
     pub fn set_device_state(&self, state: DeviceState) -> Result<(), ClientError> {
         let data = MigDeviceState { state: state as u32, data_fd: u32::MAX };
         let flags = feature::SET | feature::MIG_DEVICE_STATE;
@@ -74,10 +74,11 @@ impl Client {
         .map(drop)
     }
 
-    /// The device's state's next bytes, at most [`Client::max_transfer`]. Fewer: there is no more at present.
+    /// Reads the next bytes of the device's state, at most [`Client::max_transfer`]. Fewer bytes mean that no more are
+    /// available now.
     ///
     /// # Errors
-    /// When the connection is lost or the server refuses.
+    /// The connection is lost or the server refuses.
     pub fn read_migration_data(&self) -> Result<Vec<u8>, ClientError> {
         let name = "MIG_DATA_READ";
         let size = self.max_transfer().min(MAX_TRANSFER);
@@ -99,7 +100,7 @@ impl Client {
         }
     }
 
-    /// All that there is of the device's state at present.
+    /// Reads all of the device's state that is available now.
     ///
     /// # Errors
     /// As [`Client::read_migration_data`].
@@ -116,10 +117,10 @@ impl Client {
         }
     }
 
-    /// Hands the device bytes of a state, in order.
+    /// Passes bytes of a saved state to the device, in order.
     ///
     /// # Errors
-    /// When the connection is lost or the server refuses.
+    /// The connection is lost or the server refuses.
     pub fn write_migration_data(&self, data: &[u8]) -> Result<(), ClientError> {
         let piece = usize::try_from(self.max_transfer().min(MAX_TRANSFER)).unwrap_or(0).max(1);
         for data in data.chunks(piece) {
@@ -139,10 +140,10 @@ impl Client {
         Ok(())
     }
 
-    /// Has the device note from now on which pages of these ranges (address, bytes) it writes.
+    /// Starts dirty-page logging: the device records its writes to these ranges (address, bytes).
     ///
     /// # Errors
-    /// When the connection is lost or the server refuses.
+    /// The connection is lost or the server refuses.
     pub fn start_dma_logging(&self, ranges: &[(u64, u64)]) -> Result<(), ClientError> {
         let start = LoggingStart { page_size: LOG_PAGE, ranges: wire_len(ranges.len()), reserved: 0 };
         let mut data = start.as_bytes().to_vec();
@@ -156,19 +157,20 @@ impl Client {
         .map(drop)
     }
 
-    /// Ends it.
+    /// Stops dirty-page logging.
     ///
     /// # Errors
-    /// When the connection is lost or the server refuses.
+    /// The connection is lost or the server refuses.
     pub fn stop_dma_logging(&self) -> Result<(), ClientError> {
         let flags = feature::SET | feature::DMA_LOGGING_STOP;
         self.feature("DEVICE_FEATURE DMA_LOGGING_STOP", flags, &[], MAX_REPLY, &String::new).map(drop)
     }
 
-    /// Asks the device to let others write less into guest memory, by so many per cent, 0 to 99. Whether it can.
+    /// Requests that the device throttles other hosts' writes to guest memory by this per cent, 0 to 99. Returns false
+    /// if the device doesn't support it.
     ///
     /// # Errors
-    /// When the connection is lost, or the server refuses for another reason than that it has no way to do so.
+    /// The connection is lost, or the server refuses for another reason.
     pub fn hold_back(&self, percent: u8) -> Result<bool, ClientError> {
         let data = HoldBack { percent: u32::from(percent) };
         let flags = feature::SET | feature::HOLD_BACK;
@@ -184,10 +186,10 @@ impl Client {
         }
     }
 
-    /// Whether the device can do without memory that is still to come ([`Client::late_memory`]).
+    /// Returns whether the device supports post-copy ([`Client::late_memory`]).
     ///
     /// # Errors
-    /// When the connection is lost, or the answer can't be.
+    /// The connection is lost, or the reply is invalid.
     pub fn can_be_late(&self) -> Result<bool, ClientError> {
         let flags = feature::PROBE | feature::SET | feature::LATE_MEMORY;
         match self.feature("DEVICE_FEATURE LATE_MEMORY", flags, &[], MAX_REPLY, &String::new) {
@@ -197,11 +199,12 @@ impl Client {
         }
     }
 
-    /// Tells the device that part of the guest's memory is still to come: of mapped ranges (address, bytes, where the range's bitmap begins in the
-    /// file) only pages that the bitmap names are there. `wishes` is one end of a pair of Unix sockets (stream), `arrivals` an eventfd. Whether it can do without.
+    /// Starts post-copy at the device: of the mapped ranges (address, bytes, offset of the range's bitmap in the file)
+    /// only pages in the bitmap are present. The device requests pages on `wishes`, one end of a pair of Unix stream
+    /// sockets. `arrivals` is an eventfd that signals their arrival. Returns false if the device doesn't support it.
     ///
     /// # Errors
-    /// When the connection is lost, or the server refuses for another reason than that it can't.
+    /// The connection is lost, or the server refuses for another reason.
     pub fn late_memory(
         &self,
         ranges: &[(u64, u64, u64)],
@@ -239,11 +242,11 @@ impl Client {
         }
     }
 
-    /// Takes which pages of 4096 bytes the device has written since the last call, of one mapped range: a bit each, from the lowest of the first
-    /// word on.
+    /// Returns and clears the dirty bitmap of one mapped range: a bit per page of 4096 bytes, from the lowest bit of
+    /// the first word on.
     ///
     /// # Errors
-    /// When the connection is lost or the server refuses.
+    /// The connection is lost or the server refuses.
     pub fn take_dirty(&self, address: u64, size: u64) -> Result<Vec<u64>, ClientError> {
         let name = "DEVICE_FEATURE DMA_LOGGING_REPORT";
         let mut all = Vec::new();

@@ -1,4 +1,4 @@
-//! Our client against our server over a socket pair: every command, with descriptors.
+//! This crate's client against its server over a socket pair: every command, with descriptors.
 
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -79,7 +79,7 @@ fn reads_writes_posted_writes_and_resets_arrive_in_order() {
     assert_eq!(u32::from_le_bytes(value), 999);
     assert_eq!(device.events().len(), 1000);
     client.region_write(0, 20, &[1]).unwrap();
-    // A posted write that is refused makes no reply, and harms nothing.
+    // A refused posted write gets no reply and does no harm.
     client.region_write_posted(0, 4096, &[1]).unwrap();
     assert_eq!(errno(&client.region_write(0, 4093, &[0; 4]).unwrap_err()), Some(22));
     assert_eq!(errno(&client.region_read(1, 0, &mut value).unwrap_err()), Some(22));
@@ -186,7 +186,7 @@ fn a_server_that_hangs_or_dies_is_given_up() {
     let (stream, server) = device.serve_pair();
     let client = Client::from_stream(stream, Duration::from_millis(100)).unwrap();
     device.set_delay(Duration::from_millis(400));
-    // A client that waits for the answer gets one, and no error.
+    // A client that waits for the reply gets one, without an error.
     let error = client.region_read(0, 0, &mut [0]).unwrap_err();
     assert!(error.is_lost() && client.is_failed(), "{error:?}");
     assert!(client.region_write_posted(0, 0, &[0]).unwrap_err().is_lost());
@@ -195,7 +195,7 @@ fn a_server_that_hangs_or_dies_is_given_up() {
     let (ours, theirs) = UnixStream::pair().unwrap();
     drop(ours);
     assert!(Client::from_stream(theirs, TIMEOUT).unwrap_err().is_lost());
-    // Nobody reads: posted writes fill the socket, then the time limit ends them.
+    // The server is blocked: posted writes fill the socket, then the time-out ends them.
     device.set_delay(Duration::ZERO);
     let (stream, server) = device.serve_pair();
     let client = Client::from_stream(stream, Duration::from_millis(200)).unwrap();
@@ -223,7 +223,7 @@ fn a_server_takes_the_next_client_after_the_last() {
         let served: Arc<dyn Device> = device.clone();
         let (server, stop) = (&server, &stop);
         let thread = scope.spawn(move || server.serve(&served, stop.as_fd()));
-        // The probe of the second bind is a client that leaves at once.
+        // The second bind's probe is a client that disconnects at once.
         device.wait_for("the probe", |events| events == [TestEvent::Disconnected]);
         for round in 2..5 {
             let client = Client::connect(&path, TIMEOUT).unwrap();

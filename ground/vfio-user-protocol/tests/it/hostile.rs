@@ -1,5 +1,4 @@
-//! Peers that send anything: neither side panics, grows or hangs, and a server goes on after what it can
-//! understand.
+//! Hostile peers: neither side panics, grows or hangs. A server continues after messages with valid framing.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -20,7 +19,7 @@ fn message(id: u16, command: u16, flags: u32, body: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// A reply's header fields (id, command, error) and body.
+/// Returns a reply's header fields (id, command, error) and body.
 fn reply(stream: &mut UnixStream) -> (u16, u16, Option<u32>, Vec<u8>) {
     let mut header = [0; 16];
     stream.read_exact(&mut header).unwrap();
@@ -93,7 +92,7 @@ fn what_is_wrong_gets_an_error_number_and_the_connection_goes_on() {
         assert_eq!((got_id, got_command), (id, *command));
         assert_eq!(error.unwrap_or(0), *expected, "case {number}: command {command}");
     }
-    // Without a reply, and in one piece with the next.
+    // Without a reply, and in one piece with the next command.
     let mut both = message(7, 77, 0x10, &[]);
     both.extend(message(8, 9, 0, &access(7, 0, 2)));
     stream.write_all(&both).unwrap();
@@ -135,7 +134,7 @@ fn absurd_sizes_end_the_connection_without_taking_memory() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
 
-    /// Random bytes at a server: it ends the connection or waits for more, and takes the device back.
+    /// Random bytes at a server: it closes the connection or waits for more, and resets the device.
     #[test]
     fn a_server_survives_random_bytes(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
         let device = TestDevice::new();
@@ -146,7 +145,7 @@ proptest! {
         prop_assert_eq!(device.events().pop(), Some(TestEvent::Disconnected));
     }
 
-    /// Well-framed commands with random bodies: each gets exactly one reply.
+    /// Well-framed commands with random bodies get exactly one reply each.
     #[test]
     fn a_server_answers_each_framed_command(
         commands in proptest::collection::vec(
@@ -164,8 +163,7 @@ proptest! {
         }
     }
 
-    /// A server that answers each request with a plausible header and random bytes: the client's calls end with a
-    /// result, in time.
+    /// A server replies with a plausible header and random bytes. The client's calls return in time.
     #[test]
     fn a_client_survives_random_replies(
         bodies in proptest::collection::vec(
@@ -189,7 +187,7 @@ proptest! {
                     match bodies.next() { Some(next) => next, None => return }
                 };
                 let mut body = body;
-                // Often enough the right index, so that deeper parts are reached.
+                // Often with the right index, so that deeper code is reached.
                 if index && body.len() > 12 { body[8..12].copy_from_slice(&2_u32.to_ne_bytes()); }
                 let id = u16::from_ne_bytes([header[0], header[1]]);
                 if ours.write_all(&message(id, command, 1, &body)).is_err() { return; }

@@ -1,4 +1,4 @@
-//! Against the crate `vfio_user`, an implementation of others: our server with its client, our client with its
+//! Interoperability with the crate `vfio_user`: this crate's server with its client, and this crate's client with its
 //! server.
 
 use std::fs::File;

@@ -1,4 +1,5 @@
-//! A device's state from one server to another, and its dirty pages, by our client against our server; and what isn't a migration's message.
+//! Migrates a device's state from one server to another, with its dirty pages, between this crate's client and server.
+//! Also invalid migration messages.
 
 use std::os::fd::AsFd;
 use std::time::Duration;
@@ -12,7 +13,8 @@ use vfio_user_protocol::testing::TestDevice;
 const TIMEOUT: Duration = Duration::from_secs(5);
 const MIB: u64 = 1 << 20;
 
-/// More than one message's worth moves, in PreCopy and the rest in StopCopy; a state that can't follow is refused, and the connection goes on.
+/// More than one message's worth migrates, in PreCopy and the rest in StopCopy. An invalid state is refused, and the
+/// connection stays open.
 #[test]
 fn state_moves_from_one_server_to_another() {
     let (from, to) = (TestDevice::new(), TestDevice::new());
@@ -25,7 +27,7 @@ fn state_moves_from_one_server_to_another() {
             source.region_write(4, offset, &[value; 1024]).unwrap();
             source.region_write(0, offset, &[value ^ 1; 1024]).unwrap();
         }
-        // Beyond 4 GiB bytes of records a message holds, with the pages of BAR 2 that are registers.
+        // Records of more than a message's limit, with the pages of BAR 2 that are registers.
         for offset in (4096..8192).chain(12288..16384).step_by(1024) {
             source.region_write(2, offset, &[value ^ 2; 1024]).unwrap();
         }
@@ -41,7 +43,7 @@ fn state_moves_from_one_server_to_another() {
     let rest = source.read_all_migration_data().unwrap();
     assert_eq!(rest.len(), 3 * 13);
     assert!(source.read_all_migration_data().unwrap().is_empty());
-    // Cut anywhere.
+    // Pieces of any size.
     destination.write_migration_data(&first[..1000]).unwrap();
     assert!(destination.set_device_state(DeviceState::Stop).is_err(), "a record is cut");
     destination.write_migration_data(&first[1000..]).unwrap();
@@ -62,7 +64,7 @@ fn state_moves_from_one_server_to_another() {
     assert!(!destination.is_failed());
 }
 
-/// Pages are told once, of the range that was asked for, whatever its size; ranges that aren't mapped are refused.
+/// Each dirty page of the requested range is reported once, for any size. Unmapped ranges are refused.
 #[test]
 fn dirty_pages_are_told_once() {
     let device = TestDevice::new();
@@ -72,7 +74,7 @@ fn dirty_pages_are_told_once() {
     ftruncate(&file, 64 * MIB).unwrap();
     let big = 48 << 30;
     client.dma_map(file.as_fd(), 0, 0, 16 * MIB, true).unwrap();
-    // A device of tests doesn't map it.
+    // A test device doesn't map it.
     client.dma_map(file.as_fd(), 0, 1 << 32, big, true).unwrap();
     assert!(client.take_dirty(0, MIB).is_err(), "nothing is logged");
     client.start_dma_logging(&[(0, 16 * MIB), (1 << 32, big)]).unwrap();
@@ -100,7 +102,7 @@ fn dirty_pages_are_told_once() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
-    /// Any bytes as a migration's message are an answer, and the server goes on.
+    /// Any bytes as a migration message get a reply, and the server continues.
     #[test]
     fn any_bytes_are_an_answer(messages in prop::collection::vec((16_u16..19, any::<u32>(), prop::collection::vec(any::<u8>(), 0..64)), 1..20)) {
         use std::io::{Read as _, Write as _};
@@ -111,7 +113,7 @@ proptest! {
         raw.set_nonblocking(false).unwrap();
         for (command, flags, mut body) in messages {
             if command == 16 && body.len() >= 8 {
-                // A flag word that means something, more often than chance would have it.
+                // A valid flag word, more often than by chance.
                 body[4..8].copy_from_slice(&(flags & 0x7_000F).to_le_bytes());
             }
             let size = u32::try_from(16 + body.len()).unwrap();
