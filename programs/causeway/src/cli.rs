@@ -442,7 +442,7 @@ mod tests {
         super::Cli::command().debug_assert();
     }
 
-    /// `--verbs` needs to know where VMs are, from the file or from the service.
+    /// `--verbs` requires the VMs' places, from the file or from the service.
     #[test]
     fn verbs_are_offered_with_a_file_or_a_service() {
         use clap::Parser as _;
@@ -460,7 +460,7 @@ mod tests {
         assert_eq!(of(""), None);
     }
 
-    /// `--mirror` names disks, or none: all of them, wherever it stands.
+    /// `--mirror` takes names of disks, or none for all disks, in any position.
     #[test]
     fn disks_to_mirror_are_named_or_not() {
         use clap::Parser as _;

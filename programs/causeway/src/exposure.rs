@@ -1,23 +1,23 @@
-//! What other hosts may say to a process, and who can read it, where it has no key.
+//! Checks sockets that other hosts can reach for a key.
 
 use std::net::IpAddr;
 
 use anyhow::bail;
 
-/// A socket that speaks with other hosts.
+/// A socket for connections from other hosts.
 #[derive(Debug, Clone, Copy)]
 pub struct Exposed<'a> {
-    /// The flag that asks for it.
+    /// The flag that opens it.
     pub flag: &'a str,
-    /// Where it is, as the user gave it.
+    /// Its address as given by the user.
     pub address: &'a str,
-    /// The flag that gives it a key.
+    /// The flag that sets a key for it.
     pub key_flag: &'a str,
-    /// What whoever reaches it can do without one.
+    /// The consequence of a missing key, for an attacker that can connect.
     pub risk: &'a str,
 }
 
-/// Refuses a socket beyond this host that has no key, unless the user accepts the risk; which is said again then.
+/// Refuses a socket without a key that other hosts can reach, unless the user accepts the risk. Then it logs a warning.
 ///
 /// # Errors
 /// One sentence with the flags that help.

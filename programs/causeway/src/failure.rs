@@ -1,4 +1,4 @@
-//! How the program fails: one sentence, its causes as a list, a non-zero exit.
+//! Error output of the program: one sentence, its causes as a list, and a nonzero exit status.
 
 use std::io::Write as _;
 use std::process::ExitCode;
@@ -12,7 +12,7 @@ const FAILED: u8 = 1;
 /// Exit status after a panic, as Rust's own.
 const PANICKED: i32 = 101;
 
-/// Prints an error and what caused it to standard error.
+/// Prints an error and its causes to standard error.
 pub fn report(error: &anyhow::Error, json: bool) -> ExitCode {
     let causes: Vec<String> = error.chain().skip(1).map(ToString::to_string).collect();
     let text = if json {
@@ -29,10 +29,10 @@ pub fn report(error: &anyhow::Error, json: bool) -> ExitCode {
     ExitCode::from(FAILED)
 }
 
-/// Prints help or version where that was asked for, else what is wrong with the command line, in one sentence.
+/// Prints help or version on request, else the command line's problem in one sentence.
 pub fn usage(error: &clap::Error) -> ExitCode {
     if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {
-        // Fails only when nobody reads.
+        // Fails only if the output has no reader.
         let _ = error.print();
         return ExitCode::SUCCESS;
     }
@@ -44,7 +44,7 @@ pub fn usage(error: &clap::Error) -> ExitCode {
     ExitCode::from(FAILED)
 }
 
-/// clap's first paragraph and its tips, on one line.
+/// Joins clap's first paragraph and its tips into one line.
 fn sentence(rendered: &str) -> String {
     let mut paragraphs = rendered.split("\n\n").map(|paragraph| {
         paragraph.split('\n').map(str::trim).filter(|line| !line.is_empty()).collect::<Vec<_>>().join(" ")
@@ -62,14 +62,15 @@ fn sentence(rendered: &str) -> String {
 }
 
 fn print_error(text: &str) {
-    // Nobody to tell when standard error is closed.
+    // Nothing can be done if standard error is closed.
     let _ = writeln!(std::io::stderr(), "{text}");
 }
 
-/// A panic is a bug of ours: says so, where, and ends the whole process, since a monitor of which a thread is missing would only hang. What
-/// runs in [`containment::contain`] ends by itself instead: its caller stops the device.
+/// Installs the panic hook. It reports a panic as a bug with its location, and ends the whole process: a monitor
+/// without one of its threads would hang. A panic inside [`containment::contain`] ends only that work, and its caller
+/// stops the device.
 pub fn install_panic_hook() {
-    // A guest can start a device that panics again and again.
+    // A guest can repeatedly start a device that panics.
     let contained_log = GuestLog::new();
     std::panic::set_hook(Box::new(move |info| {
         let what = containment::text(info.payload());
@@ -95,8 +96,8 @@ pub fn install_panic_hook() {
     }));
 }
 
-/// Panics in a thread that `CAUSEWAY_TEST_PANIC` names, so that tests see what the program prints then. Absent from builds without debug
-/// assertions, as releases are.
+/// Panics in a thread that `CAUSEWAY_TEST_PANIC` names, to test the program's output. Only in builds with debug
+/// assertions, so not in releases.
 #[cfg(debug_assertions)]
 pub fn panic_for_tests() {
     let Some(name) = std::env::var_os("CAUSEWAY_TEST_PANIC") else { return };

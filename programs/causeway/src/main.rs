@@ -1,6 +1,6 @@
 //! `causeway`: virtual machines on Linux KVM. One module per command in `commands/`.
 //!
-//! Exit status: 0 when the command did what it says, 1 otherwise; `run --payload` ends with the payload's own status.
+//! Exit status: 0 if the command succeeded, 1 otherwise. `run --payload` returns the payload's own status.
 
 mod cli;
 mod commands;

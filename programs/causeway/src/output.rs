@@ -1,4 +1,4 @@
-//! What commands print to standard output: JSON, tables, trees.
+//! Standard output of commands: JSON, tables, trees.
 
 use std::io::{self, Write as _};
 
@@ -6,7 +6,7 @@ use anyhow::Context as _;
 use serde::Serialize;
 use serde_json::Value;
 
-/// Prints text; a reader that has gone away (a pipe into `head`) is no error.
+/// Prints text. A closed pipe, as of `head`, isn't an error.
 pub fn print(text: &str) -> anyhow::Result<()> {
     let mut stdout = io::stdout().lock();
     match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
@@ -17,14 +17,14 @@ pub fn print(text: &str) -> anyhow::Result<()> {
     }
 }
 
-/// Prints one JSON value and a line break.
+/// Prints one JSON value and a newline.
 pub fn print_json(value: &impl Serialize) -> anyhow::Result<()> {
     let mut text = serde_json::to_string_pretty(value).context("The answer can't be written as JSON")?;
     text.push('\n');
     print(&text)
 }
 
-/// Columns as wide as their widest cell; the last one isn't padded.
+/// Formats columns as wide as their widest cell. The last one isn't padded.
 pub fn table(rows: &[Vec<String>]) -> String {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let width = |column: usize| {
@@ -43,7 +43,7 @@ pub fn table(rows: &[Vec<String>]) -> String {
     text
 }
 
-/// A JSON value as an indented tree, for people.
+/// Formats a JSON value as an indented tree.
 pub fn tree(value: &Value) -> String {
     let mut text = String::new();
     match value {
@@ -83,7 +83,7 @@ fn branch(value: &Value, depth: usize, text: &mut String) {
 fn plain(value: &Value) -> String {
     match value {
         Value::Null => "-".to_owned(),
-        // Text from a guest may hold escape sequences.
+        // Text from a guest may contain escape sequences.
         Value::String(text) => text.escape_debug().to_string(),
         Value::Array(items) if items.is_empty() => "none".to_owned(),
         Value::Array(items) => items.iter().map(plain).collect::<Vec<_>>().join(", "),

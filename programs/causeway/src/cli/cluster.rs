@@ -54,19 +54,19 @@ pub struct KeysArgs {
 }
 
 impl KeysArgs {
-    /// The keys, where they are given.
+    /// Loads the keys, if given.
     ///
     /// # Errors
-    /// When a file can't be read.
+    /// A file can't be read.
     pub fn load(&self) -> anyhow::Result<Option<Keys>> {
         let (Some(ca), Some(cert), Some(key)) = (&self.ca, &self.cert, &self.key) else { return Ok(None) };
         Ok(Some(Keys::load(ca, cert, key)?))
     }
 
-    /// A service, and how to speak with it.
+    /// Creates a service's address with the connection's keys.
     ///
     /// # Errors
-    /// When a file can't be read, or the address is none.
+    /// A file can't be read, or the address is invalid.
     pub fn service(&self, address: &str) -> anyhow::Result<Service> {
         Service::new(address, self.load()?).context("--cluster can't be used")
     }
@@ -108,7 +108,7 @@ pub struct EtcdArgs {
     pub leader_lease: u64,
 }
 
-/// A prefix of keys: begins with a slash and doesn't end with one.
+/// Parses a prefix of keys, which begins with a slash and doesn't end with one.
 fn prefix(text: &str) -> Result<String, String> {
     let fine = text.len() > 1
         && text.len() <= 256
@@ -119,10 +119,10 @@ fn prefix(text: &str) -> Result<String, String> {
 }
 
 impl EtcdArgs {
-    /// Its client, and this instance's part; `None`: there is one instance with a file.
+    /// Returns etcd's client and this instance's role. Returns `None` for a single instance with a file.
     ///
     /// # Errors
-    /// When a file can't be read, an address is none, or this program was built without etcd.
+    /// A file can't be read, an address is invalid, or this program was built without etcd.
     pub fn client(&self, listen: SocketAddr) -> anyhow::Result<Option<(Arc<dyn Kv>, Candidate)>> {
         let Some(members) = &self.etcd else { return Ok(None) };
         let mut config = EtcdConfig::new(members)?;
@@ -152,7 +152,7 @@ impl EtcdArgs {
         }
         let client = config.client()?;
         let begin_with = match &self.etcd_import {
-            // Opening it would make it.
+            // Opening it would create it.
             Some(file) if !file.exists() => bail!("--etcd-import {}: there is no such file", file.display()),
             Some(file) => Some(Arc::new(RedbStore::open(file)?.state().clone())),
             None => None,

@@ -75,12 +75,12 @@ pub struct DrainArgs {
     pub transfer: TransferArgs,
 }
 
-/// A VM of a group, and where it goes.
+/// A VM of a group, and its destination.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Member {
-    /// Its name.
+    /// The VM's name.
     pub name: String,
-    /// The address and port where its monitor waits, where it has its own.
+    /// Address and port of its waiting monitor, if given separately.
     pub to: Option<String>,
 }
 

@@ -22,10 +22,10 @@ pub struct NeighbourhoodArgs {
 }
 
 impl NeighbourhoodArgs {
-    /// What the daemon is started with.
+    /// Returns the daemon's configuration.
     ///
     /// # Errors
-    /// When windows of that number and size are not possible.
+    /// Windows of this number and size are impossible.
     pub fn config(&self) -> Result<NeighboursConfig, WindowError> {
         let default = NeighboursConfig::default();
         let stride = self.neighbour_window.map_or(default.geometry.stride(), |size| size.0);

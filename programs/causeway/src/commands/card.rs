@@ -11,10 +11,10 @@ use signal_hook::iterator::Signals;
 use crate::cli::CardArgs;
 use crate::output;
 
-/// Where sockets are, unless the command line says so.
+/// Parent directory of the default socket directory.
 const FOLDER: &str = "/run/causeway";
 
-/// Runs the daemon of a card until a signal ends it.
+/// Runs the daemon of a card until a signal.
 pub fn card(args: &CardArgs, json: bool) -> anyhow::Result<()> {
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("Signals can't be listened to")?;
     let config = CardConfig {

@@ -15,7 +15,7 @@ use signal_hook::iterator::Signals;
 use crate::cli::cluster::{AskArgs, ClusterCommand, ForgetArgs, ServeArgs};
 use crate::output;
 
-/// Does what the command line says.
+/// Executes the command.
 pub fn cluster(command: &ClusterCommand, json: bool) -> anyhow::Result<()> {
     match command {
         ClusterCommand::Serve(args) => serve(args, json),
@@ -26,7 +26,7 @@ pub fn cluster(command: &ClusterCommand, json: bool) -> anyhow::Result<()> {
     }
 }
 
-/// Runs the service until a signal ends it.
+/// Runs the service until a signal.
 fn serve(args: &ServeArgs, json: bool) -> anyhow::Result<()> {
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("Signals can't be listened to")?;
     let several = args.etcd.client(args.listen)?;
@@ -55,7 +55,7 @@ fn serve(args: &ServeArgs, json: bool) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Has the cluster forget a host.
+/// Declares a host gone.
 fn forget(args: &ForgetArgs, as_json: bool) -> anyhow::Result<()> {
     let lost = args.ask.keys.service(&args.ask.cluster)?.forget(&args.host)?;
     if as_json {
@@ -78,7 +78,7 @@ fn show(
     if as_json { output::print_json(&machine(&state)) } else { output::print(&people(&state)) }
 }
 
-/// The state, and what each instance says of itself. Where none leads, the instances alone.
+/// Prints the state and each instance's role. If no instance leads, prints only the instances.
 fn show_status(args: &AskArgs, as_json: bool) -> anyhow::Result<()> {
     let service = args.keys.service(&args.cluster)?;
     let roles = service.roles()?;
@@ -145,7 +145,7 @@ impl Names {
     }
 }
 
-/// An address as people write it.
+/// Formats an address for users.
 fn address(gid: &[u8]) -> String {
     let Ok(bytes) = <[u8; 16]>::try_from(gid) else { return "?".to_owned() };
     let address = Ipv6Addr::from(bytes);

@@ -6,7 +6,7 @@ use control_api::types::{Done, NicBehind};
 use crate::cli::{Behind, NicArgs, Target};
 use crate::output;
 
-/// Sends a request and says what came of it.
+/// Sends a request and prints the outcome.
 pub fn control(
     target: &Target,
     json: bool,
@@ -18,7 +18,7 @@ pub fn control(
     if json { output::print_json(&done) } else { output::print(&format!("{name} is {result}\n")) }
 }
 
-/// Changes what is behind a NIC.
+/// Changes a NIC's backend.
 pub fn nic(args: &NicArgs, json: bool) -> anyhow::Result<()> {
     let behind = match args.behind {
         Behind::Card => NicBehind::Card,

@@ -1,11 +1,11 @@
-//! `causeway doctor`: prints what [`crate::doctor`] found.
+//! `causeway doctor`: prints the findings of [`crate::doctor`].
 
 use std::process::ExitCode;
 
 use crate::doctor::{self, Finding, Status};
 use crate::output;
 
-/// Prints the findings. The exit status is 0 when payload guests, at least, can run.
+/// Prints the findings. The exit status is 0 if at least payload guests can run.
 pub fn doctor(json: bool) -> anyhow::Result<ExitCode> {
     let report = doctor::examine();
     if json {

@@ -13,10 +13,10 @@ use crate::cli::DsmTopArgs;
 use crate::output;
 use crate::run::spanning::top_socket;
 
-/// How long a VM may take to answer.
+/// Time-out of a VM's response.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// A page that vCPUs wait for, over all nodes.
+/// A page on which vCPUs stall, over all nodes.
 #[derive(Debug, Default, Serialize)]
 struct Row {
     /// Guest-physical address.
@@ -27,7 +27,7 @@ struct Row {
     writes: u64,
     trapped: u64,
     waited_ms: f64,
-    /// Nodes that faulted there, and at which offsets.
+    /// Nodes that faulted on it, and the offsets of these faults.
     nodes: BTreeMap<u64, BTreeSet<u64>>,
     instructions: BTreeSet<String>,
     advice: &'static str,
@@ -99,7 +99,7 @@ fn rows(reports: &[Value], count: usize) -> Vec<Row> {
             let number = |key: &str| hot[key].as_u64().unwrap_or(0);
             row.address = format!("{:#x}", page.saturating_mul(4096));
             let mode = hot["mode"].as_str().unwrap_or("invalidate");
-            // A node that has no copy any more doesn't know of updates.
+            // A node without a copy doesn't know about updates.
             if row.mode.is_empty() || mode != "invalidate" {
                 mode.clone_into(&mut row.mode);
             }
@@ -129,7 +129,7 @@ fn rows(reports: &[Value], count: usize) -> Vec<Row> {
     rows
 }
 
-/// What would help, where the counts say so.
+/// Returns advice if the counts suggest it.
 fn advice(row: &Row) -> &'static str {
     let shared = row.nodes.len() > 1;
     let apart = {
@@ -161,7 +161,8 @@ mod tests {
         })
     }
 
-    /// Nodes' counts are added up per page, the costliest first; false sharing is told from turns.
+    /// The counts of all nodes are summed per page, the costliest page first. False sharing is distinguished from
+    /// alternating writers.
     #[test]
     fn pages_of_all_nodes_come_together() {
         let report = |node: u64, hot: Vec<Value>| serde_json::json!({ "node": node, "hot": hot });

@@ -14,9 +14,9 @@ use crate::cli::HostArgs;
 use crate::exposure::{self, Exposed};
 use crate::output;
 
-/// Runs the daemon until a signal ends it.
+/// Runs the daemon until a signal.
 pub fn host(args: &HostArgs, json: bool) -> anyhow::Result<()> {
-    // Before the sockets are there: a signal that comes while it starts ends it in order, too.
+    // Before the sockets exist: a signal during the start must end the daemon cleanly, too.
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("Signals can't be listened to")?;
     let config = DaemonConfig {
         socket: args.socket.clone(),
@@ -50,7 +50,7 @@ pub fn host(args: &HostArgs, json: bool) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// How other hosts are reached, if they are.
+/// Returns the configuration for other hosts, if any.
 fn fabric(args: &HostArgs) -> anyhow::Result<Option<FabricConfig>> {
     let directory = match (&args.directory, &args.cluster, &args.name) {
         (Some(file), ..) => DirectorySource::File(file.clone()),
@@ -69,7 +69,7 @@ fn fabric(args: &HostArgs) -> anyhow::Result<Option<FabricConfig>> {
         };
         exposure::check(exposed, [address.ip()], args.cluster_key.is_some(), args.insecure)?;
     }
-    // The command line asks for both or none.
+    // The command line requires both or none.
     Ok(args.fabric_address.map(|address| FabricConfig {
         directory,
         address,

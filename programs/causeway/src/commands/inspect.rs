@@ -6,11 +6,11 @@ use control_api::host::{DEFAULT_SOCKET, HostClient};
 use crate::cli::{InspectArgs, Target};
 use crate::output;
 
-/// What stands for the host's daemon where a VM's name could.
+/// The word for the host daemon in place of a VM's name.
 const DAEMON: &str = "host";
 
-/// Prints the live tree of a VM or of the host's daemon, or a part of it. With `--socket` or `--daemon`, a single word
-/// is the path.
+/// Prints the live tree of a VM or of the host daemon, or a part of it. With `--socket` or `--daemon`, a single word is
+/// the path.
 pub fn inspect(args: InspectArgs, json: bool) -> anyhow::Result<()> {
     let tree = match args {
         InspectArgs { card: Some(folder), .. } => {
@@ -23,7 +23,7 @@ pub fn inspect(args: InspectArgs, json: bool) -> anyhow::Result<()> {
             })?
         }
         InspectArgs { daemon: Some(socket), name, path, .. } => {
-            // The word `host` may be there, or not.
+            // The word `host` is optional here.
             let path = path.or(name.filter(|name| name != DAEMON));
             HostClient::new(socket).inspect(path.as_deref())?
         }

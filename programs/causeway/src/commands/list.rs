@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use crate::output;
 
-/// A VM that doesn't answer within this time is listed as such.
+/// Time-out, after which a VM is listed as not responding.
 const TIMEOUT: Duration = Duration::from_secs(3);
 
 #[derive(Serialize)]
@@ -22,7 +22,7 @@ struct Row {
     error: Option<String>,
 }
 
-/// Prints the running VMs. Sockets of monitors that died are passed over.
+/// Prints the running VMs. Ignores sockets of dead monitors.
 pub fn list(json: bool) -> anyhow::Result<()> {
     let directory = discovery::runtime_directory();
     let running = discovery::find(&directory)?.into_iter().filter(|vm| vm.state != SocketState::Stale);
@@ -61,7 +61,7 @@ pub fn list(json: bool) -> anyhow::Result<()> {
     ))
 }
 
-/// `3d 4h`, `5h 6m`, `7m 8s`, `9s`.
+/// Formats an uptime: `3d 4h`, `5h 6m`, `7m 8s`, `9s`.
 fn uptime(seconds: f64) -> String {
     let seconds = Duration::try_from_secs_f64(seconds).unwrap_or_default().as_secs();
     let (days, hours, minutes) = (seconds / 86400, seconds / 3600 % 24, seconds / 60 % 60);

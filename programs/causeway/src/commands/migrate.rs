@@ -1,6 +1,6 @@
-//! `causeway migrate`: connects to the destination, hands the connections to the VM's monitor, and shows what it reports.
+//! `causeway migrate`: connects to the destination, passes the connections to the VM's monitor, and prints its reports.
 //!
-//! The monitor can open no connections: its sandbox sees to that. This process is as free as its user.
+//! The monitor's sandbox forbids it to open connections. This process has all rights of its user.
 
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs as _};
 use std::os::fd::AsFd as _;
@@ -20,14 +20,14 @@ use control_api::migration::{
 use crate::cli::{MigrateArgs, TransferArgs};
 use crate::output;
 
-/// Streams of a VM's memory, without post-copy.
+/// Number of streams for a VM's memory without post-copy.
 pub const STREAMS: u8 = 2;
-/// How long a connection to the destination may take.
+/// Time-out of a connection to the destination.
 const CONNECT: Duration = Duration::from_secs(10);
-/// How often it is said how much of a disk is left.
+/// Interval of progress messages about a disk.
 const AGAIN: Duration = Duration::from_secs(5);
 
-/// Moves a VM, or cancels that.
+/// Migrates a VM, or cancels its migration.
 pub fn migrate(args: &MigrateArgs, json: bool) -> anyhow::Result<ExitCode> {
     if !args.group.is_empty() {
         return super::migrate_group::migrate(args, json);
@@ -67,10 +67,11 @@ pub fn migrate(args: &MigrateArgs, json: bool) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// Asks the monitor; its reports come over what is returned. `together`: the VMs that move with it, itself as well; none where it moves alone.
+/// Sends the request to the monitor, and returns the connection of its reports. `together`: the VMs that move with it,
+/// including itself; empty if it moves alone.
 ///
 /// # Errors
-/// When the monitor doesn't take the request: the VM runs where it was.
+/// The monitor doesn't accept the request: the VM continues to run at the source.
 pub fn ask(
     transfer: &TransferArgs,
     to: &str,
@@ -95,22 +96,22 @@ pub fn ask(
     };
     let fds: Vec<_> = streams.iter().map(|stream| stream.as_fd()).collect();
     monitor.send(&request, &fds, true).context("The VM's monitor doesn't take the request")?;
-    // The monitor's copies alone decide how long the streams live: this side's end here.
+    // Only the monitor's copies keep the streams open: this process closes its own.
     Ok(monitor)
 }
 
-/// What a monitor said in the end.
+/// A monitor's last report.
 pub enum Followed {
-    /// It doesn't begin, for this reason.
+    /// The migration wasn't started, for this reason.
     Refused(String),
-    /// How it ended.
+    /// The final progress.
     Ended(Box<MigrationProgress>),
 }
 
-/// Follows a monitor's reports to the last one.
+/// Follows a monitor's reports until the last one.
 ///
 /// # Errors
-/// When the monitor goes before the end: it isn't known how it ended.
+/// The monitor ended first: the outcome is unknown.
 pub fn follow(name: &str, monitor: &Packets, json: bool) -> anyhow::Result<Followed> {
     let mut shown = None;
     let mut said = Instant::now();
@@ -124,7 +125,7 @@ pub fn follow(name: &str, monitor: &Packets, json: bool) -> anyhow::Result<Follo
         };
         match progress.phase {
             phase if phase.is_last() => return Ok(Followed::Ended(progress)),
-            // A disk's first copy is long: it is said how far it is.
+            // A disk's first copy takes long, so its progress is printed.
             phase
                 if !json
                     && (shown != Some((phase, progress.round))
@@ -150,10 +151,11 @@ pub fn follow(name: &str, monitor: &Packets, json: bool) -> anyhow::Result<Follo
     }
 }
 
-/// The address of what `--to` says of a VM: an address as it is, a host of the cluster by asking this host's daemon.
+/// Resolves `--to` for a VM. An address is returned as it is. For a host of the cluster, this host's daemon returns the
+/// address.
 ///
 /// # Errors
-/// When the daemon can't be asked, or no monitor waits there.
+/// The daemon doesn't answer, or no monitor waits there.
 pub fn place(daemon: &Path, vm: &str, to: &str) -> anyhow::Result<String> {
     if to.contains(':') {
         return Ok(to.to_owned());
@@ -162,10 +164,10 @@ pub fn place(daemon: &Path, vm: &str, to: &str) -> anyhow::Result<String> {
     found.with_context(|| format!("--to: {to} has no port, so it is the name of a host of the cluster"))
 }
 
-/// Connections to the destination of a VM: all to the same address of those that a name has.
+/// Opens the connections to a VM's destination, all to the same one of a name's addresses.
 ///
 /// # Errors
-/// When it has no such address, or nobody waits there.
+/// The name has no such address, or no monitor listens there.
 pub fn connect(to: &str, count: u8) -> anyhow::Result<Vec<TcpStream>> {
     let addresses: Vec<SocketAddr> = to
         .to_socket_addrs()
@@ -175,7 +177,7 @@ pub fn connect(to: &str, count: u8) -> anyhow::Result<Vec<TcpStream>> {
     for address in addresses {
         let open = || {
             let stream = TcpStream::connect_timeout(&address, CONNECT)?;
-            // Answers in the guest's pause must not wait for more to say.
+            // Responses during the blackout must not be delayed by Nagle's algorithm.
             stream.set_nodelay(true)?;
             Ok::<_, std::io::Error>(stream)
         };
@@ -191,7 +193,7 @@ pub fn connect(to: &str, count: u8) -> anyhow::Result<Vec<TcpStream>> {
     Err(problem)
 }
 
-/// The timeline as a table.
+/// Formats the timeline as a table.
 pub fn describe(name: &str, timeline: &MigrationTimeline) -> String {
     use std::fmt::Write as _;
 
@@ -343,7 +345,7 @@ mod tests {
         assert_eq!(lines[8], "the VM ended there before 7 of its pages had come");
     }
 
-    /// Without a port it is a host's name, for which there must be a daemon to ask.
+    /// A value without a port is a host's name, which requires a daemon.
     #[test]
     fn a_host_is_asked_for_at_the_daemon() {
         let nowhere = Path::new("/nowhere/host.sock");

@@ -1,7 +1,8 @@
-//! `causeway migrate --group` and `causeway drain`: VMs of this host that move as one migration, all or none; and for `drain` those that move by themselves.
+//! `causeway migrate --group` and `causeway drain`: several VMs of this host migrate together, either all or none.
+//! `drain` also moves the VMs without connections, one by one.
 //!
-//! Each VM's monitor copies its own memory over its own connections and asks for itself; the cluster service begins when all have asked. So VMs of
-//! other hosts can take part: a command there names the same group.
+//! Each VM's monitor copies its own memory over its own connections, and sends its own request. The cluster service
+//! starts when all VMs are requested. So VMs of other hosts can take part: a command there names the same group.
 
 use std::net::TcpStream;
 use std::process::ExitCode;
@@ -19,7 +20,7 @@ use super::migrate::{Followed, STREAMS, ask, connect, describe, follow, place};
 use crate::cli::{DrainArgs, Member, MigrateArgs, TransferArgs};
 use crate::output;
 
-/// How often it is looked whether others are to be told that one can't move.
+/// Interval at which the command checks whether it must cancel the other VMs' migrations.
 const LOOK: Duration = Duration::from_millis(200);
 
 /// A VM that this command moves.
@@ -29,16 +30,16 @@ struct Leaving {
     to: String,
 }
 
-/// How it ended for one VM.
+/// The outcome for one VM.
 enum Ended {
     Moved(Box<MigrationTimeline>),
-    /// It wasn't moved, for this reason.
+    /// It didn't move, for this reason.
     Stays(String),
-    /// It isn't known where it runs.
+    /// It is unknown where the VM runs.
     InDoubt(String),
 }
 
-/// Moves a group.
+/// Migrates a group.
 pub fn migrate(args: &MigrateArgs, json: bool) -> anyhow::Result<ExitCode> {
     let names: Vec<String> = args.group.iter().map(|member| member.name.clone()).collect();
     let leaving = places(&args.group, args.to.as_deref())?
@@ -53,7 +54,8 @@ pub fn migrate(args: &MigrateArgs, json: bool) -> anyhow::Result<ExitCode> {
     finish(&leaving, &ended, first, json)
 }
 
-/// Moves all VMs of this host: those with RDMA NICs together, since connections may hold them together; then each of the others by itself.
+/// Moves all VMs of this host. VMs with RDMA NICs move together, since they may be connected. Then the others move one
+/// by one.
 pub fn drain(args: &DrainArgs, json: bool) -> anyhow::Result<ExitCode> {
     let directory = discovery::runtime_directory();
     let mut running = discovery::find(&directory)?;
@@ -63,7 +65,7 @@ pub fn drain(args: &DrainArgs, json: bool) -> anyhow::Result<ExitCode> {
     for vm in running {
         let unknown = || format!("VM {} doesn't say whether it runs: nothing has moved", vm.name);
         let summary = vm.client().summary().with_context(unknown)?;
-        // A monitor that waits for a VM to come has none to move.
+        // A monitor that waits for a VM has none to move.
         if summary.state != VmState::Incoming {
             here.push((vm, summary.rdma_nics > 0));
         }
@@ -101,7 +103,7 @@ pub fn drain(args: &DrainArgs, json: bool) -> anyhow::Result<ExitCode> {
     finish(&leaving, &ended, first, json)
 }
 
-/// Moves a VM that no connection holds together with others.
+/// Moves a VM that isn't connected to others.
 fn by_itself(vm: &Leaving, transfer: &TransferArgs, json: bool) -> Ended {
     match connect(&vm.to, transfer.streams.unwrap_or(STREAMS)) {
         Ok(streams) => one(vm, streams, &[], transfer, json),
@@ -109,7 +111,8 @@ fn by_itself(vm: &Leaving, transfer: &TransferArgs, json: bool) -> Ended {
     }
 }
 
-/// Where the members go that this command moves: to their own addresses, or to consecutive ports of one host.
+/// Returns the destination of each member that this command moves: its own address, or one of consecutive ports of one
+/// host.
 fn places(group: &[Member], to: Option<&str>) -> anyhow::Result<Vec<(String, String)>> {
     for (at, member) in group.iter().enumerate() {
         if group.iter().take(at).any(|other| other.name == member.name) {
@@ -130,7 +133,7 @@ fn places(group: &[Member], to: Option<&str>) -> anyhow::Result<Vec<(String, Str
         bail!("VM {} has an address of its own, and --to gives another: use one of both", member.name);
     }
     if !to.contains(':') {
-        // A host of the cluster: each where its own monitor waits.
+        // A host of the cluster: each VM's own monitor waits there.
         return Ok(group.iter().map(|member| (member.name.clone(), to.to_owned())).collect());
     }
     let parts = to.rsplit_once(':').and_then(|(host, port)| Some((host, port.parse::<u16>().ok()?)));
@@ -152,17 +155,18 @@ fn places(group: &[Member], to: Option<&str>) -> anyhow::Result<Vec<(String, Str
         .collect()
 }
 
-/// Moves VMs of this host, of a group that may have others: how it ended for each, and what the first one that can't move says.
+/// Moves the VMs of this host that belong to a group, which may contain others. Returns the outcome per VM, and the
+/// first failure's reason.
 ///
 /// # Errors
-/// When nothing was begun.
+/// Nothing was started.
 fn together(
     leaving: &[Leaving],
     group: &[String],
     transfer: &TransferArgs,
     json: bool,
 ) -> anyhow::Result<(Vec<Ended>, Option<String>)> {
-    // Whoever isn't waited for is found before any monitor is asked.
+    // A missing destination is detected before any monitor gets a request.
     let streams: Vec<Vec<TcpStream>> = leaving
         .iter()
         .map(|vm| {
@@ -170,7 +174,7 @@ fn together(
                 .with_context(|| format!("VM {} can't move", vm.name))
         })
         .collect::<anyhow::Result<_>>()?;
-    // The first one that can't go on says why; the others only hear that it was given up.
+    // The first failure has the cause; the others only report an abort.
     let first = Mutex::new(None);
     let ended: Vec<Ended> = std::thread::scope(|scope| {
         let first = &first;
@@ -187,11 +191,12 @@ fn together(
                 })
             })
             .collect();
-        // Once one stays, those that still wait for it needn't. One whose monitor hasn't begun is told again.
+        // After one VM has failed, the others must not wait for it. The cancellation is repeated for a VM whose monitor
+        // hasn't started.
         while moving.iter().any(|one| !one.is_finished()) {
             if noted(first) {
                 for (vm, _) in leaving.iter().zip(&moving).filter(|(_, one)| !one.is_finished()) {
-                    // Refused where nothing is under way, or it is decided.
+                    // Refused if no migration is in progress or it is already decided.
                     let _ = vm.client.cancel_migration();
                 }
             }
@@ -213,7 +218,7 @@ fn noted(first: &Mutex<Option<String>>) -> bool {
     first.lock().is_ok_and(|first| first.is_some())
 }
 
-/// Moves one of them.
+/// Moves one of the VMs.
 fn one(
     vm: &Leaving,
     streams: Vec<TcpStream>,
@@ -238,7 +243,7 @@ fn one(
     }
 }
 
-/// Says what came of it.
+/// Prints the outcome.
 fn finish(
     leaving: &[Leaving],
     ended: &[Ended],
@@ -272,7 +277,8 @@ fn finish(
         return Err(anyhow!("{why}")
             .context(format!("None of {} VMs has moved, all run where they were", ended.len())));
     }
-    // The service decides for a group alike, and a monitor may not have heard of it; those that move by themselves may stay.
+    // The service decides the same for all VMs of a group, but a monitor may not have got the decision. VMs that move
+    // alone may fail alone.
     let stay = ended.len() - moved - doubt.len();
     let doubtful = match doubt.len() {
         0 => String::new(),
@@ -306,7 +312,8 @@ mod tests {
         all.iter().map(|(name, to)| ((*name).to_owned(), (*to).to_owned())).collect()
     }
 
-    /// One host has a port for each; else each has its own address, and who has none is another command's.
+    /// With one host, each member has a port of it. Otherwise each has its own address; another command moves a member
+    /// without one.
     #[test]
     fn each_member_has_its_place() {
         let to = places(&group("a,b"), Some("[::1]:7000")).expect("places");
@@ -329,7 +336,8 @@ mod tests {
         assert!("a=".parse::<Member>().expect_err("refused").contains("a=192.0.2.1:7000"));
     }
 
-    /// One sentence says why; the exit isn't 0; what is in doubt isn't said to have stayed.
+    /// One sentence names the VM and the reason, and the exit status isn't 0. A VM in doubt isn't reported as not
+    /// moved.
     #[test]
     fn a_failure_says_who_and_why() {
         let leaving = ["a", "b"].map(|name| Leaving {

@@ -21,7 +21,7 @@ use control_api::discovery;
 
 use crate::cli::{Cli, Command, DsmCommand, ForcedTarget, Target};
 
-/// Does what the command line says.
+/// Executes the command line.
 pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
     let json = cli.json;
     match cli.command {
@@ -50,7 +50,7 @@ pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The VM that a command is for: what to call it, and its client.
+/// Returns a command's VM: its name for messages, and its client.
 fn select(target: &Target) -> anyhow::Result<(String, Client)> {
     if let Some(socket) = &target.socket {
         return Ok((socket.display().to_string(), Client::new(socket)));

@@ -1,4 +1,4 @@
-//! `causeway stop`: asks, then waits for the end.
+//! `causeway stop`: requests the end and waits for it.
 
 use std::time::{Duration, Instant};
 
@@ -9,10 +9,10 @@ use control_api::discovery::{SocketState, probe};
 use crate::cli::StopArgs;
 use crate::output;
 
-/// How often to look whether the VM has ended.
+/// Interval at which the command checks whether the VM has ended.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
-/// Ends a VM.
+/// Stops a VM.
 pub fn stop(args: &StopArgs, json: bool) -> anyhow::Result<()> {
     let (name, client) = super::select(&args.target)?;
     if args.force {

@@ -7,7 +7,7 @@ use rustix::thread::CapabilitySet;
 use super::Finding;
 use super::files::Files;
 
-/// Looks at the host's devices.
+/// Examines the host's devices.
 pub fn examine(files: &Files) -> Vec<Finding> {
     vec![
         iommu(files),
@@ -55,7 +55,7 @@ fn rdma(files: &Files) -> Finding {
     )
 }
 
-/// Whether `causeway host --verbs` could work; which address a device needs is only known there.
+/// Checks whether `causeway host --verbs` could work. The daemon alone knows which address a device needs.
 fn verbs(devices: Result<Vec<String>, host::transport::Absent>) -> Finding {
     const NAME: &str = "transport verbs";
     match devices {
@@ -96,7 +96,7 @@ fn tap(files: &Files) -> Finding {
     )
 }
 
-/// `--net user` needs passt.
+/// Checks for passt, which `--net user` needs.
 fn passt(path: Option<std::ffi::OsString>) -> Finding {
     const NAME: &str = "passt";
     let path = path.unwrap_or_default();

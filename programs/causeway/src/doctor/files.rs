@@ -1,47 +1,47 @@
-//! The host's files under /proc, /sys and /dev; below another directory in tests.
+//! The host's files under /proc, /sys and /dev. Tests use another root directory.
 
 #[cfg(test)]
 use std::path::Path;
 use std::path::PathBuf;
 
-/// Files below a root.
+/// Files below a root directory.
 pub struct Files {
     root: PathBuf,
 }
 
 impl Files {
-    /// The host's own.
+    /// Uses the host's own root.
     pub fn of_host() -> Self {
         Self { root: PathBuf::from("/") }
     }
 
-    /// Below another directory.
+    /// Uses another root directory.
     #[cfg(test)]
     pub fn below(root: &Path) -> Self {
         Self { root: root.to_owned() }
     }
 
-    /// Where an absolute path lies.
+    /// Returns the path of an absolute path below the root.
     pub fn path(&self, path: &str) -> PathBuf {
         self.root.join(path.trim_start_matches('/'))
     }
 
-    /// A file's text without surrounding blanks; `None` when it can't be read.
+    /// Returns a file's trimmed text, or `None` if it can't be read.
     pub fn text(&self, path: &str) -> Option<String> {
         std::fs::read_to_string(self.path(path)).ok().map(|text| text.trim().to_owned())
     }
 
-    /// A file's number.
+    /// Returns a file's number.
     pub fn number(&self, path: &str) -> Option<u64> {
         self.text(path)?.parse().ok()
     }
 
-    /// Whether there is something at a path.
+    /// Returns whether a path exists.
     pub fn exists(&self, path: &str) -> bool {
         self.path(path).exists()
     }
 
-    /// Names in a directory, sorted; none when it can't be read.
+    /// Returns the sorted names in a directory; none if it can't be read.
     pub fn names(&self, path: &str) -> Vec<String> {
         let entries = std::fs::read_dir(self.path(path)).into_iter().flatten();
         let mut names: Vec<_> = entries
@@ -51,7 +51,7 @@ impl Files {
         names
     }
 
-    /// The choice in brackets of a file like `always [madvise] never`.
+    /// Returns the choice in brackets of a file like `always [madvise] never`.
     pub fn choice(&self, path: &str) -> Option<String> {
         let text = self.text(path)?;
         let start = text.find('[')? + 1;
@@ -62,11 +62,11 @@ impl Files {
 
 #[cfg(test)]
 pub mod testing {
-    //! Files that a test makes up.
+    //! Synthetic files for tests.
 
     use super::Files;
 
-    /// A folder with files of these paths and texts, which stands for the host's root as long as it is kept.
+    /// Creates a directory with files of these paths and texts. It serves as the host's root while it exists.
     pub fn files(entries: &[(&str, &str)]) -> (tempfile::TempDir, Files) {
         let root = tempfile::tempdir().unwrap();
         for (path, text) in entries {

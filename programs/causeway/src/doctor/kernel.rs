@@ -5,7 +5,7 @@ use rustix::thread::CapabilitySet;
 use super::Finding;
 use super::files::Files;
 
-/// Looks at the kernel.
+/// Examines the kernel.
 pub fn examine(files: &Files) -> Vec<Finding> {
     vec![release(files), io_uring(files), userfaultfd(files), landlock(), seccomp(files)]
 }
@@ -17,7 +17,7 @@ fn release(files: &Files) -> Finding {
     }
 }
 
-/// Tried out, because containers refuse it by seccomp too.
+/// Tests it by use, since containers may also refuse it by seccomp.
 fn io_uring(files: &Files) -> Finding {
     const NAME: &str = "io_uring";
     let error = match io_uring::IoUring::new(2) {
@@ -31,7 +31,7 @@ fn io_uring(files: &Files) -> Finding {
     Finding::limited(NAME, format!("{error}: disks use threads that block instead"), remedy)
 }
 
-/// Which faults user space may handle for guest RAM. KVM's own accesses are faults of the kernel.
+/// Checks which faults user space may handle for guest RAM. KVM's own accesses are kernel faults.
 fn userfaultfd(files: &Files) -> Finding {
     const NAME: &str = "userfaultfd";
     let Some(open_to_all) = files.number("/proc/sys/vm/unprivileged_userfaultfd") else {

@@ -1,21 +1,21 @@
-//! KVM: is it there, what is underneath, does it run ordinary kernels.
+//! KVM: whether it exists, its backend, and whether it runs ordinary kernels.
 
 use machine::kvm::{BackEnd, Host, HostError};
 
 use super::Finding;
 use super::files::Files;
 
-/// What KVM can do.
+/// KVM's abilities.
 pub struct Kvm {
     /// Whether ordinary kernels run.
     pub ordinary_kernels: bool,
     /// Whether payload guests run.
     pub payloads: bool,
-    /// In detail.
+    /// The findings.
     pub findings: Vec<Finding>,
 }
 
-/// Looks at KVM, and runs a throw-away VM.
+/// Examines KVM, and runs a temporary VM.
 pub fn examine(files: &Files) -> Kvm {
     let host = match Host::open() {
         Ok(host) => host,
@@ -131,7 +131,7 @@ fn ordinary_kernels(host: &Host, findings: &mut Vec<Finding>) -> bool {
     }
 }
 
-/// Whether guests can run KVM themselves.
+/// Checks whether guests can run KVM themselves.
 fn nested(back_end: BackEnd, files: &Files) -> Option<Finding> {
     let module = match back_end {
         BackEnd::Svm => "kvm_amd",

@@ -6,7 +6,7 @@ use rustix::process::Resource;
 use super::Finding;
 use super::files::Files;
 
-/// Looks at the host's memory.
+/// Examines the host's memory.
 pub fn examine(files: &Files) -> Vec<Finding> {
     vec![
         available(files),
@@ -63,7 +63,7 @@ fn transparent(files: &Files) -> Finding {
     }
 }
 
-/// Guest RAM lies in memfds, for which this second switch counts.
+/// Guest RAM is in memfds, to which this second switch applies.
 fn transparent_shared(files: &Files) -> Finding {
     const NAME: &str = "the same for guest RAM";
     match files.choice("/sys/kernel/mm/transparent_hugepage/shmem_enabled") {

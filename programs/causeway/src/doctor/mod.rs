@@ -1,7 +1,7 @@
-//! What this host can do for VMs, what is missing, and how to get it.
+//! Examines what this host can do for VMs, what is missing, and how to get it.
 //!
-//! Each module looks at one part of the host and returns [`Finding`]s. Nothing here changes the host; KVM is tried out
-//! with a throw-away VM.
+//! Each module examines one part of the host and returns [`Finding`]s. Nothing changes the host. KVM is tested with a
+//! temporary VM.
 
 mod devices;
 mod files;
@@ -14,28 +14,28 @@ use serde::Serialize;
 
 use files::Files;
 
-/// How good something is.
+/// Rating of a finding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Status {
-    /// As good as Causeway can use it.
+    /// Fully usable.
     Ok,
-    /// There, but not all of it.
+    /// Partly usable.
     Limited,
-    /// Not there, or of no use.
+    /// Missing or unusable.
     Missing,
 }
 
-/// One thing about the host.
+/// One property of the host.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Finding {
-    /// What was looked at.
+    /// The property's name.
     pub name: &'static str,
-    /// How good it is.
+    /// The rating.
     pub status: Status,
-    /// What was found.
+    /// The observed state.
     pub found: String,
-    /// How to get more of it, where something is lacking.
+    /// The remedy, if something is missing.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub remedy: Option<String>,
 }
@@ -57,9 +57,9 @@ impl Finding {
 /// Findings about one part of the host.
 #[derive(Debug, Serialize)]
 pub struct Group {
-    /// Which part.
+    /// The part's name.
     pub name: &'static str,
-    /// What was found.
+    /// The findings.
     pub findings: Vec<Finding>,
 }
 
@@ -70,13 +70,13 @@ pub struct Report {
     pub ordinary_kernels: bool,
     /// Whether payload guests run (`causeway run --payload`).
     pub payloads: bool,
-    /// Both in a sentence.
+    /// A sentence with both.
     pub verdict: String,
-    /// By part of the host.
+    /// The findings by part of the host.
     pub groups: Vec<Group>,
 }
 
-/// Looks at this host.
+/// Examines this host.
 pub fn examine() -> Report {
     let files = Files::of_host();
     let kvm = kvm::examine(&files);

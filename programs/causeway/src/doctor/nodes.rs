@@ -1,4 +1,5 @@
-//! VMs that span nodes: what their shared memory needs of a host, and what costs it time (spec dsm, facts 3 and 4, pitfalls 1, 2 and 9).
+//! VMs that span nodes: what their shared memory requires of a host, and host settings that cost time
+//! (`docs/reference/dsm.md`).
 
 use machine::kvm::{BackEnd, Host};
 use machine::memory::shared::SharedRam;
@@ -7,10 +8,10 @@ use machine::memory::{GuestRam, RamLayout, RamOptions};
 use super::Finding;
 use super::files::Files;
 
-/// Guest RAM that is tried out, and where its shared part begins.
+/// Size of the tested guest RAM, and offset of its shared part, in bytes.
 const TRIED: (u64, u64) = (4 << 20, 2 << 20);
 
-/// Looks at this host, and tries to share some memory.
+/// Examines this host, and tests shared memory.
 pub fn examine(files: &Files) -> Vec<Finding> {
     let back_end = Host::open().map_or(BackEnd::Unknown, |host| host.capabilities().back_end);
     vec![
@@ -23,7 +24,7 @@ pub fn examine(files: &Files) -> Vec<Finding> {
     ]
 }
 
-/// Whether links between nodes could go by RDMA; which address a device needs is only known there.
+/// Checks whether links between nodes could use RDMA. The nodes alone know which address a device needs.
 fn rdma(devices: Result<Vec<String>, monitor::dsm::NoRdma>) -> Finding {
     const NAME: &str = "links by RDMA";
     match devices {
@@ -62,7 +63,7 @@ fn is_on(files: &Files, path: &str) -> Option<bool> {
     files.text(path).map(|text| matches!(text.as_str(), "Y" | "1"))
 }
 
-/// Whether the processor writes when it walks a guest's page tables, and whether KVM keeps copies of these.
+/// Checks whether the processor writes during a walk of a guest's page tables, and whether KVM shadows these tables.
 fn page_walks(back_end: BackEnd, files: &Files) -> Finding {
     const NAME: &str = "page walks";
     const SHADOW: &str = "KVM keeps shadow copies of page tables, which go stale when another node changes a table: of no matter to payload guests, whose tables \
@@ -108,7 +109,7 @@ fn page_walks(back_end: BackEnd, files: &Files) -> Finding {
     }
 }
 
-/// Pages move one by one; monitors ask for small ones, which one setting overrides.
+/// Pages move one by one. Monitors request small pages, which one setting overrides.
 fn huge(files: &Files) -> Finding {
     const NAME: &str = "small pages";
     match files.choice("/sys/kernel/mm/transparent_hugepage/shmem_enabled") {
@@ -151,7 +152,8 @@ mod tests {
     use crate::doctor::Status;
     use crate::doctor::files::testing::files;
 
-    /// Only EPT without accessed and dirty bits neither writes nor goes stale; every other way says what it does and what to do.
+    /// Only EPT without accessed and dirty bits neither writes nor becomes stale. Every other mode reports its effect
+    /// and the remedy.
     #[test]
     fn each_way_of_walking_page_tables_is_told_from_the_others() {
         const EPT: &str = "sys/module/kvm_intel/parameters/ept";
@@ -176,7 +178,7 @@ mod tests {
         }
     }
 
-    /// Links by RDMA are possible, or it is said why not and what else there is.
+    /// RDMA links are possible, or the finding has the reason and the alternative.
     #[test]
     fn a_host_without_an_rdma_device_is_told_of_tcp() {
         assert_eq!(rdma(Ok(vec!["rxe0".to_owned()])).status, Status::Ok);

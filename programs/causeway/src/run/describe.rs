@@ -1,4 +1,4 @@
-//! Puts file and flags together. Flags win over the file; disks and networks add up.
+//! Merges file and flags. Flags override the file; disks and networks are appended.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -8,7 +8,7 @@ use monitor::description::{self, Invalid, OneOrMany, Positions, VmDescription, w
 
 use crate::cli::RunArgs;
 
-/// The description that file and flags make together. The error names the file's line, or the flag.
+/// Returns the description from file and flags. An error names the file's line, or the flag.
 pub fn describe(mut args: RunArgs) -> anyhow::Result<VmDescription> {
     let words = std::mem::take(&mut args.words);
     let (mut vm, positions) = match (&args.payload, words.as_slice()) {
@@ -38,7 +38,7 @@ pub fn describe(mut args: RunArgs) -> anyhow::Result<VmDescription> {
     description::validate(&vm).map_err(|invalid| locate(invalid, positions.as_ref(), &set, &in_file))
 }
 
-/// How many list items are the file's.
+/// Number of list items from the file.
 struct Counts {
     disks: usize,
     net: usize,
@@ -59,7 +59,7 @@ impl Counts {
     }
 }
 
-/// Lets the flags win; returns the keys that they set.
+/// Applies the flags; returns the keys that they set.
 fn merge(vm: &mut written::Vm, args: RunArgs) -> BTreeSet<&'static str> {
     let mut set = BTreeSet::new();
     macro_rules! take {
@@ -94,7 +94,7 @@ fn merge(vm: &mut written::Vm, args: RunArgs) -> BTreeSet<&'static str> {
     set
 }
 
-/// Says where a wrong value was written.
+/// Adds the place of a wrong value to an error.
 fn locate(
     invalid: Invalid,
     positions: Option<&Positions>,
@@ -118,7 +118,7 @@ fn locate(
                 "disks" => "disk".to_owned(),
                 key => key.replace('_', "-"),
             };
-            // `--memory: 1M is not possible` needs no more; of a list it is said which item.
+            // `--memory: 1M is not possible` is complete. For a list, the error names the item.
             if invalid.key.to_string() == key {
                 return anyhow!("--{flag}: {}", invalid.problem);
             }

@@ -1,5 +1,4 @@
-//! Parsers of single flags. What is checked here is form; whether the values make sense is up to
-//! [`monitor::description::validate`].
+//! Parsers of single flags. They check the form. [`monitor::description::validate`] checks the values.
 
 use std::path::PathBuf;
 
@@ -320,7 +319,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { cases: 4000, ..ProptestConfig::default() })]
 
-        /// Whatever is given, the answer is a value or one line.
+        /// Any text yields a value or one line.
         #[test]
         fn no_text_panics(text in "((tap|fd|user|path|readonly|serial|queues|mac|mtu|cid|socket|cores)?[:=,]?\\PC{0,6}){0,6}") {
             for error in [disk(&text).err(), net(&text).err(), vsock(&text).err(), cpus(&text).err(), rdma(&text).err(), vfio_user(&text).err(), nic(&text).err()].into_iter().flatten() {

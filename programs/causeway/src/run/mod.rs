@@ -1,4 +1,4 @@
-//! `causeway run`: from flags and file to a description, and from there to the guest's end.
+//! `causeway run`: creates a description from flags and file, and runs the guest to its end.
 
 mod describe;
 pub mod flags;

@@ -10,7 +10,7 @@ impl<'a> Options<'a> {
     ///
     /// # Errors
     ///
-    /// When a part is empty or an option is given twice.
+    /// A part is empty, or an option is given twice.
     pub fn parse(text: &'a str) -> Result<Self, String> {
         let mut words: Vec<(&str, Option<&str>)> = Vec::new();
         for part in text.split(',') {
@@ -29,7 +29,7 @@ impl<'a> Options<'a> {
         Ok(Self { words })
     }
 
-    /// Takes the first word where it is none of the `known` options and has no value.
+    /// Removes and returns the first word, unless it is one of the `known` options or has a value.
     pub fn first(&mut self, known: &[&str]) -> Option<&'a str> {
         let (name, value) = self.words.first()?;
         if value.is_some() || known.contains(name) {
@@ -38,7 +38,7 @@ impl<'a> Options<'a> {
         Some(self.words.remove(0).0)
     }
 
-    /// Takes an option with a value.
+    /// Removes and returns an option with a value.
     pub fn value(&mut self, name: &str) -> Result<Option<&'a str>, String> {
         match self.take(name) {
             None => Ok(None),
@@ -47,7 +47,7 @@ impl<'a> Options<'a> {
         }
     }
 
-    /// Takes an option with a value that can be parsed.
+    /// Removes an option with a value, and parses the value.
     pub fn parsed<T>(&mut self, name: &str) -> Result<Option<T>, String>
     where
         T: std::str::FromStr,
@@ -57,7 +57,7 @@ impl<'a> Options<'a> {
         value.parse().map(Some).map_err(|error| format!("{name}={}: {error}", value.escape_debug()))
     }
 
-    /// Takes an option that is on by being there; `NAME=on|off` says it outright.
+    /// Removes an option that is on by its presence. `NAME=on|off` is explicit.
     pub fn switch(&mut self, name: &str) -> Result<bool, String> {
         match self.take(name) {
             None => Ok(false),
@@ -69,7 +69,7 @@ impl<'a> Options<'a> {
         }
     }
 
-    /// All options must have been taken by now.
+    /// Fails if options remain.
     pub fn finish(self, known: &[&str]) -> Result<(), String> {
         match self.words.first() {
             None => Ok(()),

@@ -10,7 +10,7 @@ use monitor::sandbox::{Sandbox, ThreadKind};
 
 use crate::output;
 
-/// The settings of a payload VM.
+/// Returns the settings of a payload VM.
 pub fn builder(description: &VmDescription, payload: &Payload) -> anyhow::Result<PayloadBuilder> {
     let builder = PayloadVm::from_file(&payload.program)?
         .arguments(payload.arguments.iter().cloned())
@@ -37,7 +37,7 @@ pub fn builder(description: &VmDescription, payload: &Payload) -> anyhow::Result
     })
 }
 
-/// Runs the program; its exit code is ours.
+/// Runs the program. Its exit code becomes this process'.
 pub fn run(description: &VmDescription, payload: &Payload, json: bool) -> anyhow::Result<ExitCode> {
     let builder = builder(description, payload)?;
     let sandbox = Sandbox::prepare(description)?;

@@ -1,4 +1,5 @@
-//! A payload VM that spans several monitors: all of them here, or one of them where the others are started elsewhere.
+//! A payload VM that spans several nodes: either all of them on this host, or one of them, with the others started
+//! separately.
 
 use std::ffi::OsString;
 use std::net::ToSocketAddrs as _;
@@ -22,21 +23,22 @@ use crate::cli::{Coherence, RunArgs};
 use crate::exposure::{self, Exposed};
 use crate::{failure, output};
 
-/// How long nodes that were started here may take to end after node 0.
+/// Time-out for the local nodes to end after node 0.
 const NODES_END_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Whether a signal has stopped a child: it can't end by itself then. Needs no `/proc`, which the sandbox doesn't have.
+/// Returns whether a child is stopped by a signal, so that it can't end by itself. Doesn't use `/proc`, which the
+/// sandbox lacks.
 fn is_stopped(child: &Child) -> bool {
     let which = WaitId::Pid(Pid::from_child(child));
     let how = WaitIdOptions::STOPPED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
     matches!(waitid(which, how), Ok(Some(status)) if status.stopped())
 }
 
-/// What the command line says about nodes.
+/// The command line's node options.
 #[derive(Debug)]
 pub struct Span {
     nodes: u8,
-    /// This node and where all are; `None`: all are started here.
+    /// This node and the addresses of all nodes. `None`: all nodes start here.
     place: Option<(u8, Vec<NodeAddress>)>,
     key: Option<ClusterKey>,
     coherence: Coherence,
@@ -44,10 +46,10 @@ pub struct Span {
     restart: Option<PathBuf>,
 }
 
-/// Seconds from one checkpoint to the next where nothing is said.
+/// Default interval of checkpoints in seconds.
 const CHECKPOINT_EVERY: f64 = 10.0;
 
-/// What the command line says about writing checkpoints.
+/// Returns the command line's checkpoint options.
 fn checkpoints(args: &mut RunArgs) -> anyhow::Result<Option<Checkpoints>> {
     let seconds = args.checkpoint_every.take().unwrap_or(CHECKPOINT_EVERY);
     let Some(folder) = args.checkpoint.take() else { return Ok(None) };
@@ -58,7 +60,8 @@ fn checkpoints(args: &mut RunArgs) -> anyhow::Result<Option<Checkpoints>> {
 }
 
 impl Span {
-    /// Takes it from the flags; `None` for a VM of one node. With several nodes there is one vCPU on each unless --cpus says otherwise.
+    /// Takes the options from the flags. Returns `None` for a VM of one node. With several nodes there is one vCPU per
+    /// node unless --cpus is given.
     pub fn take(args: &mut RunArgs) -> anyhow::Result<Option<Self>> {
         let peers = std::mem::take(&mut args.peers);
         let named = u8::try_from(peers.len()).unwrap_or(u8::MAX);
@@ -114,7 +117,7 @@ impl Span {
     }
 }
 
-/// Runs one node, and, where all nodes are to be here, starts the others.
+/// Runs one node. If all nodes are local, starts the others.
 pub fn run(
     description: &VmDescription,
     program: &Payload,
@@ -143,7 +146,7 @@ pub fn run(
     };
     let builder = builder.userfault(SharedRam::userfault()?);
     let settings = confine(description, settings, others.folder.is_some())?;
-    // By RDMA none are left: see `NodePlaces::rdma`.
+    // With RDMA there are none: see `NodePlaces::rdma`.
     let privileged = description.sandbox == SandboxMode::On && settings.device.is_none();
     let builder = if privileged { builder.on_thread_start(privileges_used) } else { builder };
     let mut vm = SpanningVm::join(builder, &settings)?;
@@ -153,13 +156,13 @@ pub fn run(
     if node == 0 {
         vm.serve_top(&top_socket(&description.name))?;
     }
-    // At once, as the rest of the end may take a while.
+    // Immediately, as the rest of the shutdown may take a while.
     vm.on_failure(move |text| {
         failure::report(&anyhow!(text.to_owned()), json);
     });
     let ended = vm.run()?;
     others.end();
-    // Whoever found out why has said so.
+    // The failing component has already printed the cause.
     let Ok(code) = ended.outcome else { return Ok(ExitCode::FAILURE) };
     if json && node == 0 {
         output::print_json(&serde_json::json!({
@@ -173,7 +176,7 @@ pub fn run(
     Ok(ExitCode::from(process_status(code)))
 }
 
-/// Links without a key stay on this host, or the user accepts that they don't.
+/// Checks that links without a key stay on this host, or that the user accepts the risk.
 fn check_exposure(addresses: &[NodeAddress], insecure: bool) -> anyhow::Result<()> {
     for address in addresses {
         let (NodeAddress::Tcp(place) | NodeAddress::Rdma(place)) = address else { continue };
@@ -190,7 +193,7 @@ fn check_exposure(addresses: &[NodeAddress], insecure: bool) -> anyhow::Result<(
     Ok(())
 }
 
-/// Puts this node into its sandbox. What it needs from here on are its sockets, KVM and the folders of checkpoints.
+/// Applies the sandbox to this node. From now on it needs only its sockets, KVM and the directories of checkpoints.
 fn confine(
     description: &VmDescription,
     mut settings: NodeSettings,
@@ -212,7 +215,7 @@ fn confine(
             }
             NodeAddress::Tcp(_) if description.sandbox == SandboxMode::Off => {}
             NodeAddress::Tcp(place) | NodeAddress::Rdma(place) => {
-                // In the sandbox no names can be looked up: it is done once, and the first address counts.
+                // The sandbox permits no name resolution. It happens once here, and the first address is used.
                 let found = place
                     .to_socket_addrs()
                     .with_context(|| format!("--peers: {place} can't be looked up"))?;
@@ -221,7 +224,7 @@ fn confine(
                 if own { &mut places.listens } else { &mut places.connects }.insert(first.port());
                 *place = first.to_string();
                 if rdma && own {
-                    // The sandbox lets no library be loaded either.
+                    // The sandbox permits no loading of libraries either.
                     let found = RdmaDevice::look(first.ip());
                     let found = found.with_context(|| {
                         format!(
@@ -239,7 +242,7 @@ fn confine(
         checkpoints.make_folder()?;
         places.checkpoints.insert(checkpoints.folder.clone());
     }
-    // One that isn't there is said to have no checkpoint.
+    // A missing directory leads to an error about a missing checkpoint.
     places.restarts.extend(settings.restart.clone().filter(|folder| folder.exists()));
     let sandbox = Sandbox::prepare_node(description, &places)?;
     sandbox.enter_process()?;
@@ -247,7 +250,7 @@ fn confine(
     Ok(settings)
 }
 
-/// The socket on which node 0 of a VM tells what its nodes count.
+/// Returns the socket on which node 0 of a VM reports its nodes' counters.
 pub fn top_socket(name: &str) -> PathBuf {
     discovery::runtime_directory().join(format!("{name}.dsm"))
 }
@@ -260,7 +263,7 @@ struct Others {
 }
 
 impl Others {
-    /// Starts them, and returns where all nodes listen.
+    /// Starts the nodes; returns the addresses of all nodes.
     fn start(&mut self, name: &str, nodes: u8) -> anyhow::Result<Vec<NodeAddress>> {
         let runtime = discovery::runtime_directory();
         discovery::prepare_directory(&runtime)?;
@@ -291,14 +294,14 @@ impl Others {
         Ok(addresses)
     }
 
-    /// Waits for them, as long as that is reasonable.
+    /// Waits for the nodes until the time-out, then kills them.
     fn end(&mut self) {
         let deadline = Instant::now() + NODES_END_TIMEOUT;
         for child in &mut self.children {
             while matches!(child.try_wait(), Ok(None)) && Instant::now() < deadline && !is_stopped(child) {
                 std::thread::sleep(Duration::from_millis(5));
             }
-            // Fails when it has ended, as it should have.
+            // Fails if the node has already ended.
             let _ = child.kill();
             let _ = child.wait();
         }

@@ -23,14 +23,14 @@ pub fn run(
             discovery::socket_of(&directory, &description.name)
         }
     };
-    // The socket of migrations is beside it, under a longer name.
+    // The migration socket is beside it, with a longer name.
     if control_api::migration::socket_of(&socket).as_os_str().len() > 107 {
         bail!(
             "The API socket {} has a longer path than Unix sockets take, 99 bytes; write --api-socket",
             socket.display()
         );
     }
-    // The sandbox lets the monitor remove what the description names.
+    // The sandbox permits the monitor to remove paths of the description.
     description.api_socket = Some(socket.clone());
     let outcome = monitor::vm::run(description, socket, incoming)?;
     let name = match outcome {

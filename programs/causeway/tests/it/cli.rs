@@ -1,4 +1,4 @@
-//! The program from outside: output and exit status. No KVM is needed; nothing here gets as far as starting a VM.
+//! Black-box tests of the program: output and exit status. They need no KVM, as no test starts a VM.
 
 use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixListener;
@@ -7,7 +7,7 @@ use std::process::{Command, Output, Stdio};
 
 use proptest::prelude::*;
 
-/// Runs the program with a runtime directory of its own.
+/// Runs the program with a separate runtime directory.
 fn causeway(runtime: &Path, arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_causeway"))
         .args(arguments)
@@ -24,7 +24,7 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// A failure is status 1, nothing on standard output, and one sentence on standard error, with causes below it.
+/// Checks a failure: status 1, no standard output, and one sentence on standard error, followed by causes.
 fn failure(output: &Output, context: &str) -> String {
     let error = text(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{context}: {error}");
@@ -32,14 +32,14 @@ fn failure(output: &Output, context: &str) -> String {
     let mut lines = error.lines();
     let first = lines.next().unwrap_or_default();
     let sentence = first.strip_prefix("causeway: ").unwrap_or_default();
-    // A sentence begins with a capital letter, or with the file or flag that it is about.
+    // A sentence begins with a capital letter, or with its file or flag.
     let begins = sentence.starts_with(|c: char| c.is_uppercase() || c == '"' || c == '-' || c == '\'');
     assert!(begins || sentence.starts_with("vm.toml, "), "{context}: {error}");
     assert!(lines.all(|line| line.starts_with("  because: ")), "{context}: {error}");
     error
 }
 
-/// Arguments, and what the error must say.
+/// Arguments, and a part of the expected error.
 const WRONG: &[(&[&str], &str)] = &[
     (&[], "No command was given"),
     (&["rum"], "Unrecognized subcommand 'rum'; some similar subcommands exist: 'run'"),
@@ -156,7 +156,7 @@ const WRONG: &[(&[&str], &str)] = &[
         "cannot be used with",
     ),
     (&["host", "--fabric-address", "127.0.0.1:4792"], "--directory <PATH>|--cluster <HOST:PORT>"),
-    // What other hosts reach has a key, or its user accepts that it hasn't.
+    // A socket that other hosts reach has a key, or the user accepts that it hasn't.
     (&["run", "--kernel", "k", "--incoming", "192.0.2.7:7000"], "give --incoming-key FILE"),
     (&["run", "--kernel", "k", "--incoming", "0.0.0.0:7000"], "accept that with --insecure"),
     (
@@ -236,7 +236,7 @@ fn no_vms_are_an_empty_list_and_dead_ones_are_passed_over() {
     assert!(text(&output.stdout).starts_with("No VM runs here (in "), "{output:?}");
 }
 
-/// Answers each request with the same JSON; returns the first line of the first one.
+/// Answers each request with the same JSON; returns the first line of the first request.
 fn server(socket: &Path, body: &str) -> std::thread::JoinHandle<String> {
     let listener = UnixListener::bind(socket).unwrap();
     let answer = format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n{body}", body.len());
@@ -353,21 +353,20 @@ fn flag() -> impl Strategy<Value = Vec<String>> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
 
-    /// The description file doesn't exist, so that no command line gets further; whatever else is wrong, the answer is
-    /// one sentence.
+    /// The description file doesn't exist, so no VM starts. For any other error, the output is one sentence.
     #[test]
     fn any_flags_end_in_one_sentence(flags in proptest::collection::vec(flag(), 0..5)) {
         let runtime = tempfile::tempdir().unwrap();
         let mut arguments = vec!["run", "missing.toml"];
         arguments.extend(flags.iter().flatten().map(String::as_str));
         let output = causeway(runtime.path(), &arguments);
-        // `--cmdline --help` and the like: a value that asks for help is help.
+        // `--cmdline --help` and similar: help in the place of a value prints help.
         prop_assume!(!flags.iter().flatten().any(|word| matches!(word.as_str(), "-h" | "-V")));
         failure(&output, &format!("{arguments:?}"));
     }
 }
 
-/// Log lines that can't be written, on a full disk or into a pipe that nobody reads any more, end nothing.
+/// Log lines that can't be written, on a full disk or into a closed pipe, don't end the program.
 #[test]
 fn a_log_that_cannot_be_written_ends_nothing() {
     use std::io::{BufRead as _, BufReader};
@@ -405,7 +404,7 @@ fn a_log_that_cannot_be_written_ends_nothing() {
     }
 }
 
-/// The service as a process of its own, asked by the program: what it shows, and that it goes on with its file after SIGKILL.
+/// Runs the service as a separate process, and queries it with the program. After SIGKILL it continues with its file.
 #[test]
 fn the_cluster_service_serves_and_is_asked() {
     use std::io::{BufRead as _, BufReader};
@@ -445,7 +444,7 @@ fn the_cluster_service_serves_and_is_asked() {
         (&status["mtu"], &status["authenticated"], &status["hosts"]),
         (&4096.into(), &false.into(), &0.into())
     );
-    // One instance with a file leads, and there are no terms.
+    // A single instance with a file leads, without terms.
     let role = &status["instances"][0];
     assert_eq!((&role["store"], &role["leads"], &role["term"]), (&"redb".into(), &true.into(), &0.into()));
     assert_eq!((&status["store"], &status["leader"]), (&"redb".into(), &address.as_str().into()));
@@ -483,7 +482,7 @@ fn the_cluster_service_serves_and_is_asked() {
     service.wait().unwrap();
 }
 
-/// What has to do with several instances of the service is checked before anything is tried, and a program without etcd says so.
+/// Options of several instances are checked first. A program without etcd reports that.
 #[test]
 fn several_instances_need_etcd_and_addresses() {
     let runtime = tempfile::tempdir().unwrap();
@@ -510,7 +509,7 @@ fn several_instances_need_etcd_and_addresses() {
         let built = serve(&with(&["--etcd", "http://127.0.0.1:1"]));
         assert!(built.contains("built without etcd") && built.contains("--features etcd"), "{built}");
     }
-    // Several addresses, of which none answers: in one sentence.
+    // Several addresses without an answer: one sentence.
     let output = causeway(runtime.path(), &["cluster", "status", "--cluster", "127.0.0.1:1,127.0.0.1:2"]);
     let said = failure(&output, "status");
     assert!(

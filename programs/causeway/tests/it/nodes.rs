@@ -1,5 +1,5 @@
-//! VMs that span several monitors on this machine, and what becomes of them when one is lost. Needs /dev/kvm and userfaultfd; without,
-//! each test says so loudly and passes.
+//! VMs that span several nodes on this machine, and the loss of a node. The tests need /dev/kvm and userfaultfd;
+//! without them each prints that it is skipped.
 
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ use crate::payload_programs::programs;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-/// A folder for sockets, which every test has for itself.
+/// Creates a separate directory for sockets.
 pub(crate) fn runtime() -> tempfile::TempDir {
     tempfile::tempdir().unwrap()
 }
@@ -31,8 +31,8 @@ pub(crate) fn text(output: &Output) -> String {
     format!("{}\n{out}\n{err}", output.status)
 }
 
-/// Counters, messages, false sharing, pages written in turns and private pages are right, in both ways of keeping memory the same, on
-/// two and three nodes, with one and two vCPUs each.
+/// Counters, messages, false sharing, alternating writers and private pages are correct. Tests both coherence modes,
+/// two and three nodes, and one and two vCPUs per node.
 #[test]
 fn programs_that_check_what_they_read_find_nothing_wrong() {
     let test = "programs_that_check_what_they_read_find_nothing_wrong";
@@ -54,8 +54,9 @@ fn programs_that_check_what_they_read_find_nothing_wrong() {
     }
 }
 
-/// All vCPUs at one word, or with instructions that need two pages each: whatever a page was granted for has retired before the page goes, as is shown by registers that differ, or by the
-/// instruction being carried out by the monitor. Nothing is lost, and nobody stands still.
+/// All vCPUs use one word, or instructions that need two pages each. After each grant an instruction retires before the
+/// page is revoked. The proof is changed registers, or an instruction that the monitor emulated. No update is lost, and
+/// no vCPU starves.
 #[test]
 fn every_grant_lets_an_instruction_retire() {
     let Some(programs) = programs("every_grant_lets_an_instruction_retire") else { return };
@@ -73,16 +74,16 @@ fn every_grant_lets_an_instruction_retire() {
         let sum = |key: &str| -> u64 {
             report["nodes"].as_object().unwrap().values().map(|node| node[key].as_u64().unwrap()).sum()
         };
-        // Where a move needs both pages, and a vCPU has no processor for long, one may be given up all the same.
+        // For a move with two pages, and vCPUs without a processor for long, a few grants may be revoked unused.
         let most = if kind == "kind=move" { sum("kicks") / 50 } else { 0 };
         assert!(sum("unproven") <= most, "{kind}: {report:#}");
-        // Of a word that is kept by updates nothing is taken away.
+        // A write-update word is never revoked.
         assert!(kind == "kind=add" || sum("stepped") > 0, "{kind}: {report:#}");
     }
 }
 
-/// The exit code is the program's, whichever node's vCPU gives it; every vCPU's console comes out of node 0, and JSON has the counts of
-/// both nodes, which agree with each other.
+/// The exit code is the program's, independent of the node that ends it. Node 0 prints every vCPU's console. The JSON
+/// counts of both nodes agree.
 #[test]
 fn console_exit_code_and_counts_come_from_all_nodes() {
     let Some(programs) = programs("console_exit_code_and_counts_come_from_all_nodes") else { return };
@@ -101,20 +102,21 @@ fn console_exit_code_and_counts_come_from_all_nodes() {
     assert!(count("1", "misses") > 0, "node 1 has fetched the program: {report:#}");
     for (from, to) in [("0", "1"), ("1", "0")] {
         let (sent, received) = (count(from, "sent"), count(to, "received"));
-        // What is under way when the program ends isn't received any more.
+        // Messages in flight at the program's end aren't received.
         assert!(received <= sent && sent <= received + 8, "{from} to {to}: {sent}, {received}");
         assert_eq!(count(from, "refused"), 0);
     }
 }
 
-/// Addresses for two nodes.
+/// Returns addresses for two nodes.
 fn two_over_tcp() -> String {
     let port = |listener: std::net::TcpListener| listener.local_addr().unwrap().port();
     let port = || port(std::net::TcpListener::bind("127.0.0.1:0").unwrap());
     format!("tcp:127.0.0.1:{},tcp:127.0.0.1:{}", port(), port())
 }
 
-/// Nodes with the same key meet and run over sealed links; one with another key, or without, takes no node's place and is told what to do.
+/// Nodes with the same key connect over encrypted links. A node with another key, or without one, is refused and gets
+/// the remedy.
 #[test]
 fn nodes_with_a_key_meet_and_others_stay_outside() {
     let Some(programs) = programs("nodes_with_a_key_meet_and_others_stay_outside") else { return };
@@ -141,7 +143,7 @@ fn nodes_with_a_key_meet_and_others_stay_outside() {
             said.contains("Node 0 at tcp:127.0.0.1") && said.contains("the same --cluster-key"),
             "{said}"
         );
-        // Its place is free for the node that has the key.
+        // Its place stays free for the node with the key.
         let other = start("1", &peers, Some(&ours));
         let (first, other) = (first.wait_with_output().unwrap(), other.wait_with_output().unwrap());
         assert!(first.status.success() && other.status.success(), "{} {}", text(&first), text(&other));
@@ -149,8 +151,8 @@ fn nodes_with_a_key_meet_and_others_stay_outside() {
     }
 }
 
-/// Nodes that are started one by one find each other over TCP, and node 0's output and exit code are the VM's; a node of another
-/// program is refused by name.
+/// Separately started nodes connect over TCP. Node 0's output and exit code are the VM's. A node with another program
+/// is refused with its name.
 #[test]
 fn nodes_that_are_started_apart_meet_over_tcp() {
     let Some(programs) = programs("nodes_that_are_started_apart_meet_over_tcp") else { return };
@@ -177,7 +179,7 @@ fn nodes_that_are_started_apart_meet_over_tcp() {
     }
 }
 
-/// While a VM runs, its hottest pages are told with nodes and offsets, as text and as JSON.
+/// While a VM runs, its hottest pages are reported with nodes and offsets, as text and as JSON.
 #[test]
 fn the_hottest_pages_are_told_while_it_runs() {
     let Some(programs) = programs("the_hottest_pages_are_told_while_it_runs") else { return };
@@ -201,7 +203,7 @@ fn the_hottest_pages_are_told_while_it_runs() {
     assert!(!top(&[]).status.success(), "nobody answers after the end");
 }
 
-/// Processes that a process has started.
+/// Returns the child processes of a process.
 pub(crate) fn children(pid: u32) -> Vec<Pid> {
     let path = format!("/proc/{pid}/task/{pid}/children");
     let text = std::fs::read_to_string(path).unwrap_or_default();
@@ -214,7 +216,7 @@ fn exists(pid: Pid) -> bool {
         .is_ok_and(|stat| !stat.rsplit(')').next().unwrap_or_default().trim().starts_with('Z'))
 }
 
-/// All threads of all nodes are confined: a filter, no capability, none to be gained.
+/// All threads of all nodes are confined: a seccomp filter, no capabilities, no new privileges.
 #[test]
 fn nodes_run_in_the_sandbox() {
     let Some(programs) = programs("nodes_run_in_the_sandbox") else { return };
@@ -225,7 +227,7 @@ fn nodes_run_in_the_sandbox() {
     let mut seen = Vec::new();
     for node in &nodes {
         for task in std::fs::read_dir(format!("/proc/{}/task", node.as_raw_nonzero())).unwrap() {
-            // Threads may end meanwhile.
+            // A thread may end meanwhile.
             let text = std::fs::read_to_string(task.unwrap().path().join("status")).unwrap_or_default();
             let of = |key: &str| {
                 text.lines().find_map(|line| line.strip_prefix(key)).map(|of| of.trim().to_owned())
@@ -244,7 +246,7 @@ fn nodes_run_in_the_sandbox() {
     }
 }
 
-/// Starts a VM that never ends by itself, and waits until it runs on all nodes.
+/// Starts an endless VM, and waits until it runs on all nodes.
 fn endless(runtime: &Path, programs: &Path, nodes: &str) -> (Child, Vec<Pid>) {
     endless_with(runtime, programs, &["--nodes", nodes], nodes.parse().unwrap())
 }
@@ -253,7 +255,7 @@ fn endless_with(runtime: &Path, programs: &Path, flags: &[&str], nodes: usize) -
     running(runtime, programs, flags, nodes, ["endless", "1"])
 }
 
-/// Starts exercises that say when they run on all nodes, and waits for that.
+/// Starts exercises that report when they run on all nodes, and waits for that.
 fn running(
     runtime: &Path,
     programs: &Path,
@@ -275,7 +277,7 @@ fn running(
     (child, others)
 }
 
-/// Waits for the end of what is left, and gives the time that it took and what it said.
+/// Waits for the end of the remaining processes. Returns the time that it took, and the output.
 fn diagnosis(mut child: Child, since: Instant) -> (Duration, String) {
     let mut said = String::new();
     child.stderr.as_mut().unwrap().read_to_string(&mut said).unwrap();
@@ -284,7 +286,7 @@ fn diagnosis(mut child: Child, since: Instant) -> (Duration, String) {
     (since.elapsed(), said)
 }
 
-/// After so long something hangs. How fast nodes notice a loss is not for a test on a shared machine to judge.
+/// Time-out of a hang. The time to detect a loss isn't tested here, since the machine may be shared.
 pub(crate) const HANG_TIMEOUT: Duration = Duration::from_secs(60);
 
 pub(crate) fn gone(pids: &[Pid]) {
@@ -295,7 +297,8 @@ pub(crate) fn gone(pids: &[Pid]) {
     }
 }
 
-/// Kills a node at random moments, 20 times; the longest time until the rest had ended, each time with a line that names node and link.
+/// Kills a node 20 times at random moments. Each time the rest ends with a line that names node and link. Returns the
+/// longest time.
 fn kills(programs: &Path) -> Duration {
     let mut longest = Duration::ZERO;
     for round in 0..20u64 {
@@ -318,7 +321,7 @@ fn a_killed_node_ends_the_vm_with_a_diagnosis() {
     kills(programs);
 }
 
-/// By hand, on a machine that has nothing else to do.
+/// Manual, on an otherwise idle machine.
 #[test]
 #[ignore = "judges time"]
 fn a_killed_node_ends_the_vm_within_a_second_and_a_half() {
@@ -328,7 +331,7 @@ fn a_killed_node_ends_the_vm_within_a_second_and_a_half() {
     assert!(longest < Duration::from_millis(1500), "{longest:?}");
 }
 
-/// Killing node 0 ends the others, which nobody watches then.
+/// If node 0 is killed, the others end, without a supervisor.
 #[test]
 fn nodes_end_when_the_first_is_killed() {
     let Some(programs) = programs("nodes_end_when_the_first_is_killed") else { return };
@@ -339,7 +342,7 @@ fn nodes_end_when_the_first_is_killed() {
     gone(&others);
 }
 
-/// A node that stands still is taken for lost: the rest says so, and it is ended.
+/// A stopped node counts as lost: the rest reports it and ends it.
 #[test]
 fn a_silent_node_ends_the_vm_with_a_diagnosis() {
     let Some(programs) = programs("a_silent_node_ends_the_vm_with_a_diagnosis") else { return };
@@ -348,14 +351,15 @@ fn a_silent_node_ends_the_vm_with_a_diagnosis() {
     kill_process(others[0], Signal::STOP).unwrap();
     let mut child = child;
     let mut said = String::new();
-    // The stopped process has the other end of stderr, too: it is read when that is gone.
+    // The stopped process holds the other end of stderr, too, so read after its end.
     child.stderr.as_mut().unwrap().read_to_string(&mut said).unwrap();
     child.wait().unwrap();
     assert!(said.contains("Node 1 has not been heard from") && said.contains("link unix:"), "{said}");
     gone(&others);
 }
 
-/// A program that needs a silent node no more comes to its end, which is told of: what it came to counts, and nobody waits for ever.
+/// A program that no longer needs a silent node ends normally, with a message. Its result counts, and nothing waits
+/// forever.
 #[test]
 fn a_program_ends_though_a_node_is_silent() {
     let Some(programs) = programs("a_program_ends_though_a_node_is_silent") else { return };
@@ -371,7 +375,7 @@ fn a_program_ends_though_a_node_is_silent() {
     assert!(status.success(), "{status}: {said}");
     let told = ["The program has ended with 0, but node 1 ", " the link unix:"];
     assert!(told.iter().all(|part| said.contains(part)), "{said}");
-    // Silence that began before the end counts from its own beginning: the last heartbeat, up to 100 ms before the signal.
+    // The silence may have begun before the end: at the last heartbeat, up to 100 ms before the signal.
     assert!(took >= Duration::from_millis(750), "{took:?}: {said}");
     gone(&others);
 }
@@ -385,7 +389,7 @@ pub(crate) fn appears(path: &Path) {
     }
 }
 
-/// A result without times.
+/// Returns a result without times.
 fn result(output: &[u8]) -> Value {
     let mut result: Value = serde_json::from_slice(output).unwrap_or_else(|_| {
         panic!("no result: {}", String::from_utf8_lossy(output));
@@ -416,7 +420,7 @@ fn kill_after_checkpoints(runtime: &Path, programs: &Path, lost: usize, after: D
     folder
 }
 
-/// A VM that lost a node goes on from its last checkpoint and comes to the result of an undisturbed run, whichever node it was and when.
+/// A VM that lost any node at any time restarts from its last checkpoint, and reaches the result of an undisturbed run.
 #[test]
 fn a_restart_from_the_last_checkpoint_comes_to_the_same_result() {
     let Some(programs) = programs("a_restart_from_the_last_checkpoint_comes_to_the_same_result") else {
@@ -430,7 +434,7 @@ fn a_restart_from_the_last_checkpoint_comes_to_the_same_result() {
     for (lost, after) in [(1, 0), (0, 0), (1, 150), (0, 300)] {
         let runtime = runtime();
         let folder = kill_after_checkpoints(runtime.path(), programs, lost, Duration::from_millis(after));
-        // And goes on writing them.
+        // The restarted VM also writes checkpoints.
         let place = folder.to_str().unwrap();
         let flags = ["--nodes", "2", "--restart", place, "--checkpoint", place, "--checkpoint-every", "0.05"];
         let output = causeway(runtime.path(), &programs.join("jacobi"), &flags, &JACOBI).output().unwrap();
@@ -439,7 +443,7 @@ fn a_restart_from_the_last_checkpoint_comes_to_the_same_result() {
     }
 }
 
-/// What can't be gone on from, or written, is told in one sentence, and nothing is left running.
+/// Each unusable checkpoint directory yields one sentence, and no process remains.
 #[test]
 fn broken_foreign_and_missing_checkpoints_are_told() {
     let Some(programs) = programs("broken_foreign_and_missing_checkpoints_are_told") else { return };
@@ -473,7 +477,8 @@ fn broken_foreign_and_missing_checkpoints_are_told() {
     assert!(said.contains("There is no checkpoint in"), "{said}");
 }
 
-/// A folder without room costs the VM nothing: it says so once, keeps the checkpoint that it has, and comes to its result.
+/// A full directory doesn't disturb the VM. It reports the problem once, keeps the existing checkpoint, and reaches its
+/// result.
 #[test]
 fn a_full_disk_is_told_and_the_vm_goes_on() {
     let Some(programs) = programs("a_full_disk_is_told_and_the_vm_goes_on") else { return };
@@ -485,7 +490,7 @@ fn a_full_disk_is_told_and_the_vm_goes_on() {
     let folder = runtime.path().join("small");
     std::fs::create_dir(&folder).unwrap();
     let place = folder.to_str().unwrap();
-    // In a mount namespace of its own, which ends with it. A page of room.
+    // In a mount namespace of its own, which ends with it. There is room for one page.
     let script = format!("mount -t tmpfs -o size=4k none {place} && exec \"$@\"");
     let flags = ["--nodes", "2", "--checkpoint", place, "--checkpoint-every", "0.05"];
     let inner = causeway(runtime.path(), &programs.join("jacobi"), &flags, &JACOBI);

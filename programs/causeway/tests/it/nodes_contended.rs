@@ -1,5 +1,6 @@
-//! A word that all vCPUs of several nodes add to, without end: nothing is lost, on one processor as well, from checkpoints, and when a node
-//! dies meanwhile. Needs /dev/kvm and userfaultfd; without, each test says so loudly and passes.
+//! All vCPUs of several nodes increment one word endlessly. No increment is lost, also on one processor, from
+//! checkpoints, and when a node fails. The tests need /dev/kvm and userfaultfd; without them each prints that it is
+//! skipped.
 
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
@@ -10,14 +11,14 @@ use crate::payload_programs::programs;
 use rustix::process::{Signal, kill_process};
 use serde_json::Value;
 
-/// The program's line and the report of the VM, from `--json`.
+/// Returns the program's line and the VM's report from `--json`.
 fn line_and_report(output: &Output) -> (Value, Value) {
     assert!(output.status.success(), "{}", text(output));
     let mut all = serde_json::Deserializer::from_slice(&output.stdout).into_iter::<Value>();
     (all.next().unwrap().unwrap(), all.next().unwrap().unwrap())
 }
 
-/// Waits until `look` finds something.
+/// Waits until `look` returns a value.
 fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
     let deadline = Instant::now() + HANG_TIMEOUT;
     loop {
@@ -29,8 +30,8 @@ fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
     }
 }
 
-/// Nothing that was added is lost, whatever the number of nodes and vCPUs, and on one processor, where vCPUs that wait for each other
-/// take it from each other.
+/// No increment is lost, for any number of nodes and vCPUs. Also on one processor, which vCPUs that wait for each other
+/// compete for.
 #[test]
 fn a_contended_word_loses_nothing() {
     let Some(programs) = programs("a_contended_word_loses_nothing") else { return };
@@ -56,7 +57,8 @@ fn a_contended_word_loses_nothing() {
     }
 }
 
-/// A node that is killed or stopped while its vCPUs contend for a word, at any moment, ends the VM, which names the node and its link.
+/// A node is killed or stopped at any moment while its vCPUs contend for a word. The VM ends and names the node and its
+/// link.
 #[test]
 fn a_node_lost_while_it_contends_for_a_word_is_named() {
     let Some(programs) = programs("a_node_lost_while_it_contends_for_a_word_is_named") else { return };
@@ -70,7 +72,7 @@ fn a_node_lost_while_it_contends_for_a_word_is_named() {
         let other = until("node 1", || children(child.id()).first().copied());
         std::thread::sleep(Duration::from_millis(after_ms));
         kill_process(other, signal).unwrap();
-        // Without an end of its own within minutes, so that it ends for this reason.
+        // The program would run for minutes, so it ends for this reason.
         let output = child.wait_with_output().unwrap();
         let said = text(&output);
         assert!(!output.status.success() && said.contains("ode 1"), "{signal:?} after {after_ms} ms: {said}");
@@ -79,7 +81,7 @@ fn a_node_lost_while_it_contends_for_a_word_is_named() {
     }
 }
 
-/// The reports of a VM's nodes while it runs.
+/// Returns the reports of a running VM's nodes.
 fn top(runtime: &Path, name: &str) -> Option<Value> {
     let mut command = Command::new(env!("CARGO_BIN_EXE_causeway"));
     let output =
@@ -92,12 +94,12 @@ fn number(folder: &Path) -> Option<u64> {
     serde_json::from_str::<Value>(&text).ok()?["number"].as_u64()
 }
 
-/// Checkpoints are written one after the other while all contend for the word and `dsm top` is answered for both nodes; after one was
-/// lost, a restart from the last of them loses nothing that was added.
+/// Checkpoints are written while all vCPUs contend for the word, and `dsm top` gets responses for both nodes. After the
+/// loss of one node, a restart from the last checkpoint loses no increment.
 #[test]
 fn a_contended_word_is_restored_from_checkpoints() {
     let Some(programs) = programs("a_contended_word_is_restored_from_checkpoints") else { return };
-    // The time-stamp counter keeps its value: what is left of it after the restart is short, or nothing.
+    // The time-stamp counter keeps its value, so the restarted program runs shortly or not at all.
     let arguments = ["kind=add", "ms=10000"];
     let runtime = runtime();
     let folder = runtime.path().join("checkpoints");

@@ -1,4 +1,4 @@
-//! The lab recognizes what the program prints when it fails by itself: it takes no such failure for one of the emulator.
+//! The lab recognizes the program's own failures, so that it doesn't classify one as an emulator fault.
 
 use std::process::{Command, Stdio};
 
@@ -7,7 +7,7 @@ fn standard_error(command: &mut Command) -> (Option<i32>, String) {
     (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
 }
 
-/// Only builds with debug assertions panic when they are asked to.
+/// Only builds with debug assertions panic on request.
 #[cfg(debug_assertions)]
 #[test]
 fn the_lab_recognizes_a_panic_of_any_thread() {
@@ -31,7 +31,7 @@ fn a_release_does_not_panic_when_it_is_asked_to() {
     assert_eq!((code, lab::own_faults::found(&text)), (Some(0), None));
 }
 
-/// A failure with a sentence, as when a VM isn't there, is no fault of the program.
+/// An error sentence, as for a missing VM, isn't a fault of the program.
 #[test]
 fn the_lab_takes_no_ordinary_error_for_a_panic() {
     let runtime = tempfile::tempdir().unwrap();

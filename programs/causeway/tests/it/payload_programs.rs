@@ -1,10 +1,10 @@
-//! The payload programs that tests of spanning VMs run.
+//! The payload programs for tests of spanning VMs.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
-/// The payload programs, built; `None` where no payload VM can span nodes.
+/// Returns the directory of the built payload programs, or `None` if no payload VM can span nodes.
 pub fn programs(test: &str) -> Option<&'static Path> {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
     for (device, facility) in

@@ -1,4 +1,4 @@
-//! Guests of a few instructions under the shipped program: what a VM does whose guest or device fails.
+//! Guests of a few instructions under the shipped program: the behaviour of a VM whose guest or device fails.
 #![allow(unsafe_code)] // The guests are in this program, as assembly.
 
 use std::io::{BufRead as _, BufReader, Read as _};
@@ -9,14 +9,14 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-/// What takes longer hangs.
+/// Time-out of a hang.
 const HANG_LIMIT: Duration = Duration::from_secs(60);
-/// Where a guest is loaded and begins.
+/// A guest's load address and entry.
 const LOAD_ADDRESS: u32 = 0x10_0000;
-/// Where it lies in its file.
+/// Its offset in the file.
 const FILE_OFFSET: u64 = 0x1000;
 
-// 32-bit protected mode without paging, as PVH starts a guest. Nothing refers to its own address.
+// 32-bit protected mode without paging, the start state of PVH. The code is position-independent.
 std::arch::global_asm!(
     ".pushsection .rodata",
     ".code32",
@@ -27,15 +27,15 @@ std::arch::global_asm!(
     "1: hlt",
     "jmp 1b",
     "resets_at_once_end:",
-    // Prints the letter x for ever.
+    // Prints the letter x endlessly.
     "prints_much:",
     "mov $0x3f8, %dx",
     "mov $0x78, %al",
     "1: out %al, %dx",
     "jmp 1b",
     "prints_much_end:",
-    // Starts the virtio device in slot 1 with its first queue, by the window in its configuration space, and prints N when the device needs a
-    // reset.
+    // Starts the virtio device in slot 1 with its first queue, through the window in its configuration space. Prints N
+    // when the device needs a reset.
     "starts_a_device:",
     "mov $0xe0008000, %ebx",
     "movzbl 0x34(%ebx), %esi",
@@ -97,14 +97,14 @@ unsafe extern "C" {
     static starts_a_device_end: u8;
 }
 
-/// The bytes between two labels.
+/// Returns the bytes between two labels.
 fn code(begin: &'static u8, end: &'static u8) -> &'static [u8] {
     let (begin, end) = (&raw const *begin, &raw const *end);
     // SAFETY: both labels are in the assembly above, the second behind the first, in data that never changes.
     unsafe { std::slice::from_raw_parts(begin, end.addr() - begin.addr()) }
 }
 
-/// A vmlinux of these instructions: ELF with a PVH note.
+/// Writes a vmlinux of these instructions: ELF with a PVH note.
 fn kernel(directory: &Path, code: &[u8]) -> PathBuf {
     let mut file = b"\x7fELF\x02\x01\x01".to_vec();
     file.resize(16, 0);
@@ -143,7 +143,7 @@ fn has_kvm() -> bool {
     there
 }
 
-/// `causeway run` in a directory of its own. `timeout` passes signals on, and ends what hangs.
+/// Returns `causeway run` in a directory of its own. `timeout` forwards signals, and ends a hanging process.
 fn run(directory: &Path, arguments: &[&str]) -> Command {
     let mut command = Command::new("timeout");
     command
@@ -160,7 +160,7 @@ fn run(directory: &Path, arguments: &[&str]) -> Command {
     command
 }
 
-/// Ends it as a user does; its status and the rest of what it logs.
+/// Ends the VM by a signal. Returns its status and its remaining log.
 fn end(mut vm: Child) -> (ExitStatus, String) {
     kill_process(Pid::from_child(&vm), Signal::TERM).unwrap();
     let mut log = String::new();
@@ -168,7 +168,7 @@ fn end(mut vm: Child) -> (ExitStatus, String) {
     (vm.wait().unwrap(), log)
 }
 
-/// A guest that resets at once is started again ever more seldom, and a signal ends the VM while it waits for that.
+/// A guest that resets at once is restarted with back-off. A signal ends the VM during the wait.
 #[test]
 fn a_guest_that_resets_at_once_is_held_back() {
     if !has_kvm() {
@@ -194,7 +194,7 @@ fn a_guest_that_resets_at_once_is_held_back() {
     assert!(status.success(), "{status}: {log}");
 }
 
-/// What starts a VM may have set a low soft limit of open files; the hard one counts.
+/// The starter of a VM may have set a low soft limit of open files. The program raises it to the hard limit.
 #[test]
 fn a_low_soft_limit_of_open_files_is_raised() {
     if !has_kvm() {
@@ -211,7 +211,7 @@ fn a_low_soft_limit_of_open_files_is_raised() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
-/// In the sandbox, too, a console's file begins anew at its limit, and the older file has what was in it.
+/// Within the sandbox, too, a console's file restarts at its limit, and the older file has the earlier content.
 #[test]
 fn a_console_file_begins_anew_in_the_sandbox() {
     if !has_kvm() {
@@ -240,7 +240,7 @@ fn a_console_file_begins_anew_in_the_sandbox() {
     }
 }
 
-/// A library that panics over a hostile image is a sentence about that image, and not the end of the program by a panic.
+/// If a library panics on a hostile image, the program reports an error about the image. It doesn't end by a panic.
 #[test]
 fn an_image_that_makes_its_library_panic_is_refused() {
     if !has_kvm() {
@@ -249,7 +249,7 @@ fn an_image_that_makes_its_library_panic_is_refused() {
     let directory = tempfile::tempdir().unwrap();
     // SAFETY: the labels are data of this program.
     let guest = kernel(directory.path(), unsafe { code(&resets_at_once, &resets_at_once_end) });
-    // qcow2 version 3 with a table of feature names of one byte: the library slices behind its end.
+    // qcow2 version 3 with a feature name table of one byte: the library slices beyond its end.
     let image = std::fs::File::create(directory.path().join("hostile.qcow2")).unwrap();
     image.set_len(1 << 20).unwrap();
     let mut header = b"QFI\xfb".to_vec();
@@ -281,8 +281,8 @@ fn an_image_that_makes_its_library_panic_is_refused() {
     assert!(error.contains("hostile.qcow2 is damaged") && error.contains("library panicked"), "{error}");
 }
 
-/// A device whose thread panics needs a reset by its driver; the guest sees that, and the VM goes on. Only builds with debug assertions panic when
-/// they are asked to.
+/// A device whose thread panics needs a reset by its driver. The guest sees that, and the VM continues. Only builds
+/// with debug assertions panic on request.
 #[cfg(debug_assertions)]
 #[test]
 fn a_device_whose_thread_panics_fails_alone() {
