@@ -1,4 +1,4 @@
-//! The lab's hand inside an emulated host: starts processes, carries their input and output, and their end.
+//! The lab's agent inside an emulated host: starts processes, and transports their input, output and exit status.
 
 use crate::protocol::{Frame, Kind, Start, receive, send};
 use anyhow::{Context, Result};
@@ -18,7 +18,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// Connections for whatever number this machine has.
+/// VMADDR_CID_ANY: accepts connections to any CID of this machine.
 const ANY_CID: u32 = u32::MAX;
 
 type Port = Arc<Mutex<File>>;
@@ -32,15 +32,15 @@ struct Running {
 
 fn tell(port: &Port, session: u32, kind: Kind, data: &[u8]) {
     if let Ok(mut port) = port.lock() {
-        // The lab is gone when this fails, and with it the host, in a moment.
+        // Fails only if the lab has ended, and this host ends with it.
         let _ = send(&mut *port, session, kind, data);
     }
 }
 
-/// What a port is called that is a vsock port to listen on.
+/// Prefix of a port that is a vsock port to listen on.
 pub(crate) const VSOCK: &str = "vsock:";
 
-/// Serves the port until it closes; `-` is standard input and output, `vsock:NUMBER` a port on which connections are taken for ever.
+/// Serves a port until it closes. `-` is standard input and output. `vsock:NUMBER` accepts connections forever.
 pub fn serve(port: &Path) -> Result<()> {
     if let Some(number) = port.to_str().and_then(|name| name.strip_prefix(VSOCK)) {
         let number = number.parse().with_context(|| format!("{number:?} is no vsock port"))?;
@@ -48,18 +48,18 @@ pub fn serve(port: &Path) -> Result<()> {
     }
     if port == Path::new("-") {
         let reader = File::from(std::io::stdin().as_fd().try_clone_to_owned()?);
-        // A connection ends when its one command has.
+        // A connection ends with its only command.
         let _ = serve_over(reader, File::from(std::io::stdout().as_fd().try_clone_to_owned()?));
         return Ok(());
     }
     let file = OpenOptions::new().read(true).write(true).open(port);
     let reader = file.with_context(|| format!("Can't open the port {}", port.display()))?;
     let writer = reader.try_clone()?;
-    // A port closes only when something is wrong.
+    // A port closes only after an error.
     serve_over(reader, writer)
 }
 
-/// For guests without socat.
+/// Listens on vsock, for guests without socat.
 fn serve_vsock(port: u32) -> Result<()> {
     let listener = Socket::new(Domain::VSOCK, Type::STREAM, None)
         .and_then(|socket| {
@@ -74,7 +74,7 @@ fn serve_vsock(port: u32) -> Result<()> {
         let reader = File::from(OwnedFd::from(connection));
         let writer = reader.try_clone()?;
         std::thread::spawn(move || {
-            // It ends when the other side goes.
+            // Ends when the peer closes the connection.
             let _ = serve_over(reader, writer);
         });
     }
@@ -84,7 +84,7 @@ fn serve_over(mut reader: File, writer: File) -> Result<()> {
     let port: Port = Arc::new(Mutex::new(writer));
     let sessions = Sessions::default();
     let ended = listen(&mut reader, &port, &sessions);
-    // Nobody is left to hear of them.
+    // No receiver is left for their output.
     for running in lock(&sessions).values() {
         let _ = kill_process_group(running.group, Signal::KILL);
     }
@@ -102,7 +102,7 @@ fn listen(reader: &mut File, port: &Port, sessions: &Sessions) -> Result<()> {
         let Frame { session, kind, data } = frame;
         match kind {
             Kind::Ping => tell(port, session, Kind::Pong, &[]),
-            // What it starts is entered before its end can be.
+            // The session is registered before its process can end.
             Kind::Start => {
                 let mut entered = lock(sessions);
                 match start(port, session, &data, sessions) {
@@ -199,7 +199,7 @@ fn feed(mut sink: impl Write + Send + 'static, bytes: Receiver<Vec<u8>>) {
     });
 }
 
-/// Carries output until its end; the receiver hears when that is.
+/// Forwards output until its end, which it signals on the returned channel.
 fn pump(port: &Port, session: u32, kind: Kind, mut from: impl Read + Send + 'static) -> Receiver<()> {
     let (done, finished) = channel();
     let port = Arc::clone(port);
@@ -223,11 +223,11 @@ fn reap(port: &Port, session: u32, mut child: Child, readers: Vec<Receiver<()>>,
             Ok(status) => status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or(0)),
             Err(_) => 255,
         };
-        // Its input is closed; its group stays known, for what it has left in the background.
+        // The input is closed. The process group stays known, since background processes may remain.
         if let Some(ended) = lock(&sessions).get_mut(&session) {
             (ended.input, ended.terminal) = (None, None);
         }
-        // A process left in the background may hold the pipes open: its output isn't waited for.
+        // A background process may hold the pipes open: don't wait for its output.
         for reader in readers {
             let _ = reader.recv_timeout(Duration::from_millis(300));
         }

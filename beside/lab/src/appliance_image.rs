@@ -1,5 +1,6 @@
-//! The root disk of guests that are parts of a storage appliance, or its client: NFS, RAID and network block devices as Debian ships
-//! them, their kernel modules, and an archive of a part of Debian's kernel source, to be unpacked over the network.
+//! The root disk of guests that form a storage appliance or its client: Debian's NFS, RAID and network block devices,
+//! with kernel modules. It also has an archive of a part of Debian's kernel source, which guests unpack over the
+//! network.
 
 use crate::apt::{self, Apt};
 use crate::command::output;
@@ -11,10 +12,10 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-/// Where the archive is in the guest.
+/// Path of the archive in the guest.
 pub(crate) const TREE: &str = "/usr/share/lab/linux.tar";
 
-/// Packs some folders of a kernel source.
+/// Packs some directories of a kernel source.
 fn pack_tree(apt: &Apt, work: &Path, to: &Path) -> Result<()> {
     let package = apt.download(recipe::APPLIANCE_SOURCE, None)?;
     let source = fresh(&work.join("source"))?;
@@ -31,7 +32,7 @@ fn pack_tree(apt: &Apt, work: &Path, to: &Path) -> Result<()> {
 }
 
 impl Images {
-    /// Builds it.
+    /// Builds the image.
     pub(crate) fn appliance(&self, apt: &Apt, work: &Path) -> Result<()> {
         let packages = apt.fetch(recipe::APPLIANCE_PACKAGES, false)?;
         let root = fresh(&work.join("root"))?;

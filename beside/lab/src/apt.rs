@@ -1,5 +1,5 @@
-//! Debian packages without root and without touching the system's package database: apt resolves against an empty
-//! status file and downloads into the lab's cache; `dpkg-deb` unpacks; no maintainer script runs.
+//! Debian packages without root, and without the system's package database. apt resolves against an empty status file
+//! and downloads into the lab's cache. `dpkg-deb` unpacks. No maintainer script runs.
 
 use crate::command::output;
 use anyhow::{Context, Result, bail};
@@ -7,32 +7,32 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// apt with a state of its own.
+/// apt with a private state.
 #[derive(Debug)]
 pub struct Apt {
     dir: PathBuf,
     codename: String,
 }
 
-/// A package as apt resolved it.
+/// A resolved package.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Resolved {
-    /// Name of the package.
+    /// The package's name.
     pub name: String,
-    /// Its version, epoch included.
+    /// The version, including the epoch.
     pub version: String,
     /// Architecture: `amd64` or `all`.
     pub arch: String,
 }
 
 impl Resolved {
-    /// The name that apt gives the downloaded file.
+    /// Returns apt's file name of the downloaded package.
     pub fn file(&self) -> String {
         format!("{}_{}_{}.deb", self.name, self.version.replace(':', "%3a"), self.arch)
     }
 }
 
-/// Reads `Inst name (version archive [arch])` lines of a simulated installation.
+/// Parses `Inst name (version archive [arch])` lines of a simulated installation.
 fn parse_simulation(text: &str) -> Vec<Resolved> {
     text.lines()
         .filter_map(|line| {
@@ -46,8 +46,8 @@ fn parse_simulation(text: &str) -> Vec<Resolved> {
         .collect()
 }
 
-/// A Debian source file of the system's release `system`, made one of the release `codename`, with its backports suite;
-/// `None` when the file isn't about Debian's releases.
+/// Converts a Debian source file of the release `system` to the release `codename`, with its backports suite. Returns
+/// `None` if the file has no Debian release.
 fn sources_of(text: &str, system: &str, codename: &str, deb822: bool) -> Option<String> {
     let backports = format!("{codename}-backports");
     let text = &text.replace(system, codename);
@@ -90,13 +90,13 @@ fn codename() -> Result<String> {
 }
 
 impl Apt {
-    /// Prepares the private state below `dir`, for the system's own release.
+    /// Creates the private state below `dir`, for the system's own release.
     pub fn new(dir: &Path) -> Result<Self> {
         let system = codename()?;
         Self::of_release(dir, &system.clone(), &system)
     }
 
-    /// The same for another release of Debian, `codename`, from the mirror that the system uses.
+    /// Does the same for the Debian release `codename`, from the system's mirror.
     pub fn of(dir: &Path, codename_wanted: &str) -> Result<Self> {
         Self::of_release(dir, &codename()?, codename_wanted)
     }
@@ -127,7 +127,7 @@ impl Apt {
                 "No package source for Debian {system} in /etc/apt: the lab has nothing to build its images from"
             );
         }
-        // How to reach the mirror is the system's business; everything else is ours.
+        // The system's settings for the mirror apply; all others are private.
         let system = output(Command::new("apt-config").arg("dump")).unwrap_or_default();
         let reach: String = String::from_utf8_lossy(&system)
             .lines()
@@ -152,7 +152,7 @@ impl Apt {
         output(&mut command)
     }
 
-    /// Fetches the package lists, when there are none or `always`.
+    /// Fetches the package lists, if there are none or `always`.
     pub fn update(&self, always: bool) -> Result<()> {
         let have = fs::read_dir(self.dir.join("lists"))?.flatten().any(|e| e.path().is_file());
         if always || !have {
@@ -161,11 +161,11 @@ impl Apt {
         Ok(())
     }
 
-    /// Resolves packages with all they depend on, downloads them, and returns their files.
+    /// Resolves packages with all dependencies, downloads them, and returns their files.
     pub fn fetch(&self, packages: &[&str], backports: bool) -> Result<Vec<PathBuf>> {
         match self.fetch_once(packages, backports) {
             Ok(files) => Ok(files),
-            // Lists of last month name files that the mirror has replaced since.
+            // Old lists name files that the mirror has since replaced.
             Err(_) => {
                 self.update(true)?;
                 self.fetch_once(packages, backports)
@@ -197,7 +197,7 @@ impl Apt {
         Ok(path)
     }
 
-    /// Downloads one package without what it depends on; without a version, the newest.
+    /// Downloads one package without dependencies; without a version, the newest.
     pub fn download(&self, name: &str, version: Option<&str>) -> Result<PathBuf> {
         let which = version.map_or_else(|| name.to_owned(), |v| format!("{name}={v}"));
         let shown = String::from_utf8_lossy(&self.run("apt-cache", &["show", "--no-all-versions", &which])?)
@@ -216,14 +216,14 @@ impl Apt {
         self.archive(&resolved.file())
     }
 
-    /// The first package whose name begins with `prefix` and that a version of `name`, newest first, depends on.
+    /// Returns the first dependency with the prefix `prefix` of any version of `name`, newest first.
     pub fn dependency(&self, name: &str, prefix: &str) -> Result<String> {
         let text = String::from_utf8_lossy(&self.run("apt-cache", &["show", name])?).into_owned();
         dependency(&text, prefix)
             .with_context(|| format!("No version of {name} depends on a package {prefix}…"))
     }
 
-    /// The newest kernel package that `meta` depends on and whose name begins with `prefix`, downloaded.
+    /// Downloads the newest kernel package with the prefix `prefix` that `meta` depends on.
     pub fn kernel(&self, meta: &str, prefix: &str) -> Result<PathBuf> {
         let find = || -> Result<PathBuf> {
             let name = self
@@ -235,13 +235,13 @@ impl Apt {
     }
 }
 
-/// Its version, from the name of a downloaded package.
+/// Returns the version in the name of a downloaded package.
 pub fn version_of(package: &Path) -> Option<String> {
     let name = package.file_name()?.to_str()?;
     Some(name.split('_').nth(1)?.replace("%3a", ":"))
 }
 
-/// The first package named in the `Depends` lines of a package's versions that begins with `prefix`.
+/// Returns the first package with the prefix `prefix` in the `Depends` lines of a package's versions.
 fn dependency(text: &str, prefix: &str) -> Option<String> {
     text.lines()
         .filter_map(|l| l.strip_prefix("Depends:"))
@@ -251,7 +251,7 @@ fn dependency(text: &str, prefix: &str) -> Option<String> {
         .map(str::to_owned)
 }
 
-/// Documentation and translations: a third of many packages, and nobody reads them in the lab.
+/// Documentation and translations, which the lab doesn't use: a third of many packages.
 const LEFT_OUT: &[&str] = &[
     "./usr/share/doc",
     "./usr/share/man",
@@ -261,7 +261,7 @@ const LEFT_OUT: &[&str] = &[
     "./usr/share/bug",
 ];
 
-/// Unpacks packages over each other into a tree whose `/bin`, `/sbin` and `/lib` are links into `/usr`.
+/// Unpacks packages on top of each other into a tree whose `/bin`, `/sbin` and `/lib` are links into `/usr`.
 pub fn unpack(packages: &[PathBuf], root: &Path) -> Result<()> {
     for dir in ["bin", "sbin", "lib", "lib64"] {
         fs::create_dir_all(root.join("usr").join(dir))?;
@@ -276,12 +276,12 @@ pub fn unpack(packages: &[PathBuf], root: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Unpacks one package; with `only`, just those of its paths (`./boot`).
+/// Unpacks one package, or with `only` just those of its paths (`./boot`).
 pub fn unpack_one(package: &Path, root: &Path, only: &[&str]) -> Result<()> {
     unpack_without(package, root, only, LEFT_OUT)
 }
 
-/// Unpacks just these paths of a package, even those that are usually left out.
+/// Unpacks just these paths of a package, even those that are usually omitted.
 pub fn unpack_paths(package: &Path, root: &Path, only: &[&str]) -> Result<()> {
     unpack_without(package, root, only, &[])
 }
@@ -302,7 +302,7 @@ fn unpack_without(package: &Path, root: &Path, only: &[&str], left_out: &[&str])
     }
     let got = tar.args(only).stdin(pipe).output().context("Can't run tar; is it installed?")?;
     let read = reader.wait()?;
-    // dpkg-deb dies of a closed pipe when tar needs only a part: tar's verdict counts then.
+    // dpkg-deb fails on a closed pipe if tar needs only a part. Then tar's status counts.
     if !got.status.success() || (only.is_empty() && !read.success()) {
         bail!("Can't unpack {}: {}", package.display(), String::from_utf8_lossy(&got.stderr).trim());
     }

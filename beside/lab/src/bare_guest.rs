@@ -1,5 +1,5 @@
-//! Guests without a distribution's user space: what they run comes with the initramfs, so that they are there in seconds. They have busybox, the
-//! lab's own program with the libraries that it needs, and files of the scenario.
+//! Guests without a distribution's user space. Their programs come with the initramfs, so they boot in seconds. They
+//! have busybox, the lab's own program with its libraries, and files of the scenario.
 
 use crate::cpio::Archive;
 use crate::{agent, guest_channel, paths};
@@ -8,26 +8,26 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Words for the command line: neither a root disk nor the usual modules are looked for.
+/// Kernel command line words: skip the root disk and the usual modules.
 pub const COMMAND_LINE: [&str; 2] = ["lab.root=no", "lab.modules=no"];
 
-/// What a script ends with, so that the guest takes commands; modules for vsock must be there by then.
+/// Returns the end of a script, which makes the guest accept commands. The modules for vsock must be loaded.
 pub fn serve() -> String {
     format!("exec /lab/agent agent {}{}", agent::VSOCK, guest_channel::PORT)
 }
 
-/// An archive to be appended to a guest's initramfs: the script, `/lab/agent`, and files beside them. `work` is a folder for what is made on
-/// the way.
+/// Builds an archive to append to a guest's initramfs: the script, `/lab/agent`, and additional files. `work` is a
+/// directory for temporary files.
 ///
 /// # Errors
-/// When the lab's own program or a library of it can't be read, or `strip` can't be run.
+/// The lab's own program or one of its libraries can't be read, or `strip` can't be run.
 pub fn archive(work: &Path, script: &str, files: &[(String, Vec<u8>)]) -> Result<Vec<u8>> {
     let mut archive = Archive::new();
     archive.file("lab/script", 0o755, format!("#!/bin/sh\n{script}\n").as_bytes());
     archive.file("lab/agent", 0o755, &stripped(work, &paths::agent()?)?);
     for library in libraries()? {
         let name = library.file_name().and_then(|n| n.to_str()).context("A library without a name")?;
-        // Where the program looks for its loader, and where Debian's loader looks for libraries.
+        // The program's path of its loader, and the library path of Debian's loader.
         let folder = if name.starts_with("ld-") { "lib64" } else { "lib/x86_64-linux-gnu" };
         let bytes =
             fs::read(&library).with_context(|| format!("Can't read the library {}", library.display()))?;
@@ -39,7 +39,7 @@ pub fn archive(work: &Path, script: &str, files: &[(String, Vec<u8>)]) -> Result
     Ok(archive.finish())
 }
 
-/// A program without its symbols, a fifth of its size.
+/// Returns a program without symbols, which is a fifth of its size.
 fn stripped(work: &Path, program: &Path) -> Result<Vec<u8>> {
     let to = tempfile::NamedTempFile::new_in(work)?;
     let status = Command::new("strip")
@@ -53,7 +53,7 @@ fn stripped(work: &Path, program: &Path) -> Result<Vec<u8>> {
     fs::read(to.path()).with_context(|| format!("Can't read {} without its symbols", program.display()))
 }
 
-/// The libraries that this program has loaded: a guest's agent is the same program.
+/// Returns the libraries that this program has loaded. A guest's agent is the same program.
 fn libraries() -> Result<Vec<PathBuf>> {
     let maps = fs::read_to_string("/proc/self/maps").context("Can't read what this program has loaded")?;
     let found = loaded(&maps);

@@ -1,20 +1,20 @@
-//! What a host's only CPU was spent on between two looks, thread by thread: for people who want to know why a scenario takes long (`LAB_BUSY=1`).
+//! Samples a host's CPU time per thread, to find out why a scenario is slow (`LAB_BUSY=1`).
 
 use crate::host::Host;
 use anyhow::{Context, Result};
 use std::collections::BTreeMap;
 
-/// Ticks per thread, by process, thread and name; kernel threads and what interrupted them under `-`.
+/// Ticks per thread, by process, thread and name. Kernel threads and interrupts are under `-`.
 type Ticks = BTreeMap<String, u64>;
 
-/// A clock's ticks in a second, as /proc counts them.
+/// Clock ticks per second in /proc.
 const PER_SECOND: f64 = 100.0;
-/// Threads that are told.
+/// Limit of threads in a report.
 const MAX_SHOWN_THREADS: usize = 14;
 
 const LOOK: &str = "cat /proc/stat | head -n 1; cat /proc/[0-9]*/task/[0-9]*/stat 2>/dev/null; true";
 
-/// Whether it is wanted.
+/// Returns whether the samples are enabled.
 pub fn wanted() -> bool {
     std::env::var("LAB_BUSY").is_ok_and(|value| value == "1")
 }
@@ -30,29 +30,30 @@ fn parse(text: &str) -> Ticks {
             }
             continue;
         }
-        // pid (name) state ppid …: names may have blanks and brackets in them.
+        // pid (name) state ppid …: names may contain blanks and parentheses.
         let (Some(open), Some(close)) = (line.find('('), line.rfind(')')) else { continue };
         let words: Vec<&str> = line[close + 1..].split_whitespace().collect();
         let number = |at: usize| words.get(at).and_then(|word| word.parse::<u64>().ok()).unwrap_or(0);
-        // Fields 14 and 15 of proc(5), of which 3 is the first here.
+        // Fields 14 and 15 of proc(5). The first one here is field 3.
         let spent = number(11) + number(12);
         ticks.insert(format!("{}{}", &line[..open], &line[open + 1..close]), spent);
     }
     ticks
 }
 
-/// A look at a host.
+/// A sample of a host.
 #[derive(Debug)]
 pub struct Look(Ticks);
 
 impl Look {
-    /// Takes one.
+    /// Takes a sample.
     pub fn take(host: &Host) -> Result<Self> {
         let text = host.sh(LOOK).with_context(|| format!("Can't see what {} is busy with", host.name()))?;
         Ok(Self(parse(&text)))
     }
 
-    /// What took most since then, in seconds. A thread that has begun meanwhile counts whole, one that has ended not at all.
+    /// Returns the threads with the most CPU time since `before`, in seconds. A new thread counts fully, an ended one
+    /// not at all.
     pub fn since(&self, before: &Self) -> String {
         let spent = |(name, now): (&String, &u64)| {
             (now.saturating_sub(before.0.get(name).copied().unwrap_or(0)), name.clone())
@@ -72,7 +73,7 @@ impl Look {
 mod tests {
     use super::*;
 
-    /// Threads by what they have used since, whatever their names; the CPU's own columns beside them.
+    /// Threads are sorted by the time since the earlier sample, for any names. The CPU's own columns are included.
     #[test]
     fn what_took_most_comes_first() {
         let stat = |idle, a, b| {

@@ -1,4 +1,4 @@
-//! The lab's side of the command channel into a host: sessions over one socket.
+//! The lab's side of the command channel to a host: several sessions on one socket.
 
 use crate::protocol::{Kind, MAX_PAYLOAD_BYTES, Start, receive, send};
 use crate::transcript::{Transcript, Waited};
@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Where a session's output goes besides its transcripts.
+/// Receives a session's output, in addition to its transcripts.
 pub type Sink = Box<dyn FnMut(Kind, &[u8]) + Send>;
 
 struct Ends {
@@ -28,7 +28,7 @@ struct State {
     pongs: u64,
     hello: bool,
     closed: bool,
-    /// Something hung and is to be looked at: sessions that go out of scope meanwhile go on, and wait here for their end.
+    /// Something hung and is being examined. Sessions that are dropped meanwhile continue, and end later.
     suspicious: bool,
     left: Vec<u32>,
 }
@@ -40,25 +40,25 @@ struct Inside {
     next: AtomicU32,
 }
 
-/// The channel to one host.
+/// The command channel to one host.
 #[derive(Clone)]
 pub struct Channel {
     inside: Arc<Inside>,
 }
 
-/// How a command ended.
+/// The outcome of a command.
 #[derive(Debug, Clone)]
 pub struct Output {
-    /// Its exit status; 128 and the signal's number when a signal ended it.
+    /// Exit status; 128 plus the signal's number if a signal ended it.
     pub code: i32,
-    /// What it wrote to standard output.
+    /// Standard output.
     pub stdout: String,
-    /// What it wrote to standard error.
+    /// Standard error.
     pub stderr: String,
 }
 
 impl Output {
-    /// The output of a command that must have succeeded.
+    /// Returns the output of a command, or an error if it failed.
     pub fn success(self) -> Result<String> {
         if self.code != 0 {
             let tail: Vec<&str> = self.stderr.lines().rev().take(8).collect();
@@ -69,7 +69,7 @@ impl Output {
     }
 }
 
-/// A session's standard input, for a thread of its own.
+/// A session's standard input, for a separate thread.
 pub struct Input {
     id: u32,
     channel: Channel,
@@ -81,7 +81,7 @@ impl Input {
         bytes.chunks(16 << 10).try_for_each(|c| self.channel.send(self.id, Kind::Stdin, c))
     }
 
-    /// No more will come.
+    /// Closes the input.
     pub fn end(&self) -> Result<()> {
         self.channel.send(self.id, Kind::StdinEnd, &[])
     }
@@ -106,7 +106,7 @@ impl Channel {
         Self::over(stream)
     }
 
-    /// Speaks over a connection that is there.
+    /// Uses an open connection.
     pub fn over(stream: UnixStream) -> Result<Self> {
         let mut reader = stream.try_clone()?;
         let channel = Channel {
@@ -133,7 +133,7 @@ impl Channel {
         Ok(channel)
     }
 
-    /// Ends what was left running to be looked at.
+    /// Ends the sessions that were left running for an examination.
     pub fn looked_at(&self) {
         let mut state = self.lock();
         state.suspicious = false;
@@ -143,7 +143,7 @@ impl Channel {
         }
         drop(state);
         for id in left {
-            // The host is gone when this fails.
+            // Fails only if the host is gone.
             let _ = self.send(id, Kind::Signal, &9i32.to_le_bytes());
         }
     }
@@ -201,12 +201,12 @@ impl Channel {
         }
     }
 
-    /// Waits for the agent; false when the time runs out.
+    /// Waits for the agent. Returns false on time-out.
     pub fn wait_hello(&self, timeout: Duration) -> bool {
         self.wait(timeout, |s| (s.hello || s.closed).then_some(s.hello)).unwrap_or(false)
     }
 
-    /// Whether the host answers at all.
+    /// Returns whether the host responds.
     pub fn ping(&self, timeout: Duration) -> bool {
         let before = self.lock().pongs;
         self.send(0, Kind::Ping, &[]).is_ok()
@@ -236,7 +236,7 @@ impl Channel {
 }
 
 impl Session {
-    /// Its standard input.
+    /// Returns the standard input.
     pub fn input_handle(&self) -> Input {
         Input { id: self.id, channel: self.channel.clone() }
     }
@@ -251,7 +251,7 @@ impl Session {
         self.input_handle().end()
     }
 
-    /// Tells its terminal a new size.
+    /// Sets the terminal's size.
     pub fn resize(&self, rows: u16, cols: u16) -> Result<()> {
         let [a, b] = rows.to_le_bytes();
         let [c, d] = cols.to_le_bytes();
@@ -263,12 +263,12 @@ impl Session {
         self.channel.send(self.id, Kind::Signal, &number.to_le_bytes())
     }
 
-    /// Ends it at once.
+    /// Kills the process group.
     pub fn kill(&self) -> Result<()> {
         self.signal(9)
     }
 
-    /// Its exit status, when it has ended.
+    /// Returns the exit status if the process has ended.
     pub fn try_wait(&self) -> Option<i32> {
         match self.channel.lock().sessions.get(&self.id).and_then(|e| e.code.clone()) {
             Some(Ok(code)) => Some(code),
@@ -277,7 +277,7 @@ impl Session {
         }
     }
 
-    /// Waits for its end; `None` when the time runs out.
+    /// Waits for the end of the process. Returns `None` on time-out.
     pub fn wait(&self, timeout: Duration) -> Result<Option<i32>> {
         let id = self.id;
         let got = self.channel.wait(timeout, |s| {
@@ -293,7 +293,7 @@ impl Session {
         }
     }
 
-    /// Waits for its end and returns all it wrote; when the time runs out it is killed and that is an error.
+    /// Waits for the end and returns all output. On time-out, kills the process and returns an error.
     pub fn output(&self, timeout: Duration) -> Result<Output> {
         let Some(code) = self.wait(timeout)? else {
             let _ = self.kill();
@@ -316,13 +316,13 @@ impl Session {
         Ok(Output { code, stdout: String::from_utf8_lossy(&bytes).into_owned(), stderr: self.err.text() })
     }
 
-    /// Says that it hangs. From now on nothing that runs on this host is ended by going out of scope, so that it can be looked at, until
-    /// [`Channel::looked_at`].
+    /// Marks the host as hung. From now on, dropping a session of this host doesn't end its process, so that it can be
+    /// examined, until [`Channel::looked_at`].
     pub fn suspect(&self) {
         self.channel.lock().suspicious = true;
     }
 
-    /// Waits for a line of its output that contains `what`.
+    /// Waits for an output line that contains `what`.
     pub fn wait_for(&self, what: &str, from: usize, timeout: Duration) -> Waited {
         self.out.wait_for(what, from, timeout)
     }
@@ -333,7 +333,7 @@ impl Drop for Session {
         let running = self.try_wait().is_none();
         let mut state = self.channel.lock();
         if running && state.suspicious {
-            // What it says until then is still taken down.
+            // Its output until then is still recorded.
             state.left.push(self.id);
             return;
         }
@@ -368,7 +368,7 @@ mod tests {
         assert_eq!((next().kind, next().kind), (Kind::Start, Kind::Start));
         hangs.suspect();
         drop((hangs, beside));
-        // Nothing was ended so far: the next frame is this one.
+        // No session was ended so far, so this is the next frame.
         channel.send(0, Kind::Ping, &[]).unwrap();
         assert_eq!(next().kind, Kind::Ping);
         channel.looked_at();
@@ -376,7 +376,7 @@ mod tests {
             [next(), next()].iter().filter(|f| f.kind == Kind::Signal).map(|f| f.session).collect();
         assert_eq!(ended.len(), 2);
         assert_ne!(ended.first(), ended.last());
-        // From now on as before.
+        // Dropping ends sessions again.
         drop(session(&channel));
         assert_eq!((next().kind, next().kind), (Kind::Start, Kind::Signal));
     }

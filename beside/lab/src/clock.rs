@@ -1,16 +1,16 @@
-//! How fast this machine's time-stamp counter runs. An emulated host reads the same counter, and would find out its
-//! frequency by itself; on a crowded machine it gets that wrong by factors, and all its clocks and timeouts with it.
+//! Measures the frequency of this machine's time-stamp counter. An emulated host reads the same counter. Its own
+//! calibration may be wrong by factors on a crowded machine, and then so are its clocks and time-outs.
 #![allow(unsafe_code, reason = "reading the time-stamp counter is an intrinsic without a safe form")]
 
 use std::time::{Duration, Instant};
 
 fn counter() -> u64 {
-    // SAFETY: RDTSC exists on every x86-64 processor, reads no memory, and user space may execute it on Linux unless
-    // a process forbids it to itself by prctl, which this one doesn't.
+    // SAFETY: RDTSC exists on every x86-64 processor and reads no memory. User space may execute it on Linux unless the
+    // process forbids it by prctl, which this one doesn't.
     unsafe { core::arch::x86_64::_rdtsc() }
 }
 
-/// A moment on both clocks, taken so that no pause lies between the two readings.
+/// Reads both clocks without a pause between the two readings.
 fn moment() -> (Instant, u64) {
     let mut best = (Duration::MAX, Instant::now(), 0);
     for _ in 0..50 {
@@ -24,7 +24,7 @@ fn moment() -> (Instant, u64) {
     (best.1, best.2)
 }
 
-/// The frequency in kHz, to about one part in ten thousand.
+/// Returns the frequency in kHz, with an error of about 1e-4.
 pub fn tsc_khz() -> u64 {
     let (start, first) = moment();
     std::thread::sleep(Duration::from_millis(60));

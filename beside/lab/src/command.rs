@@ -1,10 +1,10 @@
-//! Running other programs while building images: quiet unless they fail.
+//! Runs other programs during image builds. Prints their output only on failure.
 
 use anyhow::{Context, Result, bail};
 use std::io::Write;
 use std::process::{Command, Stdio};
 
-/// Runs a program to its end and returns what it printed.
+/// Runs a program to its end and returns its output.
 pub fn output(command: &mut Command) -> Result<Vec<u8>> {
     let name = command.get_program().to_string_lossy().into_owned();
     let got = command
@@ -31,7 +31,7 @@ pub fn filter(command: &mut Command, input: Vec<u8>) -> Result<Vec<u8>> {
     let mut pipe = child.stdin.take().context("No pipe to the program")?;
     let feeder = std::thread::spawn(move || pipe.write_all(&input));
     let got = child.wait_with_output().with_context(|| format!("Can't read from {name}"))?;
-    // A decompressor may stop reading at the end of its stream: only its own verdict counts.
+    // A decompressor may stop reading at the end of its stream: only its exit status counts.
     drop(feeder.join());
     if !got.status.success() {
         bail!("{name} ended with {}: {}", got.status, String::from_utf8_lossy(&got.stderr).trim());

@@ -1,4 +1,4 @@
-//! A host's console with the time at which each line came: the emulator writes a file, which has no times.
+//! Timestamps the lines of a host's console, which the emulator writes to a file.
 
 use crate::transcript::Transcript;
 use std::fs::File;
@@ -18,7 +18,7 @@ impl Source {
     fn catch_up(&self) {
         let mut bytes = Vec::new();
         let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
-        // What was read before an error counts.
+        // Bytes that were read before an error count.
         let _ = file.read_to_end(&mut bytes);
         self.lines.push(&bytes);
     }
@@ -28,7 +28,7 @@ impl Source {
 pub struct ConsoleFollower(Option<Arc<Source>>);
 
 impl ConsoleFollower {
-    /// Lines that are there already count as of now. A file that can't be opened has no lines.
+    /// Existing lines get the current time. A file that can't be opened has no lines.
     pub fn start(path: &Path) -> Self {
         let Ok(file) = File::open(path) else { return ConsoleFollower(None) };
         let source = Arc::new(Source { file: Mutex::new(file), lines: Transcript::new("host console") });
@@ -44,7 +44,7 @@ impl ConsoleFollower {
         ConsoleFollower(Some(source))
     }
 
-    /// All lines so far.
+    /// Returns all lines so far.
     pub fn lines(&self) -> Option<&Transcript> {
         let source = self.0.as_ref()?;
         source.catch_up();

@@ -1,5 +1,5 @@
-//! A writer for cpio archives in the `newc` format, which the kernel unpacks as an initramfs. Archives may be
-//! concatenated: a scenario's script travels in a second archive after the image's own.
+//! Writes cpio archives in the `newc` format, which the kernel unpacks as an initramfs. Archives may be concatenated: a
+//! scenario's script is in a second archive after the image's own.
 
 use std::collections::BTreeSet;
 
@@ -17,7 +17,7 @@ const CHARACTER: u32 = 0o020_000;
 const LINK: u32 = 0o120_000;
 
 impl Archive {
-    /// An empty archive.
+    /// Creates an empty archive.
     pub fn new() -> Self {
         Self::default()
     }
@@ -48,7 +48,7 @@ impl Archive {
         }
     }
 
-    /// Adds a folder and those above it, once.
+    /// Adds a directory and its parents, once each.
     pub fn folder(&mut self, path: &str) -> &mut Self {
         let path = path.trim_matches('/');
         if !path.is_empty() && !self.folders.contains(path) {
@@ -59,7 +59,7 @@ impl Archive {
         self
     }
 
-    /// Adds a file with the permission bits of `mode`, and the folders above it.
+    /// Adds a file with the permission bits of `mode`, and its parent directories.
     pub fn file(&mut self, path: &str, mode: u32, data: &[u8]) -> &mut Self {
         let path = path.trim_matches('/');
         self.parents(path);
@@ -83,7 +83,7 @@ impl Archive {
         self
     }
 
-    /// Closes the archive; the length is a multiple of 512, so that another may follow.
+    /// Closes the archive. Its length is a multiple of 512, so that another archive may follow.
     pub fn finish(mut self) -> Vec<u8> {
         self.inode = 0;
         self.entry("TRAILER!!!", 0, (0, 0), &[]);
@@ -92,7 +92,7 @@ impl Archive {
     }
 }
 
-/// The archive that brings a guest its script as `/lab/script`, with files beside it.
+/// Returns an archive with a guest's script as `/lab/script`, and additional files.
 pub fn script(text: &str, files: &[(&str, &[u8])]) -> Vec<u8> {
     let mut archive = Archive::new();
     archive.file("lab/script", 0o755, text.as_bytes());
@@ -107,7 +107,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Reads back (path, mode, data) up to the trailer.
+    /// Parses (path, mode, data) entries up to the trailer.
     fn parse(bytes: &[u8]) -> Vec<(String, u32, Vec<u8>)> {
         let mut at = 0;
         let mut found = Vec::new();

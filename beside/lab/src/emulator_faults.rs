@@ -1,9 +1,9 @@
-//! The complete list of what a failed scenario may blame on the emulator. docs/design/lab.md has the conditions.
+//! The complete list of failures that a scenario may attribute to the emulator. docs/design/lab.md has the conditions.
 //!
 //! A fault is excused only if all of these hold:
-//! - The error is an [`Unfinished`]: a timeout expired or a host went away. A wrong answer is never excused.
-//! - No program of ours failed by itself ([`own_faults`]), and no check of the scenario failed before.
-//! - The fault's signature came while the failed step ran.
+//! - The error is an [`Unfinished`]: a time-out expired or a host disappeared. A wrong answer is never excused.
+//! - None of this repository's programs failed ([`own_faults`]), and no check of the scenario failed before.
+//! - The fault's signature appeared during the failed step.
 //! - No other fault was excused in this run of the scenario ([`MAX_EXCUSES_PER_RUN`]).
 
 use crate::host::NeverUp;
@@ -16,7 +16,7 @@ use std::fs::OpenOptions;
 use std::io::Write as _;
 use std::path::PathBuf;
 
-/// A run with more of them fails.
+/// A run with more excuses fails.
 pub const MAX_EXCUSES_PER_RUN: usize = 1;
 
 /// Names a file to which each excuse is appended as a line of JSON.
@@ -25,9 +25,9 @@ pub const EXCUSES_FILE_VARIABLE: &str = "LAB_EXCUSES";
 /// A fault of the emulator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EmulatorFault {
-    /// An emulated host took no command within its boot timeout. No program of ours ran in it yet.
+    /// An emulated host accepted no command within its boot time-out. No program of this repository ran in it yet.
     HostNeverUp,
-    /// The emulator died, or a host stopped to answer, and the host's kernel reported nothing.
+    /// The emulator died, or a host stopped responding, without a report of the host's kernel.
     HostSilent,
     /// A host's kernel reported that one of its CPUs got no timer interrupt for tens of seconds.
     HostCpuStall,
@@ -36,7 +36,7 @@ pub enum EmulatorFault {
 impl EmulatorFault {
     const ALL: [Self; 3] = [Self::HostNeverUp, Self::HostSilent, Self::HostCpuStall];
 
-    /// Its name in figures.
+    /// Returns the name in figures.
     pub fn name(self) -> &'static str {
         match self {
             Self::HostNeverUp => "host_never_up",
@@ -46,32 +46,33 @@ impl EmulatorFault {
     }
 }
 
-/// What is known of a host after a step has failed.
+/// State of a host after a failed step.
 #[derive(Debug, Clone)]
 pub struct HostState {
     /// Its name.
     pub name: String,
-    /// Whether it takes commands.
+    /// Whether it accepts commands.
     pub answers: bool,
-    /// Whether its emulator was ended by SIGKILL, as this machine's own out-of-memory killer does.
+    /// Whether SIGKILL ended its emulator, as this machine's out-of-memory killer does.
     pub emulator_killed: bool,
-    /// A line that shows a fault of one of our programs, or of the host's memory.
+    /// A line that shows a fault of this repository's programs, or of the host's memory.
     pub own_fault: Option<String>,
-    /// The lines of its console since it came up.
+    /// The lines of its console since the boot.
     pub console: Vec<String>,
-    /// Those that came while the failed step ran.
+    /// The lines that appeared during the failed step.
     pub console_in_step: Vec<String>,
 }
 
-/// Whether a fault of ours can damage a host's memory: a real card of the host's is in use, and what it reaches by DMA is under test.
+/// Returns whether a fault of Causeway can damage a host's memory: the test uses a real card of the host, and its DMA
+/// is under test.
 pub fn hosts_can_be_damaged(topology: &Topology) -> bool {
     topology.hosts.iter().any(|host| !host.qemu.is_empty())
 }
 
-/// The signature of [`EmulatorFault::HostCpuStall`].
+/// Finds the signature of [`EmulatorFault::HostCpuStall`].
 ///
-/// No thread of a program keeps the watchdog or the timer softirq from a CPU for so long, whatever its scheduling class. An RCU stall is not in the
-/// list: a `SCHED_FIFO` thread of ours may starve the RCU threads.
+/// No thread of a program, of any scheduling class, blocks the watchdog or the timer softirq of a CPU for that long. An
+/// RCU stall isn't in the list: a `SCHED_FIFO` thread may starve the RCU threads.
 fn cpu_stall(console: &[String]) -> Option<String> {
     let signs = ["watchdog: BUG: soft lockup - CPU#", "Possible timer handling issue on cpu="];
     console
@@ -80,18 +81,18 @@ fn cpu_stall(console: &[String]) -> Option<String> {
         .map(|line| line.trim().to_owned())
 }
 
-/// A report of a kernel that its own state is damaged, or that its memory is used up.
+/// Returns whether a kernel reports damage of its own state, or exhausted memory.
 fn kernel_died(line: &str) -> bool {
     let signs = ["Kernel panic", "BUG:", "Oops", "general protection fault", "double fault", "corrupted"];
     own_faults::is_own(line) || !line.contains("soft lockup") && signs.iter().any(|sign| line.contains(sign))
 }
 
-/// The signature of [`EmulatorFault::HostSilent`].
+/// Returns whether the host shows the signature of [`EmulatorFault::HostSilent`].
 fn silent(host: &HostState) -> bool {
     !host.answers && !host.emulator_killed && !host.console.iter().any(|line| kernel_died(line))
 }
 
-/// The fault of the emulator that made a step fail, and what shows it. `None`: the failure counts.
+/// Returns the emulator fault that caused a step's failure, and its evidence. `None`: the failure counts.
 pub fn found(
     error: &anyhow::Error,
     hosts: &[HostState],
@@ -105,7 +106,7 @@ pub fn found(
     if hosts_can_be_damaged {
         return None;
     }
-    // A host that died of a stall is one fault.
+    // A stall may kill a host: that is one fault.
     if let Some(line) = hosts.iter().find_map(|host| cpu_stall(&host.console_in_step)) {
         return Some((EmulatorFault::HostCpuStall, line));
     }
@@ -114,7 +115,7 @@ pub fn found(
     Some((EmulatorFault::HostSilent, line))
 }
 
-/// As [`found`], for an error of booting hosts.
+/// As [`found`], for an error during boot.
 pub fn found_in_boot(error: &anyhow::Error) -> Option<(EmulatorFault, String)> {
     let host = error.downcast_ref::<NeverUp>()?;
     if host.console().lines().any(kernel_died) {
@@ -132,18 +133,18 @@ pub struct Excuses {
 }
 
 impl Excuses {
-    /// None so far; each is appended to the file that [`EXCUSES_FILE_VARIABLE`] names.
+    /// Starts without excuses. Each one is appended to the file that [`EXCUSES_FILE_VARIABLE`] names.
     pub fn from_environment() -> Self {
         Excuses { faults: Vec::new(), file: std::env::var_os(EXCUSES_FILE_VARIABLE).map(PathBuf::from) }
     }
 
-    /// Excuses a fault, unless the run has had its number of them.
+    /// Excuses a fault, unless the run has reached its limit.
     pub fn excuse(&mut self, scenario: &str, fault: EmulatorFault, line: &str) -> bool {
         if self.faults.len() >= MAX_EXCUSES_PER_RUN {
             progress!("NOT EXCUSED, the run had its {MAX_EXCUSES_PER_RUN}: {} ({line})", fault.name());
             return false;
         }
-        // An excuse that the caller can't count isn't one.
+        // An excuse that can't be recorded isn't granted.
         if let Err(error) = self.append(scenario, fault, line) {
             progress!(
                 "NOT EXCUSED: {} ({line}): the file of excuses can't be written: {error}",
@@ -162,12 +163,12 @@ impl Excuses {
         OpenOptions::new().create(true).append(true).open(path)?.write_all(entry.as_bytes())
     }
 
-    /// How many there are.
+    /// Returns the number of excuses.
     pub fn total(&self) -> usize {
         self.faults.len()
     }
 
-    /// How many there are of each kind.
+    /// Returns the number of excuses of each kind.
     pub fn by_kind(&self) -> Value {
         let count = |kind: EmulatorFault| self.faults.iter().filter(|fault| **fault == kind).count();
         let kinds = EmulatorFault::ALL.into_iter();

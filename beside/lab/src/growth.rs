@@ -1,33 +1,33 @@
-//! What Causeway's processes on a host hold: memory of their own, mappings, descriptors; and whether that grows.
+//! Resources of Causeway's processes on a host (private memory, mappings, descriptors), and their growth.
 
 use crate::host::Host;
 use anyhow::{Context, Result};
 use std::collections::BTreeMap;
 
-/// What processes of one role hold.
+/// Resources of the processes of one role.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Held {
-    /// Resident memory that no file or memfd stands behind, KiB: guests' RAM isn't in it.
+    /// Resident memory without a file or memfd, in KiB. Excludes guests' RAM.
     pub anonymous_kib: u64,
-    /// All of the resident memory, KiB.
+    /// Total resident memory, in KiB.
     pub resident_kib: u64,
-    /// Mappings.
+    /// Number of mappings.
     pub mappings: u64,
-    /// Open descriptors.
+    /// Number of open descriptors.
     pub descriptors: u64,
 }
 
 /// By role: `service`, `daemon of h1`, `monitor of a`.
 pub type Holding = BTreeMap<String, Held>;
 
-/// How much more of each is no growth, from one point of a run to another one at which the same runs.
+/// Permitted growth between two points of a run with the same load.
 #[derive(Debug, Clone, Copy)]
 pub struct Limit {
-    /// Of memory of its own, KiB.
+    /// Private memory, in KiB.
     pub anonymous_kib: u64,
-    /// Of mappings.
+    /// Number of mappings.
     pub mappings: u64,
-    /// Of descriptors.
+    /// Number of descriptors.
     pub descriptors: u64,
 }
 
@@ -35,7 +35,7 @@ const LOOK: &str = "for p in /proc/[0-9]*; do [ \"$(cat $p/comm 2>/dev/null)\" =
     a=$(sed -n 's/^RssAnon:[^0-9]*\\([0-9]*\\).*/\\1/p' $p/status); r=$(sed -n 's/^VmRSS:[^0-9]*\\([0-9]*\\).*/\\1/p' $p/status)\n\
     echo HELD $a $r $(wc -l < $p/maps) $(ls $p/fd | wc -l) $(tr '\\0\\n' '  ' < $p/cmdline); done; true";
 
-/// The role of a process, by its command line.
+/// Returns the role of a process, from its command line.
 fn role(words: &[&str], host: &str) -> Option<String> {
     let verb = words.iter().find(|word| ["run", "host", "cluster"].contains(word))?;
     Some(match *verb {
@@ -66,7 +66,7 @@ fn parse(text: &str, host: &str, into: &mut Holding) {
     }
 }
 
-/// What all of Causeway's processes on these hosts hold.
+/// Returns the resources of all Causeway processes on these hosts.
 pub fn held(hosts: &[Host]) -> Result<Holding> {
     let mut all = Holding::new();
     for host in hosts {
@@ -77,7 +77,7 @@ pub fn held(hosts: &[Host]) -> Result<Holding> {
     Ok(all)
 }
 
-/// Sentences about whatever grew by more than the limit. A role that is there once only can't be compared, and is said, too.
+/// Returns a sentence for each growth beyond the limit, and for each role that exists at one point only.
 pub fn grown(before: &Holding, after: &Holding, limit: Limit) -> Vec<String> {
     let mut said = Vec::new();
     for (role, old) in before {
@@ -124,7 +124,7 @@ mod tests {
         );
     }
 
-    /// Planted leaks of memory, mappings and descriptors are named; as much as the limit isn't.
+    /// Injected leaks of memory, mappings and descriptors are named; growth up to the limit isn't.
     #[test]
     fn growth_is_found() {
         let before = of("HELD 1000 2000 50 20 causeway host");

@@ -1,4 +1,4 @@
-//! Guests of a host: the same guest under our monitor or under QEMU, its script, and waiting for what it says.
+//! Guests of a host: the same guest under Causeway's monitor or under QEMU, its script, and waits for its output.
 
 use crate::channel::Session;
 use crate::cpio;
@@ -10,19 +10,19 @@ use std::fs;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-/// Who runs the guest.
+/// The monitor of a guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Vmm {
-    /// Our monitor.
+    /// Causeway's monitor.
     Causeway,
-    /// QEMU with KVM and its small machine.
+    /// QEMU with KVM and the microvm machine.
     QemuMicrovm,
-    /// QEMU with KVM and its PC.
+    /// QEMU with KVM and the q35 machine.
     QemuQ35,
 }
 
 impl Vmm {
-    /// Reads a `--monitor` option.
+    /// Parses a `--monitor` option.
     pub fn parse(text: &str) -> Result<Self> {
         Ok(match text {
             "causeway" => Vmm::Causeway,
@@ -32,7 +32,7 @@ impl Vmm {
         })
     }
 
-    /// Its name in figures.
+    /// Returns the name in figures.
     pub fn name(self) -> &'static str {
         match self {
             Vmm::Causeway => "causeway",
@@ -42,7 +42,7 @@ impl Vmm {
     }
 }
 
-/// A disk of a guest: a path inside the host.
+/// A guest's disk: a path inside the host.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Disk {
     /// The image.
@@ -51,35 +51,35 @@ pub struct Disk {
     pub readonly: bool,
 }
 
-/// What a guest is made of.
+/// A guest's configuration.
 #[derive(Debug, Clone)]
 pub struct GuestSpec {
     /// Its name.
     pub name: String,
-    /// Its kernel: a folder of `/lab`.
+    /// The kernel: a directory in `/lab`.
     pub kernel: String,
-    /// Boot the bzImage in place of the vmlinux.
+    /// Boot the bzImage instead of the vmlinux.
     pub bzimage: bool,
-    /// Its vCPUs.
+    /// Number of vCPUs.
     pub cpus: u32,
-    /// Its memory in MiB.
+    /// Memory in MiB.
     pub memory_mib: u32,
-    /// Its disks; the first of a script is usually `/lab/root.img`.
+    /// The disks. With a script, the first one is usually `/lab/root.img`.
     pub disks: Vec<Disk>,
     /// Its tap interfaces.
     pub taps: Vec<String>,
-    /// More words for its command line.
+    /// Additional kernel command line words.
     pub cmdline: Vec<String>,
-    /// What it runs, in the root disk when it has one.
+    /// The script, which runs in the root disk if there is one.
     pub script: Option<String>,
-    /// Files beside the script: name in `/lab`, bytes.
+    /// Files beside the script: name in `/lab`, content.
     pub files: Vec<(String, Vec<u8>)>,
-    /// More arguments for the monitor, in its own words.
+    /// Additional arguments, in the monitor's syntax.
     pub extra: Vec<String>,
 }
 
 impl GuestSpec {
-    /// A small guest without disks.
+    /// Creates a small guest without disks.
     pub fn new(name: &str, kernel: &str, cpus: u32) -> Self {
         GuestSpec {
             name: name.to_owned(),
@@ -96,7 +96,7 @@ impl GuestSpec {
         }
     }
 
-    /// Gives it the root disk, read-only.
+    /// Adds the root disk, read-only.
     pub fn root(self) -> Self {
         self.disk("/lab/root.img", true)
     }
@@ -137,7 +137,7 @@ impl GuestSpec {
         self
     }
 
-    /// The shell command, inside the host, that runs it and becomes its monitor.
+    /// Returns the shell command, inside the host, that runs the guest in the foreground.
     pub fn command(&self, vmm: Vmm, initrd: &str) -> String {
         let image = if self.bzimage { "vmlinuz" } else { "vmlinux" };
         let kernel = format!("/lab/{}/{image}", self.kernel);
@@ -208,22 +208,22 @@ impl GuestSpec {
     }
 }
 
-/// What every guest gets: an emulated machine is slow enough without these.
+/// Common kernel command line: without these options an emulated machine is too slow.
 pub const COMMAND_LINE: &str = "console=ttyS0 panic=-1 quiet mitigations=off tsc=reliable no_timer_check random.trust_cpu=on nopti cryptomgr.notests apparmor=0 init_on_alloc=0";
 
-/// A guest that was started.
+/// A started guest.
 pub struct Guest {
-    /// What it is made of.
+    /// The guest's configuration.
     pub spec: GuestSpec,
-    /// Who runs it.
+    /// The guest's monitor.
     pub vmm: Vmm,
-    /// Its monitor; the output is the guest's console.
+    /// The monitor's process. Its output is the guest's console.
     pub session: Session,
 }
 
 static STARTED: AtomicU32 = AtomicU32::new(0);
 
-/// Signs in a console that something went badly wrong inside the guest.
+/// Console output that shows a serious failure inside the guest.
 const BAD: &[&str] = &[
     "Kernel panic",
     "BUG:",
@@ -236,7 +236,7 @@ const BAD: &[&str] = &[
     "Call Trace",
 ];
 
-/// Whether a line of a console shows that the guest works: a guest that stands still complains of that by itself from time to time.
+/// Returns whether a console line shows progress of the guest. A hung guest prints complaints from time to time.
 pub(crate) fn shows_work(line: &str) -> bool {
     let complaints = ["blocked for more than", "hung_task", "stall", "lockup", "timeout", "timed out"];
     line.contains("LAB-L2")
@@ -269,14 +269,15 @@ impl Guest {
         Self::start_with(host, spec, vmm, &initrd)
     }
 
-    /// As [`Guest::start`], from an initramfs that is in the host already; the script and files of the specification are not looked at.
+    /// As [`Guest::start`], with an initramfs that is already in the host. Ignores the script and files of the
+    /// configuration.
     pub fn start_with(host: &Host, spec: &GuestSpec, vmm: Vmm, initrd: &str) -> Result<Self> {
         let name = format!("guest {} ({}, {} vCPU) under {}", spec.name, spec.kernel, spec.cpus, vmm.name());
         let session = host.spawn(&name, &spec.command(vmm, initrd))?;
         Ok(Guest { spec: spec.clone(), vmm, session })
     }
 
-    /// Waits for a line of the console and returns it with its time since the start.
+    /// Waits for a console line. Returns it with its time since the start.
     pub fn expect(&self, what: &str, timeout: Duration) -> Result<(String, Duration)> {
         self.expect_from(what, 0, timeout)
     }
@@ -286,7 +287,7 @@ impl Guest {
         match self.session.wait_for(what, from, timeout) {
             Waited::Line(line, when) => Ok((line, when)),
             Waited::Ended => {
-                // An error when the host is gone: the monitor has no exit status then.
+                // An error if the host is gone: the monitor then has no exit status.
                 let code = self.session.wait(Duration::ZERO)?;
                 bail!(
                     "Guest {} ended with status {code:?} before it said {what:?}; its monitor said: {}",
@@ -313,7 +314,7 @@ impl Guest {
         tail.into_iter().rev().collect::<Vec<_>>().join(" / ")
     }
 
-    /// Waits for the monitor's end, which must be a success.
+    /// Waits for the monitor's end, which must be successful.
     pub fn ended(&self, timeout: Duration) -> Result<()> {
         match self.session.wait(timeout)? {
             Some(0) => Ok(()),
@@ -334,7 +335,7 @@ impl Guest {
         }
     }
 
-    /// What the guest's kernel said up to its panic, when it had one: a hundred lines. Its monitor starts it again.
+    /// Returns a hundred lines before the guest kernel's panic, if there was one. The monitor restarts the guest.
     pub fn panicked(&self) -> Option<String> {
         let text = self.session.out.text();
         let lines: Vec<&str> = text.lines().collect();
@@ -342,9 +343,9 @@ impl Guest {
         Some(lines.get(at.saturating_sub(100)..=at)?.join("\n"))
     }
 
-    /// What shows that it began anew although nobody asked for that: its console before it did, and what its monitor said.
+    /// Returns the evidence of an unrequested restart: the console before it, and the monitor's output.
     ///
-    /// Not for guests that are told to reboot.
+    /// Not for guests that are expected to reboot.
     pub fn began_anew(&self) -> Option<String> {
         let text = self.session.out.text();
         let lines: Vec<&str> = text.lines().collect();
@@ -356,13 +357,13 @@ impl Guest {
         ))
     }
 
-    /// Lines that say that something went wrong inside.
+    /// Returns lines that show a failure inside the guest.
     pub fn trouble(&self) -> Vec<String> {
         BAD.iter().flat_map(|b| self.session.out.find(b)).map(|l| l.1).collect()
     }
 
-    /// The status of the guest's script, from its last marker. A script that began a second time has none: the guest's kernel crashed, or its
-    /// processor did.
+    /// Returns the status of the guest's script from its last marker. A script that ran twice has none: the guest's
+    /// kernel crashed, or its processor did.
     pub fn script_status(&self, timeout: Duration) -> Result<i32> {
         let (line, _) = self.expect("LAB-L2 exit ", timeout)?;
         if let Some(what) = self.began_anew() {

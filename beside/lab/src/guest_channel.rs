@@ -1,5 +1,5 @@
-//! Commands in guests. A guest's script starts the lab's agent behind a vsock port; `lab in NAME SCRIPT`, inside the host,
-//! runs a script there with its own standard input, output and status.
+//! Commands in guests. A guest's script starts the lab's agent on a vsock port. `lab in NAME SCRIPT`, inside the host,
+//! runs a script in the guest with its own standard input, output and status.
 //!
 //! ```text
 //! lab (outside) ── virtio-serial ──▶ agent of the host ── starts ──▶ lab in NAME ── vsock, a connection each ──▶ agent in the guest
@@ -19,13 +19,14 @@ use std::time::{Duration, Instant};
 /// The vsock port of the agent in a guest.
 pub const PORT: u32 = 1024;
 
-/// Where a guest's vsock socket is in its host.
+/// Returns the path in the host of a guest's vsock socket.
 pub fn socket(name: &str) -> String {
     format!("/run/lab-{name}.vsock")
 }
 
-/// What a guest runs to take commands: the agent is the file `agent` beside its script. Guests of a pair take commands from one another as
-/// well, on an address that only they share: `on NAME SCRIPT` runs a script in the other, `on NAME` opens a shell there.
+/// Returns the commands by which a guest starts its agent, the file `agent` beside its script. Guests of a pair accept
+/// commands from each other as well, on an address that only they share: `on NAME SCRIPT` runs a script in the other
+/// guest, `on NAME` opens a shell there.
 pub fn serve(address: &str) -> String {
     format!(
         "printf '#!/bin/sh\\nn=$1; shift; exec /lab/agent in --wait 5 tcp:$n:{PORT} \"$@\"\\n' > /usr/bin/on; chmod +x /usr/bin/on\n\
@@ -34,10 +35,10 @@ pub fn serve(address: &str) -> String {
     )
 }
 
-/// To another guest, over TCP.
+/// Connects to another guest over TCP.
 fn connect_tcp(address: &str) -> Result<Channel> {
     let stream = TcpStream::connect(address).with_context(|| format!("Can't connect to {address}"))?;
-    // A stream socket is read and written in the same way, whatever its family.
+    // A stream socket of any family is read and written in the same way.
     let channel = Channel::over(UnixStream::from(OwnedFd::from(stream)))?;
     if !channel.wait_hello(Duration::from_secs(20)) {
         bail!("The agent at {address} said nothing within 20 s");
@@ -45,7 +46,7 @@ fn connect_tcp(address: &str) -> Result<Channel> {
     Ok(channel)
 }
 
-/// One attempt: the monitor's answer to `CONNECT` says whether anybody listens in the guest.
+/// Makes one attempt. The monitor's answer to `CONNECT` tells whether a process listens in the guest.
 fn connect(path: &Path) -> Result<Channel> {
     let mut stream =
         UnixStream::connect(path).with_context(|| format!("Can't connect to {}", path.display()))?;
@@ -68,7 +69,7 @@ fn connect(path: &Path) -> Result<Channel> {
     Ok(channel)
 }
 
-/// Runs a script in the guest and ends with its status; without a script, a shell in this terminal.
+/// Runs a script in the guest and returns its status. Without a script, opens a shell in this terminal.
 pub fn run(guest: &str, script: Option<&str>, patience: Duration) -> Result<i32> {
     let path = if guest.contains('/') { PathBuf::from(guest) } else { PathBuf::from(socket(guest)) };
     let until = Instant::now() + patience;
@@ -98,14 +99,14 @@ pub fn run(guest: &str, script: Option<&str>, patience: Duration) -> Result<i32>
 }
 
 fn copy(kind: Kind, bytes: &[u8]) {
-    // Nobody may be reading any more.
+    // The reader may have ended.
     let _ = match kind {
         Kind::Stderr => std::io::stderr().write_all(bytes),
         _ => std::io::stdout().write_all(bytes).and_then(|()| std::io::stdout().flush()),
     };
 }
 
-/// Carries standard input into the guest for as long as this process lives.
+/// Forwards standard input to the guest until this process ends.
 fn forward_input(session: &Session) {
     let input = session.input_handle();
     std::thread::spawn(move || {

@@ -1,4 +1,5 @@
-//! A line every five seconds while something long goes on that says nothing by itself. Whatever came before may be some seconds old when it begins, and ten may pass at the most.
+//! Prints a line every five seconds during a long silent operation. The previous output may be some seconds old at its
+//! start, so at most ten seconds pass without a line.
 
 use crate::progress;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
@@ -9,7 +10,7 @@ use std::time::{Duration, Instant};
 /// Time between lines.
 const INTERVAL: Duration = Duration::from_secs(5);
 
-/// Says what goes on, until it is dropped.
+/// Prints progress lines until it is dropped.
 #[derive(Debug)]
 pub struct Heartbeat {
     step: Arc<Mutex<String>>,
@@ -18,7 +19,7 @@ pub struct Heartbeat {
 }
 
 impl Heartbeat {
-    /// Begins to say `what` with the seconds that it has taken.
+    /// Starts to print `what` with the elapsed seconds.
     pub fn start(what: String) -> Self {
         let (end, ended) = channel();
         let begin = Instant::now();
@@ -33,7 +34,7 @@ impl Heartbeat {
         Heartbeat { step, end: Some(end), thread: Some(thread) }
     }
 
-    /// Sets what its lines say of how far it is.
+    /// Sets the progress in the lines.
     pub fn step(&self, step: &str) {
         if let Ok(mut said) = self.step.lock() {
             *said = format!("{step}, ");
@@ -45,7 +46,7 @@ impl Drop for Heartbeat {
     fn drop(&mut self) {
         self.end = None;
         if let Some(thread) = self.thread.take() {
-            // It only prints.
+            // The thread only prints.
             let _ = thread.join();
         }
     }

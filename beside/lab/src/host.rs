@@ -1,4 +1,4 @@
-//! One running host: its emulator, its console, its command channel and its share.
+//! A running host: its emulator, its console, its command channel and its shared directory.
 
 use crate::channel::{Channel, Output, Session, Sink};
 use crate::console_follower::ConsoleFollower;
@@ -31,7 +31,7 @@ pub struct Host {
     started: Instant,
 }
 
-/// A host whose emulator has been started and which isn't up yet.
+/// A host whose emulator was started but that isn't up yet.
 pub struct Booting {
     name: String,
     dir: PathBuf,
@@ -39,13 +39,13 @@ pub struct Booting {
     start: Instant,
 }
 
-/// How long a host may take to boot: a few seconds when the machine is idle, a minute when it's crowded.
+/// Time-out of a boot. It takes a few seconds on an idle machine, and a minute on a crowded one.
 const BOOT: Duration = Duration::from_secs(180);
 
 fn console_tail(dir: &Path, lines: usize) -> String {
     let mut text = Vec::new();
     if let Ok(mut f) = File::open(dir.join("console")) {
-        // A console that can't be read is shown as far as it could.
+        // Shows as much of the console as can be read.
         let _ = f.read_to_end(&mut text);
     }
     let text = String::from_utf8_lossy(&text);
@@ -54,7 +54,7 @@ fn console_tail(dir: &Path, lines: usize) -> String {
 }
 
 impl Booting {
-    /// Starts the emulator. The process is tied to the calling thread's life: call this from one that lasts.
+    /// Starts the emulator. The process ends with the calling thread, so this must be a long-lived thread.
     pub fn start(
         images: &Images,
         emulator: &Emulator,
@@ -67,9 +67,9 @@ impl Booting {
         fs::create_dir_all(dir.join("share/bin"))?;
         fs::create_dir_all(dir.join("share/out"))?;
         fs::write(dir.join("share/.lab/nics"), nic_table(spec, index))?;
-        // An empty disk for what needs a real file system inside; it costs nothing until written.
+        // An empty disk for tests that need a real file system. It is sparse.
         File::create(dir.join("scratch"))?.set_len(4 << 30)?;
-        // The emulator itself dies with the lab, even when the lab is killed: setpriv asks the kernel for that.
+        // The emulator must end with the lab, even if the lab is killed: setpriv requests that from the kernel.
         let mut command = Command::new("setpriv");
         command.args(["--pdeathsig", "KILL", "--"]);
         if emulator.native {
@@ -89,7 +89,7 @@ impl Booting {
         Ok(Booting { name: spec.name.clone(), dir: dir.to_path_buf(), child, start: Instant::now() })
     }
 
-    /// Waits until the host takes commands.
+    /// Waits until the host accepts commands.
     pub fn wait(mut self) -> Result<Host> {
         let name = self.name.clone();
         let explain = |booting: &Booting, what: &str| {
@@ -124,7 +124,7 @@ impl Booting {
             }
             hello = channel.wait_hello(Duration::from_millis(500));
         }
-        // The child moves into the host, which ends it from now on.
+        // The host owns the child from now on.
         let booted = self.start.elapsed();
         let (child, spare) = (Command::new("true").spawn()?, self.dir.clone());
         let child = std::mem::replace(&mut self.child, child);
@@ -142,7 +142,7 @@ impl Booting {
     }
 }
 
-/// An emulated host ran and didn't come up.
+/// An emulated host ran but didn't come up.
 #[derive(Debug)]
 pub struct NeverUp {
     text: String,
@@ -150,12 +150,12 @@ pub struct NeverUp {
 }
 
 impl NeverUp {
-    /// With the host's whole console.
+    /// Creates the error with the host's whole console.
     pub fn new(text: &str, console: &str) -> Self {
         NeverUp { text: text.to_owned(), console: console.to_owned() }
     }
 
-    /// The host's console.
+    /// Returns the host's console.
     pub fn console(&self) -> &str {
         &self.console
     }
@@ -185,10 +185,11 @@ impl Drop for Host {
     }
 }
 
-/// A guest whose console says nothing for so long, while somebody waits for it to, stands still.
+/// A guest without console output for this long, while a test waits for its output, counts as hung.
 const SILENT: Duration = Duration::from_secs(100);
 
-/// Shows where vCPU threads are, and sends each the monitor's kick signal (SIGRTMIN + 4), whose handler does nothing.
+/// Prints the state of vCPU threads, and sends each the monitor's kick signal (SIGRTMIN + 4), whose handler does
+/// nothing.
 const SIGNAL_VCPUS: &str = "for t in /proc/[0-9]*/task/*; do case $(cat $t/comm 2>/dev/null) in vcpu*) \
     echo \"-- ${t#/proc/} $(cat $t/comm) $(cut -d' ' -f3,14,15 $t/stat) in $(cat $t/wchan)\"; cat $t/stack;; esac; done\n\
     python3 -c 'import ctypes, glob; kill = ctypes.CDLL(None).syscall; \
@@ -201,12 +202,12 @@ impl Host {
         &self.name
     }
 
-    /// From the emulator's start to the first command it could take.
+    /// Returns the time from the emulator's start to the first accepted command.
     pub fn boot_time(&self) -> Duration {
         self.booted
     }
 
-    /// The folder that the host sees as `/share`.
+    /// Returns the directory that the host sees as `/share`.
     pub fn share(&self) -> PathBuf {
         self.dir.join("share")
     }
@@ -219,7 +220,7 @@ impl Host {
         output
     }
 
-    /// Runs a shell script that must succeed, and returns what it printed.
+    /// Runs a shell script and returns its output. Fails if the script does.
     pub fn sh(&self, script: &str) -> Result<String> {
         let first = script.trim().lines().next().unwrap_or_default();
         self.run(script, Duration::from_secs(120))?
@@ -227,7 +228,7 @@ impl Host {
             .with_context(|| format!("{first:?} failed on {}", self.name))
     }
 
-    /// Starts a shell script that goes on running; its output is a console that is shown when something hangs.
+    /// Starts a shell script in the background. Its output is a console that is printed when something hangs.
     pub fn spawn(&self, name: &str, script: &str) -> Result<Session> {
         let session = self.channel.start(name, script, None, None)?;
         if let Ok(mut consoles) = self.consoles.lock() {
@@ -237,22 +238,22 @@ impl Host {
         Ok(session)
     }
 
-    /// Starts a script in a terminal, or with its output handed on as it comes.
+    /// Starts a script in a terminal, or with its output forwarded as it arrives.
     pub fn start(&self, script: &str, terminal: Option<(u16, u16)>, sink: Option<Sink>) -> Result<Session> {
         self.channel.start(&self.name, script, terminal, sink)
     }
 
-    /// Ends what hung and was left running to be looked at.
+    /// Ends the hung processes that were left running for an examination.
     pub fn looked_at(&self) {
         self.channel.looked_at();
     }
 
-    /// Whether a guest was started on it.
+    /// Returns whether a guest was started on this host.
     pub fn has_guests(&self) -> bool {
         self.consoles.lock().is_ok_and(|consoles| consoles.iter().any(|c| c.name().starts_with("guest ")))
     }
 
-    /// Forgets the consoles of what has ended, but no fault of ours that they show.
+    /// Drops the consoles of ended processes, but keeps own faults that they show.
     pub fn forget_consoles(&self) {
         self.note_own_fault(self.own_fault());
         if let Ok(mut consoles) = self.consoles.lock() {
@@ -260,7 +261,7 @@ impl Host {
         }
     }
 
-    /// How the emulator ended, when it has: a host that resets ends it too.
+    /// Returns how the emulator ended, if it has. A reset of the host ends it, too.
     fn emulator_ended(&self) -> Option<String> {
         self.emulator_status().map(|status| status.to_string())
     }
@@ -269,12 +270,14 @@ impl Host {
         self.child.lock().ok()?.try_wait().ok()?
     }
 
-    /// Whether the host still answers. When it doesn't, what hangs is the emulator or the host's kernel, not what runs on it.
+    /// Returns whether the host responds. If it doesn't, the emulator or the host's kernel hangs, and not a program on
+    /// it.
     pub fn answers(&self) -> bool {
         self.emulator_ended().is_none() && self.channel.ping(Duration::from_secs(20))
     }
 
-    /// Processor time that the emulator has used so far: the work of everything in this host, whatever else runs outside.
+    /// Returns the processor time of the emulator so far: that of everything in this host, independent of other load on
+    /// the machine.
     pub fn processor_time(&self) -> Result<Duration> {
         let pid = self.child.lock().map_err(|_| anyhow::anyhow!("A thread of the lab panicked"))?.id();
         let path = format!("/proc/{pid}/stat");
@@ -282,11 +285,12 @@ impl Host {
         crate::measure::ticks(&stat).map(|t| t.all).with_context(|| format!("{path} has no times"))
     }
 
-    /// Whether a guest of Causeway that has been silent for long goes on once its vCPU threads get a signal that does nothing but end
-    /// their KVM_RUN, which they begin again. No interrupt is raised, no state is touched. A guest that continues then had not been woken: by the
-    /// emulator, by KVM in the emulated host, or by the monitor. It is a diagnosis and excuses nothing.
+    /// Checks whether a silent Causeway guest continues after its vCPU threads get a signal that only interrupts their
+    /// KVM_RUN. No interrupt is raised and no state changes. A guest that continues then missed a wake-up: by the
+    /// emulator, by KVM in the emulated host, or by the monitor. This is a diagnosis and excuses nothing.
     ///
-    /// Only guests with a vCPU that waits inside of KVM are asked, and what a guest says of standing still is not going on.
+    /// Only guests with a vCPU that waits inside of KVM are checked. A guest's complaint about a hang doesn't count as
+    /// progress.
     pub fn wakes_by_signal(&self) -> bool {
         let Ok(consoles) = self.consoles.lock().map(|consoles| consoles.clone()) else { return false };
         let silent: Vec<_> = consoles
@@ -326,7 +330,7 @@ impl Host {
         false
     }
 
-    /// What shows whose fault the failure of a step is that began at a time.
+    /// Returns the evidence for the cause of a failed step that began at the given time.
     pub fn state(&self, step_began: Instant) -> HostState {
         let lines = self.console.lines();
         HostState {
@@ -339,7 +343,7 @@ impl Host {
         }
     }
 
-    /// The first line that shows that a program of ours failed by itself, or that the host's memory was used up.
+    /// Returns the first line that shows a failure of this repository's programs, or exhausted memory of the host.
     pub fn own_fault(&self) -> Option<String> {
         if let Ok(Some(line)) = self.own_fault.lock().as_deref() {
             return Some(line.clone());
@@ -350,14 +354,14 @@ impl Host {
         lines.find(|line| own_faults::is_own(line))
     }
 
-    /// Keeps a fault of ours that a text shows.
+    /// Stores an own fault that a text shows.
     fn note_own_fault(&self, line: Option<String>) {
         if let (Some(line), Ok(mut kept)) = (line, self.own_fault.lock()) {
             kept.get_or_insert(line);
         }
     }
 
-    /// Adds who is to blame to the error of something that took too long.
+    /// Adds the probable culprit to a time-out's error.
     fn hung(&self, error: anyhow::Error) -> anyhow::Error {
         if self.answers() {
             error
@@ -369,9 +373,9 @@ impl Host {
         }
     }
 
-    /// The tails of its console and of those of everything that was started on it, and what its kernel complained of.
+    /// Returns the ends of its console and of those of all programs started on it, and its kernel's complaints.
     pub fn tails(&self) -> String {
-        // A guest that is slow because nobody runs its host looks like one that hangs.
+        // A guest that is slow because its host gets no CPU time looks like a hung one.
         let load = fs::read_to_string("/proc/loadavg").unwrap_or_default();
         let busy = self.processor_time().map_or(f64::NAN, |t| t.as_secs_f64());
         let mut text = format!(
@@ -410,7 +414,7 @@ impl Host {
         text
     }
 
-    /// Copies a program or file into the host's `/share/bin`.
+    /// Copies a program or file to the host's `/share/bin`.
     pub fn install(&self, file: &Path) -> Result<()> {
         let name = file.file_name().with_context(|| format!("{} has no file name", file.display()))?;
         let to = self.share().join("bin").join(name);
@@ -421,7 +425,7 @@ impl Host {
         Ok(())
     }
 
-    /// As [`Host::install`], without debugging information, which is three quarters of a program of ours.
+    /// As [`Host::install`], without debugging information, which is three quarters of a program's size.
     pub fn install_stripped(&self, file: &Path) -> Result<()> {
         self.install(file)?;
         let to = self.share().join("bin").join(file.file_name().unwrap_or_default());
@@ -432,7 +436,7 @@ impl Host {
         }
     }
 
-    /// Asks the host to power off and waits a little; the emulator is ended in any case.
+    /// Requests a power-off from the host and waits briefly; kills the emulator in any case.
     pub fn shut_down(&self) -> Result<()> {
         let _ = self.channel.start("off", "sync; busybox poweroff -f", None, None)?;
         for _ in 0..100 {

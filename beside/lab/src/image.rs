@@ -1,5 +1,5 @@
-//! Building images and keeping them: each artifact has a stamp with the hash of its recipe, and is built again when
-//! the hash differs. A lock file keeps two labs from building at once.
+//! Builds and caches images. Each artifact has a stamp with the hash of its recipe, and is rebuilt when the hash
+//! differs. A lock file prevents concurrent builds by two labs.
 
 use crate::apt::{self, Apt};
 use crate::command::output;
@@ -15,14 +15,14 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
 
-/// The images of the lab, all present.
+/// The images of the lab; all exist.
 #[derive(Debug, Clone)]
 pub struct Images {
     dir: PathBuf,
 }
 
 impl Images {
-    /// Builds what of `wanted` is missing or outdated, and says what it does on stderr.
+    /// Builds missing or outdated images of `wanted`, and reports progress on stderr.
     pub fn ready(wanted: &[Artifact]) -> Result<Self> {
         let dir = paths::cache();
         fs::create_dir_all(&dir)
@@ -40,7 +40,7 @@ impl Images {
         if !todo.is_empty() {
             tools()?;
             let apt = Apt::new(&images.dir.join("apt"))?;
-            // This one is made of what others were made of.
+            // This one is built from the others' inputs.
             if todo != [Artifact::Newer] {
                 progress!("images: package lists");
                 apt.update(false)?;
@@ -68,7 +68,7 @@ impl Images {
             .into_iter()
             .filter(|a| wanted.contains(a))
             .filter(|a| {
-                // Hosts and guests are made from the kernels.
+                // Hosts and guests are built from the kernels.
                 let build = !good(a)
                     || (stale && !matches!(a, Artifact::Qemu | Artifact::EditedQemu | Artifact::Kernels));
                 stale |= build && *a == Artifact::Kernels;
@@ -88,7 +88,7 @@ impl Images {
         let work = tempfile::Builder::new().prefix("build-").tempdir_in(&self.dir)?;
         match artifact {
             Artifact::Qemu => self.qemu()?,
-            // Kept elsewhere, without a stamp; without it, hosts run in Debian's QEMU.
+            // Cached elsewhere, without a stamp. Without it, hosts run in Debian's QEMU.
             Artifact::EditedQemu => {
                 self.build_edited_qemu(work.path(), &heartbeat);
                 return Ok(());
@@ -106,42 +106,42 @@ impl Images {
         Ok(())
     }
 
-    /// The unpacked newer QEMU.
+    /// Returns the directory of the unpacked newer QEMU.
     pub fn qemu_root(&self) -> PathBuf {
         self.dir.join("qemu")
     }
 
-    /// The folder of a kernel: `vmlinuz`, `vmlinux`, `config`, `modules/`, `release`.
+    /// Returns the directory of a kernel: `vmlinuz`, `vmlinux`, `config`, `modules/`, `release`.
     pub fn kernel(&self, name: &str) -> PathBuf {
         self.dir.join("kernels").join(name)
     }
 
-    /// The hosts' kernel, the usual or a newer one.
+    /// Returns the hosts' kernel, the usual or the newer one.
     pub fn host_kernel(&self, newer: bool) -> PathBuf {
         self.kernel(if newer { recipe::NEWER_KERNEL } else { recipe::KERNELS[0].name }).join("vmlinux")
     }
 
-    /// The hosts' initramfs, for the usual kernel or a newer one.
+    /// Returns the hosts' initramfs, for the usual or the newer kernel.
     pub fn host_initrd(&self, newer: bool) -> PathBuf {
         self.dir.join(if newer { "newer.initrd" } else { "host.initrd" })
     }
 
-    /// The hosts' root disk.
+    /// Returns the hosts' root disk.
     pub fn host_root(&self) -> PathBuf {
         self.dir.join("host.img")
     }
 
-    /// The disk that hosts mount at `/lab`.
+    /// Returns the disk that hosts mount at `/lab`.
     pub fn guest_disk(&self) -> PathBuf {
         self.dir.join("guest.img")
     }
 
-    /// The root disk of guests that do RDMA.
+    /// Returns the root disk of guests with RDMA.
     pub fn rdma_root(&self) -> PathBuf {
         self.dir.join("rdma.img")
     }
 
-    /// The root disk of guests that are parts of a storage appliance.
+    /// Returns the root disk of guests that form a storage appliance.
     pub fn appliance_root(&self) -> PathBuf {
         self.dir.join("appliance.img")
     }
@@ -210,8 +210,8 @@ impl Images {
         put(&self.host_initrd(false), &initrd)
     }
 
-    /// The hosts' initramfs, and behind it, which takes precedence, what is otherwise with a newer kernel. That kernel's modules travel in it: the hosts' root disk
-    /// has only those of the usual one.
+    /// Builds the hosts' initramfs with an appended archive for a newer kernel, which takes precedence. It contains
+    /// that kernel's modules: the hosts' root disk has only the usual kernel's.
     fn newer(&self) -> Result<()> {
         let folder = self.kernel(recipe::NEWER_KERNEL).join("modules");
         let modules = Modules::scan(&folder)?;
@@ -264,14 +264,14 @@ impl Images {
     }
 }
 
-/// Writes an initramfs, in one step: another lab may be about to boot from the old one.
+/// Writes an initramfs atomically: another lab may be booting from the old one.
 fn put(path: &Path, bytes: &[u8]) -> Result<()> {
     let part = path.with_extension("part");
     fs::write(&part, bytes).context("Can't write the hosts' initramfs")?;
     fs::rename(&part, path).context("Can't put the hosts' initramfs in place")
 }
 
-/// Programs that building needs; all said at once.
+/// Checks for the programs that a build needs. One error names all missing ones.
 fn tools() -> Result<()> {
     const NEEDED: &[(&str, &str)] = &[
         ("apt-get", "apt"),
@@ -309,7 +309,7 @@ pub(crate) fn write(path: &Path, text: &str, mode: u32) -> Result<()> {
     if let Some(parent) = path.parent() {
         fs::create_dir_all(parent)?;
     }
-    // A package may have put a link there.
+    // A package may have created a link there.
     if path.is_symlink() {
         fs::remove_file(path)?;
     }
@@ -318,7 +318,7 @@ pub(crate) fn write(path: &Path, text: &str, mode: u32) -> Result<()> {
     Ok(())
 }
 
-/// What maintainer scripts would have done, as far as it's needed.
+/// Does the necessary parts of the maintainer scripts.
 pub(crate) fn basics(root: &Path, name: &str) -> Result<()> {
     for dir in [
         "proc", "sys", "dev", "run", "tmp", "root", "share", "lab", "var/tmp", "var/log", "mnt", "etc", "ro",
@@ -417,7 +417,7 @@ fn initrd(root: &Path, init: &str, modules: &[(String, PathBuf)]) -> Result<Vec<
     Ok(a.finish())
 }
 
-/// Makes a file system image of a tree, with some room to spare.
+/// Creates a file system image of a tree, with some spare room.
 pub(crate) fn ext4(tree: &Path, image: &Path, label: &str, spare_percent: u64) -> Result<()> {
     let text =
         String::from_utf8_lossy(&output(Command::new("du").args(["-sm", "--apparent-size"]).arg(tree))?)

@@ -1,4 +1,4 @@
-//! Kernels: the ELF inside a bzImage, and the order in which modules must be loaded.
+//! Kernels: the ELF file inside a bzImage, and the load order of modules.
 
 use crate::command::filter;
 use anyhow::{Context, Result, bail};
@@ -12,10 +12,10 @@ fn u32_at(bytes: &[u8], at: usize) -> Option<usize> {
     usize::try_from(u32::from_le_bytes(four)).ok()
 }
 
-/// The compressed kernel inside a bzImage, as its setup header places it.
+/// Returns the compressed kernel inside a bzImage, as its setup header places it.
 fn payload(image: &[u8]) -> Option<&[u8]> {
     if image.get(0x202..0x206)? != b"HdrS" {
-        // The magic sits at 0x202; nothing else about the file can be trusted without it.
+        // The magic is at 0x202. Without it, no other field is valid.
         return None;
     }
     let sectors = usize::from(*image.get(0x1f1)?);
@@ -23,10 +23,10 @@ fn payload(image: &[u8]) -> Option<&[u8]> {
     image.get(start..start.checked_add(u32_at(image, 0x24c)?)?)
 }
 
-/// Takes the uncompressed `vmlinux` out of a bzImage.
+/// Extracts the uncompressed `vmlinux` from a bzImage.
 pub fn vmlinux(image: &[u8]) -> Result<Vec<u8>> {
     let packed = payload(image).context("That is no bzImage with a compressed kernel inside")?;
-    // All but xz are followed by the uncompressed size, which their programs would take for damage.
+    // All formats except xz are followed by the uncompressed size, which their programs would reject.
     let trimmed = &packed[..packed.len().saturating_sub(4)];
     let (program, args, data): (&str, &[&str], &[u8]) = match packed {
         [0xfd, b'7', b'z', b'X', b'Z', ..] => ("xz", &["-dc", "--single-stream"], packed),
@@ -42,7 +42,7 @@ pub fn vmlinux(image: &[u8]) -> Result<Vec<u8>> {
     Ok(elf)
 }
 
-/// A kernel's modules by name (`virtio_net`, with underscores) and what each needs.
+/// A kernel's modules by name (`virtio_net`, with underscores), and their dependencies.
 #[derive(Debug, Default)]
 pub struct Modules {
     files: BTreeMap<String, PathBuf>,
@@ -52,7 +52,7 @@ fn canonical(name: &str) -> String {
     name.replace('-', "_")
 }
 
-/// The value of `key=` in a module's `.modinfo`, which is a run of NUL-terminated strings.
+/// Returns the value of `key=` in a module's `.modinfo`, a sequence of NUL-terminated strings.
 fn modinfo<'a>(module: &'a [u8], key: &str) -> Option<&'a str> {
     let mut needle = vec![0];
     needle.extend(key.as_bytes());
@@ -63,7 +63,7 @@ fn modinfo<'a>(module: &'a [u8], key: &str) -> Option<&'a str> {
 }
 
 impl Modules {
-    /// Finds the modules below a folder.
+    /// Finds the modules below a directory.
     pub fn scan(root: &Path) -> Result<Self> {
         let mut found = Modules::default();
         let mut todo = vec![root.to_path_buf()];
@@ -82,8 +82,8 @@ impl Modules {
         Ok(found)
     }
 
-    /// Those of `wanted` that this kernel has as modules, and all they need, each after what it needs.
-    /// What isn't there is taken to be built in.
+    /// Returns those of `wanted` that this kernel has as modules, with their dependencies first. Missing ones count as
+    /// built in.
     pub fn in_order(&self, wanted: &[&str]) -> Result<Vec<(String, PathBuf)>> {
         let mut order = Vec::new();
         let mut seen = BTreeSet::new();
@@ -104,7 +104,7 @@ impl Modules {
             return Ok(());
         }
         let bytes = fs::read(path).with_context(|| format!("Can't read {}", path.display()))?;
-        // `\0depends=` is found even as the first string: a section of zeroes precedes it or `license=` does.
+        // `\0depends=` is found even as the first string: a section of zeros or `license=` precedes it.
         for need in modinfo(&bytes, "depends").unwrap_or_default().split(',').filter(|n| !n.is_empty()) {
             self.visit(&canonical(need), seen, order)?;
         }
@@ -113,7 +113,7 @@ impl Modules {
     }
 }
 
-/// Unpacks `.ko.xz` files below a folder, so that everything can load them.
+/// Unpacks `.ko.xz` files below a directory, so that every tool can load them.
 pub fn unpack_modules(root: &Path) -> Result<()> {
     let mut packed = Vec::new();
     let mut todo = vec![root.to_path_buf()];

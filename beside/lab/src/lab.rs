@@ -1,4 +1,4 @@
-//! A running topology: hosts booted together, and one folder that goes away with them.
+//! A running topology: hosts that boot together, and one directory that is removed with them.
 
 use crate::host::{Booting, Host};
 use crate::image::Images;
@@ -16,22 +16,22 @@ use tempfile::TempDir;
 pub struct Lab {
     hosts: Vec<Host>,
     emulator: String,
-    // After the hosts: they use files in it.
+    // Dropped after the hosts, which use its files.
     dir: TempDir,
 }
 
 const PREFIX: &str = "causeway-lab-";
 
-/// Runs scripts from the share for as long as a failed scenario's host is held.
+/// Runs scripts from the share while a failed scenario's host is held.
 const HOLD: &str = "cd /share/hold; while [ ! -e end ]; do for f in *.sh; do [ -e \"$f\" ] || continue\n\
      mv \"$f\" \"${f%.sh}.ran\"; timeout 120 bash \"${f%.sh}.ran\" >\"${f%.sh}.tmp\" 2>&1; mv \"${f%.sh}.tmp\" \"${f%.sh}.out\"; done; sleep 0.3; done";
 
-/// A host with one CPU changes between its threads every millisecond instead of every 4 ms: guests and the engine poll, and what one of them
-/// waits for is done by another.
+/// A host with one CPU switches between its threads every 1 ms instead of every 4 ms. Guests and the engine poll, and
+/// the thread that they wait for needs the CPU.
 const TAKE_TURNS_QUICKLY: &str = "cd /sys/kernel/debug/sched && echo HRTICK >features && if [ -e base_slice_ns ]; then echo 1000000 >base_slice_ns; else \
      echo 1000000 >min_granularity_ns && echo 3000000 >latency_ns && echo 1000000 >wakeup_granularity_ns; fi";
 
-/// Removes the folders of labs that were killed.
+/// Removes the directories of killed labs.
 fn sweep() {
     let Ok(entries) = fs::read_dir(std::env::temp_dir()) else { return };
     for entry in entries.flatten() {
@@ -41,23 +41,23 @@ fn sweep() {
         if let Some(pid) = pid
             && !Path::new(&format!("/proc/{pid}")).exists()
         {
-            // Another user's leftovers can't be removed; they do no harm.
+            // Another user's directories can't be removed; they do no harm.
             let _ = fs::remove_dir_all(entry.path());
         }
     }
 }
 
-/// Programs come from a host's memory from now on.
+/// Runs programs from the host's memory from now on.
 const IN_MEMORY: &str = "mkdir -p /run/programs/bin && cp /share/bin/* /run/programs/bin/ && cp /share/.lab/lab /run/programs/ && \
      mount --bind /run/programs/bin /share/bin && mount --bind /run/programs/lab /share/.lab/lab";
 
 impl Lab {
-    /// Builds images where needed and boots all hosts of a topology, at the same time.
+    /// Builds images if necessary, and boots all hosts of a topology in parallel.
     pub fn boot(topology: &Topology) -> Result<Self> {
         Self::boot_with(topology, &Emulator::chosen()?)
     }
 
-    /// As [`Lab::boot`], with an emulator of one's choice.
+    /// As [`Lab::boot`], with a chosen emulator.
     pub fn boot_with(topology: &Topology, emulator: &Emulator) -> Result<Self> {
         topology.check()?;
         let images = Images::ready(&topology.artifacts())?;
@@ -97,37 +97,37 @@ impl Lab {
         Ok(lab)
     }
 
-    /// The hosts, in the topology's order.
+    /// Returns the hosts in the topology's order.
     pub fn hosts(&self) -> &[Host] {
         &self.hosts
     }
 
-    /// A host by its number.
+    /// Returns a host by its number.
     pub fn host(&self, number: usize) -> Result<&Host> {
         self.hosts
             .get(number)
             .with_context(|| format!("There is no host number {number}; there are {}", self.hosts.len()))
     }
 
-    /// Which emulator runs it, with its settings.
+    /// Returns the emulator's description, with its settings.
     pub fn emulator(&self) -> &str {
         &self.emulator
     }
 
-    /// The folder with everything of this run.
+    /// Returns the directory of this run.
     pub fn dir(&self) -> &Path {
         self.dir.path()
     }
 
-    /// Copies the monitor into every host.
+    /// Copies the monitor to every host.
     pub fn install_causeway(&self) -> Result<()> {
         let program = paths::causeway()?;
         progress!("lab: the monitor is {}", program.display());
         self.hosts.iter().try_for_each(|h| h.install(&program))
     }
 
-    /// As [`Lab::install_causeway`]; the monitor and the lab's own program then run from the hosts' memory, of which they take some 60 MiB. The share is asked for each of
-    /// their pages over 9p every time that one is started, which takes an emulated host half a second.
+    /// As [`Lab::install_causeway`], but monitor and lab program run from the hosts' memory, some 60 MiB. From the
+    /// share, each start would read all of their pages over 9p, which takes an emulated host half a second.
     pub fn install_causeway_in_memory(&self) -> Result<()> {
         let program = paths::causeway()?;
         progress!("lab: the monitor is {}, in the hosts' memory", program.display());
@@ -138,8 +138,9 @@ impl Lab {
         Ok(())
     }
 
-    /// With `LAB_HOLD=SECONDS`, keeps the hosts of a failed scenario for so long, so that what hangs can be looked at: a script put into a
-    /// host's share as `hold/NAME.sh` runs there, and what it prints is `hold/NAME.out`. A file `hold/end` ends it earlier.
+    /// With `LAB_HOLD=SECONDS`, keeps the hosts of a failed scenario for this time, to examine hangs. A host runs the
+    /// scripts `hold/NAME.sh` in its share, and writes their output to `hold/NAME.out`. A file `hold/end` ends the
+    /// wait.
     pub(crate) fn hold(&self) -> Result<()> {
         let Ok(text) = std::env::var("LAB_HOLD") else { return Ok(()) };
         let patience: u64 =
@@ -161,7 +162,7 @@ impl Lab {
         Ok(())
     }
 
-    /// The tails of all consoles; hosts with guests come last, since the end of a long output is what is kept of it.
+    /// Returns the ends of all consoles. Hosts with guests are last, since the end of a long output is kept.
     pub fn tails(&self) -> String {
         let mut hosts: Vec<&Host> = self.hosts.iter().collect();
         hosts.sort_by_key(|host| host.has_guests());

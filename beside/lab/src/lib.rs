@@ -1,5 +1,5 @@
-//! The virtual lab: emulated hosts (QEMU, TCG) that run Causeway on real KVM, scenarios that are tests, and the images
-//! they boot. See the README for how to use it.
+//! The virtual lab: emulated hosts (QEMU, TCG) that run Causeway on real KVM, scenarios as tests, and their images. The
+//! README describes its use.
 
 mod agent;
 mod appliance_image;
@@ -54,16 +54,16 @@ pub use lab::Lab;
 pub use shell::{interactive, need_terminal, prompt};
 pub use transcript::Transcript;
 
-/// A line of progress on stderr, with the seconds since the program began.
+/// Prints a progress line on stderr, with the seconds since the program's start.
 #[macro_export]
 macro_rules! progress {
     ($($arg:tt)*) => { $crate::say(&format!($($arg)*)) };
 }
 
-/// Hands a session's output on to this process's own.
+/// Returns a sink that forwards a session's output to this process' own.
 pub fn print_sink() -> channel::Sink {
     Box::new(|kind, bytes| {
-        // Nobody may be reading any more.
+        // The reader may have ended.
         let _ = match kind {
             protocol::Kind::Stderr => std::io::Write::write_all(&mut std::io::stderr(), bytes),
             _ => std::io::Write::write_all(&mut std::io::stdout(), bytes)
@@ -77,7 +77,7 @@ static START: std::sync::OnceLock<std::time::Instant> = std::sync::OnceLock::new
 /// Prints a progress line; see [`progress!`].
 pub fn say(line: &str) {
     let start = START.get_or_init(std::time::Instant::now);
-    // Nobody may be reading any more: that's no reason to end.
+    // The reader may have ended, which is no reason to end.
     let _ = std::io::Write::write_fmt(
         &mut std::io::stderr(),
         format_args!("[{:7.1}] {line}\n", start.elapsed().as_secs_f64()),

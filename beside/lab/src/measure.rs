@@ -1,4 +1,4 @@
-//! Measuring a monitor from its host: memory beyond the guest's RAM, and KVM's own counters.
+//! Measures a monitor from its host: memory beyond the guest's RAM, and KVM's counters.
 
 use anyhow::{Context, Result, bail};
 use std::collections::BTreeMap;
@@ -37,14 +37,14 @@ fn mappings(smaps: &str) -> Vec<Mapping> {
     all
 }
 
-/// Whether a mapping is the guest's RAM: a memfd or unnamed memory of at least half the guest's size.
+/// Returns whether a mapping is the guest's RAM: a memfd or anonymous memory of at least half the guest's size.
 fn is_ram(m: &Mapping, ram_kib: u64) -> bool {
     let nameless = m.path.is_empty() || m.path.starts_with("/memfd:") || m.path.starts_with("/dev/shm");
     nameless && m.size_kib * 2 >= ram_kib
 }
 
-/// Memory of a process beyond its guest's RAM in KiB: resident, proportional, and of the latter unchanged pages of files, which are the program's
-/// and its libraries'.
+/// Returns a process' memory beyond its guest's RAM in KiB: resident, proportional, and of the latter the unchanged
+/// file pages (of program and libraries).
 fn beyond(smaps: &str, ram_kib: u64) -> Result<(u64, u64, u64)> {
     let all = mappings(smaps);
     if !all.iter().any(|m| is_ram(m, ram_kib)) {
@@ -59,15 +59,15 @@ fn beyond(smaps: &str, ram_kib: u64) -> Result<(u64, u64, u64)> {
 /// Processor time of a process.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Ticks {
-    /// All of it.
+    /// Total.
     pub all: Duration,
-    /// What a guest used of it.
+    /// The guest's part.
     pub guest: Duration,
 }
 
-/// Reads `/proc/PID/stat` (fields 14, 15 and 43 of proc(5)).
+/// Parses `/proc/PID/stat` (fields 14, 15 and 43 of proc(5)).
 pub fn ticks(stat: &str) -> Option<Ticks> {
-    // The name in parentheses may hold anything.
+    // The name in parentheses may contain anything.
     let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
     let hertz = rustix::param::clock_ticks_per_second();
     let time = |n: usize| {
@@ -77,7 +77,8 @@ pub fn ticks(stat: &str) -> Option<Ticks> {
     Some(Ticks { all: time(14)? + time(15)?, guest: time(43)? })
 }
 
-/// Prints `CPU all guest` in milliseconds, `RSS kib PSS kib FILES kib` and `EXIT name count` for each of KVM's counters of the VM of a process.
+/// Prints `CPU all guest` in milliseconds, `RSS kib PSS kib FILES kib`, and `EXIT name count` for each KVM counter of a
+/// process' VM.
 pub fn print(pid: u32, ram_mib: u64) -> Result<()> {
     let path = format!("/proc/{pid}/smaps");
     let smaps = fs::read_to_string(&path).with_context(|| format!("Can't read {path}"))?;
@@ -100,23 +101,23 @@ pub fn print(pid: u32, ram_mib: u64) -> Result<()> {
     Ok(())
 }
 
-/// What [`print`] printed.
+/// The parsed output of [`print`].
 #[derive(Debug, Clone, Default)]
 pub struct Measured {
     /// Resident memory beyond the guest's RAM, KiB.
     pub rss_kib: u64,
-    /// The same, shared pages counted in parts.
+    /// Proportional memory beyond the guest's RAM, KiB.
     pub pss_kib: u64,
-    /// Of the latter, unchanged pages of the program's file and its libraries', KiB.
+    /// Of the latter, unchanged pages of the program's file and its libraries, KiB.
     pub files_kib: u64,
-    /// Milliseconds that the monitor's process used, without those of its guest.
+    /// Milliseconds of the monitor's process without its guest.
     pub own_ms: u64,
-    /// KVM's counters for the VM, those above zero.
+    /// The VM's nonzero KVM counters.
     pub counters: BTreeMap<String, u64>,
 }
 
 impl Measured {
-    /// Reads the printed form.
+    /// Parses the printed form.
     pub fn parse(text: &str) -> Self {
         let mut m = Self::default();
         for line in text.lines() {
@@ -141,7 +142,7 @@ impl Measured {
         m
     }
 
-    /// A counter, or 0.
+    /// Returns a counter, or 0.
     pub fn counter(&self, name: &str) -> u64 {
         self.counters.get(name).copied().unwrap_or(0)
     }

@@ -1,5 +1,5 @@
-//! Building kernel modules in a root of their own (`unshare` and `chroot`, no privileges), with Debian's compiler and headers: what is
-//! built depends on the package archive and on nothing of this machine.
+//! Builds kernel modules in a separate root (`unshare` and `chroot`, no privileges), with Debian's compiler and
+//! headers. The result depends on the package archive only, and not on this machine.
 
 use crate::apt::{self, Apt};
 use crate::command::output;
@@ -8,8 +8,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Makes a root with `packages`, the headers of the kernel `release`, and with `source` its source as well. What is to be built goes
-/// below `build/`, and what was built is expected in `build/out/`.
+/// Creates a root with `packages`, the headers of the kernel `release`, and with `source` its source. Inputs belong
+/// below `build/`, and the build writes to `build/out/`.
 pub(crate) fn root(apt: &Apt, root: &Path, release: &str, packages: &[&str], source: bool) -> Result<()> {
     apt::unpack(&apt.fetch(packages, false)?, root)?;
     let gone = || {
@@ -25,14 +25,14 @@ pub(crate) fn root(apt: &Apt, root: &Path, release: &str, packages: &[&str], sou
     let fetch = |name: &str| -> Result<PathBuf> { apt.download(name, Some(&version)).with_context(gone) };
     apt::unpack_one(&headers, root, &[])?;
     apt::unpack_one(&fetch(&format!("linux-headers-{abi}-common"))?, root, &[])?;
-    // The headers say what it is called, and take newer ones than they are: of a series the archive keeps only the newest, and that comes before
-    // the signed kernel of its version.
+    // The headers name the package. A newer version works, too: the archive keeps only the newest of a series, which
+    // appears before the signed kernel of its version.
     let kbuild = apt.dependency(&format!("linux-headers-{release}"), "linux-kbuild-").with_context(gone)?;
     apt::unpack_one(&apt.download(&kbuild, None).with_context(gone)?, root, &[])?;
     if source {
         apt::unpack_one(&fetch(&format!("linux-source-{major}.{minor}"))?, root, &[])?;
     }
-    // objtool's library.
+    // objtool needs this library.
     apt::unpack_one(&apt.download("libelf1", None)?, root, &[])?;
     for dir in ["proc", "dev", "tmp", "build/programs", "build/out"] {
         fs::create_dir_all(root.join(dir))?;
@@ -49,14 +49,14 @@ pub(crate) fn root(apt: &Apt, root: &Path, release: &str, packages: &[&str], sou
     output(Command::new("/sbin/ldconfig").arg("-r").arg(root)).map(drop)
 }
 
-/// Runs `/build/build.sh RELEASE` in it.
+/// Runs `/build/build.sh RELEASE` in the root.
 pub(crate) fn run(root: &Path, release: &str) -> Result<()> {
     output(&mut command(root, release)).map(drop)
 }
 
-/// The command that runs `/build/build.sh ARGUMENT` in the root.
+/// Returns the command that runs `/build/build.sh ARGUMENT` in the root.
 pub(crate) fn command(root: &Path, argument: &str) -> Command {
-    // /dev/null and /proc are all that the compiler and kbuild want of the outside.
+    // Compiler and kbuild need only /dev/null and /proc from outside.
     let script = "mount --rbind /dev \"$1/dev\" && mount --rbind /proc \"$1/proc\" && exec chroot \"$1\" /bin/sh /build/build.sh \"$2\"";
     let mut command = Command::new("unshare");
     command.args(["--map-root-user", "--mount", "nice", "sh", "-c", script, "sh"]);

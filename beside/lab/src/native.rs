@@ -1,5 +1,5 @@
-//! A host without an emulator, for machines whose KVM runs ordinary kernels: this machine itself, in namespaces of its
-//! own and with an emulated host's root file system, so that scenarios need not know the difference.
+//! A host without an emulator, for machines whose KVM runs ordinary kernels. It is this machine in separate namespaces,
+//! with an emulated host's root file system. So scenarios don't depend on the difference.
 
 use crate::image::Images;
 use crate::topology::HostSpec;
@@ -9,7 +9,8 @@ use std::process::Command;
 
 const SCRIPT: &str = include_str!("../assets/native-host.sh");
 
-/// Adds to `command` what runs a host whose files are in `dir`. Needs root, and a topology without links and devices.
+/// Adds the command line of a host, whose files are in `dir`, to `command`. Needs root, and a topology without links
+/// and devices.
 pub fn arguments(command: &mut Command, images: &Images, host: &HostSpec, dir: &Path) -> Result<()> {
     if !rustix::process::geteuid().is_root() {
         bail!(
@@ -24,8 +25,8 @@ pub fn arguments(command: &mut Command, images: &Images, host: &HostSpec, dir: &
     }
     let script = dir.join("native-host.sh");
     std::fs::write(&script, SCRIPT).with_context(|| format!("Can't write {}", script.display()))?;
-    // The agent's port: a raw terminal behind the socket that the lab connects to. socat ends with the connection, the
-    // host's processes with `unshare`.
+    // The agent's port: a raw terminal behind the lab's socket. socat ends with the connection, and the host's
+    // processes with `unshare`.
     command.args(["sh", "-c", PORT_AND_HOST, "native-host"]).arg(script);
     command.args([images.host_root(), images.guest_disk()]).arg(dir).arg(&host.name);
     Ok(())

@@ -1,4 +1,4 @@
-//! The modules of guests with neighbours, built from this work tree's `guest/mmnet` for each kernel that has them.
+//! The kernel modules of guests with neighbours, built from this work tree's `guest/mmnet` for each of their kernels.
 
 use crate::apt::Apt;
 use crate::image::{Images, fresh, write};
@@ -8,15 +8,15 @@ use anyhow::{Context, Result, bail};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// What runs in the build root.
+/// The script in the build root.
 const BUILD: &str = include_str!("../assets/neighbours-build.sh");
 
-/// The kernel whose source brings checkpatch, and for which sparse looks at the modules.
+/// The kernel whose source has checkpatch, and for which sparse checks the modules.
 const CHECKED: &str = recipe::NEIGHBOUR_KERNELS[0];
-/// What sparse and checkpatch said, beside the modules of [`CHECKED`].
+/// Reports of sparse and checkpatch, beside the modules of [`CHECKED`].
 const FINDINGS: [&str; 2] = ["sparse.txt", "checkpatch.txt"];
 
-/// The sources, with their paths below the work tree.
+/// Returns the sources, with their paths below the work tree.
 fn sources() -> Result<Vec<PathBuf>> {
     let mut found = vec![PathBuf::from("devices/neighbour/include/causeway_neighbour.h")];
     for folder in ["guest/mmnet", "guest/mmnet/test"] {
@@ -35,7 +35,7 @@ fn sources() -> Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// The hash of all sources; when they can't be read, building says why.
+/// Returns the hash of all sources. If they can't be read, the build reports the error.
 pub(crate) fn fingerprint() -> String {
     let sources = sources().unwrap_or_default();
     let texts: Vec<String> = sources
@@ -45,7 +45,7 @@ pub(crate) fn fingerprint() -> String {
     recipe::hash(texts.iter().map(String::as_str).chain([BUILD]))
 }
 
-/// A module of a kernel, to be put into a guest.
+/// Returns a kernel's module, for use in a guest.
 pub(crate) fn module(kernel: &str, name: &str) -> Result<Vec<u8>> {
     if !recipe::NEIGHBOUR_KERNELS.contains(&kernel) {
         bail!(
@@ -57,16 +57,16 @@ pub(crate) fn module(kernel: &str, name: &str) -> Result<Vec<u8>> {
     fs::read(&path).with_context(|| format!("Can't read the module {}", path.display()))
 }
 
-/// Fails when sparse or checkpatch found something in the modules' sources; says what they found.
+/// Fails if sparse or checkpatch has findings in the modules' sources, and prints them.
 ///
 /// # Errors
-/// With all findings; or when the images can't be built.
+/// The findings, or the images can't be built.
 pub fn lint() -> Result<()> {
     Images::ready(&[Artifact::Kernels, Artifact::Neighbours])?;
     let mut found = String::new();
     for name in FINDINGS {
         let path = paths::cache().join("neighbours").join(CHECKED).join(name);
-        // A report that isn't there would be a check that wasn't made.
+        // A missing report would mean that the check didn't run.
         let text = fs::read_to_string(&path)
             .with_context(|| format!("There is no report of a check of the modules: {}", path.display()))?;
         let (last, findings) = report(&text)
@@ -80,7 +80,7 @@ pub fn lint() -> Result<()> {
     Ok(())
 }
 
-/// The last line of a report, which says what was checked, and what stands before it: the findings.
+/// Returns the last line of a report, which names the checked files, and the text before it: the findings.
 fn report(text: &str) -> Option<(&str, &str)> {
     let text = text.trim_end();
     let (findings, last) = text.rsplit_once('\n').unwrap_or(("", text));
@@ -88,7 +88,7 @@ fn report(text: &str) -> Option<(&str, &str)> {
 }
 
 impl Images {
-    /// Builds them.
+    /// Builds the modules.
     pub(crate) fn neighbours(&self, apt: &Apt, work: &Path) -> Result<()> {
         let all = fresh(&paths::cache().join("neighbours"))?;
         for kernel in recipe::NEIGHBOUR_KERNELS {
@@ -121,7 +121,7 @@ impl Images {
 mod tests {
     use super::*;
 
-    /// A check that was cut short is no check that found nothing.
+    /// A truncated report doesn't count as one without findings.
     #[test]
     fn a_report_says_that_it_is_whole() {
         assert_eq!(report("checked 3 files\n"), Some(("checked 3 files", "")));

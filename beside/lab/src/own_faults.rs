@@ -1,8 +1,9 @@
-//! What Causeway's programs, and the kernel that runs them, print when one of them fails by itself. The emulator is never to blame for it.
+//! Output of Causeway's programs, and of the kernel that runs them, when one of them fails by itself. Never the
+//! emulator's fault.
 
-/// Parts of a line, in lower case. Any of them shows a fault of ours.
+/// Parts of a line, in lower case. Each shows an own fault.
 const SIGNS: [&str; 12] = [
-    // Rust's own text and the text of the monitor's panic hook (`programs/causeway/src/failure.rs`), in any thread.
+    // Texts of Rust and of the monitor's panic hook (`programs/causeway/src/failure.rs`), in any thread.
     "panicked at ",
     "this is a bug of causeway",
     // Rust's aborts, which run no panic hook.
@@ -20,13 +21,13 @@ const SIGNS: [&str; 12] = [
     "oom-kill:",
 ];
 
-/// Whether a line shows that one of our programs failed by itself.
+/// Returns whether a line shows an own fault.
 pub fn is_own(line: &str) -> bool {
     let line = line.to_ascii_lowercase();
     SIGNS.iter().any(|sign| line.contains(sign))
 }
 
-/// The first such line of a text.
+/// Returns the first such line of a text.
 pub fn found(text: &str) -> Option<String> {
     text.lines().find(|line| is_own(line)).map(|line| line.trim().to_owned())
 }
@@ -74,7 +75,7 @@ mod tests {
         }
     }
 
-    /// The recognizer and the sandbox's handler have the text in common.
+    /// The recognizer and the sandbox's handler share the text.
     #[test]
     fn a_refused_system_call_is_an_own_fault() {
         let text = "causeway: the sandbox refused the system call ";

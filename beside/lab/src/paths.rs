@@ -1,25 +1,26 @@
-//! Where the lab keeps things.
+//! Paths of the lab's files.
 
 use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
 
-/// The work tree this crate was built from.
+/// Returns the work tree from which this crate was built.
 pub fn workspace() -> PathBuf {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
     here.parent().and_then(Path::parent).unwrap_or(here).to_path_buf()
 }
 
-/// Cargo's target folder.
+/// Returns Cargo's target directory.
 pub fn target() -> PathBuf {
     std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| workspace().join("target"), PathBuf::from)
 }
 
-/// The cache of images: `LAB_CACHE`, or `target/lab-cache`.
+/// Returns the cache of images: `LAB_CACHE`, or `target/lab-cache`.
 pub fn cache() -> PathBuf {
     std::env::var_os("LAB_CACHE").map_or_else(|| target().join("lab-cache"), PathBuf::from)
 }
 
-/// Where the built QEMU and its source are kept, for all work trees of a user: `LAB_QEMU_CACHE`, or `causeway/qemu` in the user's cache.
+/// Returns the cache of the built QEMU and its source, shared by all work trees of a user: `LAB_QEMU_CACHE`, or
+/// `causeway/qemu` in the user's cache directory.
 pub fn qemu_cache() -> PathBuf {
     let set = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     set("LAB_QEMU_CACHE")
@@ -28,12 +29,12 @@ pub fn qemu_cache() -> PathBuf {
         .unwrap_or_else(|| cache().join("qemu-built"))
 }
 
-/// The folder whose files every host gets in `/share/bin`: `target/lab-bin`.
+/// Returns the directory whose files every host gets in `/share/bin`: `target/lab-bin`.
 pub fn binaries() -> PathBuf {
     target().join("lab-bin")
 }
 
-/// The monitor that the lab runs: `CAUSEWAY_BIN`, or the newest of the profiles `ci` and `release`.
+/// Returns the monitor under test: `CAUSEWAY_BIN`, or the newest of the profiles `ci` and `release`.
 pub fn causeway() -> Result<PathBuf> {
     if let Some(path) = std::env::var_os("CAUSEWAY_BIN") {
         let path = PathBuf::from(path);
@@ -50,18 +51,18 @@ pub fn causeway() -> Result<PathBuf> {
         .context("There is no causeway binary yet: build it with `cargo build --profile ci -p causeway`, or name one in CAUSEWAY_BIN")
 }
 
-/// Whether a program of ours was built with the profile `ci`, which leaves most of it unoptimized.
+/// Returns whether a program was built with the profile `ci`, mostly without optimization.
 pub fn is_built_for_ci(program: &Path) -> bool {
     program.parent().and_then(Path::file_name).is_some_and(|folder| folder == "ci")
 }
 
-/// Builds the payload programs; the folder that they are in.
+/// Builds the payload programs; returns their directory.
 pub fn payload_programs() -> Result<PathBuf> {
     let root = workspace();
     let output = std::process::Command::new("make")
         .args(["-s", "-C"])
         .arg(root.join("guest/payload"))
-        // The outer build's flags aren't meant for programs without a standard library.
+        // The outer build's flags aren't for programs without a standard library.
         .env_remove("RUSTFLAGS")
         .env_remove("CARGO_ENCODED_RUSTFLAGS")
         .env_remove("CARGO_BUILD_TARGET")
@@ -76,7 +77,7 @@ pub fn payload_programs() -> Result<PathBuf> {
     Ok(root.join("target/payload/release"))
 }
 
-/// The lab's own program, which is also the agent inside hosts.
+/// Returns the lab's own program, which is also the agent inside hosts.
 pub fn agent() -> Result<PathBuf> {
     let me = std::env::current_exe().context("Can't tell which program is running")?;
     if me.file_name().is_some_and(|n| n == "lab") {

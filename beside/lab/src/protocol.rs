@@ -1,4 +1,4 @@
-//! What the lab and the agent inside a host say to each other over one virtio-serial port.
+//! Messages between the lab and the agent inside a host, over one virtio-serial port.
 //!
 //! ```text
 //! lab → agent:  Start {json}   Stdin bytes   StdinEnd   Resize rows,cols   Signal n   Ping
@@ -11,23 +11,23 @@ use anyhow::{Result, bail};
 use serde::{Deserialize, Serialize};
 use std::io::{Read, Write};
 
-/// The longest payload of a frame.
+/// Limit of a frame's payload in bytes.
 pub const MAX_PAYLOAD_BYTES: usize = 1 << 20;
 
-/// What a frame is about.
+/// Type of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// Begin a session: the payload is a [`Start`] in JSON.
+    /// Start a session: the payload is a [`Start`] in JSON.
     Start = 1,
     /// Bytes for the process's standard input.
     Stdin = 2,
-    /// No more of them.
+    /// End of standard input.
     StdinEnd = 3,
     /// The terminal's size: rows and columns, `u16` each.
     Resize = 4,
     /// A signal for the process group: `u32`.
     Signal = 5,
-    /// Are you there?
+    /// Request a [`Kind::Pong`].
     Ping = 6,
     /// The agent has started.
     Hello = 17,
@@ -35,11 +35,11 @@ pub enum Kind {
     Stdout = 18,
     /// Bytes from standard error.
     Stderr = 19,
-    /// The process ended: `i32`, 128 and the signal's number when a signal did it.
+    /// The process ended: `i32`, 128 plus the signal's number after a signal.
     Exit = 20,
     /// The process couldn't be started: text.
     Failed = 21,
-    /// I am.
+    /// Response to a [`Kind::Ping`].
     Pong = 22,
 }
 
@@ -52,7 +52,7 @@ impl Kind {
     }
 }
 
-/// What to run.
+/// A process to start.
 #[derive(Debug, Clone, Serialize, Deserialize, PartialEq, Eq)]
 pub struct Start {
     /// A script for `/bin/sh -c`.
@@ -64,11 +64,11 @@ pub struct Start {
 /// One frame.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Frame {
-    /// Which session it belongs to; 0 for none.
+    /// The session's number; 0 for none.
     pub session: u32,
-    /// What it is about.
+    /// The type.
     pub kind: Kind,
-    /// Its payload.
+    /// The payload.
     pub data: Vec<u8>,
 }
 

@@ -1,4 +1,4 @@
-//! The emulator: which QEMU, with what settings, and the command line of a host. docs/design/lab.md has the reasons.
+//! The emulator: QEMU's origin, its settings, and the command line of a host. docs/design/lab.md has the reasons.
 
 use crate::image::Images;
 use crate::topology::{HostSpec, Walks, mac};
@@ -9,24 +9,24 @@ use std::process::Command;
 /// The threads that emulate a host's CPUs (docs/design/lab.md).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Threads {
-    /// One, for a host that gets one CPU: the setting under which no guest was lost.
+    /// One, for a host with one CPU: the setting without lost guests.
     Single,
     /// One per CPU.
     Multi,
 }
 
-/// How hosts are emulated.
+/// Emulation settings of hosts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Emulator {
     /// The newer QEMU unpacked from backports ([`crate::recipe::QEMU_RELEASE`]), or the system's.
     pub newer: bool,
-    /// Threads of TCG.
+    /// Mode of TCG's threads.
     pub threads: Threads,
     /// The `-cpu` argument.
     pub cpu: String,
     /// Whether KVM in the host uses nested paging.
     pub npt: bool,
-    /// No emulator at all: this machine in namespaces of its own ([`crate::native`]).
+    /// No emulator: this machine in separate namespaces ([`crate::native`]).
     pub native: bool,
 }
 
@@ -43,7 +43,7 @@ impl Default for Emulator {
 }
 
 impl Emulator {
-    /// The default, changed by `LAB_EMULATOR`, a list such as `qemu=system,threads=single,npt=0`.
+    /// Returns the default settings, changed by `LAB_EMULATOR`, a list such as `qemu=system,threads=single,npt=0`.
     pub fn chosen() -> Result<Self> {
         match std::env::var("LAB_EMULATOR") {
             Ok(text) => Self::parse(&text),
@@ -70,9 +70,9 @@ impl Emulator {
         Ok(e)
     }
 
-    /// Makes `command` (which may be a wrapper already) run QEMU; its arguments follow.
+    /// Makes `command` (which may already be a wrapper) run QEMU; its arguments follow.
     ///
-    /// The unpacked QEMU comes from a later release than the system, so it runs with its own loader and C library.
+    /// The unpacked QEMU is from a later release than the system, so it runs with its own loader and C library.
     pub fn run_by(&self, images: &Images, command: &mut Command) {
         if !self.newer {
             command.arg("qemu-system-x86_64");
@@ -87,7 +87,7 @@ impl Emulator {
         command.arg(images.edited_qemu().unwrap_or_else(|| root.join("usr/bin/qemu-system-x86_64")));
     }
 
-    /// Chooses how the host's nested page walks reach a guest's page tables.
+    /// Sets how the host's nested page walks access a guest's page tables.
     pub fn set_walks(&self, images: &Images, host: &HostSpec, command: &mut Command) -> Result<()> {
         if host.walks == Walks::Read && !(self.newer && images.edited_qemu().is_some()) {
             bail!(
@@ -103,7 +103,7 @@ impl Emulator {
         Ok(())
     }
 
-    /// One line that says what is used.
+    /// Returns a line that describes the settings.
     pub fn describe(&self, images: &Images) -> String {
         if self.native {
             return "no emulator: this machine's own KVM".to_owned();
@@ -127,7 +127,7 @@ impl Emulator {
         )
     }
 
-    /// The arguments for one host whose files are in `dir`. Link sockets are in `links`.
+    /// Returns the arguments for one host whose files are in `dir`. Link sockets are in `links`.
     pub fn arguments(
         &self,
         images: &Images,
@@ -157,7 +157,7 @@ impl Emulator {
         add("-machine", if iommu { "q35,kernel-irqchip=split".into() } else { "q35".into() });
         add("-accel", format!("tcg,thread={},tb-size=512", if multi { "multi" } else { "single" }));
         add("-cpu", self.cpu.clone());
-        // One thread that takes turns on several CPUs hangs guests within seconds (docs/design/lab.md).
+        // A single thread for several CPUs hangs guests within seconds (docs/design/lab.md).
         add("-smp", if multi { host.cpus } else { 1 }.to_string());
         add("-m", format!("{}M", host.memory_mib));
         add("-display", "none".into());
@@ -172,7 +172,7 @@ impl Emulator {
             "panic=-1".into(),
             "mitigations=off".into(),
             "tsc=reliable".into(),
-            // A crowded machine is too slow for the check, and the host then waits for a timer for ever.
+            // A crowded machine is too slow for the check, and the host would then wait for a timer forever.
             "no_timer_check".into(),
             format!("tsc_early_khz={}", crate::clock::tsc_khz()),
             "random.trust_cpu=on".into(),
@@ -222,7 +222,7 @@ impl Emulator {
     }
 }
 
-/// The file that tells a host's first program its NICs: address, name, IP address or `-`.
+/// Returns the file with a host's NICs for its init program: address, name, IP address or `-`.
 pub fn nic_table(host: &HostSpec, index: usize) -> String {
     let lines = host.nics.iter().enumerate().map(|(n, nic)| {
         format!("{} {} {}\n", mac(index, n), nic.name, nic.address.as_deref().unwrap_or("-"))

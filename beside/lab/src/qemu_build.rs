@@ -1,5 +1,6 @@
-//! QEMU built from Debian's source package with the lab's edits, in a root of its own, and kept for all work trees of a user; its data
-//! files and libraries are those of Debian's binary package, in which hosts run while there is none.
+//! Builds QEMU from Debian's source package with the lab's edits, in a separate root, and caches it for all work trees
+//! of a user. Its data files and libraries are from Debian's binary package. Without a build, hosts run in that
+//! package's QEMU.
 
 use crate::apt::{self, Apt};
 use crate::command::output;
@@ -15,10 +16,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
-/// The releases whose source packages are tried, those of each newest first.
+/// Releases whose source packages are tried, the newest version of each first.
 const SOURCE_RELEASES: &[&str] = &["sid", "trixie"];
 
-/// What the root that QEMU is built in holds, of [`crate::recipe::QEMU_RELEASE`].
+/// Packages in QEMU's build root, from [`crate::recipe::QEMU_RELEASE`].
 const PACKAGES: &[&str] = &[
     "base-files",
     "bash",
@@ -59,18 +60,18 @@ const PACKAGES: &[&str] = &[
 const SCRIPT: &str = include_str!("../assets/qemu-build.sh");
 const DEVICES: &str = include_str!("../assets/qemu-devices.mak");
 const PROGRAM: &str = "qemu-system-x86_64";
-/// Where the build leaves it, in its root.
+/// Path of the built program in its root.
 const BUILT: &str = "build/out/qemu-system-x86_64";
 const MAX_ERROR_LINES: usize = 6;
 
-/// What decides what is built.
+/// Returns the inputs of the build's recipe.
 pub fn recipe() -> impl Iterator<Item = &'static str> {
     let lists = SOURCE_RELEASES.iter().chain(PACKAGES).copied();
     lists.chain([SCRIPT, DEVICES]).chain(qemu_edits::recipe())
 }
 
 impl Images {
-    /// Says in a few words where QEMU is from; the emulator's description has it.
+    /// Returns a short text about QEMU's origin, for the emulator's description.
     pub(crate) fn qemu_origin(&self) -> String {
         match self.edited_qemu() {
             Some(program) => {
@@ -81,12 +82,12 @@ impl Images {
         }
     }
 
-    /// The built program, if there is one of today's recipe.
+    /// Returns the built program of the current recipe, if any.
     pub(crate) fn edited_qemu(&self) -> Option<PathBuf> {
         Some(kept(&paths::qemu_cache()).join(PROGRAM)).filter(|program| program.is_file())
     }
 
-    /// Builds the program and keeps it, or says why it can't.
+    /// Builds and caches the program, or reports why it can't.
     pub(crate) fn build_edited_qemu(&self, work: &Path, heartbeat: &Heartbeat) {
         if let Err(e) = self.try_build(work, heartbeat) {
             progress!("WARNING: QEMU CAN'T BE BUILT WITH THE LAB'S EDITS, AND HOSTS RUN IN DEBIAN'S: {e:#}");
@@ -119,7 +120,7 @@ impl Images {
         Ok(())
     }
 
-    /// Builds the kept source, or else the newest that can be had, edited and built, which is then kept.
+    /// Builds the cached source, or else edits and builds the newest available one, which is then cached.
     fn newest_that_builds(
         &self,
         cache: &Path,
@@ -159,7 +160,7 @@ impl Images {
         )
     }
 
-    /// Edits and builds the source package in `dir`; returns its version once the program runs.
+    /// Edits and builds the source package in `dir`; returns its version after a test run of the program.
     fn build_source(&self, dir: &Path, inside: &Path, heartbeat: &Heartbeat) -> Result<String> {
         let source = inside.join("build/qemu");
         let version = unpack(dir, &source)?;
@@ -175,12 +176,12 @@ impl Images {
     }
 }
 
-/// The folder of the built program in `cache`, by its recipe.
+/// Returns the directory of the built program in `cache`, by its recipe.
 fn kept(cache: &Path) -> PathBuf {
     cache.join(Artifact::EditedQemu.recipe())
 }
 
-/// A root with everything that QEMU is built with.
+/// Creates a root with everything that QEMU's build needs.
 fn build_root(apt: &Apt, work: &Path) -> Result<PathBuf> {
     let packages = apt.fetch(PACKAGES, false)?;
     let inside = fresh(&work.join("root"))?;
@@ -214,7 +215,7 @@ fn unpack(dir: &Path, source: &Path) -> Result<String> {
     Ok(name.trim_start_matches("qemu_").to_owned())
 }
 
-/// apt with a state of its own that has source packages only.
+/// apt with a private state that has source packages only.
 struct SourceApt {
     dir: PathBuf,
 }
@@ -253,7 +254,7 @@ impl SourceApt {
     }
 }
 
-/// The `deb-src` line for the mirror of a file of package sources, in either format.
+/// Returns the `deb-src` line for the mirror of a package sources file, in either format.
 fn source_line(text: &str, release: &str) -> Option<String> {
     let field = |name: &str| text.lines().find_map(|l| l.strip_prefix(name)).map(str::trim);
     let mirror = match field("URIs:") {
@@ -305,7 +306,7 @@ fn compile(inside: &Path, heartbeat: &Heartbeat) -> Result<()> {
     Ok(())
 }
 
-/// `[12/345] …` of ninja's, in words.
+/// Converts ninja's `[12/345] …` into words.
 fn steps(line: &str) -> Option<String> {
     let (done, total) = line.strip_prefix('[')?.split_once(']')?.0.split_once('/')?;
     Some(format!("{} of {} steps", done.parse::<u32>().ok()?, total.parse::<u32>().ok()?))

@@ -1,5 +1,6 @@
-//! The lab's edits of QEMU's source. Each edit names the text that it replaces and how often that text occurs, so that a
-//! release that differs is refused instead of half edited. docs/decisions/0001-patched-qemu-for-the-lab.md has the reasons.
+//! The lab's edits of QEMU's source. Each edit has the text that it replaces and its number of occurrences. So a
+//! release that differs is rejected instead of half edited. docs/decisions/0001-patched-qemu-for-the-lab.md has the
+//! reasons.
 
 use anyhow::{Context, Result, bail};
 use std::fs;
@@ -15,11 +16,11 @@ pub struct Edit {
     times: Times,
 }
 
-/// How often an edit's text occurs.
+/// Number of occurrences of an edit's text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Times {
     Exactly(usize),
-    /// Newer releases have it right.
+    /// Newer releases have the fix.
     OnceOrNever,
 }
 use Times::{Exactly, OnceOrNever};
@@ -27,7 +28,7 @@ use Times::{Exactly, OnceOrNever};
 const WALKS: &str = "target/i386/tcg/system/excp_helper.c";
 const INJECTION: &str = "target/i386/tcg/system/svm_helper.c";
 
-/// All edits, in the order in which they are made.
+/// All edits, in order.
 pub const EDITS: &[Edit] = &[
     Edit {
         file: WALKS,
@@ -119,7 +120,7 @@ void helper_vmrun(CPUX86State *env, int aflag, int next_eip_addend)
 "#,
         times: Exactly(1),
     },
-    // QEMU 10.0 changes the word of pending interrupts without the lock that other threads change it under.
+    // QEMU 10.0 changes the word of pending interrupts without the lock that other threads use for it.
     Edit {
         file: INJECTION,
         old: "        cs->interrupt_request |= CPU_INTERRUPT_VIRQ;\n",
@@ -135,7 +136,7 @@ void helper_vmrun(CPUX86State *env, int aflag, int next_eip_addend)
 ];
 
 impl Edit {
-    /// The file's text with the edit made.
+    /// Returns the file's text after the edit.
     fn apply(&self, text: &str) -> Result<String> {
         let found = text.matches(self.old).count();
         let fits = match self.times {
@@ -150,7 +151,7 @@ impl Edit {
     }
 }
 
-/// Makes all edits in the source at `root`.
+/// Applies all edits to the source at `root`.
 pub fn apply(root: &Path) -> Result<()> {
     for edit in EDITS {
         let path = root.join(edit.file);
@@ -160,7 +161,7 @@ pub fn apply(root: &Path) -> Result<()> {
     Ok(())
 }
 
-/// What decides what the edits make of a source.
+/// Returns the inputs of the edits' recipe.
 pub fn recipe() -> impl Iterator<Item = &'static str> {
     EDITS.iter().flat_map(|e| [e.file, e.old, e.new])
 }

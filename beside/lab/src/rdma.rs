@@ -1,5 +1,5 @@
-//! Two guests, usually on one host, that reach each other by RDMA: through Causeway's device, or through rxe on their virtio NICs,
-//! which is what results are compared with. Both ways the guests are the same: Debian's kernel 6.1 and user space.
+//! Two guests, usually on one host, with RDMA between them: through Causeway's device, or through rxe on their virtio NICs as a
+//! reference. Otherwise the guests are the same: Debian's kernel 6.1 and user space.
 //!
 //! ```text
 //!   guest a  10.79.0.1 virtio-net ── tap ── bridge on the host ── tap ── virtio-net 10.79.0.2  guest b
@@ -26,17 +26,17 @@ use crate::topology::{HostSpec, Topology};
 use anyhow::{Context, Result, bail};
 use std::time::Duration;
 
-/// How the guests reach each other by RDMA.
+/// The RDMA device of the guests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Device {
-    /// Causeway's.
+    /// Causeway's device.
     Pvrdma,
     /// Linux's software RoCE over virtio-net.
     Rxe,
 }
 
 impl Device {
-    /// Reads a `--device` option.
+    /// Parses a `--device` option.
     pub fn parse(text: &str) -> Result<Self> {
         Ok(match text {
             "pvrdma" => Device::Pvrdma,
@@ -45,7 +45,7 @@ impl Device {
         })
     }
 
-    /// Its name in figures.
+    /// Returns the name in figures.
     pub fn name(self) -> &'static str {
         match self {
             Device::Pvrdma => "pvrdma",
@@ -53,7 +53,7 @@ impl Device {
         }
     }
 
-    /// The kernel module whose devices these are.
+    /// Returns the device's kernel module.
     fn module(self) -> &'static str {
         match self {
             Device::Pvrdma => "vmw_pvrdma",
@@ -62,63 +62,63 @@ impl Device {
     }
 }
 
-/// Where the daemon listens, in the host.
+/// The daemon's socket in the host.
 pub const DAEMON_SOCKET: &str = "/run/causeway/host.sock";
 
-/// A trapped doorbell costs 2 ms on an emulated host, 5 on one that others' work slows down, where hardware takes some microseconds: how busy
-/// a guest is has to be read on another scale than the daemon's default of 40 ms.
+/// A trapped doorbell costs 2 ms on an emulated host, and 5 ms under load, against microseconds on hardware. So a guest's load needs a
+/// larger window than the daemon's default of 40 ms.
 pub const DOORBELL_WINDOW_MS: u32 = 500;
 
-/// The name of each guest's RDMA NIC, for its monitor.
+/// Name of each guest's RDMA NIC in its monitor.
 pub const NIC: &str = "rdma0";
-/// Its Ethernet half, as the monitor's counters call it.
+/// Name of the Ethernet function in the monitor's counters.
 pub const FUNCTION_ETHERNET: &str = "rdma0.0";
-/// Its RDMA half.
+/// Name of the RDMA function in the monitor's counters.
 pub const FUNCTION_RDMA: &str = "rdma0.1";
 
 /// RAM of each guest in MiB.
 const MEMORY_MIB: u32 = 768;
-/// For a guest to boot and take commands.
+/// Time-out until a guest has booted and accepts commands.
 const BOOT: Duration = Duration::from_secs(240);
 
-/// One host with room for two guests and the daemon. Four CPUs: programs that poll in both guests keep two busy, and the
-/// daemon's engine needs one at once when a message is on its way.
+/// One host for two guests and the daemon. Four CPUs: polling programs in both guests use two, and the daemon's engine needs one at once
+/// when a message is in flight.
 pub fn topology(_: &Options) -> Topology {
     Topology::new().host(HostSpec::new("host").cpus(4).memory(4096).rdma())
 }
 
-/// An RDMA device as a guest's user space sees it.
+/// An RDMA device in a guest's user space.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Port {
-    /// Its name in the usual listing.
+    /// The device's name.
     pub device: String,
-    /// The index of its GID that stands for an IPv4 address.
+    /// The index of its GID for an IPv4 address.
     pub gid: u32,
-    /// That address.
+    /// The IPv4 address.
     pub address: String,
-    /// Its network interface.
+    /// The network interface.
     pub interface: String,
 }
 
-/// Where the guests of a pair run, and how their NICs and daemons are connected.
+/// Placement of a pair's guests, and the connections of their NICs and daemons.
 #[derive(Debug, Clone)]
 pub struct Layout {
-    /// The number of the host that each guest runs on: of `a`, `b` and so on.
+    /// Host number of each guest: of `a`, `b` and so on.
     pub hosts: Vec<usize>,
-    /// MTU of the bridge that the guests' virtio NICs are on.
+    /// MTU of the bridge of the guests' virtio NICs.
     pub mtu: u32,
-    /// A NIC of each host that joins these bridges.
+    /// A NIC of each host that connects these bridges.
     pub uplink: Option<&'static str>,
-    /// More arguments for each host's daemon.
+    /// Additional arguments for each host's daemon.
     pub daemons: Vec<String>,
-    /// More options for each guest's RDMA NIC; `{n}` stands for the guest's number, which begins at 1.
+    /// Additional options for each guest's RDMA NIC; `{n}` is the guest's number, from 1.
     pub nic: String,
-    /// More words for the guests' command lines.
+    /// Additional words for the guests' kernel command lines.
     pub cmdline: &'static str,
 }
 
 impl Layout {
-    /// All on the first host.
+    /// Places all guests on the first host.
     pub fn one_host() -> Self {
         Layout {
             hosts: vec![0, 0],
@@ -131,7 +131,7 @@ impl Layout {
     }
 }
 
-/// The guests' names, in the order of their numbers.
+/// The guests' names in the order of their numbers.
 const NAMES: [&str; 4] = ["a", "b", "c", "d"];
 
 /// A guest of the pair.
@@ -140,14 +140,14 @@ pub struct Member<'a> {
     pub name: &'static str,
     /// The guest and its console.
     pub guest: Guest,
-    /// Its address on virtio-net.
+    /// The address on virtio-net.
     pub tcp: String,
-    /// What the tests use.
+    /// The RDMA device under test.
     pub port: Port,
     host: &'a Host,
 }
 
-/// Where scripts run: a guest, or a host.
+/// A place that runs scripts: a guest or a host.
 pub trait Runs {
     /// Starts a script.
     fn start(&self, script: &str) -> Result<Session>;
@@ -181,7 +181,7 @@ pub fn quoted(text: &str) -> String {
 }
 
 impl Member<'_> {
-    /// The command, inside the host, that runs a script in the guest.
+    /// Returns the command, inside the host, that runs a script in the guest.
     fn command(&self, script: &str) -> String {
         format!(
             "exec /share/.lab/lab in --wait 60 {} {}",
@@ -197,7 +197,7 @@ impl Member<'_> {
             .with_context(|| format!("Guest {}: {:?}", self.name, script.lines().next().unwrap_or_default()))
     }
 
-    /// Runs a script in the guest that must succeed, and returns what it printed.
+    /// Runs a script in the guest and returns its output. Fails if the script does.
     pub fn sh(&self, script: &str) -> Result<String> {
         self.run(script, Duration::from_secs(180))?.success().with_context(|| {
             format!("{:?} failed in guest {}", script.trim().lines().next().unwrap_or_default(), self.name)
@@ -209,23 +209,23 @@ impl Member<'_> {
         self.host.start(&self.command(script), None, None)
     }
 
-    /// Looks for the device of a kind, and its first GID for an IPv4 address (of RoCE version 2).
+    /// Finds the device of a kind, and its first GID for an IPv4 address (RoCE version 2).
     pub fn find_port(&self, device: Device) -> Result<Port> {
         find_port(self, device).with_context(|| format!("Guest {}", self.name))
     }
 
-    /// The host that it runs on.
+    /// Returns the guest's host.
     pub fn host(&self) -> &Host {
         self.host
     }
 
-    /// Fails when another guest can't be reached by Ethernet, through either NIC.
+    /// Fails if another guest is unreachable by Ethernet through either NIC.
     pub fn reaches(&self, other: &Member<'_>) -> Result<()> {
         let script = format!("ping -q -c 2 -w 20 {} && ping -q -c 2 -w 20 {}", other.tcp, other.port.address);
         self.sh(&script).map(drop)
     }
 
-    /// Fails when the guest takes no commands any more.
+    /// Fails if the guest no longer accepts commands.
     pub fn answers(&self) -> Result<()> {
         let script = format!("/share/.lab/lab in --wait 5 {} true", self.name);
         let hangs = || {
@@ -247,7 +247,7 @@ impl Member<'_> {
         }
     }
 
-    /// What the guest's kernel said last.
+    /// Returns the last lines of the guest's kernel log.
     pub fn kernel_log(&self, lines: u32) -> String {
         self.run(&format!("dmesg | tail -n {lines}"), Duration::from_secs(60))
             .map(|o| o.stdout)
@@ -255,7 +255,7 @@ impl Member<'_> {
     }
 }
 
-/// Looks for the device of a kind in a guest or host, and its first GID for an IPv4 address (of RoCE version 2).
+/// Finds the device of a kind in a guest or host, and its first GID for an IPv4 address (RoCE version 2).
 pub fn find_port(at: &dyn Runs, device: Device) -> Result<Port> {
     let script = format!(
         "i=0; while [ $i -lt 100 ]; do i=$((i+1)); for d in /sys/class/infiniband/*; do [ -e $d ] || continue\n\
@@ -273,7 +273,7 @@ pub fn find_port(at: &dyn Runs, device: Device) -> Result<Port> {
     parse_port(&text).with_context(|| format!("The RDMA port was described as {text:?}"))
 }
 
-/// Reads `device index gid interface`; the address is in the GID's last 32 bits.
+/// Parses `device index gid interface`. The address is in the GID's last 32 bits.
 fn parse_port(text: &str) -> Option<Port> {
     let mut words = text.split_whitespace();
     let (device, gid, raw) = (words.next()?, words.next()?.parse().ok()?, words.next()?);
@@ -286,11 +286,11 @@ fn parse_port(text: &str) -> Option<Port> {
     Some(Port { device: device.to_owned(), gid, address: format!("{a}.{b}.{c}.{d}"), interface })
 }
 
-/// What every script in a guest begins with.
+/// Start of every script in a guest.
 const ENVIRONMENT: &str =
     "export PATH=/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C.UTF-8; ";
 
-/// What a guest runs: its NICs get names and addresses, then it waits for commands.
+/// Returns a guest's boot script: names and addresses of its NICs, then the wait for commands.
 fn boot_script(number: usize, name: &str, mtu: u32) -> String {
     format!(
         "{ENVIRONMENT}\n\
@@ -307,7 +307,7 @@ fn boot_script(number: usize, name: &str, mtu: u32) -> String {
     )
 }
 
-/// Loads Causeway's two functions in the one order that works, and gives the NIC its address.
+/// Returns commands that load Causeway's two functions in the required order, and set the NIC's address.
 fn pvrdma_up(number: usize) -> String {
     format!(
         "set -e; modprobe vmxnet3; i=0; while [ $i -lt 50 ]; do i=$((i+1)); nic=; for d in /sys/class/net/*; do\n\
@@ -319,23 +319,23 @@ fn pvrdma_up(number: usize) -> String {
     )
 }
 
-/// rxe on the virtio NIC.
+/// Starts rxe on the virtio NIC.
 const RXE_UP: &str =
     "set -e; modprobe -a rdma_rxe ib_uverbs ib_umad rdma_ucm; rdma link add rxe0 type rxe netdev net0";
 
-/// Two running guests that reach each other by RDMA, and more where a layout has them.
+/// Two running guests with RDMA between them, and additional ones of a layout.
 pub struct Pair<'a> {
-    /// The first guest: clients, and the prompt of `lab shell`.
+    /// The first guest: clients run here, and `lab shell` opens its prompt here.
     pub a: Member<'a>,
-    /// The second: servers.
+    /// The second guest: servers run here.
     pub b: Member<'a>,
-    /// How they reach each other.
+    /// Their RDMA device.
     pub device: Device,
     more: Vec<Member<'a>>,
     lab: &'a Lab,
     layout: Layout,
     cpus: u32,
-    // After the guests: they use them.
+    // After the guests, which use them.
     daemons: Vec<Session>,
 }
 
@@ -345,7 +345,7 @@ impl<'a> Pair<'a> {
         Self::place(lab, options, Layout::one_host())
     }
 
-    /// Boots the first two guests of a layout and loads their devices.
+    /// Boots the first two guests of a layout, and loads their devices.
     pub fn place(lab: &'a Lab, options: &Options, layout: Layout) -> Result<Self> {
         let device = options.rdma_device()?;
         lab.install_causeway()?;
@@ -357,7 +357,7 @@ impl<'a> Pair<'a> {
                 daemons.push(start_daemon(host, arguments)?);
             }
         }
-        // Two: rxe keeps one so busy with its tasklets that a guest with no other stops.
+        // Two: the tasklets of rxe use one fully, and a guest without another hangs.
         let cpus = options.cpus.first().copied().unwrap_or(2);
         let guests = [1, 2].map(|number| boot(lab, &layout, device, cpus, number));
         let [a, b] = guests;
@@ -369,7 +369,7 @@ impl<'a> Pair<'a> {
         Ok(pair)
     }
 
-    /// Boots the next guest of the layout, beside those that run.
+    /// Boots the layout's next guest.
     pub fn join(&mut self) -> Result<()> {
         let number = self.more.len() + 3;
         let guest = boot(self.lab, &self.layout, self.device, self.cpus, number)?;
@@ -379,22 +379,22 @@ impl<'a> Pair<'a> {
         Ok(())
     }
 
-    /// The guests that joined.
+    /// Returns the guests beyond the first two.
     pub fn more(&self) -> &[Member<'a>] {
         &self.more
     }
 
-    /// The daemons' processes: one per host, none where the device is not Causeway's.
+    /// Returns the daemons' processes: one per host, or none without Causeway's device.
     pub fn daemons(&self) -> &[Session] {
         &self.daemons
     }
 
-    /// The host that the first guest runs on.
+    /// Returns the first guest's host.
     pub fn host(&self) -> &'a Host {
         self.a.host
     }
 
-    /// Gives both guests rxe on their virtio NICs, beside what they have.
+    /// Adds rxe on the virtio NICs of both guests.
     pub fn add_rxe(&self) -> Result<(Port, Port)> {
         if self.device == Device::Rxe {
             return Ok((self.a.port.clone(), self.b.port.clone()));
@@ -416,14 +416,14 @@ impl<'a> Pair<'a> {
         both((&self.b, &self.a), server, server_ends, listening, client, timeout)
     }
 
-    /// Powers all guests off; their monitors must end well, and the daemons when they are asked to.
+    /// Powers all guests off. Monitors and daemons must end successfully.
     pub fn finish(self) -> Result<()> {
         let members: Vec<&Member<'_>> = [&self.a, &self.b].into_iter().chain(&self.more).collect();
         end(&members, &self.daemons)
     }
 }
 
-/// Powers guests off; their monitors must end well, and the daemons when they are asked to.
+/// Powers guests off. Their monitors must end successfully, and so must the daemons after a signal.
 pub fn end(members: &[&Member<'_>], daemons: &[Session]) -> Result<()> {
     for m in members {
         // The connection ends with the guest.
@@ -448,13 +448,13 @@ pub fn end(members: &[&Member<'_>], daemons: &[Session]) -> Result<()> {
     Ok(())
 }
 
-/// The daemon of a host and the first guest of a layout, without a second.
+/// Starts the daemon of a host and the first guest of a layout, without a second one.
 pub fn alone<'a>(lab: &'a Lab, options: &Options, layout: &Layout) -> Result<(Member<'a>, Session)> {
     let (member, mut daemons) = alone_among(lab, options, layout)?;
     Ok((member, daemons.pop().context("The layout has no daemon")?))
 }
 
-/// The daemons of all hosts of a layout that have one, and its first guest.
+/// Starts the daemons of all hosts of a layout that have one, and its first guest.
 pub fn alone_among<'a>(
     lab: &'a Lab,
     options: &Options,
@@ -472,9 +472,9 @@ pub fn alone_among<'a>(
     Ok((up(lab, layout, Device::Pvrdma, 1, guest)?, daemons))
 }
 
-/// Makes the bridge of a host's virtio NICs, with the uplink on it.
+/// Creates the bridge of a host's virtio NICs, with the uplink.
 fn bridge(host: &Host, layout: &Layout) -> Result<()> {
-    // An earlier pair on this host may have left the interfaces; its daemon has ended.
+    // An earlier pair on this host may have left the interfaces. Its daemon has ended.
     host.sh(&format!(
         "[ -e /sys/class/net/br0 ] || ip link add br0 type bridge; ip link set br0 mtu {} up && mkdir -p /run/causeway",
         layout.mtu
@@ -485,12 +485,12 @@ fn bridge(host: &Host, layout: &Layout) -> Result<()> {
     Ok(())
 }
 
-/// Starts a guest; it boots meanwhile.
+/// Starts a guest without waiting for its boot.
 fn boot(lab: &Lab, layout: &Layout, device: Device, cpus: u32, number: usize) -> Result<Guest> {
     boot_with(lab, layout, device, cpus, number, None)
 }
 
-/// As [`boot`]; with an address, its monitor waits there for the guest to come.
+/// As [`boot`]. With an address, its monitor waits there for an incoming migration.
 fn boot_with(
     lab: &Lab,
     layout: &Layout,
@@ -526,7 +526,7 @@ fn boot_with(
     }
     match incoming {
         None => Guest::start(host, &spec, Vmm::Causeway),
-        // It brings what it was booted from.
+        // An incoming VM needs no boot files.
         Some(address) => {
             spec.extra.push(format!("--insecure --incoming {address}"));
             Guest::start_with(host, &spec, Vmm::Causeway, &format!("/lab/{RDMA_KERNEL}/initrd"))
@@ -534,7 +534,7 @@ fn boot_with(
     }
 }
 
-/// Waits for a guest to take commands, and loads its device.
+/// Waits until a guest accepts commands, and loads its device.
 fn up<'a>(lab: &'a Lab, layout: &Layout, device: Device, number: usize, guest: Guest) -> Result<Member<'a>> {
     let index = number.wrapping_sub(1);
     let (Some(&name), Some(&host)) = (NAMES.get(index), layout.hosts.get(index)) else {
@@ -588,7 +588,7 @@ pub fn start_daemon(host: &Host, arguments: &str) -> Result<Session> {
     bail!("`causeway host` made no socket {DAEMON_SOCKET} within 20 s: {}", daemon.err.tail(10))
 }
 
-/// What `lab shell --scenario` opens: both guests up, the prompt in the first, or in their host.
+/// Opens the prompt of `lab shell --scenario`: both guests run, and the prompt is in the first one or in its host.
 pub fn prompt(lab: &Lab, options: &Options, host: Option<usize>) -> Result<i32> {
     crate::need_terminal()?;
     let pair = Pair::start(lab, options)?;

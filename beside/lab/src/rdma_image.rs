@@ -1,8 +1,8 @@
-//! The root disk of guests that do RDMA: Debian's RDMA user space, rdma-core's Python tests, the modules, `vmw_pvrdma`
-//! built from Debian's own kernel source, and our programs.
+//! The root disk of guests with RDMA: Debian's RDMA user space, rdma-core's Python tests, the modules, `vmw_pvrdma`
+//! built from Debian's own kernel source, and this repository's programs.
 //!
-//! The driver and the programs are built in a root of their own (`unshare` and `chroot`, no privileges), with Debian's
-//! compiler: what is built depends on the package archive and on nothing of this machine.
+//! The driver and the programs are built in a separate root (`unshare` and `chroot`, no privileges), with Debian's
+//! compiler. The result depends on the package archive only, and not on this machine.
 
 use crate::apt::{self, Apt};
 use crate::command::output;
@@ -15,19 +15,19 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-/// What of this file decides what the image holds.
+/// The parts of this file that determine the image's content.
 pub const RECIPE: &str = concat!(include_str!("../assets/rdma-build.sh"), "1");
 
-/// Where the tests of rdma-core are in the guest.
+/// Directory of rdma-core's tests in the guest.
 const TESTS: &str = "usr/share/doc/rdma-core/tests";
 
 impl Images {
-    /// Builds it.
+    /// Builds the image.
     pub(crate) fn rdma(&self, apt: &Apt, work: &Path) -> Result<()> {
         let packages = apt.fetch(recipe::RDMA_PACKAGES, false)?;
         let root = fresh(&work.join("root"))?;
         apt::unpack(&packages, &root)?;
-        // Documentation is left out elsewhere, but the tests are in it.
+        // Documentation is usually omitted, but contains the tests.
         let pyverbs = packages
             .iter()
             .find(|p| p.file_name().is_some_and(|n| n.to_string_lossy().starts_with("python3-pyverbs_")))
@@ -66,7 +66,7 @@ impl Images {
         }
         fs::copy(build.join("build/out/vmw_pvrdma.ko"), target.join("updates/vmw_pvrdma.ko"))?;
         depmod(&kernel, &target, &root, &root, &release)?;
-        // The driver pairs with function 0 at probe, and never looks again.
+        // The driver pairs with function 0 at probe time only.
         write(&root.join("etc/modprobe.d/pvrdma.conf"), "softdep vmw_pvrdma pre: vmxnet3\n", 0o644)?;
         ext4(&root, &self.rdma_root(), "labguest", 10)
     }

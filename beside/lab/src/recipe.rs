@@ -1,7 +1,7 @@
-//! What the images are made of: package lists, kernel modules and scripts, and the hash that decides
-//! whether a cached image is still good.
+//! Contents of the images: package lists, kernel modules and scripts, and the hash that decides whether a cached image
+//! is valid.
 
-/// Raised when the way images are put together changes in a way the lists below don't show.
+/// Incremented when the assembly of images changes in a way that the lists below don't show.
 pub const VERSION: u32 = 1;
 
 /// Debian packages in the root file system of an emulated host.
@@ -138,7 +138,7 @@ pub const RDMA_PACKAGES: &[&str] = &[
     "util-linux",
 ];
 
-/// What the driver and our own guest programs are built with, in a root of their own.
+/// Packages to build the driver and this repository's guest programs, in a separate root.
 pub const RDMA_BUILD_PACKAGES: &[&str] = &[
     "coreutils",
     "dash",
@@ -153,27 +153,27 @@ pub const RDMA_BUILD_PACKAGES: &[&str] = &[
     "xz-utils",
 ];
 
-/// What building a module needs beside a kernel's headers.
+/// Packages to build a module, in addition to a kernel's headers.
 pub const MODULE_BUILD_PACKAGES: &[&str] =
     &["coreutils", "dash", "diffutils", "findutils", "gawk", "gcc-12", "grep", "make", "sed"];
 
-/// What checks their sources, besides.
+/// Packages to check the modules' sources, in addition.
 pub const MODULE_CHECK_PACKAGES: &[&str] = &["perl", "sparse", "tar", "xz-utils"];
 
-/// The release of Debian whose backports have the newer QEMU. It brings its C library along, so any release's runs here.
+/// The Debian release whose backports have the newer QEMU. Its C library is included, so any release works.
 pub const QEMU_RELEASE: &str = "trixie";
 
-/// The newer QEMU that is unpacked beside the system's.
+/// The newer QEMU, which is unpacked beside the system's.
 pub const QEMU_PACKAGES: &[&str] = &["qemu-system-x86", "seabios"];
 
 /// A Debian kernel that guests (and hosts) boot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KernelRecipe {
-    /// Name used by scenarios and folders.
+    /// Name in scenarios and directories.
     pub name: &'static str,
     /// The package that depends on the newest kernel of the kind.
     pub meta: &'static str,
-    /// How the name of that kernel's package begins.
+    /// Prefix of that kernel's package name.
     pub prefix: &'static str,
 }
 
@@ -185,7 +185,7 @@ pub const KERNELS: &[KernelRecipe] = &[
     KernelRecipe { name: "6.12-cloud", meta: "linux-image-cloud-amd64", prefix: "linux-image-6.12." },
 ];
 
-/// Modules in the initramfs of a host: enough to reach its root disk.
+/// Modules in the initramfs of a host, which suffice to mount its root disk.
 pub const HOST_INITRD_MODULES: &[&str] =
     &["virtio_pci", "virtio_blk", "crc32c_generic", "crc32c-intel", "ext4", "overlay"];
 
@@ -237,10 +237,10 @@ pub const GUEST_ROOT_MODULES: &[&str] = &[
     "userio",
 ];
 
-/// The kernel of guests that do RDMA; the cloud kernels have no rxe.
+/// The kernel of guests with RDMA; the cloud kernels have no rxe.
 pub const RDMA_KERNEL: &str = "6.1-generic";
 
-/// Modules in the root disk of a guest that does RDMA; `vmw_pvrdma`, which Debian doesn't build, comes from its source.
+/// Modules in the root disk of a guest with RDMA. `vmw_pvrdma`, which Debian doesn't build, is built from its source.
 pub const RDMA_MODULES: &[&str] = &[
     "vmxnet3",
     "ib_core",
@@ -248,7 +248,7 @@ pub const RDMA_MODULES: &[&str] = &[
     "ib_umad",
     "rdma_ucm",
     "rdma_rxe",
-    // rxe asks for it by what it computes, which no dependency shows.
+    // rxe loads it by a computed name, so it isn't a listed dependency.
     "crc32_generic",
     "crc32_pclmul",
     "nvmet",
@@ -266,7 +266,7 @@ pub const RDMA_MODULES: &[&str] = &[
     "vsock_diag",
 ];
 
-/// Debian packages in the root file system of a guest that is a part of a storage appliance, or its client.
+/// Debian packages in the root file system of a guest in a storage appliance, or of its client.
 pub const APPLIANCE_PACKAGES: &[&str] = &[
     "base-files",
     "bash",
@@ -301,7 +301,8 @@ pub const APPLIANCE_PACKAGES: &[&str] = &[
 pub const APPLIANCE_MODULES: &[&str] =
     &["configfs", "bridge", "md-mod", "raid456", "nbd", "nfsd", "nfsv4", "loop", "vsock_diag"];
 
-/// Folders of Debian's kernel source that its archive holds, to be unpacked over the network: 776 files of 6.1.192, 18 MiB.
+/// Directories of Debian's kernel source in the archive that guests unpack over the network: 776 files of 6.1.192, 18
+/// MiB.
 pub const APPLIANCE_TREE: &[&str] =
     &["block", "drivers/md", "fs/ext4", "fs/nfs", "fs/nfsd", "kernel/sched", "lib/raid6", "mm", "net/bridge"];
 
@@ -311,7 +312,7 @@ pub const APPLIANCE_SOURCE: &str = "linux-source-6.1";
 /// The kernels of guests with neighbours.
 pub const NEIGHBOUR_KERNELS: &[&str] = &["6.1-generic", "6.12-generic"];
 
-/// Our own programs in the root disk of a guest that does RDMA: their sources.
+/// Sources of this repository's programs in the root disk of a guest with RDMA.
 pub const RDMA_SOURCES: &[(&str, &str)] = &[
     ("rdma-common.h", include_str!("../guest-programs/rdma-common.h")),
     ("rdma-loop.c", include_str!("../guest-programs/rdma-loop.c")),
@@ -323,7 +324,7 @@ pub const RDMA_SOURCES: &[(&str, &str)] = &[
     ("mpi-steady.c", include_str!("../guest-programs/mpi-steady.c")),
 ];
 
-/// Folders of kernel modules that an emulated host never needs.
+/// Directories of kernel modules that an emulated host doesn't need.
 pub const HOST_MODULES_LEFT_OUT: &[&str] = &[
     "sound",
     "drivers/gpu",
@@ -383,10 +384,10 @@ pub const HOST_MODULES_LEFT_OUT: &[&str] = &[
     "net/sctp",
 ];
 
-/// The kernel of hosts that ask for a newer one ([`crate::topology::HostSpec::newer`]).
+/// The kernel of hosts with a newer one ([`crate::topology::HostSpec::newer`]).
 pub const NEWER_KERNEL: &str = "6.12-generic";
 
-/// The modules that such a host has, and what they need.
+/// The modules of such a host, and their dependencies.
 pub const NEWER_MODULES: &[&str] = &[
     "9p",
     "9pnet_virtio",
@@ -396,15 +397,16 @@ pub const NEWER_MODULES: &[&str] = &[
     "tun",
     "rdma_rxe",
     "ib_uverbs",
-    // rxe asks for it by what it computes, which no dependency shows.
+    // rxe loads it by a computed name, so it isn't a listed dependency.
     "crc32_generic",
     "sch_netem",
 ];
 
-/// What the first program of such a host does more, once the root is there: the root has the other kernel's modules only.
+/// Additional commands of such a host's first program after the root is mounted: the root has only the other kernel's
+/// modules.
 pub const NEWER_INIT: &str =
     "d=/new/usr/lib/modules/$(uname -r)\nmkdir -p $d\ncp -r /newer/* $d/\nchroot /new depmod $(uname -r)\n";
-/// Before this line of [`HOST_INITRD_INIT`].
+/// Inserted before this line of [`HOST_INITRD_INIT`].
 pub const NEWER_INIT_BEFORE: &str = "umount /proc\n";
 
 /// PID 1 of a host's initramfs.
@@ -414,7 +416,8 @@ pub const HOST_INIT: &str = include_str!("../assets/host-init.sh");
 /// PID 1 of a guest.
 pub const GUEST_INIT: &str = include_str!("../assets/guest-init.sh");
 
-/// A 64-bit FNV-1a hash over parts, each closed by its length so that `["ab", "c"]` and `["a", "bc"]` differ.
+/// Returns a 64-bit FNV-1a hash over parts. Each part is followed by its length, so that `["ab", "c"]` and `["a",
+/// "bc"]` differ.
 pub fn hash<'a>(parts: impl IntoIterator<Item = &'a str>) -> String {
     let mut h: u64 = 0xcbf2_9ce4_8422_2325;
     let mut eat = |bytes: &[u8]| {
@@ -430,12 +433,12 @@ pub fn hash<'a>(parts: impl IntoIterator<Item = &'a str>) -> String {
     format!("{h:016x}")
 }
 
-/// One thing that is built once and kept until its recipe changes.
+/// A cached build result, which is rebuilt when its recipe changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Artifact {
     /// Debian's QEMU of a later release, unpacked.
     Qemu,
-    /// QEMU built from source with the lab's edits, which needs the former's libraries and data ([`crate::qemu_build`]).
+    /// QEMU built from source with the lab's edits, with the former's libraries and data ([`crate::qemu_build`]).
     EditedQemu,
     /// Kernels, unpacked.
     Kernels,
@@ -443,18 +446,18 @@ pub enum Artifact {
     Host,
     /// The initramfs of hosts with a newer kernel.
     Newer,
-    /// The disk with everything guests boot from.
+    /// The disk with everything from which guests boot.
     Guest,
-    /// The root disk of guests that do RDMA.
+    /// The root disk of guests with RDMA.
     Rdma,
     /// The modules of guests with neighbours.
     Neighbours,
-    /// The root disk of guests that are parts of a storage appliance.
+    /// The root disk of guests in a storage appliance.
     Appliance,
 }
 
 impl Artifact {
-    /// All of them, in build order.
+    /// All artifacts, in build order.
     pub const ALL: [Artifact; 9] = [
         Artifact::Qemu,
         Artifact::EditedQemu,
@@ -466,10 +469,10 @@ impl Artifact {
         Artifact::Neighbours,
         Artifact::Appliance,
     ];
-    /// What every topology needs.
+    /// The artifacts that every topology needs.
     pub const USUAL: [Artifact; 4] = [Artifact::Qemu, Artifact::Kernels, Artifact::Host, Artifact::Guest];
 
-    /// Name of its stamp file and in progress lines.
+    /// Returns the name of its stamp file, and in progress lines.
     pub fn name(self) -> &'static str {
         match self {
             Artifact::Qemu => "qemu",
@@ -484,7 +487,7 @@ impl Artifact {
         }
     }
 
-    /// The hash of everything that decides what the artifact holds.
+    /// Returns the hash of everything that determines the artifact's content.
     pub fn recipe(self) -> String {
         let version = VERSION.to_string();
         let sources = crate::neighbours_image::fingerprint();
@@ -497,7 +500,7 @@ impl Artifact {
             }
             Artifact::EditedQemu => {
                 parts.push(QEMU_RELEASE);
-                // One by one, since all of them are borrowed for longer than the others.
+                // One by one, since all of them are borrowed longer than the others.
                 for part in crate::qemu_build::recipe() {
                     parts.push(part);
                 }

@@ -1,8 +1,8 @@
-//! The block-crash check: a writer inside the guest fills a disk with numbered, checksummed records and says which it
-//! has been told are safe; a checker outside looks for every one of them after the monitor was killed.
+//! The block device crash test. A writer inside the guest fills a disk with numbered records with checksums, and prints
+//! which are durable. A checker outside looks for all of them after the monitor was killed.
 //!
-//! A record is one 4 KiB block at `number * 4096`: magic, run, number, checksum, then bytes that follow from run and
-//! number. The writer says `ACK run number` after the flush that covers all records up to `number` came back.
+//! A record is one 4 KiB block at `number * 4096`: magic, run, number, checksum, then bytes derived from run and
+//! number. The writer prints `ACK run number` after the completion of the flush that covers all records up to `number`.
 
 use anyhow::{Context, Result, bail};
 use std::fs::{File, OpenOptions};
@@ -10,12 +10,12 @@ use std::io::{Read, Seek, Write};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-/// Bytes in a record.
+/// Size of a record in bytes.
 pub const RECORD: usize = 4096;
 const MAGIC: u64 = 0x4c41_4252_4543_4f52;
 
 fn mix(state: &mut u64) -> u64 {
-    // xorshift64*: quick, and not a repeating pattern that a wrong block could share.
+    // xorshift64*: fast, and no repeating pattern that a wrong block could share.
     *state ^= *state >> 12;
     *state ^= *state << 25;
     *state ^= *state >> 27;
@@ -29,7 +29,7 @@ fn sum(bytes: &[u8]) -> u64 {
     })
 }
 
-/// Makes a record.
+/// Returns a record.
 pub fn record(run: u64, number: u64) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(RECORD);
     for head in [MAGIC, run, number, 0] {
@@ -44,12 +44,12 @@ pub fn record(run: u64, number: u64) -> Vec<u8> {
     bytes
 }
 
-/// Whether a block is that record, whole.
+/// Returns whether a block is that complete record.
 pub fn is_record(block: &[u8], run: u64, number: u64) -> bool {
     block == record(run, number)
 }
 
-/// Writes records to a device until it is full or the guest dies; the last word before the end is `FULL`.
+/// Writes records to a device until it is full or the guest dies; then prints `FULL`.
 pub fn write(device: &Path, run: u64) -> Result<()> {
     let mut file = OpenOptions::new()
         .write(true)
@@ -63,7 +63,7 @@ pub fn write(device: &Path, run: u64) -> Result<()> {
     writeln!(out, "WRITER run {run} slots {slots}")?;
     while next < slots {
         let batch = (1 + mix(&mut state) % 24).min(slots - next);
-        // Backwards, so that order on the disk differs from order of writing.
+        // In reverse, so that the order on disk differs from the order of writes.
         for number in (next..next + batch).rev() {
             file.write_all_at(&record(run, number), number * RECORD as u64)?;
         }
@@ -76,7 +76,7 @@ pub fn write(device: &Path, run: u64) -> Result<()> {
     Ok(())
 }
 
-/// Counts the records of a run, up to and including `last`, that an image doesn't hold.
+/// Returns how many records of a run, up to and including `last`, an image lacks.
 pub fn lost(image: &mut (impl Read + Seek), run: u64, last: u64) -> Result<u64> {
     let mut block = vec![0; RECORD];
     let mut lost = 0;
@@ -104,10 +104,10 @@ pub fn check(image: &Path, run: u64, last: u64) -> Result<()> {
     Ok(())
 }
 
-/// The number in the last whole `ACK run number` of a console.
+/// Returns the number in the last complete `ACK run number` line of a console.
 pub fn last_ack(console: &str, run: u64) -> Option<u64> {
     let prefix = format!("ACK {run} ");
-    // Only lines that are closed: the kill may have cut one short, and half a number is another number.
+    // Only complete lines: the kill may have truncated the last one, and so its number.
     let closed = &console[..=console.rfind('\n')?];
     closed.lines().rev().find_map(|l| l[l.find(&prefix)? + prefix.len()..].trim().parse().ok())
 }

@@ -1,4 +1,5 @@
-//! The record of the last run of a scenario: a file per command line, and a table of them. `LAB_RUNS` names the folder; without it nothing is kept.
+//! Records the last run of each scenario: a file per command line, and a table of them. `LAB_RUNS` names the directory;
+//! without it nothing is recorded.
 
 use crate::paths;
 use anyhow::{Context, Result};
@@ -14,20 +15,20 @@ use std::time::Duration;
 struct Run {
     /// The scenario and its options.
     command: String,
-    /// Of the work tree, with `-dirty` where it had changes.
+    /// Commit of the work tree, with `-dirty` if it had changes.
     commit: String,
     passed: bool,
     seconds: u64,
-    /// Faults of the emulator that were excused.
+    /// Number of excused emulator faults.
     excused: u64,
     /// The scenario's figures.
     figures: Value,
 }
 
-/// Keeps the run of this process that came to `figures`, where `LAB_RUNS` asks for it.
+/// Records this process' run with `figures`, if `LAB_RUNS` is set.
 ///
 /// # Errors
-/// When the folder can't be written.
+/// The directory can't be written.
 pub fn keep(figures: &Value, took: Duration) -> Result<()> {
     let Some(dir) = std::env::var_os("LAB_RUNS").map(PathBuf::from) else { return Ok(()) };
     let words: Vec<String> = std::env::args().skip(1).collect();
@@ -59,7 +60,7 @@ fn commit() -> String {
 
 fn keep_in(dir: &Path, run: &Run) -> Result<()> {
     fs::create_dir_all(dir)?;
-    // Scenarios that run side by side write one table.
+    // Scenarios that run in parallel write the same table.
     let lock = fs::File::open(dir)?;
     lock.lock()?;
     fs::write(dir.join(file_name(&run.command)), serde_json::to_string_pretty(run)? + "\n")?;

@@ -1,4 +1,4 @@
-//! What a scenario is: a name, a line of description, a topology, and a function whose figures are the last line.
+//! A scenario: a name, a line of description, a topology, and a function. Its figures are the last line of output.
 
 use crate::emulator_faults::{self, EmulatorFault, Excuses, HostState, hosts_can_be_damaged};
 use crate::guest::Vmm;
@@ -14,46 +14,46 @@ use anyhow::{Result, anyhow, bail};
 use serde_json::{Map, Value};
 use std::time::Instant;
 
-/// What the command line may say about a scenario.
+/// Options of a scenario from the command line.
 #[derive(Debug, Clone, Default)]
 pub struct Options {
-    /// How many times (boots, kills…); each scenario has its own default.
+    /// Number of repetitions (boots, kills…). Each scenario has its own default.
     pub count: Option<u32>,
-    /// How long, in seconds, where a scenario runs for a time.
+    /// Duration in seconds, for scenarios that run for a time.
     pub seconds: Option<u64>,
-    /// Where randomness begins, in scenarios that have some.
+    /// Seed of random numbers.
     pub seed: Option<u64>,
-    /// Only these kernels.
+    /// Filter: only these kernels.
     pub kernels: Vec<String>,
-    /// Only these numbers of vCPUs.
+    /// Filter: only these numbers of vCPUs.
     pub cpus: Vec<u32>,
-    /// Only these ways for a guest to end: `poweroff`, `reboot`, `button`.
+    /// Filter: only these ends of a guest: `poweroff`, `reboot`, `button`.
     pub ends: Vec<String>,
-    /// Who runs the guests, where a scenario can try another: `causeway`, `microvm` or `q35`.
+    /// The guests' monitor, if a scenario supports another: `causeway`, `microvm` or `q35`.
     pub monitor: Option<String>,
-    /// What guests do RDMA through: `pvrdma` or `rxe`.
+    /// The guests' RDMA device: `pvrdma` or `rxe`.
     pub device: Option<String>,
-    /// Only the parts of a scenario whose names contain one of these.
+    /// Filter: only the parts of a scenario whose names contain one of these.
     pub only: Vec<String>,
 }
 
 impl Options {
-    /// Who runs the guests.
+    /// Returns the guests' monitor.
     pub fn vmm(&self) -> Result<Vmm> {
         Vmm::parse(self.monitor.as_deref().unwrap_or("causeway"))
     }
 
-    /// What guests do RDMA through.
+    /// Returns the guests' RDMA device.
     pub fn rdma_device(&self) -> Result<Device> {
         Device::parse(self.device.as_deref().unwrap_or("pvrdma"))
     }
 
-    /// Whether a part of a scenario is wanted.
+    /// Returns whether a part of a scenario is selected.
     pub fn wants(&self, part: &str) -> bool {
         self.only.is_empty() || self.only.iter().any(|o| part.contains(o.as_str()))
     }
 
-    /// Refuses what no scenario can mean, before anything is booted.
+    /// Rejects invalid values before anything is booted.
     pub fn check(&self) -> Result<()> {
         self.vmm()?;
         self.rdma_device()?;
@@ -75,7 +75,7 @@ impl Options {
     }
 }
 
-/// A scenario's figures and whether its checks hold.
+/// A scenario's figures, and whether its checks succeeded.
 #[derive(Debug, Default)]
 pub struct Report {
     figures: Map<String, Value>,
@@ -84,7 +84,7 @@ pub struct Report {
 }
 
 impl Report {
-    /// Excuses a fault of the emulator, unless something has failed already or the run has had its number of excuses.
+    /// Excuses an emulator fault, unless a check has failed or the run has reached its limit of excuses.
     pub fn excuse(&mut self, scenario: &str, fault: EmulatorFault, line: &str) -> bool {
         self.broken.is_empty() && self.excuses.excuse(scenario, fault, line)
     }
@@ -94,7 +94,7 @@ impl Report {
         self.figures.insert(name.to_owned(), value.into());
     }
 
-    /// A check: when it doesn't hold, the scenario fails and the text says why.
+    /// Checks a condition. If it is false, the scenario fails with this text.
     pub fn check(&mut self, holds: bool, text: impl Into<String>) {
         if !holds {
             let text = text.into();
@@ -103,35 +103,35 @@ impl Report {
         }
     }
 
-    /// The last line on standard output.
+    /// Returns the last line on standard output.
     pub fn line(&self) -> String {
         Value::Object(self.figures.clone()).to_string()
     }
 }
 
-/// Opens a prompt in the first of a scenario's guests, or in the host of a number beside them; returns the shell's status.
+/// Opens a prompt in the first of a scenario's guests, or in the numbered host; returns the shell's status.
 pub type Prompt = fn(&Lab, &Options, Option<usize>) -> Result<i32>;
 
 /// A scenario.
 pub struct Scenario {
-    /// Its name on the command line.
+    /// Name on the command line.
     pub name: &'static str,
-    /// What it shows, in a line.
+    /// One line about its purpose.
     pub about: &'static str,
-    /// The hosts it needs.
+    /// The required hosts.
     pub topology: fn(&Options) -> Topology,
-    /// What it does.
+    /// The scenario's function.
     pub run: fn(&Lab, &Options, &mut Report) -> Result<()>,
-    /// What `lab shell --scenario` opens, where the scenario has guests of its own to be there first.
+    /// Boots the scenario's own guests for `lab shell --scenario` and opens a prompt.
     pub prompt: Option<Prompt>,
 }
 
-/// All scenarios.
+/// Returns all scenarios.
 pub fn all() -> &'static [Scenario] {
     scenarios::ALL
 }
 
-/// A scenario by name.
+/// Returns a scenario by name.
 pub fn find(name: &str) -> Result<&'static Scenario> {
     all().iter().find(|s| s.name == name).ok_or_else(|| {
         let names: Vec<&str> = all().iter().map(|s| s.name).collect();
@@ -141,8 +141,8 @@ pub fn find(name: &str) -> Result<&'static Scenario> {
 
 /// Runs a scenario to its end: figures on stdout, everything else on stderr.
 ///
-/// A scenario begins again, on fresh hosts, only after a fault of the emulator that [`emulator_faults`] excuses. The figures `excused_faults` and
-/// `excused_by_kind` count them. Everything else that goes wrong fails the scenario.
+/// A scenario restarts on new hosts only after an emulator fault that [`emulator_faults`] excuses. The figures `excused_faults` and
+/// `excused_by_kind` count these. Any other error fails the scenario.
 pub fn run(scenario: &Scenario, options: &Options) -> Result<()> {
     options.check()?;
     let began = Instant::now();
@@ -174,13 +174,13 @@ pub fn run(scenario: &Scenario, options: &Options) -> Result<()> {
 }
 
 enum Attempt {
-    /// The scenario came to its end or failed.
+    /// The scenario ended, or failed.
     Ended(Result<()>),
-    /// A fault of the emulator was excused.
+    /// An emulator fault was excused.
     Excused,
 }
 
-/// One attempt, on hosts of its own.
+/// Makes one attempt on new hosts.
 fn attempt(scenario: &Scenario, options: &Options, emulator: &Emulator, report: &mut Report) -> Attempt {
     let topology = (scenario.topology)(options);
     let lab = match Lab::boot_with(&topology, emulator) {
@@ -201,7 +201,7 @@ fn attempt(scenario: &Scenario, options: &Options, emulator: &Emulator, report: 
         Ok(()) => None,
         Err(error) => {
             progress!("{} failed: {error:#}", scenario.name);
-            // Before anything else: what is done to look at the hosts isn't part of the failed step.
+            // First: the examination of the hosts isn't part of the failed step.
             let states = states_at(&lab, error);
             let fault = emulator_faults::found(error, &states, hosts_can_be_damaged(&topology));
             for host in lab.hosts().iter().filter(|host| host.answers()) {
@@ -214,7 +214,7 @@ fn attempt(scenario: &Scenario, options: &Options, emulator: &Emulator, report: 
             fault
         }
     };
-    // A program that failed by itself counts, whatever the scenario came to.
+    // An own fault counts, independent of the scenario's result.
     for line in lab.hosts().iter().filter_map(Host::own_fault) {
         report.check(false, format!("a program of Causeway failed by itself: {line}"));
     }
@@ -224,7 +224,7 @@ fn attempt(scenario: &Scenario, options: &Options, emulator: &Emulator, report: 
     }
 }
 
-/// The states of all hosts after a step failed with an error. Errors of steps that came to an end have no time, and are never excused.
+/// Returns the states of all hosts after a failed step. Errors of completed steps have no time, and are never excused.
 fn states_at(lab: &Lab, error: &anyhow::Error) -> Vec<HostState> {
     let Some(unfinished) = error.downcast_ref::<Unfinished>() else { return Vec::new() };
     lab.hosts().iter().map(|host| host.state(unfinished.began())).collect()
@@ -244,7 +244,7 @@ mod tests {
         assert_eq!(serde_json::from_str::<Value>(&line).unwrap()["boots"], 3);
     }
 
-    /// What was found before a fault of the emulator counts.
+    /// A check that failed before an emulator fault counts.
     #[test]
     fn nothing_is_excused_after_a_failed_check() {
         let mut report = Report::default();

@@ -9,7 +9,7 @@ use rustix::termios::{OptionalActions, Termios, isatty, tcgetattr, tcgetwinsize,
 use std::io::{IsTerminal, Read, Write};
 use std::time::{Duration, Instant};
 
-/// Restores the terminal when it goes out of scope.
+/// Restores the terminal on drop.
 struct Raw {
     before: Termios,
 }
@@ -34,14 +34,14 @@ fn size() -> (u16, u16) {
     tcgetwinsize(std::io::stdin()).map_or((24, 80), |w| (w.ws_row.max(1), w.ws_col.max(1)))
 }
 
-/// The terminal's type, when its name is one that a shell can't misread.
+/// Returns the terminal's type if its name is safe in a shell.
 pub(crate) fn terminal_type() -> String {
     let name = std::env::var("TERM").unwrap_or_default();
     let plain = !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || "-+.".contains(c));
     if plain { name } else { "linux".into() }
 }
 
-/// Fails when there is no terminal to open a shell in.
+/// Fails without a terminal.
 pub fn need_terminal() -> Result<()> {
     if !isatty(std::io::stdin()) || !std::io::stdout().is_terminal() {
         bail!("`lab shell` needs a terminal; use `lab try --cmd '…'` for scripts");
@@ -49,7 +49,7 @@ pub fn need_terminal() -> Result<()> {
     Ok(())
 }
 
-/// Opens a shell on the host until it ends or the user leaves with Ctrl-].
+/// Opens a shell on the host until it ends or the user types Ctrl-].
 pub fn interactive(host: &Host) -> Result<i32> {
     let intro = format!(
         "\r\nThis is {} (PID 1 and all: you are root). /share is shared with the outside, /lab has guest kernels and disks,\r\n\
@@ -64,13 +64,13 @@ pub fn interactive(host: &Host) -> Result<i32> {
     Ok(code)
 }
 
-/// Opens a prompt somewhere else on a host: `command` must end up in a terminal.
+/// Opens a prompt elsewhere on a host: `command` must open a terminal.
 pub fn prompt(host: &Host, intro: &str, command: &str) -> Result<i32> {
     let command = format!("export TERM={}; {command}", terminal_type());
     attach(intro, Some(0x1d), |size, sink| host.start(&command, Some(size), Some(sink)))
 }
 
-/// Joins this terminal to a session until it ends, or until the byte `leave` is typed.
+/// Connects this terminal to a session until it ends, or until the byte `leave` is typed.
 pub(crate) fn attach(
     intro: &str,
     leave: Option<u8>,
@@ -83,7 +83,7 @@ pub(crate) fn attach(
     let raw = Raw::enter()?;
     let sink = Box::new(|_: Kind, bytes: &[u8]| {
         let mut out = std::io::stdout();
-        // The terminal may have closed; the loop below ends then.
+        // If the terminal has closed, the loop below ends.
         let _ = out.write_all(bytes).and_then(|()| out.flush());
     });
     let mut last = size();

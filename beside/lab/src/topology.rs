@@ -1,4 +1,4 @@
-//! What a scenario asks for: hosts, their NICs and devices, and links between them.
+//! A scenario's topology: hosts, their NICs and devices, and links between them.
 
 use crate::recipe::Artifact;
 use anyhow::{Result, bail};
@@ -10,18 +10,18 @@ pub struct Nic {
     pub name: String,
     /// QEMU's device model: `virtio-net-pci`, `rtl8139`, `ne2k_pci`, `e1000`…
     pub model: String,
-    /// Address with prefix length, given at boot.
+    /// Address with prefix length, set at boot.
     pub address: Option<String>,
-    /// The link it is on, and which of its two ends; `None` for a card with no cable.
+    /// The link, and which of its two ends; `None` without a cable.
     pub link: Option<(usize, usize)>,
 }
 
 /// How a nested page walk of the host's CPUs accesses a guest's page tables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Walks {
-    /// By loads; by a store only where an accessed or dirty bit must be set, as Intel's with EPT's own bits off.
+    /// By loads. By a store only to set an accessed or dirty bit, as Intel's with EPT's own bits off.
     Read,
-    /// Always by stores, as AMD's.
+    /// By stores, as AMD's.
     Write,
 }
 
@@ -30,30 +30,30 @@ pub enum Walks {
 pub struct HostSpec {
     /// Its name: letters, digits and hyphens.
     pub name: String,
-    /// Its CPUs.
+    /// Number of CPUs.
     pub cpus: u32,
-    /// Its memory in MiB.
+    /// Memory in MiB.
     pub memory_mib: u32,
-    /// Its NICs, in PCI order.
+    /// NICs in PCI order.
     pub nics: Vec<Nic>,
-    /// Whether `/dev/vdd` is the root disk of guests that do RDMA.
+    /// Whether `/dev/vdd` is the root disk of guests with RDMA.
     pub rdma: bool,
-    /// Whether `/dev/vdd` is the root disk of guests that are parts of a storage appliance.
+    /// Whether `/dev/vdd` is the root disk of guests in a storage appliance.
     pub appliance: bool,
-    /// Whether its guests load the modules for neighbours.
+    /// Whether its guests load the neighbour modules.
     pub neighbours: bool,
-    /// Whether it boots a newer kernel than hosts usually do.
+    /// Whether it boots a newer kernel than other hosts.
     pub newer: bool,
     /// How nested page walks access page tables.
     pub walks: Walks,
-    /// More arguments for QEMU: devices, IOMMUs, drives.
+    /// Additional arguments of QEMU: devices, IOMMUs, drives.
     pub qemu: Vec<String>,
-    /// More words for its kernel's command line; `kvm_amd.npt=0` sets a KVM option.
+    /// Additional kernel command line words; `kvm_amd.npt=0` sets a KVM option.
     pub kernel: Vec<String>,
 }
 
 impl HostSpec {
-    /// A host with the lab's usual size and no NICs.
+    /// Creates a host with the lab's default size and no NICs.
     pub fn new(name: &str) -> Self {
         HostSpec {
             name: name.to_owned(),
@@ -82,26 +82,26 @@ impl HostSpec {
         self
     }
 
-    /// Gives it the root disk of guests that do RDMA, as `/dev/vdd`.
+    /// Attaches the root disk of guests with RDMA as `/dev/vdd`.
     pub fn rdma(mut self) -> Self {
         self.rdma = true;
         self
     }
 
-    /// Gives it the root disk of guests that are parts of a storage appliance, as `/dev/vdd`.
+    /// Attaches the root disk of guests in a storage appliance as `/dev/vdd`.
     pub fn appliance(mut self) -> Self {
         self.appliance = true;
         self
     }
 
-    /// Has the modules for neighbours built, for its guests' kernels.
+    /// Builds the neighbour modules for its guests' kernels.
     pub fn neighbours(mut self) -> Self {
         self.neighbours = true;
         self
     }
 
-    /// Boots it with a newer kernel ([`crate::recipe::NEWER_KERNEL`]), and few modules: for what the usual one can't do, such as nodes of a VM that spans
-    /// hosts, which need userfaultfd as it is since Linux 6.4.
+    /// Boots it with a newer kernel ([`crate::recipe::NEWER_KERNEL`]) and few modules. For features that the usual kernel lacks, such
+    /// as userfaultfd since Linux 6.4, which VMs that span hosts need.
     pub fn newer(mut self) -> Self {
         self.newer = true;
         self
@@ -119,13 +119,13 @@ impl HostSpec {
         self
     }
 
-    /// Adds words to the kernel's command line.
+    /// Adds kernel command line words.
     pub fn kernel<S: Into<String>>(mut self, words: impl IntoIterator<Item = S>) -> Self {
         self.kernel.extend(words.into_iter().map(Into::into));
         self
     }
 
-    /// Adds a card without a cable.
+    /// Adds a NIC without a cable.
     pub fn nic(mut self, name: &str, model: &str) -> Self {
         self.nics.push(Nic { name: name.to_owned(), model: model.to_owned(), address: None, link: None });
         self
@@ -141,17 +141,17 @@ pub struct Topology {
 }
 
 impl Topology {
-    /// Nothing yet.
+    /// Creates an empty topology.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// One host called `host`.
+    /// Creates one host called `host`.
     pub fn single() -> Self {
         Self::new().host(HostSpec::new("host"))
     }
 
-    /// `n` hosts `host0`, `host1`… with a link between each and the next, and for more than two from the last to the first.
+    /// Creates `n` hosts `host0`, `host1`… with a link between each and the next. For more than two, also from the last to the first.
     pub fn ring(n: usize) -> Self {
         let mut t = Self::new();
         for i in 0..n {
@@ -171,12 +171,12 @@ impl Topology {
         self
     }
 
-    /// Links two hosts: each gets a virtio NIC. Link number `l` is called `x{l}` on both sides, with 10.77.l.1 and .2.
+    /// Links two hosts: each gets a virtio NIC. On both sides, link number `l` is called `x{l}`, with 10.77.l.1 and .2.
     pub fn link(self, a: &str, b: &str) -> Self {
         self.link_with(a, b, "virtio-net-pci")
     }
 
-    /// Links two hosts with another model of NIC.
+    /// Links two hosts with another NIC model.
     pub fn link_with(mut self, a: &str, b: &str, model: &str) -> Self {
         let link = self.links;
         self.links += 1;
@@ -189,14 +189,14 @@ impl Topology {
             };
             match self.hosts.iter_mut().find(|h| h.name == name) {
                 Some(h) => h.nics.push(nic),
-                // Kept for `check` to report: a builder chain has no good place for an error.
+                // `check` reports it later: a builder chain can't return an error.
                 None => self.hosts.push(HostSpec { cpus: 0, ..HostSpec::new(name) }),
             }
         }
         self
     }
 
-    /// The images it needs.
+    /// Returns the required images.
     pub fn artifacts(&self) -> Vec<Artifact> {
         let rdma = self.hosts.iter().any(|h| h.rdma).then_some(Artifact::Rdma);
         let neighbours = self.hosts.iter().any(|h| h.neighbours).then_some(Artifact::Neighbours);
@@ -213,7 +213,7 @@ impl Topology {
             .collect()
     }
 
-    /// Says what is wrong with it, if anything.
+    /// Checks the topology; returns the first problem.
     pub fn check(&self) -> Result<()> {
         if self.hosts.is_empty() {
             bail!("A topology needs at least one host");
@@ -258,7 +258,7 @@ impl Topology {
     }
 }
 
-/// The address of a host's NIC: unique in a topology, the same in every run.
+/// Returns the MAC address of a host's NIC: unique in a topology, and the same in every run.
 pub fn mac(host: usize, nic: usize) -> String {
     format!("52:54:00:77:{:02x}:{:02x}", host & 0xff, nic & 0xff)
 }

@@ -1,8 +1,8 @@
-//! Traffic that goes on whatever happens, inside guests: streams of checked records over TCP, and records written to and read back from a
-//! block device. Each says in a file what it has done, so that a scenario sees whether it moves, whether it was interrupted, and whether a byte
-//! was wrong.
+//! Endless traffic inside guests: streams of checked records over TCP, and records written to and read back from a block device. Each
+//! reports progress, interruptions and wrong bytes in a file.
 //!
-//! A record holds its run and its number, so that an old, misplaced or torn one is told from the right one ([`crate::records`]).
+//! A record contains its run and its number, so that an old, misplaced or torn one is distinguished from the right one
+//! ([`crate::records`]).
 
 use crate::records::{RECORD, is_record, record};
 use anyhow::{Context, Result, bail};
@@ -13,37 +13,37 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// Records that go together: 32 KiB, a large frame or several pages of a request.
+/// Records per block: 32 KiB, a large frame or several pages of a request.
 const TOGETHER: u64 = 8;
 const TOGETHER_BYTES: usize = 8 * RECORD;
 /// Slots of a device that are written in turn.
 const SLOTS: u64 = 64;
-/// Between two of them: the emulated CPU is for the guests' other work, too.
+/// Pause between two blocks: the emulated CPU is needed for the guests' other work, too.
 const PAUSE: Duration = Duration::from_millis(100);
-/// How often the file is written.
+/// Interval of writes to the file.
 const TELL: Duration = Duration::from_millis(250);
-/// How long a stream may stand still before it is taken for dead and begun anew.
+/// Time-out without progress, after which a stream is restarted.
 const STALLED: Duration = Duration::from_secs(20);
 const CONNECT: Duration = Duration::from_secs(3);
 
-/// What one stream has done.
+/// One stream's progress.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Done {
-    /// Blocks of records that came back right.
+    /// Correct blocks.
     pub blocks: u64,
-    /// How often it was interrupted: a connection that ended or stood still, a request that failed.
+    /// Interruptions: a connection that ended or stalled, a request that failed.
     pub breaks: u64,
-    /// Blocks of which a byte was wrong.
+    /// Blocks with a wrong byte.
     pub wrong: u64,
 }
 
 impl Done {
-    /// As it stands in the file.
+    /// Formats the line of the file.
     pub fn line(self) -> String {
         format!("{} {} {}", self.blocks, self.breaks, self.wrong)
     }
 
-    /// Reads a line of the file.
+    /// Parses a line of the file.
     pub fn parse(line: &str) -> Option<Self> {
         let mut words = line.split_whitespace().map(|word| word.parse().ok());
         let done = Done { blocks: words.next()??, breaks: words.next()??, wrong: words.next()?? };
@@ -51,7 +51,7 @@ impl Done {
     }
 }
 
-/// The file in which it is said.
+/// The file with the report.
 struct Told {
     path: PathBuf,
     done: Done,
@@ -63,7 +63,7 @@ impl Told {
         Told { path: path.to_path_buf(), done: Done::default(), last: None }
     }
 
-    /// Writes the file; a reader sees the old or the new one.
+    /// Writes the file atomically.
     fn tell(&mut self, now: bool) -> Result<()> {
         if !now && self.last.is_some_and(|last| last.elapsed() < TELL) {
             return Ok(());
@@ -89,14 +89,14 @@ fn is_block(bytes: &[u8], run: u64, number: u64) -> bool {
             .all(|(bytes, number)| is_record(bytes, run, number))
 }
 
-/// Receives streams on a TCP port for ever. Each block is answered with its number, or with all ones when a byte of it is wrong.
+/// Receives streams on a TCP port forever. Answers each block with its number, or with all ones if a byte is wrong.
 pub fn receive(port: u16) -> Result<()> {
     let listener =
         TcpListener::bind(("0.0.0.0", port)).with_context(|| format!("Can't listen on port {port}"))?;
     for stream in listener.incoming() {
         let stream = stream.context("Can't accept a connection")?;
         std::thread::spawn(move || {
-            // The sender sees how it ended.
+            // The sender sees the outcome.
             let _ = serve(stream);
         });
     }
@@ -117,7 +117,7 @@ fn serve(mut stream: TcpStream) -> io::Result<()> {
     Ok(())
 }
 
-/// Sends a stream to `address` for ever, anew after each interruption.
+/// Sends a stream to `address` forever. Restarts it after each interruption.
 pub fn send(address: SocketAddr, state: &Path) -> Result<()> {
     let mut told = Told::new(state);
     let mut run = 0;
@@ -128,7 +128,7 @@ pub fn send(address: SocketAddr, state: &Path) -> Result<()> {
         let ended = stream(address, run, &mut told);
         match ended {
             Err(error) if error.downcast_ref::<io::Error>().is_none() => return Err(error),
-            // One that never began is no interruption.
+            // A stream that never started isn't an interruption.
             _ if told.done.blocks > before => told.done.breaks += 1,
             _ => {}
         }
@@ -157,7 +157,7 @@ fn stream(address: SocketAddr, run: u64, told: &mut Told) -> Result<()> {
     Ok(())
 }
 
-/// Writes blocks to a device around the page cache, reads each back, and reads one of the earlier ones, for ever.
+/// Writes blocks to a device, bypassing the page cache, reads each back, and reads an earlier one, forever.
 pub fn disk(device: &Path, state: &Path) -> Result<()> {
     let file = OpenOptions::new()
         .read(true)
@@ -167,7 +167,7 @@ pub fn disk(device: &Path, state: &Path) -> Result<()> {
         .with_context(|| format!("Can't open {}", device.display()))?;
     let mut told = Told::new(state);
     let mut memory = vec![0; TOGETHER_BYTES + RECORD];
-    // The kernel wants aligned memory.
+    // The kernel requires aligned memory.
     let start = memory.as_ptr().align_offset(RECORD);
     let Some(bytes) = memory.get_mut(start..start + TOGETHER_BYTES) else {
         bail!("Memory can't be aligned to {RECORD} bytes")
@@ -199,7 +199,7 @@ fn read_at(file: &File, bytes: &mut [u8], number: u64) -> io::Result<()> {
     file.read_exact_at(bytes, place(number))
 }
 
-/// Does it until it succeeds, and counts what failed; a device that isn't there any more will never be again.
+/// Retries until success, and counts failures. Returns false if the device is gone for good.
 fn retried(told: &mut Told, mut what: impl FnMut() -> io::Result<()>) -> Result<bool> {
     loop {
         match what() {
@@ -228,7 +228,7 @@ mod tests {
         assert_eq!(Done::parse("7 1 0 4"), None);
     }
 
-    /// A block of another number, and one with a wrong byte, are seen.
+    /// A block with another number, and one with a wrong byte, are detected.
     #[test]
     fn a_wrong_byte_is_seen() {
         let mut bytes = block(3, 9);
@@ -237,7 +237,7 @@ mod tests {
         assert!(!is_block(&bytes, 3, 9));
     }
 
-    /// A stream over loopback moves, and says so.
+    /// A stream over loopback makes progress and reports it.
     #[test]
     fn a_stream_is_answered() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();

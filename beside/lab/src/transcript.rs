@@ -1,9 +1,9 @@
-//! What a process or a console has said so far, line by line with times, and waiting for it to say something.
+//! The output of a process or a console so far, line by line with times, and waits for further lines.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// The longest text kept; older lines are dropped in halves.
+/// Limit of stored lines; beyond it the older half is dropped.
 const KEPT_LINES: usize = 200_000;
 
 #[derive(Debug, Default)]
@@ -14,7 +14,7 @@ struct Inside {
     ended: bool,
 }
 
-/// A growing text, shared between its writer and those who wait for it.
+/// A growing text, shared between its writer and waiting readers.
 #[derive(Debug, Clone)]
 pub struct Transcript {
     name: Arc<str>,
@@ -22,24 +22,24 @@ pub struct Transcript {
     inside: Arc<(Mutex<Inside>, Condvar)>,
 }
 
-/// How waiting ended.
+/// The outcome of a wait.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Waited {
-    /// The line, and when it came.
+    /// The line and its time.
     Line(String, Duration),
-    /// The writer ended without it.
+    /// The writer ended first.
     Ended,
-    /// The time ran out.
+    /// The time-out expired.
     Timeout,
 }
 
 impl Transcript {
-    /// An empty one.
+    /// Creates an empty transcript.
     pub fn new(name: &str) -> Self {
         Transcript { name: name.into(), start: Instant::now(), inside: Arc::default() }
     }
 
-    /// What it is the transcript of.
+    /// Returns the transcript's name.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -48,7 +48,7 @@ impl Transcript {
         self.inside.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds bytes as they come.
+    /// Appends bytes.
     pub fn push(&self, bytes: &[u8]) {
         let now = self.start.elapsed();
         let mut inside = self.lock();
@@ -65,25 +65,25 @@ impl Transcript {
         self.inside.1.notify_all();
     }
 
-    /// No more will come.
+    /// Marks the end of the text.
     pub fn end(&self) {
         self.lock().ended = true;
         self.inside.1.notify_all();
     }
 
-    /// How long nothing has come; `None` when no more will.
+    /// Returns the time since the last bytes; `None` after the end.
     pub fn silent_for(&self) -> Option<Duration> {
         let inside = self.lock();
         let last = inside.lines.last().map_or(Duration::ZERO, |line| line.0);
         (!inside.ended).then(|| self.start.elapsed().saturating_sub(last))
     }
 
-    /// In a few words, what came last and how long ago: what stands still and what is slow look alike without it.
+    /// Describes the last output and its age, which distinguishes a hang from slowness.
     pub fn last_words(&self) -> String {
         let inside = self.lock();
         let partial = String::from_utf8_lossy(&inside.partial);
         match inside.lines.last() {
-            // When an unfinished line came isn't known.
+            // The time of an unfinished line is unknown.
             _ if !partial.trim().is_empty() => format!("it stopped within the line {:?}", partial.trim()),
             Some((when, line)) => {
                 let ago = self.start.elapsed().saturating_sub(*when).as_secs_f64();
@@ -93,26 +93,26 @@ impl Transcript {
         }
     }
 
-    /// How many lines there are: a position to wait from.
+    /// Returns the number of lines: a position to wait from.
     pub fn position(&self) -> usize {
         let inside = self.lock();
         inside.dropped + inside.lines.len()
     }
 
-    /// The lines at or after a position.
+    /// Returns the lines at or after a position.
     pub fn lines_from(&self, from: usize) -> Vec<String> {
         let inside = self.lock();
         let first = from.saturating_sub(inside.dropped);
         inside.lines.iter().skip(first).map(|line| line.1.clone()).collect()
     }
 
-    /// The lines that came at or after a time.
+    /// Returns the lines at or after a time.
     pub fn lines_since(&self, time: Instant) -> Vec<String> {
         let from = time.saturating_duration_since(self.start);
         self.lock().lines.iter().filter(|line| line.0 >= from).map(|line| line.1.clone()).collect()
     }
 
-    /// Waits for a line, at or after `from`, that contains `what`. An unfinished last line doesn't count yet.
+    /// Waits for a line, at or after `from`, that contains `what`. An unfinished last line doesn't count.
     pub fn wait_for(&self, what: &str, from: usize, timeout: Duration) -> Waited {
         let until = Instant::now() + timeout;
         let mut seen = from;
@@ -131,12 +131,12 @@ impl Transcript {
         }
     }
 
-    /// All lines that contain `what`, with their times.
+    /// Returns all lines that contain `what`, with their times.
     pub fn find(&self, what: &str) -> Vec<(Duration, String)> {
         self.lock().lines.iter().filter(|l| l.1.contains(what)).cloned().collect()
     }
 
-    /// Everything said so far.
+    /// Returns the whole text.
     pub fn text(&self) -> String {
         let inside = self.lock();
         let mut text: String = inside.lines.iter().map(|l| format!("{}\n", l.1)).collect();
@@ -144,7 +144,7 @@ impl Transcript {
         text
     }
 
-    /// The last lines, under a heading.
+    /// Returns the last lines under a heading.
     pub fn tail(&self, lines: usize) -> String {
         let inside = self.lock();
         let skip = inside.lines.len().saturating_sub(lines);

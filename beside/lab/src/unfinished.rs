@@ -1,11 +1,11 @@
-//! The error of a step that came to no end.
+//! The error of a step that didn't complete.
 
 use std::time::{Duration, Instant};
 
-/// A step of a scenario that came to no end: its timeout expired, or its host went away.
+/// A step of a scenario that didn't complete: its time-out expired, or its host disappeared.
 ///
-/// Only such an error can have the emulator for its cause ([`crate::emulator_faults`]). A wrong answer, a wrong byte and an exit status are errors of
-/// other types, and stay failures whatever else happened.
+/// Only such an error can be an emulator fault ([`crate::emulator_faults`]). A wrong answer, a wrong byte and an exit status are errors
+/// of other types, and always count as failures.
 #[derive(Debug)]
 pub struct Unfinished {
     text: String,
@@ -13,18 +13,18 @@ pub struct Unfinished {
 }
 
 impl Unfinished {
-    /// A step whose timeout expires now.
+    /// Creates the error of a step whose time-out expires now.
     pub fn expired(timeout: Duration, text: impl Into<String>) -> Self {
         let now = Instant::now();
         Unfinished { text: text.into(), began: now.checked_sub(timeout).unwrap_or(now) }
     }
 
-    /// A step whose host is gone.
+    /// Creates the error of a step whose host is gone.
     pub fn host_gone(text: impl Into<String>) -> Self {
         Unfinished { text: text.into(), began: Instant::now() }
     }
 
-    /// When the step began.
+    /// Returns the step's start.
     pub fn began(&self) -> Instant {
         self.began
     }

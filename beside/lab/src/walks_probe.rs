@@ -1,5 +1,5 @@
-//! What `lab walks` does on a host: counts the faults that a guest's page walks cause at its page-table pages while these are write-protected
-//! by userfaultfd. A walk that only loads causes none; one that asks for a store causes one per table.
+//! The host's part of `lab walks`: write-protects a guest's page tables by userfaultfd, and counts the faults of the guest's page
+//! walks. A walk that only loads causes none. A walk that requests a store causes one per table.
 #![allow(unsafe_code)] // memory that a guest and userfaultfd share with this program, and their ioctls.
 
 use anyhow::{Context, Result, bail};
@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 const PAGE: u64 = 4096;
 /// Table pages, in the order of [`Faults::pages`].
 pub const TABLES: [&str; 5] = ["PML4", "PDPT", "PD", "PT of the code", "PT of the data"];
-/// Guest-physical addresses: code is at [`CODE`] of the lowest 2 MiB, then tables, then data.
+/// Guest-physical addresses: code is at [`CODE`] in the lowest 2 MiB, then tables, then data.
 const TABLES_AT: u64 = 0x100_0000;
 const DATA_AT: u64 = 0x200_0000;
 const CODE: u64 = 0x1_0000;
@@ -33,19 +33,19 @@ const DIRTY: u64 = 0x40;
 /// Present, writable, user.
 const PRESENT: u64 = 7;
 
-/// What the guest does, and which bits its tables have before.
+/// The guest's accesses, and the bits of its tables at the start.
 #[derive(Debug, Clone, Copy)]
 pub struct Case {
-    /// In words.
+    /// Name for messages.
     pub name: &'static str,
     store: bool,
     leaf_bits: u64,
     upper_bits: u64,
-    /// Write faults at each of [`TABLES`] where walks only load.
+    /// Write faults at each of [`TABLES`] if walks only load.
     pub read_walks: [u32; 5],
 }
 
-/// All cases. Where walks store, each has one write fault at each table.
+/// All cases. If walks store, each case has one write fault at each table.
 pub const CASES: [Case; 6] = [
     Case {
         name: "loads, accessed and dirty set",
@@ -91,7 +91,7 @@ pub const CASES: [Case; 6] = [
     },
 ];
 
-/// What a case came to.
+/// Results of a case.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Faults {
     /// The case's name.
@@ -100,11 +100,11 @@ pub struct Faults {
     pub pages: [u32; 5],
     /// Data pages whose entry has the accessed bit at the end.
     pub accessed: u64,
-    /// And the dirty bit.
+    /// Data pages whose entry has the dirty bit at the end.
     pub dirty: u64,
 }
 
-/// Anonymous memory in small pages, unmapped in the end.
+/// Anonymous memory in small pages. Dropping it unmaps it.
 struct Memory {
     at: NonNull<u8>,
     len: usize,
@@ -125,7 +125,7 @@ impl Memory {
         self.at.as_ptr().addr() as u64
     }
 
-    /// The 64-bit word of a number, which a guest may change meanwhile.
+    /// Returns a 64-bit word, which a guest may change meanwhile.
     fn word(&self, index: u64) -> &AtomicU64 {
         let index = usize::try_from(index).unwrap_or(usize::MAX);
         assert!(index < self.len / 8, "word {index} of {} bytes", self.len);
@@ -181,7 +181,7 @@ fn write_protect(uffd: &OwnedFd, start: u64, len: u64, mode: u64) -> Result<()> 
     let mut request = WriteProtect { start, len, mode };
     // SAFETY: UFFDIO_WRITEPROTECT takes this structure.
     let call = unsafe { Updater::<{ opcode::read_write::<WriteProtect>(0xaa, 6) }, _>::new(&mut request) };
-    // SAFETY: it changes who may store into a mapping of this program.
+    // SAFETY: it changes the write protection of a mapping of this program.
     unsafe { ioctl(uffd, call) }.context("UFFDIO_WRITEPROTECT failed")
 }
 
@@ -203,7 +203,7 @@ fn protect(tables: &Memory) -> Result<OwnedFd> {
     Ok(uffd)
 }
 
-/// Counts faults at tables and lets each go on, until `done`.
+/// Counts faults at tables and resolves each, until `done`.
 fn serve(uffd: &OwnedFd, tables: u64, faults: &[AtomicU32; 5], done: &AtomicBool) -> Result<()> {
     while !done.load(Ordering::Acquire) {
         let wait = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
@@ -228,7 +228,7 @@ fn serve(uffd: &OwnedFd, tables: u64, faults: &[AtomicU32; 5], done: &AtomicBool
     Ok(())
 }
 
-/// Identity mapping of the lowest 2 MiB, and of the data at [`DATA_LINEAR`].
+/// Fills an identity mapping of the lowest 2 MiB, and the mapping of the data at [`DATA_LINEAR`].
 fn fill_tables(tables: &Memory, case: &Case) {
     let set = |table: u64, entry: u64, value: u64| {
         tables.word(table * PAGE / 8 + entry).store(value, Ordering::Relaxed);
@@ -246,13 +246,13 @@ fn fill_tables(tables: &Memory, case: &Case) {
     }
 }
 
-/// Loads or stores a byte at RDI, adds a page to it, RCX times, and then writes to a port.
+/// Returns code that loads or stores a byte at RDI, adds a page to RDI, RCX times, and then writes to a port.
 fn code(store: bool) -> [u8; 16] {
     let touch = if store { 0x88 } else { 0x8a };
     [touch, 0x07, 0x48, 0x81, 0xc7, 0, 0x10, 0, 0, 0x48, 0xff, 0xc9, 0x75, 0xf2, 0xe6, 0x10]
 }
 
-/// A vCPU in 64-bit mode on the tables.
+/// Creates a vCPU in 64-bit mode on the tables.
 fn vcpu(kvm: &Kvm, vm: &VmFd) -> Result<VcpuFd> {
     let vcpu = vm.create_vcpu(0)?;
     vcpu.set_cpuid2(&kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)?)?;
@@ -330,7 +330,7 @@ fn try_case(case: &Case) -> Result<Faults> {
 /// Runs all cases and prints a line of JSON for each.
 ///
 /// # Errors
-/// Where KVM or userfaultfd can't be had, or a guest does something else than it should.
+/// KVM or userfaultfd isn't available, or a guest doesn't behave as expected.
 pub fn run() -> Result<()> {
     for case in &CASES {
         let found = try_case(case).with_context(|| format!("The case \"{}\" failed", case.name))?;

@@ -1,5 +1,6 @@
-//! Requests that a card's model refuses, made by a guest's root beside the driver that runs the card: what `lab inject` does, in a guest. The driver isn't
-//! told, and the card isn't prepared. They are those of `devices/vpio/tests/it/recovery.rs`, as a guest has them whose memory ends at [`TARGET`].
+//! Requests that a card's model refuses, made by a guest's root user while the driver runs the card (`lab inject`).
+//! Neither driver nor card is prepared. They are those of `devices/vpio/tests/it/recovery.rs`, for a guest whose memory
+//! ends at [`TARGET`].
 
 use anyhow::{Context, Result, bail};
 
@@ -13,16 +14,16 @@ const FOREIGN: u32 = 0x4000_0000;
 /// Offset, bytes, value.
 pub type Write = (u32, u8, u32);
 
-/// What is asked for.
+/// A violation.
 #[derive(Debug)]
 pub struct Violation {
-    /// For people.
+    /// Name for messages.
     pub name: &'static str,
-    /// The registers whose writes are refused where the driver has nothing to do, as descriptions name them, in their order.
+    /// Registers whose writes are refused while the driver is idle, in order, with the description's names.
     pub refused: &'static [&'static str],
-    /// Those that may be refused as well: in the midst of the driver's work, or when the driver uses what was left behind.
+    /// Registers that may be refused, too: while the driver is active, or when the driver uses the remaining state.
     pub also: &'static [&'static str],
-    /// All that is written.
+    /// All writes.
     pub writes: &'static [Write],
 }
 
@@ -32,24 +33,24 @@ const fn by(name: &'static str, refused: Names, also: Names, writes: &'static [W
     Violation { name, refused, also, writes }
 }
 
-/// A card and what its model refuses.
+/// A card and its violations.
 #[derive(Debug)]
 pub struct Card {
     /// Its name.
     pub name: &'static str,
     /// The BARs that its registers are in.
     pub bars: &'static [u8],
-    /// What is refused.
+    /// The violations.
     pub violations: &'static [Violation],
-    /// A port of a byte (BAR, offset) that is read afterwards, where nearly all writes may wait: a monitor looks at what waits when something comes that doesn't, as a
-    /// driver's reads do all the time.
+    /// A one-byte port (BAR, offset) that is read afterwards, if nearly all writes may be deferred. A read makes the
+    /// monitor drain the deferred writes, as a driver's reads do all the time.
     read_after: Option<(u8, u32)>,
     identity: (u16, u16),
     ports: [bool; 2],
 }
 
 impl Card {
-    /// The card of that name.
+    /// Returns the card of that name.
     pub fn find(name: &str) -> Option<&'static Card> {
         [&RTL8139, &E1000, &NE2000].into_iter().find(|card| card.name == name)
     }
@@ -60,7 +61,8 @@ static RTL8139: Card = Card {
     bars: &[0, 1],
     violations: &[
         by("the ring is moved while the receiver runs", &["RBSTART"], &[], &[(0x30, 4, FOREIGN)]),
-        // The address alone is no violation yet, and the driver writes it only when it starts: its own frames by this descriptor are refused until then.
+        // The address alone is no violation yet, and the driver writes it only at its start. So its own frames by this
+        // descriptor are refused until then.
         by("a frame out of foreign memory", &["TSD0"], &["TSAD0"], &[(0x20, 4, FOREIGN), (0x10, 4, 100)]),
         by(
             "a frame through the end of memory",
@@ -113,7 +115,7 @@ static NE2000: Card = Card {
     ports: [true, true],
 };
 
-/// Makes the requests, through a BAR of the only card of that kind here.
+/// Makes the requests through a BAR of the only card of that kind.
 pub fn inject(card: &str, number: usize, bar: u8) -> Result<()> {
     let card = Card::find(card).with_context(|| format!("There are no violations for a card {card:?}"))?;
     let violation = card

@@ -1,10 +1,10 @@
-//! What is attacked, and how: the attacks of specs/nics.md (2.8 and 3.6) that QEMU's cards carry out when nobody stops them.
+//! The attacked cards and the attacks: DMA attacks that QEMU's cards execute unless something prevents them.
 
-/// First byte of memory that the attacker has for itself: rings, descriptors, frames. The kernel leaves it alone (`memmap`).
+/// Base of the attacker's own memory: rings, descriptors, frames. The kernel doesn't use it (`memmap`).
 pub const OWN: u32 = 0x1000_0000;
-/// Bytes of [`OWN`] and of [`TARGET`].
+/// Size in bytes of the ranges at [`OWN`] and before [`TARGET`].
 pub const SIZE: u32 = 0x10_0000;
-/// First byte that isn't the guest's: the end of its memory. The [`SIZE`] bytes before it are left alone by its kernel too.
+/// End of the guest's memory. The kernel doesn't use the [`SIZE`] bytes before it either.
 pub const TARGET: u32 = 0x2000_0000;
 
 /// PCI vendor and device of an RTL8139.
@@ -12,69 +12,70 @@ pub const RTL8139_ID: (u16, u16) = (0x10EC, 0x8139);
 /// PCI vendor and device of an 82540EM.
 pub const E1000_ID: (u16, u16) = (0x8086, 0x100E);
 
-/// What the target holds before an attack.
+/// The target's content before an attack.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fill {
-    /// Marked bytes, which nobody else's frames have.
+    /// Marked bytes, which occur in no other frames.
     Secret,
-    /// Zeros: descriptors found there name nothing, and are marked as done.
+    /// Zeros: descriptors in it have no address and count as done.
     Zeros,
 }
 
-/// Where an access goes: BAR, offset, bytes, value.
+/// An access: BAR, offset, bytes, value.
 pub type Write = (u8, u32, u8, u32);
 
-/// One attack. What isn't said here is as in the card's `setup`.
+/// An attack. Everything else is as in the card's `setup`.
 #[derive(Debug)]
 pub struct Attack {
-    /// What it tries, for people.
+    /// Name for messages.
     pub name: &'static str,
-    /// What the target holds.
+    /// The target's content.
     pub fill: Fill,
-    /// Words of the attacker's own memory: address, value.
+    /// Words in the attacker's own memory: address, value.
     pub memory: &'static [(u32, u64)],
-    /// What is written to the card.
+    /// Writes to the card.
     pub writes: &'static [Write],
 }
 
-/// A card.
+/// An attacked card.
 #[derive(Debug)]
 pub struct Card {
     /// Its name.
     pub name: &'static str,
     /// PCI vendor and device.
     pub identity: (u16, u16),
-    /// The BARs through which each attack is tried; 0 in a write's place stands for it. Other BARs are meant as they are.
+    /// The BARs through which each attack is tried. A write's BAR 0 stands for the tried one; other BARs are literal.
     pub bars: &'static [u8],
-    /// Whether a BAR is of ports.
+    /// Whether a BAR consists of ports.
     pub ports: [bool; 2],
     /// The reset: write it, then wait.
     pub reset: Write,
-    /// Words of the attacker's own memory for every attack.
+    /// Words in the attacker's own memory for every attack.
     pub memory: &'static [(u32, u64)],
-    /// Engines on, on the attacker's own memory.
+    /// Starts both engines on the attacker's own memory.
     pub setup: &'static [Write],
-    /// What lets frames in that waited: QEMU's RTL8139 holds them back while its ring is full, until the read pointer is written, and over resets.
+    /// Releases frames that were held back. QEMU's RTL8139 does so while its ring is full, until the read pointer is
+    /// written, even across resets.
     pub let_in: &'static [Write],
-    /// A frame of its own, sent by an honest driver after [`Card::setup`].
+    /// Sends a frame as a correct driver does after [`Card::setup`].
     pub honest: &'static [Write],
     /// The attacks.
     pub attacks: &'static [Attack],
 }
 
 impl Card {
-    /// The card of that name.
+    /// Returns the card of that name.
     pub fn find(name: &str) -> Option<&'static Card> {
         [&RTL8139, &E1000].into_iter().find(|card| card.name == name)
     }
 }
 
-/// An attack by nothing but writes to the card.
+/// Builds an attack that consists of writes to the card only.
 const fn by(name: &'static str, writes: &'static [Write]) -> Attack {
     Attack { name, fill: Fill::Secret, memory: &[], writes }
 }
 
-/// Where frames of the attacker's own are, and where received ones go.
+/// Addresses of the attacker's own frames, and of received ones.
 const FRAME: u32 = OWN + 0x1_0000;
 /// Descriptors of the RTL8139's C+ mode.
 const PLUS: u32 = OWN + 0x2_0000;
@@ -84,7 +85,7 @@ const PLUS_RECEIVE: u64 = 0xC000_0800;
 /// The same with a whole frame of 1000 bytes to send.
 const PLUS_SEND: u64 = 0xF000_03E8;
 
-/// The RTL8139. Its BAR 0 are ports, its BAR 1 memory: the same registers.
+/// The RTL8139. BAR 0 (ports) and BAR 1 (memory) have the same registers.
 pub static RTL8139: Card = Card {
     name: "rtl8139",
     identity: RTL8139_ID,
@@ -140,13 +141,13 @@ pub static RTL8139: Card = Card {
 
 const TX_RING: u32 = OWN + 0x1000;
 const RX_RING: u32 = OWN + 0x2000;
-/// Send the whole frame, say when done: the command of a legacy descriptor, with its length.
+/// Returns the command of a legacy descriptor of this length: end of packet, report status.
 const fn send(length: u64) -> u64 {
     length | 0x0B << 24
 }
 
-/// The e1000. Its BAR 0 is memory. Silicon's BAR 1 and its registers' old places reach the rings too; QEMU's card ignores both, so it can't show these
-/// attacks (`vpio`'s own tests have them).
+/// The e1000, whose BAR 0 is memory. On the real chip, BAR 1 and the registers' old offsets reach the rings, too.
+/// QEMU's card ignores both, so the tests of `vpio` cover these attacks.
 pub static E1000: Card = Card {
     name: "e1000",
     identity: E1000_ID,

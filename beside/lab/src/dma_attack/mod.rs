@@ -1,5 +1,6 @@
-//! Attacks on a card by DMA: what `lab attack` does, in a guest or on a bare host. It needs no driver: a card's BARs and a part of memory
-//! that the kernel leaves alone. Whether an attack succeeded is for others to say ([`crate::scenarios`]): by the target's bytes and the wire's.
+//! DMA attacks by a card (`lab attack`), in a guest or on a bare host. They need no driver: only a card's BARs, and
+//! memory that the kernel doesn't use. [`crate::scenarios`] decides whether an attack succeeded, by the target's bytes
+//! and the frames on the wire.
 
 pub mod beside;
 pub mod cards;
@@ -15,18 +16,18 @@ use anyhow::{Context, Result, bail};
 use cards::{Card, OWN, SIZE};
 use registers::Registers;
 
-/// What the frames of an honest driver hold.
+/// Content of a correct driver's frames.
 pub const HONEST: [u8; 8] = *b"CWhonest";
-/// How long a card has for its reset.
+/// Time-out of a card's reset.
 const RESET: Duration = Duration::from_millis(300);
 
-/// Bytes of the attacker's own memory that rings are in; frames are after them.
+/// Size in bytes of the rings in the attacker's own memory. The frames follow.
 const RINGS: usize = 0x1_0000;
 
-/// The PCI devices' folder.
+/// The directory of PCI devices.
 const DEVICES: &str = "/sys/bus/pci/devices";
 
-/// The only card of that kind here.
+/// Returns the only card of that kind.
 fn only(name: &str, identity: (u16, u16)) -> Result<PathBuf> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir(DEVICES).with_context(|| format!("Can't list {DEVICES}"))? {
@@ -45,7 +46,7 @@ fn only(name: &str, identity: (u16, u16)) -> Result<PathBuf> {
     }
 }
 
-/// Lets the card decode its BARs and use memory, as a driver does.
+/// Enables decoding of the BARs and bus mastering, as a driver does.
 fn enable(path: &Path) -> Result<()> {
     let config = OpenOptions::new()
         .read(true)
@@ -58,7 +59,7 @@ fn enable(path: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Memory by physical addresses, below the end of what the kernel uses.
+/// Opens memory by physical addresses, outside of the kernel's.
 fn memory() -> Result<File> {
     OpenOptions::new().read(true).write(true).open("/dev/mem").context("Can't open /dev/mem")
 }
@@ -67,24 +68,24 @@ fn write(registers: &mut Registers, through: u8, &(bar, offset, size, value): &c
     registers.write(if bar == 0 { through } else { bar }, offset, size, value)
 }
 
-/// What to do with which card.
+/// Parameters of an attack.
 #[derive(Debug)]
 pub struct Request {
-    /// Its name.
+    /// The card's name.
     pub card: String,
-    /// The attack's place in the card's list; without it, an honest driver's frame is sent.
+    /// The attack's index in the card's list. Without it, a correct driver's frame is sent.
     pub number: Option<usize>,
-    /// The BAR to use for the registers that all BARs have.
+    /// The BAR for registers that all BARs have.
     pub bar: u8,
-    /// The card's PCI address; the only card of the kind without it.
+    /// The card's PCI address. Default: the only card of the kind.
     pub address: Option<String>,
-    /// How long frames may come in.
+    /// Time in which frames may arrive.
     pub hold: Duration,
-    /// What must have been received into the attacker's own memory in the end.
+    /// Bytes that must have been received into the attacker's own memory in the end.
     pub marker: Option<String>,
 }
 
-/// Prepares card and memory, carries the attack out, waits while frames come in, and resets the card.
+/// Prepares card and memory, executes the attack, waits while frames arrive, and resets the card.
 pub fn run(request: &Request) -> Result<()> {
     let card = Card::find(&request.card)
         .with_context(|| format!("There are no attacks on a card {:?}", request.card))?;
@@ -115,7 +116,7 @@ pub fn run(request: &Request) -> Result<()> {
     };
     reset(&mut registers)?;
     store(OWN, &HONEST.repeat(SIZE as usize / HONEST.len()))?;
-    // Rings: descriptors that name nothing.
+    // Rings of empty descriptors.
     store(OWN, &[0; RINGS])?;
     for &(address, word) in card.memory.iter().chain(attack.map_or(&[][..], |attack| attack.memory)) {
         store(address, &word.to_le_bytes())?;

@@ -1,4 +1,4 @@
-//! A card's registers, from user space: ports by reading and writing sysfs' file, memory by mapping it.
+//! A card's registers from user space: ports through reads and writes of the sysfs file, memory through a mapping.
 #![allow(unsafe_code, reason = "a BAR is mapped and accessed by volatile writes")]
 
 use std::fs::{File, OpenOptions};
@@ -19,8 +19,8 @@ enum Bar {
 pub struct Registers([Bar; 2]);
 
 impl Registers {
-    /// Opens the BARs of the device in this folder of sysfs; `ports` says which are of ports. A BAR that the device hasn't is opened as ports
-    /// that take nothing.
+    /// Opens the BARs of the device in this sysfs directory. `ports` tells which BARs consist of ports. A missing BAR
+    /// is opened as ports that accept nothing.
     pub fn open(folder: &Path, ports: [bool; 2]) -> Result<Self> {
         let bar = |number: usize, ports: bool| -> Result<Bar> {
             let path = folder.join(format!("resource{number}"));
@@ -75,7 +75,7 @@ impl Registers {
                 if offset + bytes.len() > *length || !offset.is_multiple_of(bytes.len()) {
                     bail!("There is no register of {size} bytes at {offset:#x}");
                 }
-                // SAFETY: inside the mapping, aligned, and devices' memory is nobody's Rust object.
+                // SAFETY: inside the mapping and aligned. Device memory isn't a Rust object.
                 unsafe {
                     let at = start.as_ptr().add(offset);
                     match *bytes {

@@ -1,13 +1,14 @@
-//! Nodes of a payload VM are killed, stopped and cut off at random moments: `lab dsm-faults`.
+//! Fault injection for nodes of a payload VM at random moments: kill, stop, and network cut (`lab dsm-faults`).
 //!
-//! Runs natively, without emulated hosts. A trial: a VM that writes checkpoints is started, something is done to one of its links, and then
-//! - the rest has to say within a second which node it was, over which link;
-//! - no process may be left;
-//! - the VM, restarted from its last checkpoint, has to come to the result of an undisturbed run: exit code and console.
+//! Runs natively, without emulated hosts. A trial starts a VM that writes checkpoints, and injects a fault at one of
+//! its links. Then
+//! - the remaining nodes must report the lost node and its link within a second;
+//! - no process may remain;
+//! - the VM, restarted from its last checkpoint, must reach the result of an undisturbed run: exit code and console.
 //!
-//! Links are gone through one after the other, and at each: either end is killed, either end is stopped (SIGSTOP), the link is cut. Nodes are
-//! processes in network namespaces, with a veth pair for each link, which is set down to cut it; every other trial without a cut uses Unix
-//! sockets instead.
+//! The trials iterate over the links, and at each one over the faults: kill or stop (SIGSTOP) either end, or cut the
+//! link. Nodes are processes in network namespaces, with a veth pair per link, which is set down to cut it. Every other
+//! trial without a cut uses Unix sockets instead.
 
 mod network;
 mod vm;
@@ -22,20 +23,20 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use vm::{Plan, Vm};
 
-/// What to run.
+/// Parameters.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Trials.
+    /// Number of trials.
     pub count: u32,
-    /// Number of the first trial, to go on with or to repeat some.
+    /// Number of the first trial, to continue or repeat.
     pub first: u32,
-    /// Where randomness begins.
+    /// Seed of the random numbers.
     pub seed: u64,
-    /// Most nodes of a VM; the least is 2.
+    /// Largest number of nodes per VM; the smallest is 2.
     pub nodes: u8,
 }
 
-/// The programs: of a second or more, with a result that depends on all that came before.
+/// The programs. Each runs for a second or more, and its result depends on the entire run.
 const PROGRAMS: [(&str, &[&str]); 5] = [
     ("jacobi", &["n=256", "steps=120"]),
     ("cg", &["n=4096", "iterations=25"]),
@@ -43,18 +44,18 @@ const PROGRAMS: [(&str, &[&str]); 5] = [
     ("search", &["scale=12"]),
     ("ep", &["m=26"]),
 ];
-/// Seconds from one checkpoint to the next.
+/// Interval of checkpoints in seconds.
 const EVERY: &str = "0.1";
-/// How long a diagnosis may take.
+/// Time-out of a diagnosis.
 const LIMIT: Duration = Duration::from_secs(1);
-/// How long the rest may take to end before that counts as a hang.
+/// Time-out of the remaining processes' end.
 const END: Duration = Duration::from_secs(3);
-/// How long a run may take.
+/// Time-out of a run.
 const RUN: Duration = Duration::from_secs(120);
-/// Tries to have a fault before the program ends.
+/// Attempts to inject a fault before the program ends.
 const TRIES: u32 = 6;
 
-/// What is done.
+/// An injected fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Fault {
     Kill(u8),
@@ -71,18 +72,18 @@ impl Fault {
         }
     }
 
-    /// Whether a sentence names the node that is lost for whoever says it, and the link.
+    /// Returns whether a sentence names the node that the speaker lost, and the link.
     fn is_named_by(self, speaker: u8, text: &str) -> bool {
         let names = |node: u8| text.contains(&format!("ode {node} ")) && text.contains("link ");
         match self {
             Self::Kill(node) | Self::Stop(node) => speaker != node && names(node),
-            // Node 0 repeats what it was told.
+            // Node 0 repeats another node's report.
             Self::Cut((low, high)) => names(low) || names(high),
         }
     }
 }
 
-/// All that is done to links of VMs of 2 to so many nodes.
+/// Returns all faults of links in VMs of 2 to `nodes` nodes.
 fn faults(nodes: u8) -> Vec<(u8, Fault)> {
     let of = |nodes: u8| {
         links(nodes).flat_map(move |ends| {
@@ -94,7 +95,7 @@ fn faults(nodes: u8) -> Vec<(u8, Fault)> {
     (2..=nodes).flat_map(of).collect()
 }
 
-/// Numbers that look random (SplitMix64).
+/// Pseudorandom numbers (SplitMix64).
 struct Dice(u64);
 
 impl Dice {
@@ -106,21 +107,21 @@ impl Dice {
         z ^ z >> 31
     }
 
-    /// Up to a duration.
+    /// Returns a random part of a duration.
     fn part_of(&mut self, most: Duration) -> Duration {
         let most = u64::try_from(most.as_nanos()).unwrap_or(u64::MAX).max(1);
         Duration::from_nanos(self.roll() % most)
     }
 }
 
-/// What a program came to.
+/// A program's result.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Ending {
     status: Option<i32>,
     console: String,
 }
 
-/// A console's text without times, which no two runs share.
+/// Returns a console's text without times, which differ between runs.
 fn without_times(console: &[u8]) -> String {
     let line = |line: &str| match serde_json::from_str::<Value>(line) {
         Ok(Value::Object(mut fields)) => {
@@ -137,11 +138,11 @@ fn without_times(console: &[u8]) -> String {
     String::from_utf8_lossy(console).lines().map(line).collect::<Vec<_>>().join("\n")
 }
 
-/// What trials came to.
+/// Results of the trials.
 #[derive(Debug, Default)]
 struct Tally {
     faults: u32,
-    /// Not counted as faults: the program ended with the right result before them, or while a link was cut.
+    /// Not counted as faults: the program ended with the right result before the fault, or while a link was cut.
     ended_first: u32,
     hangs: u32,
     undiagnosed: u32,
@@ -150,7 +151,7 @@ struct Tally {
     different: u32,
     longest: Duration,
     kinds: BTreeMap<&'static str, u32>,
-    /// Sentences about what went wrong.
+    /// Sentences about failures.
     wrong: Vec<String>,
 }
 
@@ -158,13 +159,13 @@ struct Scenario<'a> {
     causeway: PathBuf,
     programs: PathBuf,
     network: &'a Network,
-    /// What undisturbed runs came to, and how long they took, by nodes and program.
+    /// Result and duration of undisturbed runs, by nodes and program.
     known: BTreeMap<(u8, &'static str), (Ending, Duration)>,
     dice: Dice,
     tally: Tally,
 }
 
-/// Runs the trials; the last line on standard output is one JSON object.
+/// Runs the trials. The last line on standard output is one JSON object.
 pub fn run(options: &Options) -> Result<()> {
     if !Path::new("/dev/kvm").exists() {
         bail!("The trials run payload VMs, and this machine has no /dev/kvm; load kvm_intel or kvm_amd");
@@ -187,11 +188,11 @@ pub fn run(options: &Options) -> Result<()> {
     };
     let faults = faults(options.nodes);
     for trial in options.first..options.first.saturating_add(options.count) {
-        // Its own, so that it can be repeated alone.
+        // A seed per trial, so that it can be repeated alone.
         scenario.dice = Dice(options.seed ^ u64::from(trial) << 32);
         let index = usize::try_from(trial)? % faults.len();
         let (nodes, fault) = *faults.get(index).context("No faults")?;
-        // A program of its own for each round over all links.
+        // The program changes with each iteration over all links.
         let round = usize::try_from(trial)? / faults.len() + index;
         let (program, arguments) = PROGRAMS[round % PROGRAMS.len()];
         let unix = round % 2 == 1 && !matches!(fault, Fault::Cut(_));
@@ -216,7 +217,7 @@ pub fn run(options: &Options) -> Result<()> {
 }
 
 impl Scenario<'_> {
-    /// What a program comes to when nothing is done to it.
+    /// Returns a program's result without a fault.
     fn undisturbed(
         &mut self,
         nodes: u8,
@@ -236,7 +237,7 @@ impl Scenario<'_> {
         Ok(known)
     }
 
-    /// Runs a VM to its end, whose console goes on behind `before`.
+    /// Runs a VM to its end. Its console continues after `before`.
     fn complete(
         &self,
         nodes: u8,
@@ -299,7 +300,7 @@ impl Scenario<'_> {
             }
             std::thread::sleep(self.dice.part_of(window));
             if vm.status().is_some() {
-                // The program was quicker. What it came to counts all the same.
+                // The program ended first. Its result still counts.
                 let ended = vm.await_end(|_| true, END).is_empty();
                 let console = without_times(&vm.console());
                 let ending = Ending { status: vm.status(), console };
@@ -340,9 +341,9 @@ impl Scenario<'_> {
         Ok(())
     }
 
-    /// Does it, and looks at what the nodes make of it. False when the program was quicker, all the same: a cut takes milliseconds, and so does the end of nodes when
-    /// the program has ended. Where the whole console had come out before (of a cut: comes out) and all that live have ended with the right code, within the time for
-    /// a diagnosis, none is needed.
+    /// Injects the fault and checks the nodes' reactions. Returns false if the program ended first. A cut takes
+    /// milliseconds, like the nodes' end after the program's. No diagnosis is needed if the whole console was printed
+    /// before (with a cut: is printed) and all remaining nodes ended with the right code within the time-out.
     fn disturb(&mut self, vm: &mut Vm, name: &str, fault: Fault, expected: &Ending) -> Result<bool> {
         let had_said_all = without_times(&vm.console()) == expected.console;
         let since = Instant::now();
@@ -358,7 +359,7 @@ impl Scenario<'_> {
         let mut left = vm.await_end(|node| Some(node) != stopped, END);
         let ended_in_time = left.is_empty() && since.elapsed() <= LIMIT;
         if let Some(node) = stopped {
-            // It can only end when it runs.
+            // A stopped process can't end.
             vm.signal(node, Signal::CONT)?;
             left.extend(vm.await_end(|other| other == node, END));
         }

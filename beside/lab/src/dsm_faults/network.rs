@@ -1,22 +1,22 @@
-//! Network namespaces, one per node, and a link of its own between any two of them, which can be taken away.
+//! Network namespaces, one per node, and a separate link between any two of them, which can be cut.
 
 use crate::command;
 use anyhow::{Context, Result, bail};
 use std::process::Command;
 
-/// Where every node listens in its own namespace.
+/// Port of every node in its own namespace.
 const PORT: u16 = 7000;
 
-/// Namespaces that go when this is dropped.
+/// Namespaces that are removed on drop.
 pub struct Network {
     prefix: String,
     nodes: u8,
 }
 
-/// A link, by its ends: the lower node first.
+/// A link by its ends, the lower node first.
 pub type Ends = (u8, u8);
 
-/// All links between so many nodes.
+/// Returns all links between `nodes` nodes.
 pub fn links(nodes: u8) -> impl Iterator<Item = Ends> {
     (0..nodes).flat_map(move |low| (low + 1..nodes).map(move |high| (low, high)))
 }
@@ -26,7 +26,7 @@ fn ip(words: &[&str]) -> Result<()> {
 }
 
 impl Network {
-    /// Makes namespaces for so many nodes.
+    /// Creates namespaces for `nodes` nodes.
     pub fn new(nodes: u8) -> Result<Self> {
         if !rustix::process::geteuid().is_root() {
             bail!("Cutting links takes network namespaces, and these take root; use sudo");
@@ -51,12 +51,12 @@ impl Network {
         Ok(network)
     }
 
-    /// The namespace of a node.
+    /// Returns the namespace of a node.
     pub fn namespace(&self, node: u8) -> String {
         format!("{}-{node}", self.prefix)
     }
 
-    /// `--peers` of a node, of a VM of so many: how it reaches each of the others by the link to it.
+    /// Returns `--peers` of a node in a VM of `nodes` nodes: the address of each other node on the link to it.
     pub fn peers(me: u8, nodes: u8) -> Vec<String> {
         let place = |node: u8| match node.cmp(&me) {
             std::cmp::Ordering::Less => host((node, me), 1),
@@ -66,14 +66,14 @@ impl Network {
         (0..nodes).map(|node| format!("tcp:{}:{PORT}", place(node))).collect()
     }
 
-    /// Takes a link away, or puts it back: packets that were under way, and all that are sent, are lost, and nobody is told.
+    /// Sets a link down or up. Packets in flight and later ones are lost without notice.
     pub fn set_link(&self, ends: Ends, up: bool) -> Result<()> {
         let state = if up { "up" } else { "down" };
         ip(&["-n", &self.namespace(ends.0), "link", "set", &format!("n{}", ends.1), state])
     }
 }
 
-/// Address of an end, 1 or 2, of a link.
+/// Returns the address of end 1 or 2 of a link.
 fn host(ends: Ends, end: u8) -> String {
     format!("10.77.{}.{end}", ends.0 * 16 + ends.1)
 }

@@ -1,4 +1,4 @@
-//! A VM of several nodes, each a process of this machine.
+//! A VM of several nodes, each of them a process on this machine.
 
 use super::network::Network;
 use anyhow::{Context, Result};
@@ -10,36 +10,36 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// How often processes are looked at.
+/// Poll interval of processes.
 const LOOK: Duration = Duration::from_millis(2);
 
-/// What a VM is started with.
+/// A VM's parameters.
 pub struct Plan<'a> {
-    /// The monitor.
+    /// The monitor's path.
     pub causeway: &'a Path,
-    /// The payload program's file.
+    /// The payload program's path.
     pub program: PathBuf,
-    /// And its arguments.
+    /// The payload program's arguments.
     pub arguments: &'a [&'a str],
-    /// How many nodes, with a vCPU each.
+    /// Number of nodes, with a vCPU each.
     pub nodes: u8,
-    /// Their namespaces; nodes meet at Unix sockets without.
+    /// The nodes' namespaces. Without them the nodes use Unix sockets.
     pub network: Option<&'a Network>,
-    /// For sockets.
+    /// Directory of the sockets.
     pub folder: &'a Path,
-    /// More flags of `causeway run`.
+    /// Additional flags of `causeway run`.
     pub flags: Vec<String>,
 }
 
 /// One node.
 struct Node {
     child: Child,
-    /// What it said on standard error, and when.
+    /// Lines on standard error, with their times.
     said: Arc<Mutex<Vec<(Instant, String)>>>,
     reader: Option<JoinHandle<()>>,
 }
 
-/// A running VM. Its processes are ended when it is dropped.
+/// A running VM. Dropping it kills its processes.
 pub struct Vm {
     nodes: Vec<Node>,
     console: Arc<Mutex<Vec<u8>>>,
@@ -120,7 +120,7 @@ impl Vm {
         kill_process(pid, signal).context("The signal can't be sent")
     }
 
-    /// Waits until these nodes have ended, at most so long: those that haven't.
+    /// Waits, at most `patience`, until these nodes have ended. Returns those that haven't.
     pub fn await_end(&mut self, nodes: impl Fn(u8) -> bool, patience: Duration) -> Vec<u8> {
         let until = Instant::now() + patience;
         loop {
@@ -136,7 +136,7 @@ impl Vm {
         }
     }
 
-    /// Node 0's exit status, once it has ended; the VM's.
+    /// Returns node 0's exit status, which is the VM's, once it has ended.
     pub fn status(&mut self) -> Option<i32> {
         self.nodes
             .first_mut()
@@ -144,13 +144,13 @@ impl Vm {
             .and_then(|status| status.code())
     }
 
-    /// The exit codes of all nodes; none for those that were killed, or run still.
+    /// Returns the exit codes of all nodes; none for killed or running ones.
     pub fn statuses(&mut self) -> Vec<Option<i32>> {
         let code = |node: &mut Node| node.child.try_wait().ok().flatten().and_then(|status| status.code());
         self.nodes.iter_mut().map(code).collect()
     }
 
-    /// What nodes have said, with when. Of a node that has ended, all of it.
+    /// Returns the nodes' lines with their times, for an ended node all of them.
     pub fn said(&mut self) -> Vec<(u8, Instant, String)> {
         let mut all = Vec::new();
         for (number, node) in (0u8..).zip(&mut self.nodes) {
@@ -165,7 +165,7 @@ impl Vm {
         all
     }
 
-    /// What has come out of the console; all of it after node 0's end.
+    /// Returns the console's output; all of it after node 0's end.
     pub fn console(&mut self) -> Vec<u8> {
         if self.nodes.first_mut().is_some_and(|node| matches!(node.child.try_wait(), Ok(Some(_))))
             && let Some(reader) = self.reader.take()
@@ -179,7 +179,7 @@ impl Vm {
 impl Drop for Vm {
     fn drop(&mut self) {
         for node in &mut self.nodes {
-            // Fails when it has ended.
+            // Fails if the node has ended.
             let _ = node.child.kill();
             let _ = node.child.wait();
         }

@@ -82,7 +82,7 @@ fn a_dead_host_that_may_have_died_of_ours_is_not_excused() {
     assert_eq!(kind(&expired(), &[dead(), HostState { own_fault: panicked, ..host() }]), None);
 }
 
-/// As in `vpio-attacks`, which has a card write wherever it can.
+/// As in `vpio-attacks`, where a card writes to any reachable memory.
 #[test]
 fn a_host_that_a_card_may_have_damaged_is_not_excused() {
     assert!(found(&expired(), &[dead()], true).is_none());
@@ -129,7 +129,7 @@ fn wrong_data_is_never_excused() {
             assert_eq!(kind(&error, &[host]), None, "{error}");
         }
     }
-    // A timeout with a panic in what was printed until then.
+    // A time-out with a panic in the output until then.
     let text = "\"causeway run\" didn't end within 60 s; it wrote:\nthread 'x' panicked at a.rs:1:1:";
     let error = Unfinished::expired(Duration::from_secs(60), text).into();
     assert_eq!(kind(&error, &[stalled()]), None);

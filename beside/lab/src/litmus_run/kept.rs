@@ -1,4 +1,4 @@
-//! What litmus tests came to, kept in a file line by line, so that a run of hours that was ended goes on where it was.
+//! Results of litmus tests in a file, line by line, so that an interrupted run of hours can continue.
 
 use super::Line;
 use anyhow::{Context, Result, bail};
@@ -11,10 +11,10 @@ use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
-/// Under what a test ran. What came of it under others isn't used.
+/// The conditions of a test. Results under other conditions aren't used.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Conditions {
-    /// Of the monitor and the program, by [`of`].
+    /// Hash of the monitor and the program, by [`of`].
     pub(super) files: u64,
     pub(super) nodes: u32,
     pub(super) vcpus: u32,
@@ -25,7 +25,8 @@ pub(super) struct Conditions {
     pub(super) run_arguments: Vec<String>,
 }
 
-/// A number that differs, most likely, where files do: 8 bytes of a SHA-256 over theirs. It is kept, so it is the same from every build.
+/// Returns a hash that differs for different files: 8 bytes of a SHA-256. It is stored, so it must be the same in every
+/// build.
 pub(super) fn of(files: &[&[u8]]) -> u64 {
     let mut hash = Sha256::new();
     for file in files {
@@ -35,7 +36,7 @@ pub(super) fn of(files: &[&[u8]]) -> u64 {
     digest.first_chunk().copied().map_or(0, u64::from_le_bytes)
 }
 
-/// How each line begins, so that one that was cut off is told from what somebody else has written.
+/// Start of each line, which distinguishes a truncated line from a foreign file.
 const BEGIN: &[u8] = b"{\"conditions\":{\"files\":";
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -44,7 +45,7 @@ struct Entry {
     line: Line,
 }
 
-/// The file.
+/// The file of results.
 #[derive(Debug)]
 pub(super) struct Kept {
     path: PathBuf,
@@ -53,7 +54,7 @@ pub(super) struct Kept {
 }
 
 impl Kept {
-    /// Opens it, or makes it, for this process alone. A line that was cut off, as by a full disk, is taken away.
+    /// Opens or creates the file, with an exclusive lock. Removes a line that was truncated, as by a full disk.
     pub(super) fn open(path: &Path) -> Result<Self> {
         let shown = path.display();
         let file = OpenOptions::new().read(true).append(true).create(true).open(path);
@@ -84,25 +85,25 @@ impl Kept {
             bail!("The end of {shown} isn't a result of `lab dsm-litmus`; name a file of its own for them");
         }
         if !rest.is_empty() {
-            // Appended behind a broken line the next result would be lost, too.
+            // A result that is appended to a truncated line would be lost, too.
             kept.file.set_len(whole as u64).with_context(|| format!("{shown} can't be written"))?;
         }
         kept.file.seek(SeekFrom::End(0)).with_context(|| format!("{shown} can't be written"))?;
         Ok(kept)
     }
 
-    /// What a test came to under these conditions.
+    /// Returns a test's result under these conditions.
     pub(super) fn line(&self, conditions: &Conditions, variant: &Variant<'_>) -> Option<&Line> {
         let is = |entry: &&Entry| entry.line.is_of(variant) && entry.conditions == *conditions;
         self.known.iter().find(is).map(|entry| &entry.line)
     }
 
-    /// How many results came of another monitor, or of another program, than these files.
+    /// Returns the number of results of another monitor or program.
     pub(super) fn of_others(&self, files: u64) -> usize {
         self.known.iter().filter(|entry| entry.conditions.files != files).count()
     }
 
-    /// Keeps what a test has come to.
+    /// Appends a test's result.
     pub(super) fn add(&mut self, conditions: &Conditions, line: &Line) -> Result<()> {
         let entry = Entry { conditions: conditions.clone(), line: line.clone() };
         let mut text = serde_json::to_vec(&entry)?;
@@ -116,9 +117,10 @@ impl Kept {
 }
 
 impl Drop for Kept {
-    /// Closing the file isn't enough: a process that another thread is just starting has it, too, until it runs its program.
+    /// Closing the file isn't enough: a process that another thread is starting has the descriptor, too, until its
+    /// exec.
     fn drop(&mut self) {
-        // What fails here fails for a lock that ends with the process.
+        // A failure is harmless: the lock ends with the process.
         let _ = flock(&self.file, FlockOperation::Unlock);
     }
 }
@@ -146,7 +148,7 @@ mod tests {
         super::super::tests::line(test, vec![(vec![0, 1], 9, true)])
     }
 
-    /// Kept files have this number: another build finds them again.
+    /// Stored files have this hash, and another build finds them again.
     #[test]
     fn files_have_the_same_number_from_every_build() {
         let number = of(&[b"monitor", b"program"]);
@@ -155,7 +157,7 @@ mod tests {
         assert_ne!(of(&[b"program", b"monitor"]), number);
     }
 
-    /// What is kept is found under the same conditions only, and by who comes later; one at a time has the file.
+    /// A result is found only under the same conditions, also by a later process. One process at a time has the file.
     #[test]
     fn results_are_found_again() {
         let folder = tempfile::tempdir().unwrap();
@@ -191,7 +193,7 @@ mod tests {
         kept.add(&conditions(), &line("MP")).unwrap();
     }
 
-    /// A line that was cut off is run again, and those before and after it are kept; a file of something else is left as it is.
+    /// A truncated line is run again, and the lines around it are kept. A foreign file stays unchanged.
     #[test]
     fn broken_files_lose_no_result() {
         let folder = tempfile::tempdir().unwrap();

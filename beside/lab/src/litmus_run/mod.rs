@@ -1,7 +1,7 @@
 //! Litmus tests in real payload VMs: `lab dsm-litmus`.
 //!
-//! Runs natively, without emulated hosts: the monitor starts a payload VM per number of threads, the program `litmus` prints all outcomes of every test, and
-//! the model of the crate `litmus` says which of them x86-TSO allows.
+//! Runs natively, without emulated hosts. The monitor starts a payload VM per number of threads, in which the program `litmus` prints all
+//! outcomes of every test. The model of the crate `litmus` decides which of them x86-TSO allows.
 
 mod kept;
 
@@ -18,30 +18,29 @@ use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// What to run.
+/// Parameters.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Nodes that the VM spans.
+    /// Number of nodes of the VM.
     pub nodes: u32,
-    /// How often each test runs.
+    /// Number of runs per test.
     pub iterations: u64,
-    /// How often tests with locked accesses across pages run; by default a thousandth of the others' number, as kernels and processors may hold
-    /// whoever does that up for milliseconds each.
+    /// Number of runs per test with locked accesses across pages, which may be slow. Default: a thousandth of `iterations`.
     pub split_lock_iterations: Option<u64>,
-    /// vCPUs of all nodes; by default one per thread, and with several nodes one more than nodes at least: then two threads share a node
-    /// in some rounds, and are on different ones in others.
+    /// vCPUs of all nodes. Default: one per thread, and with several nodes at least one more than nodes. Then two threads share a node in
+    /// some rounds, and are on different nodes in others.
     pub cpus: Option<u32>,
-    /// When threads meet: `each`, `round`, `mixed` or `clock` (crate `payload_litmus`); by default what suits processors and nodes.
+    /// How threads synchronize: `each`, `round`, `mixed` or `clock`. The default depends on processors and nodes.
     pub meeting: Option<String>,
-    /// Nanoseconds between two instances where threads meet by the clock.
+    /// Nanoseconds between two instances, if threads synchronize by the clock.
     pub interval: Option<u64>,
-    /// Instances of a round; by default 4096, which is also the most where accesses cross a boundary, and 256 where locked ones do.
+    /// Instances per round. Default: 4096, which is also the limit for accesses across a boundary, and 256 for locked ones.
     pub round: Option<u64>,
-    /// Only tests whose names contain one of these, or, for one that is a whole name, that test; empty: all.
+    /// Filter: tests whose names contain one of these, or whose name is one of these. Empty: all.
     pub only: Vec<String>,
     /// Further arguments for `causeway run`.
     pub run_arguments: Vec<String>,
-    /// Where each test's result is kept as soon as it is there; those that are there aren't run again.
+    /// File of results. Tests with a stored result aren't run again.
     pub results: Option<PathBuf>,
 }
 
@@ -55,7 +54,7 @@ impl Options {
 
     fn chosen<'a>(&self, tests: &'a [Test]) -> Result<Vec<Variant<'a>>> {
         let all: Vec<_> = tests.iter().flat_map(corpus::variants).collect();
-        // A whole name means that one, and not those that end with it.
+        // A complete name selects that test only, and not those that end with it.
         let named: Vec<bool> =
             self.only.iter().map(|part| all.iter().any(|variant| variant.name() == *part)).collect();
         let wanted = |variant: &Variant<'_>| {
@@ -83,11 +82,11 @@ struct Line {
     placement: String,
     nodes: u32,
     iterations: u64,
-    /// Those with every thread on a node of its own.
+    /// Of these, runs with every thread on a node of its own.
     apart: u64,
     lost: u64,
     ns: u64,
-    /// Values, how often, and whether every thread was on a node of its own.
+    /// Values, number of occurrences, and whether every thread was on a node of its own.
     outcomes: Vec<(Vec<u64>, u64, bool)>,
 }
 
@@ -97,26 +96,26 @@ impl Line {
     }
 }
 
-/// What a test's outcomes are worth.
+/// Evaluation of a test's outcomes.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Verdict {
-    /// How often outcomes came that x86-TSO doesn't allow.
+    /// Number of runs with outcomes that x86-TSO forbids.
     forbidden: u64,
-    /// How often those that it allows and sequential consistency doesn't.
+    /// Number of runs with outcomes that x86-TSO allows but sequential consistency doesn't.
     weak: u64,
-    /// How many such outcomes there are.
+    /// Number of such outcomes in the model.
     weak_possible: usize,
-    /// How many of `weak` came with every thread on a node of its own.
+    /// Runs of `weak` with every thread on a node of its own.
     weak_apart: u64,
-    /// How often outcomes came, with every thread on a node of its own, that no order of whole threads explains.
+    /// Runs with every thread on a node of its own, and an outcome that no sequential order of whole threads explains.
     interleaved: u64,
-    /// How many such outcomes sequential consistency has.
+    /// Number of such outcomes under sequential consistency.
     interleaved_possible: usize,
-    /// The forbidden ones.
+    /// The forbidden outcomes.
     culprits: Vec<Outcome>,
 }
 
-/// Judges what was seen by what the model allows.
+/// Evaluates observed outcomes by the model.
 fn judge(variant: &Variant<'_>, seen: &[(Outcome, u64, bool)]) -> Verdict {
     let memory = variant.memory();
     let allowed = outcomes(variant.test, Order::Tso, memory);
@@ -140,14 +139,14 @@ fn judge(variant: &Variant<'_>, seen: &[(Outcome, u64, bool)]) -> Verdict {
     verdict
 }
 
-/// What can share a program.
+/// Kinds of tests, which can't share a program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Kind {
     /// Locations within pages.
     Within,
-    /// Locations across pages, which take much memory.
+    /// Locations across pages, which need much memory.
     Across,
-    /// The same with locked accesses. Kernels and processors may hold whoever does that up on purpose, for milliseconds each, so such tests run fewer times if nobody says otherwise.
+    /// The same with locked accesses. Kernels and processors may delay these, so by default such tests have fewer runs.
     SplitLocks,
 }
 
@@ -170,33 +169,33 @@ impl Kind {
     }
 }
 
-/// What one test came to, in all of its runs.
+/// Results of one test over all its runs.
 #[derive(Debug, Default)]
 struct Sum {
     slow: bool,
-    /// Whether weak outcomes can come, and did.
+    /// Whether weak outcomes are possible, and whether they occurred.
     weak: (bool, bool),
-    /// The same of outcomes that only threads on different nodes that run at the same time have.
+    /// The same for outcomes of threads on different nodes that run in parallel.
     interleaved: (bool, bool),
 }
 
-/// What all tests together came to.
+/// Results of all tests.
 #[derive(Debug, Default)]
 struct Tally {
     tests: BTreeMap<String, Sum>,
     forbidden: u64,
-    /// Whether store buffering ran, and whether its weak outcome came.
+    /// Whether store buffering ran, and whether its weak outcome occurred.
     buffering: (bool, bool),
     broken: Vec<String>,
 }
 
 impl Tally {
-    /// How many tests are such.
+    /// Returns the number of tests with a property.
     fn count(&self, such: impl Fn(&Sum) -> bool) -> usize {
         self.tests.values().filter(|sum| such(sum)).count()
     }
 
-    /// A test has run. It may run more than once.
+    /// Adds a run of a test, which may run more than once.
     fn add(&mut self, variant: &Variant<'_>, line: &Line, slow: bool) {
         let verdict = judge(variant, &line.outcomes);
         self.forbidden = self.forbidden.saturating_add(verdict.forbidden);
@@ -232,7 +231,7 @@ impl Tally {
     }
 }
 
-/// How a file is run.
+/// Parameters of one file's run.
 #[derive(Debug, Clone, Copy)]
 struct Plan<'a> {
     vcpus: u32,
@@ -243,7 +242,7 @@ struct Plan<'a> {
 }
 
 impl Plan<'_> {
-    /// What its results are kept with.
+    /// Returns the conditions of its results.
     fn conditions(&self, files: u64, options: &Options) -> Conditions {
         Conditions {
             files,
@@ -257,8 +256,8 @@ impl Plan<'_> {
         }
     }
 
-    /// The same with few runs that are far apart, for nodes that meet by the clock. Close ones take longer than their interval, so that threads run them one after the other, as fast as
-    /// pages come: the outcome of one in some ten thousand is neither thread's alone. Far apart, each begins when its time has come, and that of one in five is.
+    /// Returns the same with few, widely spaced runs, for nodes that synchronize by the clock. Runs in close succession exceed their
+    /// interval, so the threads run in sequence, and one in 10,000 runs interleaves. Widely spaced, one in five interleaves.
     fn spaced(self) -> Self {
         Self {
             iterations: self.iterations.min(SPACED_RUNS),
@@ -269,14 +268,14 @@ impl Plan<'_> {
     }
 }
 
-/// Runs far apart of each test, and nanoseconds from one to the next: several times what a page takes from one node to another and back.
+/// Number of spaced runs per test, and their interval in nanoseconds: several times a page's transfer to another node and back.
 const SPACED_RUNS: u64 = 1024;
 const SPACED: u64 = 1_500_000;
 
-/// Names the tests and says what the model allows.
+/// Prints the tests and the outcomes that the model allows.
 ///
 /// # Errors
-/// When no test is meant.
+/// No test matches.
 pub fn list(options: &Options) -> Result<()> {
     let tests = corpus::all()?;
     for variant in options.chosen(&tests)? {
@@ -284,7 +283,7 @@ pub fn list(options: &Options) -> Result<()> {
         let asked = allowed.iter().any(|outcome| variant.test.asks_about(outcome));
         let verdict = if asked { "allowed" } else { "forbidden" };
         let (threads, count) = (variant.test.threads.len(), allowed.len());
-        // Whoever reads may have seen enough.
+        // The reader may have closed the pipe.
         let _ = writeln!(
             std::io::stdout(),
             "{:28} {threads} threads, {count:3} outcomes, the one that is asked about is {verdict}",
@@ -294,10 +293,10 @@ pub fn list(options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Runs the tests; one JSON line on stdout. Fails when a forbidden outcome was seen, a test did not run, or none of the weak outcomes of store buffering was seen.
+/// Runs the tests; prints one JSON line on stdout.
 ///
 /// # Errors
-/// As said, and when the monitor or the program can't be had.
+/// A forbidden outcome, a test that didn't run, no weak outcome of store buffering, or a program that can't be started.
 pub fn run(options: &Options) -> Result<()> {
     if options.iterations == 0 || options.split_lock_iterations == Some(0) {
         bail!("0 iterations would show nothing");
@@ -343,7 +342,7 @@ pub fn run(options: &Options) -> Result<()> {
                 wide.max(options.nodes + 1)
             }),
             iterations,
-            // Threads that outnumber processors would wait a time slice for each instance, and those on several nodes a few messages.
+            // If threads outnumber processors, each instance would wait for a time slice; on several nodes, for some messages.
             meeting: options.meeting.as_deref().unwrap_or(match options.nodes {
                 1 if threads <= processors => "mixed",
                 1 => "round",
@@ -356,7 +355,7 @@ pub fn run(options: &Options) -> Result<()> {
             },
             interval: options.interval,
         };
-        // Whoever chooses an interval gets that one.
+        // A chosen interval is used for all runs.
         let spaced = (options.nodes > 1 && plan.meeting == "clock" && options.interval.is_none())
             .then(|| plan.spaced());
         spaced_iterations = spaced_iterations.max(spaced.map_or(0, |plan| plan.iterations));
@@ -410,7 +409,8 @@ pub fn run(options: &Options) -> Result<()> {
     if !tally.broken.is_empty() {
         bail!("x86-TSO forbids what was seen: {}", tally.broken.join(", "));
     }
-    // They come from the processor's own store queues, which threads on one node show: their absence would mean that these never met.
+    // They come from the processor's own store buffers, which threads on one node show. Without them, these threads never ran in
+    // parallel.
     if tally.buffering == (true, false) && options.iterations >= 100_000 && processors > 1 {
         bail!(
             "Store buffering never showed its weak outcome, which every x86 processor has: the threads don't run at the same time"
@@ -425,7 +425,7 @@ pub fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Refuses a line that doesn't account for all runs that were asked for.
+/// Rejects a line that doesn't account for all requested runs.
 fn check(variant: &Variant<'_>, line: &Line, plan: &Plan<'_>, options: &Options) -> Result<()> {
     let counted = line.outcomes.iter().fold(0_u64, |all, (_, count, _)| all.saturating_add(*count));
     if line.lost > 0
@@ -443,7 +443,7 @@ fn check(variant: &Variant<'_>, line: &Line, plan: &Plan<'_>, options: &Options)
     Ok(())
 }
 
-/// Refuses more nodes than the monitor can do.
+/// Rejects more nodes than the monitor supports.
 fn check_nodes(causeway: &Path, nodes: u32) -> Result<()> {
     match nodes {
         0 => bail!("A VM can't span 0 nodes; give --nodes 1 or more"),
@@ -461,13 +461,13 @@ fn check_nodes(causeway: &Path, nodes: u32) -> Result<()> {
     Ok(())
 }
 
-/// The program's file, built.
+/// Builds the program and returns its file.
 fn program() -> Result<Vec<u8>> {
     let path = paths::payload_programs()?.join("litmus");
     std::fs::read(&path).with_context(|| format!("Can't read {}", path.display()))
 }
 
-/// Runs a file in a VM, and calls `each` with every line as it comes.
+/// Runs a file in a VM, and calls `each` with every line as it arrives.
 fn execute(
     causeway: &Path,
     file: &Path,
@@ -475,7 +475,7 @@ fn execute(
     options: &Options,
     mut each: impl FnMut(Line) -> Result<()>,
 ) -> Result<()> {
-    // The nodes end with the lab, even when that is killed: setpriv asks the kernel for that.
+    // The nodes must end with the lab, even if it is killed: setpriv requests that from the kernel.
     let mut command = Command::new("setpriv");
     command.args(["--pdeathsig", "TERM", "--"]).arg(causeway);
     command.args(["run", "--memory", "128M", "--cpus", &plan.vcpus.to_string()]);
@@ -501,7 +501,7 @@ fn execute(
         each(serde_json::from_str(&line).with_context(|| format!("The program printed {line:?}"))?)
     });
     if result.is_err() {
-        // It would go on with tests that nobody hears of.
+        // It would continue with tests without a reader.
         let _ = child.kill();
     }
     let status = child.wait().context("The monitor's end can't be awaited")?;
@@ -516,7 +516,7 @@ fn execute(
 mod tests {
     use super::*;
 
-    /// Nine runs of a test on pages of their own.
+    /// Nine runs of a test with locations on separate pages.
     pub(super) fn line(test: &str, outcomes: Vec<(Vec<u64>, u64, bool)>) -> Line {
         Line {
             test: test.into(),
@@ -530,7 +530,7 @@ mod tests {
         }
     }
 
-    /// A planted forbidden outcome is found, a weak one is told from a strong one.
+    /// An injected forbidden outcome is found, and a weak one is distinguished from a strong one.
     #[test]
     fn outcomes_are_judged_by_the_model() {
         let tests = corpus::all().unwrap();
@@ -550,7 +550,7 @@ mod tests {
             weak: 5,
             weak_possible: 1,
             weak_apart: 5,
-            // Neither thread can have been first: the weak ones, both stores before both loads, and what nothing explains.
+            // Neither thread can have been first: the weak ones, both stores before both loads, and one without an explanation.
             interleaved: 7,
             interleaved_possible: 1,
             culprits: vec![vec![0, 0, 0, 1]],
@@ -565,7 +565,7 @@ mod tests {
         assert_eq!((verdict.forbidden, verdict.weak), (0, 3));
     }
 
-    /// A test that runs twice is one test, and what is seen in either run is seen.
+    /// A test that runs twice counts once, with the outcomes of both runs.
     #[test]
     fn runs_of_a_test_count_together() {
         let tests = corpus::all().unwrap();
@@ -603,7 +603,7 @@ mod tests {
         for options in [none, none_split] {
             assert!(run(&options).unwrap_err().to_string().contains("0 iterations"));
         }
-        // A thousandth, but one at the least, if nobody says otherwise.
+        // By default a thousandth, but at least one.
         let split = |iterations, split_lock_iterations| {
             let options = Options { iterations, split_lock_iterations, ..options("SB") };
             (options.iterations_of(Kind::SplitLocks), options.iterations_of(Kind::Across))

@@ -1,4 +1,4 @@
-//! Two programs that talk to each other, at two places.
+//! Runs two programs that communicate, at two places.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
@@ -9,24 +9,25 @@ use super::{Runs, quoted};
 use crate::channel::Output;
 use crate::progress;
 
-/// What perftest's client says when nobody listened for what it asked for.
+/// perftest's client prints this if no server listens for its request.
 const UNHEARD: &str = "RDMA_CM_EVENT_REJECTED; error: 8";
-/// How often a client may be unheard.
+/// Limit of attempts of a rejected client.
 const TRIES: u32 = 3;
 
-/// Pairs that were run again, in this process.
+/// Number of repeated pairs in this process.
 static AGAIN: AtomicU32 = AtomicU32::new(0);
 
-/// How many pairs were run again so far, for reports.
+/// Returns the number of repeated pairs so far, for reports.
 pub fn ran_again() -> u32 {
     AGAIN.load(Ordering::Relaxed)
 }
 
-/// Runs a server in the first of two places and, once `listening` holds there, a client in the other. A server that doesn't
-/// end by itself is ended after the client.
+/// Runs a server at the first of two places. After `listening` succeeds there, runs a client at the other. A server
+/// that doesn't end by itself is killed after the client.
 ///
-/// With `-R`, perftest's client asks for a second connection as soon as it has the first, when its server may not listen again yet (captured: the second came 0.25 s after the first was set up; the
-/// kernel rejects what nobody listens for as "invalid service ID"): seen in 6 of 65 runs on an overloaded machine, in none on a quiet one. Both are run again then, which is said.
+/// With `-R`, perftest's client requests a second connection immediately after the first. On an overloaded machine its
+/// server may not listen again yet. The kernel then rejects the request as "invalid service ID". In that case both
+/// programs are run again, and a message reports it.
 pub fn both<S: Runs + ?Sized, C: Runs + ?Sized>(
     at: (&S, &C),
     server: &str,
@@ -62,10 +63,10 @@ fn once<S: Runs + ?Sized, C: Runs + ?Sized>(
          echo SERVER-LISTENS; wait $s"
     );
     let session = server_in.start(&bound(&server))?;
-    // A server that ended at once has said why; the client then says the rest.
+    // A server that ended at once has printed the cause. The client then reports its own.
     session.wait_for("SERVER-LISTENS", 0, Duration::from_secs(60));
     let client = client_in.run(&bound(client), timeout + Duration::from_secs(60))?;
-    // A server that outlives its client waits for something that doesn't come.
+    // A server that outlives its client waits for an event that won't come.
     let patience = Duration::from_secs(if client.code == 0 && server_ends { 30 } else { 2 });
     let server = session.output(patience);
     let server =

@@ -1,4 +1,4 @@
-//! Guests of a pair that move to other hosts.
+//! Migration of a pair's guests to other hosts.
 
 use super::{Device, Layout, Member, Pair, boot, boot_with, start_daemon, up};
 use crate::channel::Session;
@@ -9,17 +9,17 @@ use crate::transcript::Waited;
 use anyhow::{Context, Result, bail};
 use std::time::Duration;
 
-/// A guest that is to come to another host.
+/// A guest that migrates to another host.
 pub struct Coming<'a> {
-    /// As it is now.
+    /// The guest at its source.
     pub member: &'a Member<'a>,
-    /// Its number: 0 is the first.
+    /// Its number, from 0.
     pub number: usize,
-    /// Its CPUs.
+    /// Its number of CPUs.
     pub cpus: u32,
 }
 
-/// A monitor on a host that waits at an address for a guest to come, once it does.
+/// Starts a monitor on a host that waits at an address for a guest, and returns when it listens.
 pub fn await_guest(
     lab: &Lab,
     layout: &Layout,
@@ -33,7 +33,8 @@ pub fn await_guest(
     }
     let there: &Host = lab.host(host)?;
     let next = boot_with(lab, &layout, Device::Pvrdma, coming.cpus, coming.number + 1, Some(address))?;
-    // It says whether the cluster knows of it once it listens; asking it would start a program, which takes an emulated host most of a second.
+    // The monitor prints whether the cluster knows it after it listens. A query by a program would take an emulated
+    // host most of a second.
     match next.session.err.wait_for("where the VM is waited for", 0, patience) {
         Waited::Line(..) => {}
         Waited::Ended | Waited::Timeout => {
@@ -45,7 +46,7 @@ pub fn await_guest(
 }
 
 impl<'a> Member<'a> {
-    /// It has come to another host. Gives the guest that it was.
+    /// Replaces the guest after its migration to another host. Returns the previous one.
     pub fn moved(&mut self, guest: Guest, host: &'a Host) -> Guest {
         self.host = host;
         std::mem::replace(&mut self.guest, guest)
@@ -57,7 +58,7 @@ fn no_such(number: usize) -> String {
 }
 
 impl<'a> Pair<'a> {
-    /// A guest by its number: 0 is the first.
+    /// Returns a guest by its number, from 0.
     pub fn member(&self, number: usize) -> Result<&Member<'a>> {
         match number {
             0 => Ok(&self.a),
@@ -66,7 +67,7 @@ impl<'a> Pair<'a> {
         }
     }
 
-    /// A monitor on a host that waits at an address for a guest to come, once it does.
+    /// Starts a monitor on a host that waits at an address for a guest, and returns when it listens.
     pub fn await_guest(
         &self,
         number: usize,
@@ -78,7 +79,7 @@ impl<'a> Pair<'a> {
         await_guest(self.lab, &self.layout, &coming, (host, address), patience)
     }
 
-    /// Starts a host's daemon again, whose process has ended. Gives what was left of the one before.
+    /// Restarts a host's daemon, whose process has ended. Returns the previous session.
     pub fn restart_daemon(&mut self, host: usize) -> Result<Session> {
         let arguments =
             self.layout.daemons.get(host).with_context(|| format!("Host number {host} has no daemon"))?;
@@ -88,7 +89,7 @@ impl<'a> Pair<'a> {
         Ok(std::mem::replace(place, new))
     }
 
-    /// Boots a guest anew on a host, where its monitor has ended.
+    /// Boots a guest again on a host, after its monitor has ended.
     pub fn reboot(&mut self, number: usize, host: usize) -> Result<()> {
         let place = self.layout.hosts.get_mut(number).with_context(|| no_such(number))?;
         *place = host;
@@ -104,7 +105,7 @@ impl<'a> Pair<'a> {
         Ok(())
     }
 
-    /// A guest has come there. Gives the one that it was.
+    /// Replaces a guest after its migration. Returns the previous one.
     pub fn moved(&mut self, number: usize, guest: Guest, host: usize) -> Result<Guest> {
         let host = self.lab.host(host)?;
         let member = match number {

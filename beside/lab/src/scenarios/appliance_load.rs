@@ -1,4 +1,4 @@
-//! What the client of a storage appliance does: fio with verification over NFS, small writes one by one, and a kernel tree that is
+//! The load of a storage appliance's client: fio with verification over NFS, sequential small writes, and a kernel tree that is
 //! unpacked and compared.
 
 use crate::appliance_image::TREE;
@@ -11,16 +11,16 @@ use serde_json::{Value, json};
 use std::time::Duration;
 
 const LOAD_TIMEOUT: Duration = Duration::from_secs(1800);
-/// Small writes that wait for each other.
+/// Number of sequential small writes.
 const SMALL: u64 = 64;
 
-/// What one kind of work cost.
+/// Cost of one kind of work.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(super) struct Cost {
     pub(super) bytes: u64,
-    /// Seconds of the emulated client.
+    /// Seconds of the emulated client's clock.
     pub(super) seconds: f64,
-    /// Exits of the appliance's guests, and of the client.
+    /// Exits of the appliance's guests and of the client.
     pub(super) exits: u64,
     pub(super) client_exits: u64,
 }
@@ -42,12 +42,12 @@ impl Cost {
     }
 }
 
-/// What a stack did.
+/// Work that a stack has done.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Done {
     pub(super) write: Cost,
     pub(super) read: Cost,
-    /// Small writes, one by one, and the mean latency of one in µs of the emulated client.
+    /// Sequential small writes, and the mean latency of one in µs of the emulated client's clock.
     pub(super) small: Cost,
     pub(super) latency: f64,
     pub(super) tree: Cost,
@@ -67,7 +67,7 @@ impl Done {
     }
 }
 
-/// Runs something and says what it cost.
+/// Runs a function and measures its cost.
 fn costs<T>(guests: &Guests<'_>, stack: Stack, what: impl FnOnce() -> Result<T>) -> Result<(T, Cost)> {
     let appliance =
         || guests.of(stack).into_iter().try_fold(0, |sum, g| Ok::<_, anyhow::Error>(sum + g.exits()?));
@@ -78,7 +78,7 @@ fn costs<T>(guests: &Guests<'_>, stack: Stack, what: impl FnOnce() -> Result<T>)
     Ok((done, cost))
 }
 
-/// fio on the mounted file system.
+/// Runs fio on the mounted file system.
 fn fio(guests: &Guests<'_>, more: &str) -> Result<fio::Job> {
     let output = guests.client.run(
         &format!("fio --name=v --direct=1 --ioengine=libaio --verify=crc32c --verify_fatal=1 --eta=never --output-format=json {more}"),
@@ -107,7 +107,7 @@ fn unmount(guests: &Guests<'_>) -> Result<()> {
     guests.client.run("umount /mnt", LOAD_TIMEOUT)?.success().map(drop)
 }
 
-/// Writes in large pieces, read back and verified from the disks.
+/// Writes in large blocks, then reads back from the disks and verifies.
 fn large(guests: &Guests<'_>, stack: Stack, mib: u64, done: &mut Done) -> Result<()> {
     let (job, cost) = costs(guests, stack, || {
         fio(
@@ -130,7 +130,7 @@ fn large(guests: &Guests<'_>, stack: Stack, mib: u64, done: &mut Done) -> Result
     Ok(())
 }
 
-/// Writes of 4 KiB at random places, each on the disks before the next; then verified.
+/// Writes 4 KiB at random places, each durable before the next; then verifies.
 fn small(guests: &Guests<'_>, stack: Stack, done: &mut Done) -> Result<()> {
     let size = format!("--filename=/mnt/small --bs=4k --size={}k --iodepth=1", 4 * SMALL);
     let (job, cost) =
@@ -146,7 +146,7 @@ fn small(guests: &Guests<'_>, stack: Stack, done: &mut Done) -> Result<()> {
     Ok(())
 }
 
-/// Unpacks the archive over NFS; compares, after the caches are empty, with the archive unpacked at home.
+/// Unpacks the archive over NFS. After the caches are emptied, compares it with the archive unpacked locally.
 fn tree(guests: &Guests<'_>, stack: Stack, done: &mut Done) -> Result<()> {
     let home = guests.client.run(
         &format!("set -e; mkdir -p /tmp/home; [ -e /tmp/home/mm ] || tar xf {TREE} -C /tmp/home; cd /tmp/home; find . -type f | wc -l; find . -type f -print0 | xargs -0 cat | wc -c"),
@@ -183,7 +183,7 @@ fn tree(guests: &Guests<'_>, stack: Stack, done: &mut Done) -> Result<()> {
     Ok(())
 }
 
-/// All of it, on a stack that was started.
+/// Runs the whole load on a started stack.
 pub(super) fn run(guests: &Guests<'_>, stack: Stack, mib: u64, with_tree: bool) -> Result<Done> {
     let mut done = Done::default();
     mount(guests, stack)?;

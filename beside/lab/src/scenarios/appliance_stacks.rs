@@ -1,5 +1,5 @@
-//! A storage appliance in three builds, over the same guests where they can be the same: what each layer runs, so that a client can
-//! mount the file system on top.
+//! Three stacks of a storage appliance, which share guests where possible. This module starts each layer, so that a client can mount
+//! the file system on top.
 //!
 //! ```text
 //!   neighbours   client ─ virtio-net ─ net: bridge ─ mmnet ─ files: NFS, ext4 ─ mmblk ─ raid: md RAID-5 ─ mmblk ×3 ─ disks: virtio-blk
@@ -7,14 +7,14 @@
 //!   monolithic   client ─ virtio-net ─ mono: NFS, ext4, md RAID-5, virtio-blk
 //! ```
 //!
-//! NBD is what Debian has for a block device over a network: nbd-server and the kernel's client, over taps of one bridge of the host.
+//! Debian's block device over a network is NBD: nbd-server and the kernel's client. It uses taps of one bridge of the host.
 
 use crate::rdma::Runs;
 use crate::scenarios::neighbours_member::{CONFIG, Member};
 use anyhow::{Context, Result};
 use std::time::Duration;
 
-/// The builds.
+/// The stacks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Stack {
     Neighbours,
@@ -31,7 +31,7 @@ impl Stack {
         }
     }
 
-    /// Where the client finds the file server.
+    /// Returns the address of the file server for the client.
     pub(super) fn address(self) -> &'static str {
         if self == Stack::Monolithic { "10.83.0.7" } else { "10.83.0.4" }
     }
@@ -44,12 +44,12 @@ pub(super) struct Guests<'a> {
     pub(super) files: Member<'a>,
     pub(super) raid: Member<'a>,
     pub(super) disks: Member<'a>,
-    /// There only where it is wanted.
+    /// Present only if selected.
     pub(super) mono: Option<Member<'a>>,
 }
 
 impl<'a> Guests<'a> {
-    /// All, the client first.
+    /// Returns all guests, the client first.
     pub(super) fn all(&self) -> Vec<&Member<'a>> {
         [&self.client, &self.net, &self.files, &self.raid, &self.disks]
             .into_iter()
@@ -57,7 +57,7 @@ impl<'a> Guests<'a> {
             .collect()
     }
 
-    /// The guests that a stack is made of.
+    /// Returns the guests of a stack.
     pub(super) fn of(&self, stack: Stack) -> Vec<&Member<'a>> {
         match stack {
             Stack::Monolithic => self.mono.iter().collect(),
@@ -68,12 +68,12 @@ impl<'a> Guests<'a> {
 
 /// Size of each disk in MiB.
 pub(super) const DISK_MIB: u64 = 40;
-/// The names of the RAID's members, as exports.
+/// Export names of the RAID's members.
 pub(super) const MEMBERS: [&str; 3] = ["d0", "d1", "d2"];
 /// The export of the RAID device.
 pub(super) const ARRAY: &str = "md";
 
-/// Joins the network guest's two sides: its NIC towards the client, and another.
+/// Bridges the network guest's two sides: its NIC towards the client, and another.
 fn bridge(net: &Member<'_>, inner: &str) -> Result<()> {
     net.sh(&format!(
         "set -e; modprobe bridge; ip link show br0 >/dev/null 2>&1 || ip link add br0 type bridge forward_delay 0; ip link set br0 mtu 9000 up\n\
@@ -82,7 +82,7 @@ fn bridge(net: &Member<'_>, inner: &str) -> Result<()> {
     .map(drop)
 }
 
-/// Makes the RAID of three devices that hold nothing but zeros, whose parity is right without a resync.
+/// Creates the RAID of three zeroed devices, whose parity is correct without a resync.
 fn make_array(at: &Member<'_>, devices: &[String], skip_copy: bool) -> Result<()> {
     at.sh(&format!(
         "set -e; modprobe raid456; mkdir -p /run/mdadm; export MDADM_NO_UDEV=1\n\
@@ -98,10 +98,10 @@ fn stop_array(at: &Member<'_>) -> Result<()> {
     at.sh("MDADM_NO_UDEV=1 mdadm --stop /dev/md0").map(drop)
 }
 
-/// Makes the file system and serves it.
+/// Creates the file system and exports it.
 ///
-/// `async`: the server answers before the disks have it, as an emulated host would need minutes for a commit per file. `fsync` still
-/// goes to the disks.
+/// `async`: the server replies before the data is durable, as an emulated host would need minutes for a commit per file. `fsync` still
+/// reaches the disks.
 fn serve_files(at: &Member<'_>, disk: &str) -> Result<()> {
     at.sh(&format!(
         "set -e; modprobe nfsd; mke2fs -q -F -t ext4 -J size=4 -N 4096 -m 0 -E lazy_itable_init=0,lazy_journal_init=0,nodiscard,stride=16,stripe_width=32 {disk}\n\
@@ -119,7 +119,7 @@ fn stop_files(at: &Member<'_>) -> Result<()> {
         .map(drop)
 }
 
-/// The interface of the neighbour `peer`, up.
+/// Brings the interface to the neighbour `peer` up, and returns its name.
 pub(super) fn mmnet_to(at: &Member<'_>, peer: &str) -> Result<String> {
     let text = at.sh(&format!(
         "i=0; while :; do for d in /sys/class/net/mm*; do [ \"$(cat $d/ifalias 2>/dev/null)\" = {peer} ] || continue\n\
@@ -129,7 +129,7 @@ pub(super) fn mmnet_to(at: &Member<'_>, peer: &str) -> Result<String> {
     Ok(text.trim().to_owned())
 }
 
-/// Loads the modules of the neighbours in the four guests.
+/// Loads the neighbour modules in the four guests.
 pub(super) fn load_modules(guests: &Guests<'_>) -> Result<()> {
     for guest in guests.of(Stack::Neighbours) {
         guest.sh("set -e; for m in cw_neigh mmnet mmblk; do insmod /lab/$m.ko; done")?;
@@ -142,7 +142,7 @@ pub(super) fn load_modules(guests: &Guests<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Neighbours: mmnet and mmblk. `load_modules` has run.
+/// Starts the stack of neighbours: mmnet and mmblk. `load_modules` must have run.
 pub(super) fn start_neighbours(guests: &Guests<'_>, skip_copy: bool) -> Result<()> {
     let Guests { net, files, .. } = guests;
     start_blocks(guests, skip_copy)?;
@@ -155,10 +155,10 @@ pub(super) fn start_neighbours(guests: &Guests<'_>, skip_copy: bool) -> Result<(
     bridge(net, &outer)
 }
 
-/// The RAID guest's array over mmblk, exported to the file server.
+/// Creates the RAID guest's array over mmblk, and exports it to the file server.
 pub(super) fn start_blocks(guests: &Guests<'_>, skip_copy: bool) -> Result<()> {
     let Guests { raid, disks, .. } = guests;
-    // An array that is made anew believes that all is zeros.
+    // A new array assumes that all is zero.
     disks.host.sh(&format!(
         "for d in n0 n1 n2; do truncate -s 0 /disks/$d.raw; truncate -s {DISK_MIB}M /disks/$d.raw; done"
     ))?;
@@ -171,19 +171,19 @@ pub(super) fn start_blocks(guests: &Guests<'_>, skip_copy: bool) -> Result<()> {
     raid.serve(ARRAY, "/dev/md0", "files")
 }
 
-/// The file server's disk.
+/// Attaches the file server's disk.
 pub(super) fn attach_top(files: &Member<'_>) -> Result<String> {
     files.attach("raid", ARRAY)
 }
 
-/// Takes it apart.
+/// Stops the stack.
 pub(super) fn stop_neighbours(guests: &Guests<'_>) -> Result<()> {
     stop_files(&guests.files)?;
     guests.net.sh("ip link del br0")?;
     stop_blocks(guests)
 }
 
-/// Takes the array over mmblk apart, and the file server's disk.
+/// Stops the array over mmblk and the file server's disk.
 pub(super) fn stop_blocks(guests: &Guests<'_>) -> Result<()> {
     let Guests { files, raid, disks, .. } = guests;
     files.take_away(&format!("devices/{ARRAY}"))?;
@@ -196,7 +196,7 @@ pub(super) fn stop_blocks(guests: &Guests<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Unloads the modules; nothing may hold them.
+/// Unloads the modules, which must be unused.
 pub(super) fn unload_modules(guests: &Guests<'_>) -> Result<()> {
     for guest in guests.of(Stack::Neighbours) {
         guest.sh(&format!("set -e; ls {CONFIG}/exports {CONFIG}/devices; rmmod mmblk mmnet cw_neigh"))?;
@@ -204,7 +204,7 @@ pub(super) fn unload_modules(guests: &Guests<'_>) -> Result<()> {
     Ok(())
 }
 
-/// An NBD server for some devices.
+/// Starts an NBD server for some devices.
 fn nbd_serve(at: &Member<'_>, address: &str, exports: &[(&str, &str)]) -> Result<()> {
     let list: String = exports
         .iter()
@@ -228,7 +228,7 @@ fn nbd_attach(at: &Member<'_>, address: &str, names: &[&str]) -> Result<Vec<Stri
     Ok(devices)
 }
 
-/// The same layers over virtio devices and the host's bridge.
+/// Starts the same layers over virtio devices and the host's bridge.
 pub(super) fn start_virtio(guests: &Guests<'_>) -> Result<()> {
     let Guests { net, files, raid, disks, .. } = guests;
     for (guest, address) in [(files, "10.84.0.4"), (raid, "10.84.0.5"), (disks, "10.84.0.6")] {
@@ -246,7 +246,7 @@ pub(super) fn start_virtio(guests: &Guests<'_>) -> Result<()> {
     bridge(net, "nas")
 }
 
-/// Takes it apart.
+/// Stops the stack.
 pub(super) fn stop_virtio(guests: &Guests<'_>) -> Result<()> {
     let Guests { net, files, raid, disks, .. } = guests;
     stop_files(files)?;
@@ -262,7 +262,7 @@ pub(super) fn stop_virtio(guests: &Guests<'_>) -> Result<()> {
     net.sh("ip link set nas down").map(drop)
 }
 
-/// One guest with all layers.
+/// Starts one guest with all layers.
 pub(super) fn start_monolithic(guests: &Guests<'_>) -> Result<()> {
     let mono = guests.mono.as_ref().context("the guest with all layers was not booted")?;
     make_array(mono, &["/dev/vdb", "/dev/vdc", "/dev/vdd"].map(str::to_owned), false)?;
@@ -270,14 +270,14 @@ pub(super) fn start_monolithic(guests: &Guests<'_>) -> Result<()> {
     mono.sh("ip addr add 10.83.0.7/24 dev lan").map(drop)
 }
 
-/// Takes it apart.
+/// Stops the stack.
 pub(super) fn stop_monolithic(guests: &Guests<'_>) -> Result<()> {
     let mono = guests.mono.as_ref().context("the guest with all layers was not booted")?;
     stop_files(mono)?;
     stop_array(mono)
 }
 
-/// Compares each stripe with its parity; bytes of the members that were compared, and of sectors that didn't agree.
+/// Compares each stripe with its parity. Returns the compared bytes of the members, and the bytes of sectors with a mismatch.
 pub(super) fn check_parity(at: &Member<'_>) -> Result<u64> {
     let text = at.sh(
         "set -e; cd /sys/block/md0/md; sync; echo check > sync_action; i=0\n\
@@ -286,7 +286,7 @@ pub(super) fn check_parity(at: &Member<'_>) -> Result<u64> {
     text.trim().parse().with_context(|| format!("The number of mismatches is {text:?}"))
 }
 
-/// What is read next comes from the disks.
+/// Drops the caches, so that the next reads come from the disks.
 pub(super) fn drop_caches(guests: &Guests<'_>, stack: Stack) -> Result<()> {
     for guest in guests.of(stack) {
         guest.run("sync; echo 3 > /proc/sys/vm/drop_caches", Duration::from_secs(120))?.success()?;

@@ -1,4 +1,4 @@
-//! The monitor is killed at random moments while a guest writes; nothing that the guest was told is safe may be lost.
+//! The monitor is killed at random moments while a guest writes. No write that was acknowledged as durable may be lost.
 
 use crate::guest::{Guest, GuestSpec, Vmm};
 use crate::host::Host;
@@ -21,7 +21,7 @@ pub const SCENARIO: Scenario = Scenario {
 
 const GUEST_TIMEOUT: Duration = Duration::from_secs(150);
 
-/// Two disks: one for the records, one for fio, in a real file system on the host's scratch disk.
+/// Creates two disks, one for the records and one for fio, in a real file system on the host's scratch disk.
 fn prepare(host: &Host) -> Result<()> {
     host.sh(
         "mke2fs -q -F -t ext4 -O ^has_journal /dev/vdc 1G && mkdir -p /disks && mount /dev/vdc /disks && \
@@ -32,7 +32,7 @@ fn prepare(host: &Host) -> Result<()> {
 
 fn guest(run: u64, kernel: &str) -> Result<GuestSpec> {
     let tool = fs::read(paths::agent()?)?;
-    // fio works on its own disk meanwhile: other requests are in flight whenever the monitor dies.
+    // fio works on its own disk meanwhile, so that other requests are in flight at each kill.
     let script = format!(
         "fio --name=load --filename=/dev/vdc --rw=randwrite --bs=8k --ioengine=psync --fsync=8 --rate_iops=60 --verify=crc32c --do_verify=0 --time_based --runtime=600 --size=64m >/dev/null 2>&1 &\n\
          exec /lab/tool records-write /dev/vdb {run}"
@@ -90,7 +90,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     report.figure("records", records_seen);
     report.figure("monitor", vmm.name());
     report.check(lost == 0, format!("{lost} acknowledged records were lost"));
-    // The same disks serve on: fio writes and verifies, to the end.
+    // The same disks are used further: fio writes and verifies to the end.
     host.forget_consoles();
     let fio = "fio --eta=never --name=v --filename=/dev/vdc --rw=randwrite --bs=4k --iodepth=8 --ioengine=libaio --direct=1 --size=8m --verify=crc32c --do_verify=1 --verify_fatal=1 --fsync=32 --output-format=terse >/tmp/o 2>&1; r=$?; tail -c 600 /tmp/o | grep -v '^3;'; exit $r";
     let spec = GuestSpec { script: Some(format!("#!/bin/sh\n{fio}\n")), ..guest(0, kernel)? };

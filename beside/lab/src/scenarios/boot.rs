@@ -1,4 +1,4 @@
-//! Debian kernels boot to user space with 1, 2 and 4 vCPUs; power-off, reboot and the power button work.
+//! Debian kernels boot to user space with 1, 2 and 4 vCPUs. Power-off, reboot and the power button work.
 
 use crate::emulator_faults;
 use crate::guest::{Guest, GuestSpec, Vmm};
@@ -22,7 +22,7 @@ pub const SCENARIO: Scenario = Scenario {
 
 const GUEST_TIMEOUT: Duration = Duration::from_secs(150);
 
-/// How a guest's life ends.
+/// The end of a guest's run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum End {
     PowerOff,
@@ -59,7 +59,7 @@ fn one(host: &Host, vmm: Vmm, kernel: &str, cpus: u32, bzimage: bool, end: End) 
     match end {
         End::PowerOff => guest.ended(GUEST_TIMEOUT)?,
         End::Reboot => {
-            // A monitor restarts its guest in place; the second init proves it. QEMU is told not to differ.
+            // Causeway restarts its guest in place, which a second init proves. QEMU is configured to do the same.
             let from = guest.session.out.position();
             guest.expect_from("LAB-L2 init", from, GUEST_TIMEOUT)?;
             guest.expect_from("LAB-L2 user space", from, GUEST_TIMEOUT)?;
@@ -92,7 +92,7 @@ fn press(host: &Host, guest: &Guest) -> Result<()> {
     host.sh(&command).map(drop)
 }
 
-/// The runs: (kernel, vCPUs, bzImage, end).
+/// Returns the runs: kernel, vCPUs, bzImage, end.
 fn plan(options: &Options) -> Result<Vec<(String, u32, bool, End)>> {
     let ends: Vec<End> = options.ends.iter().map(|e| End::parse(e)).collect::<Result<_>>()?;
     let kernels: Vec<String> = if options.kernels.is_empty() {
@@ -119,7 +119,7 @@ fn plan(options: &Options) -> Result<Vec<(String, u32, bool, End)>> {
         }
     }
     if !ends.is_empty() {
-        // Asked for by name: every kernel with every number of vCPUs ends in each of these ways.
+        // Selected by name: every kernel with every number of vCPUs ends in each of these ways.
         all = all
             .iter()
             .filter(|r| r.3 == End::PowerOff && !r.2)
@@ -157,11 +157,11 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
             Err(e) => {
                 progress!("{what}: FAILED: {e:#}");
                 let states = e.downcast_ref().map(|e: &Unfinished| vec![host.state(e.began())]);
-                // The whole scenario begins again, on another host, if that is excused.
+                // If the fault is excused, the whole scenario restarts on another host.
                 if emulator_faults::found(&e, &states.unwrap_or_default(), false).is_some() {
                     return Err(e.context(what));
                 }
-                // At once, so that it stands whatever comes later.
+                // Immediately, so that the failure counts independently of later events.
                 failures += 1;
                 report.check(false, format!("{what}: {e:#}"));
                 if host.answers() {

@@ -1,4 +1,4 @@
-//! Our monitor and QEMU with KVM, side by side in one host: time to the guest's first program, memory, exits.
+//! Compares Causeway and QEMU with KVM on one host: time to the guest's first program, memory, exits.
 
 use crate::guest::{Guest, GuestSpec, Vmm};
 use crate::host::Host;
@@ -22,29 +22,29 @@ pub const SCENARIO: Scenario = Scenario {
 
 const GUEST_TIMEOUT: Duration = Duration::from_secs(200);
 
-/// The emulator keeps translated code for every page that guest or host code ran from. Writing to such a page throws its
-/// translations away first, which takes ten times as long as the write. So the memory that one guest leaves makes the
-/// next start slow, by chance: seconds of seven. On a processor there is no such thing. Before each boot, outside of its
-/// time, half a gigabyte of the memory freed last is therefore written once; all monitors start alike then.
+/// TCG caches translated code for every page from which guest or host code ran. A write to such a page first discards its translations,
+/// which takes ten times as long as the write. So memory that one guest frees may slow the next start down, by seconds of seven. A real
+/// processor has no such effect. Before each boot, outside of the measured time, half a gigabyte of recently freed memory is therefore
+/// written once. So all monitors start alike.
 const CALM: &str = "python3 -c 'import mmap
 m = mmap.mmap(-1, 512 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 m.madvise(mmap.MADV_HUGEPAGE)
 for at in range(0, len(m), 4096): m[at] = 1'";
 
-/// The monitor's program comes from the share, page by page at each start; QEMU's is on the host's disk. A copy in the
-/// host's memory makes them alike.
+/// The monitor's program comes from the share, page by page at each start, and QEMU's from the host's disk. A copy in the host's memory
+/// makes them alike.
 const LOCAL: &str = "cp /share/bin/causeway /tmp/causeway && mount --bind /tmp/causeway /share/bin/causeway";
 
 struct Boot {
     init: f64,
-    /// Processor time that the emulated host took from exec to init.
+    /// Processor time of the emulated host from exec to init.
     work: f64,
     user: f64,
     measured: Measured,
 }
 
 fn pid_of(host: &Host, vmm: Vmm) -> Result<u32> {
-    // The monitor may have helpers; the process that holds the VM is the one KVM lists.
+    // The monitor may have several processes; KVM lists the one that holds the VM.
     let name = if vmm == Vmm::Causeway { "causeway" } else { "qemu-system-x86" };
     let text = host.sh("ls /sys/kernel/debug/kvm | grep -E '^[0-9]+-[0-9]+$' | cut -d- -f1 | sort -u")?;
     text.lines()
@@ -80,7 +80,7 @@ fn median(values: &[f64]) -> f64 {
     }
 }
 
-/// The counters that say why a guest left, most frequent first.
+/// Returns the counters of exit causes, most frequent first.
 fn causes(m: &Measured) -> Value {
     const CAUSES: &[&str] = &[
         "exits",
@@ -112,7 +112,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let cpus = options.cpus.first().copied().unwrap_or(1);
     let rounds = options.count.unwrap_or(5);
     let peers = [Vmm::Causeway, Vmm::QemuMicrovm, Vmm::QemuQ35];
-    // One boot of each that doesn't count: programs and kernels come from the disk the first time.
+    // One boot of each isn't counted: programs and kernels come from the disk at first.
     let mut boots: Vec<Vec<Boot>> = vec![Vec::new(), Vec::new(), Vec::new()];
     for round in 0..=rounds {
         for (i, vmm) in peers.into_iter().enumerate() {
@@ -145,11 +145,11 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         .collect();
     let (ratio_microvm, ratio_q35) = (init[0] / init[1], init[0] / init[2]);
     report.figure("init_ratio_microvm", round3(ratio_microvm));
-    // Noise from outside only ever adds: the fastest boots say more than the medians on a crowded machine.
+    // External load only adds time: on a crowded machine the fastest boots say more than the medians.
     let fastest = |i: usize| boots[i].iter().map(|b| b.init).fold(f64::INFINITY, f64::min);
     report.figure("init_ratio_microvm_fastest", round3(fastest(0) / fastest(1)));
     report.figure("init_ratio_q35", round3(ratio_q35));
-    // Other load makes times longer, but not the work; what the guest itself does is the same under all monitors.
+    // Other load adds time but no work. The guest's own work is the same under all monitors.
     let medians = |of: fn(&Boot) -> f64| -> Vec<f64> {
         boots.iter().map(|b| median(&b.iter().map(of).collect::<Vec<_>>())).collect()
     };

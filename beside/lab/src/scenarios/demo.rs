@@ -1,5 +1,5 @@
-//! What `make demo` shows: Debian under the monitor with disk and network, fio with verification, an iperf3 transfer,
-//! the time to boot, and every exit by cause.
+//! The scenario of `make demo`: Debian under Causeway with disk and network, fio with verification, an iperf3 transfer, the boot time,
+//! and every exit by cause.
 
 use super::net::{guest_up, tap};
 use crate::guest::{Guest, GuestSpec, Vmm};
@@ -22,9 +22,9 @@ pub const SCENARIO: Scenario = Scenario {
     prompt: None,
 };
 
-/// Memory that a monitor may take beyond guest RAM, MiB.
+/// Limit of a monitor's memory beyond guest RAM, MiB.
 const MAX_MIB_BEYOND_RAM: u64 = 15;
-/// The same without its program's file.
+/// Limit without its program's file.
 const MAX_MIB_BEYOND_RAM_AND_PROGRAM: u64 = 8;
 const GUEST_TIMEOUT: Duration = Duration::from_secs(120);
 
@@ -93,7 +93,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
             unshared < most,
             format!("the monitor takes {unshared} MiB beyond guest RAM and its program; the limit is {most}"),
         );
-        // How much of a program's file is resident depends on how it was optimized, and CI's isn't.
+        // The resident part of a program's file depends on its optimization, and CI's isn't optimized.
         let most = MAX_MIB_BEYOND_RAM;
         report.check(
             all < most || paths::is_built_for_ci(&paths::causeway()?),
@@ -104,7 +104,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// The monitor's own table: every exit by cause, and by address where there is one.
+/// Prints the monitor's own table: every exit by cause, and by address if there is one.
 fn exits_by_cause(lab: &Lab, report: &mut Report) -> Result<()> {
     let text = lab.host(0)?.sh("causeway inspect demo --json")?;
     let tree: serde_json::Value =
@@ -121,7 +121,7 @@ fn exits_by_cause(lab: &Lab, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// Every number above zero below a key that has to do with exits, by its path.
+/// Collects every nonzero number below a key about exits, with its path.
 fn collect(value: &serde_json::Value, path: &str, inside: bool, rows: &mut Vec<(String, u64)>) {
     let below = |key: &str| if path.is_empty() { key.to_owned() } else { format!("{path}.{key}") };
     match value {

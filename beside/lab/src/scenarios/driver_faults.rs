@@ -1,5 +1,5 @@
-//! Tests of rdma-core that no device can pass with the unmodified driver `vmw_pvrdma` and its provider: each is run once more with probes
-//! at the entry of libibverbs and at the place where the driver hands a command to its device, and only what the probes show counts.
+//! Tests of rdma-core that no device can pass with the unmodified driver `vmw_pvrdma` and its provider. Each is run once more with
+//! probes: at the entry of libibverbs, and where the driver passes a command to its device. Only the probes' evidence counts.
 
 use super::rdma_pyverbs::{LIMIT, Outcome, TESTS};
 use crate::progress;
@@ -11,25 +11,25 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
 
-/// Codes of commands: `enum pvrdma_cmd` of the driver's `pvrdma_dev_api.h`.
+/// Command codes: `enum pvrdma_cmd` in the driver's `pvrdma_dev_api.h`.
 const CREATE_QP: u32 = 9;
 const QUERY_QP: u32 = 11;
 
-/// What the test asks for where its name has `illegal_caps`.
+/// The value that tests with `illegal_caps` in their names request.
 const ILLEGAL: u32 = u32::MAX;
 
-/// What the probes must show.
+/// Required evidence of the probes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Sign {
-    /// A queue pair is made, and the device is never asked about it.
+    /// A queue pair is created, and the device never gets a query of it.
     NoQuery,
-    /// The test asks for 0xffffffff work requests in the send queue, and the device for 1.
+    /// The test requests 0xffffffff work requests in the send queue, and the driver requests 1 from the device.
     SendWrBecomes1,
-    /// The same of the receive queue.
+    /// The same for the receive queue.
     RecvWrBecomes1,
 }
 
-/// Such tests: the end of the name, a word of how they fail, what the probes must show, and why.
+/// Such tests: suffix of the name, a word of the failure, required evidence, and explanation.
 const KNOWN: &[(&str, &str, Sign, &str)] = &[
     ("test_create_raw_qp_ex_with_illegal_caps_max_send_wr", "not raised", Sign::SendWrBecomes1, ROUNDED),
     ("test_create_raw_qp_ex_with_illegal_caps_max_recv_wr", "not raised", Sign::RecvWrBecomes1, ROUNDED),
@@ -40,7 +40,7 @@ const KNOWN: &[(&str, &str, Sign, &str)] = &[
 const ROUNDED: &str = "the provider's align_next_power2 (pvrdma.h, called by pvrdma_create_qp in qp.c) takes a signed int: 0xffffffff is -1, and the next power of two is 1";
 const UNASKED: &str = "the driver's pvrdma_query_qp (pvrdma_qp.c) answers for a queue pair in RESET by itself, without its sizes";
 
-/// One queue pair's sizes at a probe, and the code of a command.
+/// A queue pair's sizes at a probe, and the code of a command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 struct Seen {
     #[serde(default)]
@@ -49,7 +49,7 @@ struct Seen {
     recv: u32,
 }
 
-/// What a test did under the probes.
+/// A test's trace by the probes.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 struct Trace {
     test: String,
@@ -72,12 +72,12 @@ impl Trace {
     }
 }
 
-/// A failure that is explained, and whether the probes showed it.
+/// An explained failure, and whether the probes confirmed it.
 #[derive(Debug, Clone)]
 pub(super) struct Fault {
-    /// The test.
+    /// The test's name.
     pub(super) test: String,
-    /// Whether the probes agree with the explanation.
+    /// Whether the probes confirmed the explanation.
     pub(super) shown: bool,
     how: String,
     why: &'static str,
@@ -104,7 +104,7 @@ impl fmt::Display for Fault {
 }
 
 impl Fault {
-    /// For the last line.
+    /// Returns the fault for the last line.
     pub(super) fn json(&self) -> Value {
         json!({"test": self.test, "how": self.how, "why": self.why, "shown": self.shown, "evidence": self.to_string()})
     }
@@ -124,7 +124,7 @@ fn parse(text: &str) -> Result<BTreeMap<String, Trace>> {
     all.map(|t| t.map(|t| (t.test.clone(), t))).collect()
 }
 
-/// Runs the explained ones of the failures again, under the probes.
+/// Runs the explained failures again, with the probes.
 pub(super) fn shown(member: &Member<'_>, outcomes: &BTreeMap<String, Outcome>) -> Result<Vec<Fault>> {
     let found: Vec<(&Outcome, Sign, &'static str)> =
         outcomes.values().filter_map(|o| known(o).map(|(sign, why)| (o, sign, why))).collect();
@@ -139,14 +139,14 @@ pub(super) fn shown(member: &Member<'_>, outcomes: &BTreeMap<String, Outcome>) -
         names.join(" ")
     );
     let output = member.run(&script, Duration::from_secs(600))?;
-    // Without the probes nothing is shown, and the rest of the run still counts.
+    // Without the probes nothing is confirmed, and the rest of the run still counts.
     if output.code != 0 || !output.stdout.contains("TRACED-END") {
         progress!("The probes ended with status {}: {}", output.code, output.stderr.trim());
     }
     let traces = parse(&output.stdout)?;
     let fault = |(o, sign, why): &(&Outcome, Sign, &'static str)| {
         let trace = traces.get(&o.test).cloned();
-        // The same failure again, and the probes' word for it.
+        // The same failure again, and confirmed by the probes.
         let shown = trace.as_ref().is_some_and(|t| {
             t.verdicts.len() == 1 && t.verdicts.iter().all(|v| known(v).is_some()) && t.shows(*sign)
         });
@@ -188,7 +188,7 @@ mod tests {
         assert!(!refused.shows(Sign::SendWrBecomes1));
         let queried = line(asked, r#"{"code": 9, "send": 1, "recv": 8}, {"code": 11, "send": 0, "recv": 0}"#);
         assert!(!queried.shows(Sign::NoQuery));
-        // Probes that saw nothing show nothing.
+        // Without events of the probes nothing is confirmed.
         assert!(!line("", "").shows(Sign::NoQuery));
         assert!(!line(asked, "").shows(Sign::NoQuery));
     }

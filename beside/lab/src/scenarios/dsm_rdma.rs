@@ -1,12 +1,12 @@
-//! A payload VM of two nodes, each on a host of its own, whose link goes by the hosts' RDMA devices (here Linux's rxe).
+//! A payload VM of two nodes on separate hosts, whose link uses the hosts' RDMA devices (here Linux's rxe).
 //!
 //! ```text
 //!  host h1: causeway run --node 0 ─ rxe0 ─ x0 ═══ link ═══ x0 ─ rxe0 ─ causeway run --node 1: host h2
 //!                  └───────── TCP 10.77.0.1:7000, idle after the handshake ────────┘
 //! ```
-//! Programs verify their results over `rdma:` and, for comparison, over `tcp:`. The devices must have carried the frames, TCP nothing; no message may
-//! have found the other side without a buffer. Lost packets are sent again. A node that is killed, and a link that is cut, must be told by name. A host
-//! without a device says what it lacks.
+//! Programs verify their results over `rdma:`, and over `tcp:` for comparison. The devices must have transported the frames, and TCP
+//! nothing. No message may have missed a receive buffer. Lost packets are retransmitted. The nodes must report a killed node and a cut
+//! link by name. A host without a device reports what is missing.
 
 use super::rdma_verbs::{packets, rxe_on};
 use crate::channel::{Output, Session};
@@ -30,22 +30,23 @@ pub const SCENARIO: Scenario = Scenario {
     prompt: None,
 };
 
-/// Where nodes listen: node 2, where there is one, beside node 0.
+/// Addresses of the nodes. Node 2, if any, is on the host of node 0.
 const NODES: [(usize, u16); 3] = [(0, 7000), (1, 7000), (0, 7001)];
-/// Emulated processors: a program that takes a second elsewhere takes up to a minute.
+/// Time-out of a run. On emulated processors a program may take a minute instead of a second.
 const RUN_TIMEOUT: Duration = Duration::from_secs(240);
-/// How long a dead or cut-off node may go untold. A second is what is promised; the rest is the emulated hosts' and the lab's.
+/// Time-out until a dead or cut-off node is reported. The specified limit is one second; the rest is for the emulated hosts and the
+/// lab.
 const TOLD: Duration = Duration::from_secs(4);
-/// TCP segments of the handshake and the end, both ways: what may be more is the host's own.
+/// Limit of TCP segments for handshake and end, both ways, including the host's own.
 const FEW_SEGMENTS: u64 = 40;
 
-/// Programs with their arguments; small, as each page takes milliseconds here.
+/// Programs with their arguments. Small, as each page takes milliseconds here.
 const PROGRAMS: &[(&str, &str)] = &[
     ("dsm_basic", "all 20"),
     ("producer-consumer", "messages=100"),
     ("locks", "times=50"),
     ("jacobi", "n=256 steps=10"),
-    // Pages in a row: they come in bursts.
+    // Consecutive pages, which are sent in bursts.
     ("pages", "kind=read pages=500 words=512"),
 ];
 
@@ -56,30 +57,30 @@ fn topology(_: &Options) -> Topology {
     Topology::new().host(HostSpec::new("h1").newer()).host(HostSpec::new("h2").newer()).link("h1", "h2")
 }
 
-/// Of a host.
+/// Returns a host's address.
 fn address(host: usize) -> Ipv4Addr {
     Ipv4Addr::new(10, 77, 0, if host == 0 { 1 } else { 2 })
 }
 
-/// Where a node is, as `--peers` and the nodes' sentences have it.
+/// Returns a node's address as in `--peers` and in the nodes' messages.
 fn place(kind: &str, node: usize) -> String {
     let (host, port) = NODES[node];
     format!("{kind}:{}:{port}", address(host))
 }
 
-/// Where so many nodes are, for `--peers`.
+/// Returns the addresses of `nodes` nodes, for `--peers`.
 fn peers(kind: &str, nodes: usize) -> String {
     (0..nodes).map(|node| place(kind, node)).collect::<Vec<_>>().join(",")
 }
 
-/// The command of a node.
+/// Returns the command of a node.
 fn command(node: usize, peers: &str, program: &str, arguments: &str, flags: &str) -> String {
     format!(
         "exec causeway {flags} --log-level warn run --name dsm{node} --node {node} --peers {peers} --insecure --payload /share/bin/{program} -- {arguments}"
     )
 }
 
-/// TCP segments that a host has sent and received.
+/// Returns the number of TCP segments that a host has sent and received.
 fn segments(host: &Host) -> Result<u64> {
     let text = host.sh("cat /proc/net/snmp")?;
     let mut lines = text.lines().filter_map(|line| line.strip_prefix("Tcp: "));
@@ -92,16 +93,16 @@ fn segments(host: &Host) -> Result<u64> {
     Ok(sent.context("no count of TCP segments")? + received.context("no count of TCP segments")?)
 }
 
-/// What a host's device has counted beside packets.
+/// A host device's counters other than packets.
 #[derive(Debug, Clone, Copy)]
 struct Trouble {
-    /// Messages that found no receive buffer, here and at the other side.
+    /// Messages that found no receive buffer, at this and at the other side.
     not_ready: u64,
     /// Counters of [`RECOVERED`].
     recovered: [u64; 4],
 }
 
-/// What a device counts when packets are lost or late: it sent something again, or packets came twice or out of order.
+/// Counters of lost or late packets: retransmissions, duplicates, packets out of order.
 const RECOVERED: [&str; 4] =
     ["completer_retry_err", "rcvd_seq_err", "out_of_seq_request", "duplicate_request"];
 
@@ -120,19 +121,19 @@ fn trouble(host: &Host) -> Result<Trouble> {
     }
 }
 
-/// All nodes of a VM, running.
+/// All running nodes of a VM.
 struct Nodes {
     sessions: Vec<Session>,
 }
 
 impl Nodes {
-    /// By their commands, one after the other: a node that listens isn't knocked at in vain, which would be TCP segments as well.
+    /// Starts the nodes in sequence, so that none connects before another listens, which would add TCP segments.
     fn start(lab: &Lab, commands: &[String]) -> Result<Self> {
         let mut sessions = Vec::new();
         for (node, command) in commands.iter().enumerate() {
             let (host, port) = NODES[node];
             sessions.push(lab.host(host)?.spawn(&format!("node {node}"), command)?);
-            // Whom others connect to; one that refuses to start is told by its end.
+            // Other nodes connect to it. If it refuses to start, its end shows that.
             if node + 1 < commands.len() {
                 let listens = format!(
                     "i=0; until ss -Hltn 'sport = :{port}' | grep -q . || [ $i -ge 100 ]; do i=$((i+1)); sleep 0.05; done"
@@ -143,20 +144,20 @@ impl Nodes {
         Ok(Self { sessions })
     }
 
-    /// What all said.
+    /// Waits for all nodes; returns their outputs.
     fn end(&self) -> Result<Vec<Output>> {
         self.sessions.iter().map(|session| session.output(RUN_TIMEOUT)).collect()
     }
 }
 
-/// What node 0's output says of the whole VM.
+/// Returns node 0's report about the whole VM.
 fn outcome(stdout: &str) -> Option<Value> {
-    // The console's lines come first.
+    // The console's lines precede it.
     let at = if stdout.starts_with("{\n") { 0 } else { stdout.find("\n{\n")? };
     serde_json::from_str(&stdout[at..]).ok()
 }
 
-/// Runs a program on so many nodes over one kind of link: what was counted.
+/// Runs a program on `nodes` nodes over one kind of link. Returns the counters.
 fn run_program(lab: &Lab, kind: &str, nodes: usize, program: &str, arguments: &str) -> Result<Value> {
     let begun = Instant::now();
     let hosts = [lab.host(0)?, lab.host(1)?];
@@ -182,7 +183,7 @@ fn run_program(lab: &Lab, kind: &str, nodes: usize, program: &str, arguments: &s
     let Some(tree) = outcome(console).filter(|_| ended.iter().all(|output| output.code == 0)) else {
         bail!("{}", said());
     };
-    // dsm_basic tells by its exit code alone.
+    // dsm_basic reports by its exit code only.
     let verified = console.contains("\"verified\":true") || program == "dsm_basic";
     if !verified || console.contains("\"verified\":false") {
         bail!("the result isn't verified: {}", said());
@@ -212,12 +213,12 @@ fn run_program(lab: &Lab, kind: &str, nodes: usize, program: &str, arguments: &s
     }))
 }
 
-/// The numbers of both hosts.
+/// Returns a figure of both hosts.
 fn both(figures: &Value, name: &str) -> [u64; 2] {
     [0, 1].map(|host| figures[name][host].as_u64().unwrap_or(0))
 }
 
-/// Programs, over both kinds of link.
+/// Runs programs over both kinds of link.
 fn programs(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let mut all = Map::new();
     for (program, arguments) in PROGRAMS.iter().filter(|(program, _)| options.wants(program)) {
@@ -255,7 +256,8 @@ fn programs(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// Three nodes, of which two are on one host: each has two links by one device. (Programs that spin at barriers keep that host's only CPU from the device's threads.)
+/// Three nodes, of which two share a host: each has two links by one device. (Programs that spin at barriers deprive the device's
+/// threads of that host's only CPU.)
 fn three(lab: &Lab, report: &mut Report) -> Result<()> {
     let mut all = Map::new();
     for (program, arguments) in [("dsm_basic", "all 5"), ("producer-consumer", "messages=50")] {
@@ -270,7 +272,7 @@ fn three(lab: &Lab, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// Packets are lost, both ways: the devices send them again.
+/// Packets are lost in both directions: the devices retransmit them.
 fn losses(lab: &Lab, report: &mut Report) -> Result<()> {
     for host in lab.hosts() {
         host.sh("modprobe sch_netem; tc qdisc replace dev x0 root netem limit 10000 loss 1%")?;
@@ -298,7 +300,7 @@ fn losses(lab: &Lab, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// Starts a program that never ends, and waits until it runs on both nodes.
+/// Starts an endless program, and waits until it runs on both nodes.
 fn endless(lab: &Lab) -> Result<Nodes> {
     let peers = peers("rdma", 2);
     let commands = [0, 1].map(|node| command(node, &peers, "dsm_basic", "endless 1", ""));
@@ -309,7 +311,7 @@ fn endless(lab: &Lab) -> Result<Nodes> {
     }
 }
 
-/// Waits for a node's sentence with all of these in it: what it said, and after how many milliseconds.
+/// Waits for a node's sentence that contains all `parts`. Returns it, and its time in milliseconds.
 fn told(session: &Session, since: Instant, parts: &[&str]) -> Result<(String, u128)> {
     let first = parts.first().copied().unwrap_or_default();
     match session.err.wait_for(first, 0, TOLD) {
@@ -322,7 +324,8 @@ fn told(session: &Session, since: Instant, parts: &[&str]) -> Result<(String, u1
 
 fn killed(lab: &Lab, report: &mut Report) -> Result<()> {
     let nodes = endless(lab)?;
-    // Confined all the while: no thread has a capability, each has a filter, and those that serve memory run first all the same (policy 1: SCHED_FIFO).
+    // All threads are confined: none has a capability, each has a filter. The service threads still have priority (policy 1:
+    // SCHED_FIFO).
     let threads = lab.host(0)?.sh(
         "for t in /proc/$(pidof causeway)/task/*; do echo $(cat $t/comm) $(grep -E '^(CapEff|CapPrm|Seccomp):' $t/status | cut -f2) policy $(cut -d')' -f2 $t/stat | cut -d' ' -f40); done",
     )?;
@@ -349,7 +352,7 @@ fn killed(lab: &Lab, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// A node that is stopped: its device acknowledges what comes, and nobody answers.
+/// A stopped node: its device acknowledges messages, and no thread answers them.
 fn stopped(lab: &Lab, report: &mut Report) -> Result<()> {
     let nodes = endless(lab)?;
     let since = Instant::now();
@@ -390,7 +393,7 @@ fn cut(lab: &Lab, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// Sentences of hosts that can't.
+/// Error messages of unsuitable hosts.
 fn refusals(lab: &Lab, report: &mut Report) -> Result<()> {
     let host = lab.host(0)?;
     let elsewhere = "rdma:10.77.9.9:7000,rdma:10.77.9.8:7000";
@@ -399,7 +402,7 @@ fn refusals(lab: &Lab, report: &mut Report) -> Result<()> {
         output.code != 0 && ["10.77.9.9", "RoCE", "rxe0"].iter().all(|part| output.stderr.contains(part));
     report.check(fine, format!("no device has 10.77.9.9; node 0 said {:?}", output.stderr.trim()));
     report.figure("no_such_address", output.stderr.trim());
-    // One means tcp, the other rdma: whoever notices first says so.
+    // One node uses tcp, the other rdma: the first one to notice reports it.
     let commands =
         [0, 1].map(|node| command(node, &peers(["rdma", "tcp"][node], 2), "dsm_basic", "all 1", ""));
     let ended = Nodes::start(lab, &commands)?.end()?;
@@ -418,7 +421,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     for host in lab.hosts() {
         PROGRAMS.iter().try_for_each(|(program, _)| host.install(&folder.join(program)))?;
     }
-    // With what was installed before.
+    // Restores the previous installation.
     lab.install_causeway_in_memory()?;
     for (number, host) in lab.hosts().iter().enumerate() {
         host.sh("ip link set x0 up")?;

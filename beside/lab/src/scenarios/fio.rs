@@ -1,24 +1,24 @@
-//! What fio's JSON says of a job.
+//! Parses fio's JSON report of a job.
 
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
-/// One job that ended without an error.
+/// A successful job.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(super) struct Job {
     /// Bytes written.
     pub(super) written: u64,
-    /// Bytes read, those read to be verified among them.
+    /// Bytes read, including verification.
     pub(super) read: u64,
-    /// Reads and writes.
+    /// Number of reads and writes.
     pub(super) operations: u64,
-    /// What writing took, and reading, in seconds.
+    /// Seconds of writes, and of reads.
     pub(super) seconds: (f64, f64),
-    /// What a write took from its submission to its completion, in µs: the mean.
+    /// Mean time of a write from submission to completion, in µs.
     pub(super) write_latency: f64,
 }
 
-/// Reads it; an error of the job is one.
+/// Parses the report. A failed job is an error.
 pub(super) fn job(text: &str) -> Result<Job> {
     let start = text.find('{').context("fio printed no JSON")?;
     let tree: Value = serde_json::from_str(&text[start..]).context("fio's JSON can't be read")?;

@@ -1,4 +1,4 @@
-//! Two linked hosts: KVM is there, the link carries packets. The smallest scenario, and the one to copy from.
+//! Two linked hosts: KVM exists, and the link transports packets. The smallest scenario, and the template for new ones.
 
 use crate::lab::Lab;
 use crate::scenario::{Options, Report, Scenario};

@@ -1,5 +1,5 @@
-//! A guest moves between monitors while it works: it counts, keeps memory that is hashed again and again, writes and verifies its disk, and
-//! says each step over one TCP connection to the host, which also pings it. Nothing may be lost, and one monitor has it at a time.
+//! A guest migrates between monitors under load. It counts, hashes memory repeatedly, writes and verifies its disk, and reports each
+//! step over one TCP connection to the host, which also pings it. Nothing may be lost, and one monitor runs it at a time.
 
 use crate::guest::{Guest, GuestSpec, Vmm};
 use crate::host::Host;
@@ -22,12 +22,12 @@ pub const SCENARIO: Scenario = Scenario {
 
 pub(super) const STEP_TIMEOUT: Duration = Duration::from_secs(180);
 pub(super) const NET: &str = "10.78.0";
-/// The disk's part of a step: what was written is read back, around the guest's page cache.
+/// The disk's part of a step: writes are read back, bypassing the guest's page cache.
 const VERIFY: &str = r#"place=$((n % 400))
     dd if=/tmp/w/new of=/dev/vdb bs=128k count=1 seek=$place conv=notrunc oflag=direct 2>/dev/null || wrong=$((wrong+1))
     [ "$(dd if=/dev/vdb bs=128k count=1 skip=$place iflag=direct 2>/dev/null | sha256sum)" = "$sum" ] || wrong=$((wrong+1))"#;
 
-/// One bridge with an address, a tap per place where the guest can be, and the disk.
+/// Creates a bridge with an address, a tap per place of the guest, and the disk.
 pub(super) fn prepare(host: &Host) -> Result<()> {
     host.sh(&format!(
         "ip link add br0 type bridge && ip addr add {NET}.1/24 dev br0 && ip link set br0 up && \
@@ -37,7 +37,8 @@ pub(super) fn prepare(host: &Host) -> Result<()> {
     .map(drop)
 }
 
-/// What the guest does until the host opens port 7002. Each step is a line on the console and over one TCP connection.
+/// Returns the guest's script, which runs until the host opens port 7002. It reports each step as a line on the console and over one
+/// TCP connection.
 pub(super) fn script(disk: bool) -> String {
     let verify = if disk { VERIFY } else { "" };
     let mut s = super::net::guest_up(NET);
@@ -69,7 +70,7 @@ fn spec(name: &str, kernel: &str, tap: u32) -> GuestSpec {
         .script(&script(true))
 }
 
-/// A monitor that waits at a port of its own; returns when it listens.
+/// Starts a monitor that waits at a port of its own; returns when it listens.
 fn waiting(host: &Host, kernel: &str, number: u32, memory: u32) -> Result<Guest> {
     let mut spec = spec(&format!("place{number}"), kernel, number % 2).memory(memory);
     spec.extra.push(format!("--incoming 127.0.0.1:{}", port(number)));
@@ -88,14 +89,14 @@ fn port(number: u32) -> u32 {
     7100 + number
 }
 
-/// The command that moves the guest. Every other move copies memory again until little is left; the others stop the guest early: an emulated host
-/// copies slowly.
+/// Returns the command that migrates the guest. Every other migration repeats pre-copy rounds until little is left. The others stop the
+/// guest early, as an emulated host copies slowly.
 fn migrate(number: u32, to: u32) -> String {
     let how = if number % 2 == 1 { "--downtime 100 --streams 3" } else { "--downtime 3000 --streams 2" };
     format!("causeway --json migrate place{number} --to 127.0.0.1:{} {how}", port(to))
 }
 
-/// One step of the guest as the host heard it.
+/// One step of the guest as received by the host.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Step {
     pub(super) number: u64,
@@ -115,7 +116,7 @@ pub(super) fn steps(text: &str) -> Vec<Step> {
     text.lines().filter_map(step).collect()
 }
 
-/// Steps that are missing, repeated or out of order; and boot ids besides the first.
+/// Returns the number of steps that are missing, repeated or out of order, and of boot ids besides the first.
 pub(super) fn breaks(steps: &[Step]) -> usize {
     let orders = steps.iter().zip(1u64..).filter(|(step, expected)| step.number != *expected).count();
     let boots =
@@ -127,7 +128,7 @@ fn heard(host: &Host) -> Result<u64> {
     Ok(host.sh("wc -l < /tmp/steps || true")?.trim().parse().unwrap_or(0))
 }
 
-/// Waits until the guest has done so many more steps and answers a ping.
+/// Waits until the guest has made `more` steps and answers a ping.
 pub(super) fn works_on(host: &Host, guest: &Guest, more: u64) -> Result<()> {
     let from = heard(host)?;
     let script = format!(
@@ -147,7 +148,7 @@ pub(super) fn works_on(host: &Host, guest: &Guest, more: u64) -> Result<()> {
     Ok(())
 }
 
-/// The state that a monitor says its VM is in.
+/// Returns the VM's state as a monitor reports it.
 fn state(host: &Host, number: u32) -> Result<String> {
     Ok(host
         .sh(&format!("causeway --json inspect place{number} summary/state"))?
@@ -173,7 +174,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     guest.expect("WORK 2 ", STEP_TIMEOUT)?;
     let ping = host.spawn("ping", &format!("exec ping -n -i 0.5 {NET}.2"))?;
 
-    // A monitor of another shape refuses, and the guest isn't disturbed.
+    // A monitor with another configuration refuses, without effect on the guest.
     let other = waiting(host, kernel, 1, 256)?;
     let refused = host.run(&migrate(0, 1), STEP_TIMEOUT)?;
     report.check(
@@ -183,7 +184,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     other.session.wait(STEP_TIMEOUT)?.context("A destination that refused didn't end")?;
     works_on(host, &guest, 2)?;
 
-    // A destination that dies while memory comes: the guest goes on where it is.
+    // The destination dies during pre-copy: the guest continues at the source.
     let doomed = waiting(host, kernel, 1, 384)?;
     let killed = host.run(
         &format!(
@@ -201,7 +202,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     );
     works_on(host, &guest, 2)?;
 
-    // A cancelled one: with vCPUs that aren't held back and next to no pause allowed, this one would go on for long.
+    // A cancelled migration: without throttling, and with nearly no permitted blackout, it would not converge.
     let idle = waiting(host, kernel, 1, 384)?;
     let cancelled = host.run(
         &format!(
@@ -234,7 +235,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         }
         let timeline: Value = serde_json::from_str(output.stdout.trim())
             .with_context(|| format!("The timeline is {:?}", output.stdout))?;
-        // The source ends by itself, with success.
+        // The source ends by itself, successfully.
         guest.ended(STEP_TIMEOUT)?;
         errors += guest.trouble().len();
         guest = next;
@@ -297,7 +298,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// A lost, a repeated and a foreign step are each noticed.
+    /// A lost, a repeated and a foreign step are each detected.
     #[test]
     fn breaks_in_the_steps_are_counted() {
         let of = |text: &str| breaks(&steps(text));

@@ -1,8 +1,9 @@
-//! How long a guest without RDMA can't be reached when it moves, while it writes a disk (fio) and sends by TCP (iperf3): with our monitor, and with QEMU, one after the other
-//! on the same emulated host, with the same kernel, initramfs, disk, network and limit of the pause.
+//! Compares the blackout of a migrating guest without RDMA under disk (fio) and TCP (iperf3) load, between Causeway and QEMU. Both run
+//! one after the other on the same emulated host, with the same kernel, initramfs, disk, network and blackout limit.
 //!
-//! The host pings the guest every 20 ms all the time. The blackout of a move is the longest time between two answers from the beginning of the move until the guest runs at
-//! its destination; the longest time between two answers while nothing moves stands beside it. Times of an emulated host are no performance: only side by side do they say anything.
+//! The host pings the guest every 20 ms. The blackout of a migration is the longest time between two answers, from its start until the
+//! guest runs at the destination. The longest time between two answers without a migration is reported, too. Absolute times of an
+//! emulated host mean nothing; only the comparison does.
 
 use super::migrate::{NET, STEP_TIMEOUT, prepare};
 use crate::guest::{Guest, GuestSpec, Vmm};
@@ -24,12 +25,12 @@ pub const SCENARIO: Scenario = Scenario {
     prompt: None,
 };
 
-/// The pause that both are allowed, milliseconds: an emulated host copies some megabytes a second.
+/// Blackout limit of both, in milliseconds. An emulated host copies some megabytes per second.
 const DOWNTIME: u32 = 1000;
-/// How long the guest is pinged before the first move, seconds.
+/// Seconds of pings before the first migration.
 const QUIET: u64 = 20;
 
-/// fio and iperf3 without end, held to rates that an emulated host can do.
+/// fio and iperf3 without end, at rates that an emulated host sustains.
 fn script(vmm: Vmm) -> String {
     let mut script = super::net::guest_up(NET);
     script.push_str(&format!(
@@ -60,7 +61,7 @@ fn spec(vmm: Vmm, kernel: &str, number: u32) -> GuestSpec {
     spec
 }
 
-/// A server each: one whose guest was ended goes on waiting for it.
+/// Returns a separate server port per monitor: a server whose guest was killed keeps waiting for it.
 fn iperf_port(vmm: Vmm) -> u32 {
     if matches!(vmm, Vmm::Causeway) { 5201 } else { 5202 }
 }
@@ -69,13 +70,13 @@ fn port(number: u32) -> u32 {
     7100 + number
 }
 
-/// Times at which answers came, seconds, as `ping -D` prints them.
+/// Returns the times of answers in seconds, as `ping -D` prints them.
 fn answers(said: &str) -> Vec<f64> {
     let time = |line: &str| line.strip_prefix('[')?.split(']').next()?.parse().ok();
     said.lines().filter(|line| line.contains("bytes from")).filter_map(time).collect()
 }
 
-/// The longest time between two answers that touches a span, milliseconds; `None` where nothing came after its end.
+/// Returns the longest time between two answers that overlaps a span, in milliseconds. `None` if no answer came after its end.
 fn longest(answers: &[f64], (from, to): (f64, f64)) -> Option<f64> {
     if answers.last().is_none_or(|last| *last < to) {
         return None;
@@ -85,7 +86,7 @@ fn longest(answers: &[f64], (from, to): (f64, f64)) -> Option<f64> {
     Some((gap * 1000.0).round())
 }
 
-/// The value that so many percent aren't above.
+/// Returns a percentile.
 fn percentile(sorted: &[f64], percent: usize) -> f64 {
     let at = (sorted.len() * percent).div_ceil(100).clamp(1, sorted.len().max(1)) - 1;
     sorted.get(at).copied().unwrap_or(f64::NAN)
@@ -95,10 +96,10 @@ fn now(host: &Host) -> Result<f64> {
     host.sh("date +%s.%N")?.trim().parse().context("The host's clock can't be read")
 }
 
-/// What moves of one monitor came to.
+/// Results of one monitor's migrations.
 struct Outcome {
     blackouts: Vec<f64>,
-    /// What the source says of the pause.
+    /// The blackout as the source reports it.
     said: Vec<f64>,
     quiet: f64,
 }
@@ -219,7 +220,7 @@ mod tests {
         assert_eq!(answers, [10.0, 10.02, 10.5, 10.52]);
         assert_eq!(longest(&answers, (10.1, 10.2)), Some(480.0));
         assert_eq!(longest(&answers, (10.51, 10.52)), Some(20.0));
-        // A guest that never answers again has no blackout of some length.
+        // A guest that never answers again has no blackout.
         assert_eq!(longest(&answers, (10.51, 11.0)), None);
         assert_eq!(longest(&[], (1.0, 2.0)), None);
     }

@@ -1,5 +1,5 @@
-//! A guest moves into whose memory its neighbour writes by RDMA, faster than the link between the hosts carries it. Without holding peers back the
-//! migration doesn't converge, and is given up; with it, it ends, and no queue pair notices but by the time that it takes.
+//! A guest migrates while its neighbour writes to its memory by RDMA, faster than the link between the hosts. Without throttling of
+//! peers the migration doesn't converge, and is aborted. With throttling it completes. The queue pairs see no error, only a delay.
 //!
 //! ```text
 //!  host h1: guest b ── ib_write_bw, from RAM to RAM ──▶ guest a ═══ 100 Mbit/s ═══▶ host h2
@@ -26,14 +26,14 @@ pub const SCENARIO: Scenario = Scenario {
     prompt: None,
 };
 
-/// Where monitors wait.
+/// Address of the waiting monitors.
 const ADDRESS: &str = "10.77.0.2:7100";
-/// Bytes of a message; perftest writes two of them in turn.
+/// Bytes of a message; perftest alternates between two of them.
 const LENGTH: u32 = 8 << 20;
 /// Seconds between two lines of perftest.
 const EVERY: u32 = 3;
 
-/// Perftest without end, a line every few seconds.
+/// Returns the command of an endless perftest with periodic output.
 fn perftest(m: &Member<'_>, server: &str) -> String {
     format!(
         "stdbuf -oL ib_write_bw -d {} -x {} -F -s {LENGTH} -t 4 --run_infinitely -D {EVERY} {server}",
@@ -41,7 +41,7 @@ fn perftest(m: &Member<'_>, server: &str) -> String {
     )
 }
 
-/// MB/s of all lines so far, as the client says them.
+/// Returns the rates of all lines so far in MB/s, as the client prints them.
 fn rates(m: &Member<'_>) -> Result<Vec<f64>> {
     let said = m.sh("cat /run/work.out")?;
     let length = LENGTH.to_string();
@@ -73,17 +73,17 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let mut pair = Pair::place(lab, options, talk::layout(&[0, 0]))?;
     talk::detach(&pair.a, &perftest(&pair.a, ""))?;
     talk::detach(&pair.b, &perftest(&pair.b, &pair.a.tcp))?;
-    // The one that only answers never becomes ready to send, in perftest.
+    // The side that only responds never becomes ready to send in perftest.
     let (first, _) = talk::connected(&pair.b)?;
     report.check(!first.is_empty(), "no queue pair is connected before the move");
-    // A buffer of a tenth of a second, as a switch has: more, and what isn't acknowledged in time is the buffer's fault.
+    // A queue of a tenth of a second, as in a switch. With a longer one, acknowledgements would be late because of the queue.
     let link = "modprobe sch_tbf && tc qdisc replace dev x0 root tbf rate 100mbit burst 128kb latency 100ms";
     lab.host(0)?.sh(link)?;
     std::thread::sleep(Duration::from_secs(15));
     let free = rates(&pair.b)?;
     progress!("{free:?} MB/s unhindered (emulated: says nothing but beside what follows)");
 
-    // Nobody is held back.
+    // Without throttling.
     let next: Guest = pair.await_guest(0, 1, ADDRESS, STEP_TIMEOUT)?;
     let refused = migrate(&pair, "--max-throttle 0 --timeout 60")?;
     report.check(

@@ -1,12 +1,13 @@
-//! Two guests do operations of five kinds to each other, over several connections and in both directions, while one of them moves to and fro between two hosts all the
-//! time: to the other one's host, where connections are local, and away. Each operation is to be carried out exactly once and in order; what is wrong is judged from
-//! the data, by the program `rdma-exact` in the guests.
+//! Two guests execute operations of five kinds on each other, over several connections and in both directions. One of them migrates
+//! back and forth between two hosts: to the other one's host, where connections are local, and away. Each operation must be executed
+//! exactly once and in order. The program `rdma-exact` in the guests judges by the data.
 //!
 //! ```text
 //!  host h1: causeway cluster, causeway host ═══ link ═══ host h2: causeway host
 //!  guest a  ──────────────── moves ──────────────────▶  beside guest b, and back
 //! ```
-//! Keys are those that the programs told each other at the beginning, and go on to use. The program's connections wait 17 s for an answer, more than any pause here: a crowded machine's emulated hosts stand still for seconds.
+//! Keys are those that the programs exchanged at the beginning. The program's connections time out after 17 s, which exceeds any pause
+//! here: a crowded machine's emulated hosts may stall for seconds.
 
 use super::migrate_rdma;
 use super::migrate_talk::{self as talk, STEP_TIMEOUT};
@@ -28,12 +29,12 @@ pub const SCENARIO: Scenario = Scenario {
     prompt: None,
 };
 
-/// Operations of a run, unless `--count` says how many.
+/// Default number of operations; `--count` overrides it.
 const OPERATIONS: u32 = 10_000_000;
-/// Connections between the guests; operations of a round of one of them in one direction (rdma-exact.c).
+/// Number of connections between the guests, and operations of a round on one of them in one direction (rdma-exact.c).
 const CONNECTIONS: u64 = 8;
 const EACH: u64 = 6;
-/// How long nothing may be done.
+/// Time-out without progress.
 const STUCK: Duration = Duration::from_secs(400);
 
 fn command(m: &Member<'_>, rounds: u64, server: Option<&str>) -> String {
@@ -44,7 +45,7 @@ fn command(m: &Member<'_>, rounds: u64, server: Option<&str>) -> String {
     )
 }
 
-/// Numbers of a line such as `EXACT lost=0 repeated=1`, of the last line that begins so.
+/// Returns the numbers of a line such as `EXACT lost=0 repeated=1`: the last line with this prefix.
 fn numbers(said: &str, begin: &str) -> Option<BTreeMap<String, u64>> {
     let line = said.lines().rev().find(|line| line.starts_with(begin))?;
     let pair =
@@ -52,7 +53,7 @@ fn numbers(said: &str, begin: &str) -> Option<BTreeMap<String, u64>> {
     Some(line.split_whitespace().filter_map(pair).collect())
 }
 
-/// Rounds that are done, as the program says.
+/// Returns the number of completed rounds, as the program reports.
 fn done(m: &Member<'_>) -> Result<u64> {
     let said = m.sh("tail -n 3 /run/work.out")?;
     if said.contains("ERROR") {
@@ -85,7 +86,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
             .with_context(|| format!("Move {}", moves + 1))?;
         moves += 1;
         let (now, by) = if talk::works(&pair.a)? { talk::connected(&pair.a)? } else { Default::default() };
-        // The program may have ended meanwhile, and with it its queue pairs.
+        // The program may have ended meanwhile, and its queue pairs with it.
         let goes_on = talk::works(&pair.a)?;
         if goes_on {
             errors += u32::from(now != first);
@@ -145,8 +146,8 @@ mod tests {
     use super::*;
     use std::process::Command;
 
-    /// What guests' operations are judged by finds losses, repetitions, other orders and corrupt contents, planted one by one, and nothing where
-    /// nothing is wrong.
+    /// The judge of the guests' operations finds injected losses, repetitions, reorderings and corruptions one by one, and reports
+    /// nothing for a correct run.
     #[test]
     fn the_judge_finds_what_is_planted() {
         let dir = tempfile::tempdir().unwrap();

@@ -1,5 +1,5 @@
-//! Two guests with RDMA NICs that are connected with each other move as one migration: both to the other host, and to each other's places. A program
-//! in each keeps messages going over one connection from before the first migration until after the last, and compares what arrived.
+//! Two guests with connected RDMA NICs move in one migration: both to the other host, and to each other's places. A program in each
+//! exchanges messages over one connection, from before the first migration until after the last, and verifies them.
 //!
 //! ```text
 //!          host h1: causeway cluster, causeway host ═══ link ═══ host h2: causeway host
@@ -8,7 +8,7 @@
 //!  drain   both ◀──────────────────────────────────────────────  a and b
 //!  apart   b ───────────────────────────────────────────▶                   alone; then from the beginning, `--group` in place of `drain`
 //! ```
-//! The network of the guests is that of `rdma-fabric`. With `--only verbs` their connections are carried by rxe devices on the hosts' bridges br1.
+//! The guests' network is that of `rdma-fabric`. With `--only verbs`, rxe devices on the hosts' bridges br1 carry their connections.
 
 use super::migrate_talk::{self as talk, Names, STEP_TIMEOUT};
 use super::rdma_verbs;
@@ -31,12 +31,12 @@ pub const SCENARIO: Scenario = Scenario {
     prompt: None,
 };
 
-/// Where monitors wait for the first guest, and for the second.
+/// Ports at which monitors wait for the first and the second guest.
 const PORTS: [u32; 2] = [7100, 7101];
 const NAMES: [&str; 2] = ["a", "b"];
 const TRANSFER: &str = "--downtime 3000 --streams 2";
 
-/// Each has room for both guests, and for one that comes while one goes.
+/// Each host has room for both guests, and for an incoming one while another leaves.
 fn topology(_: &Options) -> Topology {
     Topology::new()
         .host(HostSpec::new("h1").memory(4096).rdma())
@@ -45,16 +45,16 @@ fn topology(_: &Options) -> Topology {
         .link("h1", "h2")
 }
 
-/// A migration: the hosts on which the guests are afterwards.
+/// A migration: the guests' hosts afterwards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Step {
     name: &'static str,
     to: [usize; 2],
 }
 
-/// Where the guests are first.
+/// The guests' initial hosts.
 const FIRST: [usize; 2] = [0, 1];
-/// From there on, and back.
+/// The migrations, back to the initial hosts.
 const STEPS: [Step; 8] = [
     Step { name: "swap", to: [1, 0] },
     Step { name: "join", to: [1, 1] },
@@ -70,7 +70,7 @@ fn address(guest: usize, host: usize) -> String {
     format!("10.77.0.{}:{}", host + 1, PORTS.get(guest).copied().unwrap_or(0))
 }
 
-/// The commands of a step, by the host that they run on, where the guests are at these hosts before; and the guests that move.
+/// Returns the commands of a step by host, for guests at these hosts, and the guests that move.
 fn commands(at: [usize; 2], step: Step) -> (Vec<(usize, String)>, Vec<usize>) {
     let moving: Vec<usize> = (0..2).filter(|guest| at[*guest] != step.to[*guest]).collect();
     let said = match moving.as_slice() {
@@ -110,7 +110,7 @@ fn commands(at: [usize; 2], step: Step) -> (Vec<(usize, String)>, Vec<usize>) {
     (said, moving)
 }
 
-/// Carries a step out; the number of guests that moved.
+/// Executes a step; returns the number of guests that moved.
 fn carry_out(lab: &Lab, pair: &mut Pair<'_>, at: [usize; 2], step: Step) -> Result<usize> {
     let (commands, moving) = commands(at, step);
     let next: Vec<(usize, Guest)> = moving
@@ -130,7 +130,7 @@ fn carry_out(lab: &Lab, pair: &mut Pair<'_>, at: [usize; 2], step: Step) -> Resu
             tails(pair.daemons().iter().map(|daemon| daemon.err.tail(12)).collect())
         )
     })?;
-    // One that moves alone prints its timeline, a group how each of its VMs moved.
+    // For a single guest the command prints its timeline, and for a group the outcome of each VM.
     for said in said.iter().filter(|_| moving.len() > 1) {
         if said["moved"] != true {
             bail!("The group hasn't moved, and the command succeeded: {said}");
@@ -151,7 +151,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let _service = if verbs { talk::verbs_of(lab, 2, &mut layout)? } else { talk::service(lab)? };
     let mut pair = Pair::place(lab, options, layout)?;
     let wanted = options.count.unwrap_or(2);
-    // Those of one guest alone take time as well: one between two groups.
+    // Migrations of a single guest take time as well: there is one between two groups.
     let count = talk::begin(&pair, wanted.saturating_mul(2) - 1)?;
     let names = |pair: &Pair<'_>| -> Result<([Names; 2], BTreeSet<String>)> {
         let ((a, of_a), (b, of_b)) = (talk::connected(&pair.a)?, talk::connected(&pair.b)?);
@@ -173,7 +173,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         at = step.to;
         groups += u32::from(moved > 1);
         if verbs {
-            // The first request makes the connection.
+            // The first request creates the connection.
             std::thread::sleep(Duration::from_secs(5));
         }
         let (now, reached_by) = names(&pair)?;
@@ -197,7 +197,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
             format!("after {} guests are reached by {reached_by:?} where {expected} is possible", step.name),
         );
         transports.extend(reached_by);
-        // They go on for a while before the next one.
+        // Let the programs run for a while before the next migration.
         std::thread::sleep(Duration::from_secs(5));
     }
     if verbs {
@@ -220,7 +220,8 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// Each step begins where the one before ended; groups are drained, named with one place or each with its own, on the hosts where they are.
+    /// Each step begins at the previous one's end. Groups are drained, or named with one destination or separate ones, on the guests'
+    /// hosts.
     #[test]
     fn steps_follow_each_other_and_are_said_where_guests_are() {
         let mut at = FIRST;

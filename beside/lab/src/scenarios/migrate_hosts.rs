@@ -1,5 +1,5 @@
-//! A guest moves between two hosts, there and back, while it works: its network goes with it. The disk that it has is read-only and the same on both
-//! hosts; a disk that it writes is in the scenario `migrate`.
+//! A guest migrates between two hosts and back under load, with its network. Its disk is read-only and the same on both hosts. The
+//! scenario `migrate` has a writable disk.
 
 use super::migrate::{NET, STEP_TIMEOUT, breaks, script, steps, works_on};
 use crate::guest::{Guest, GuestSpec, Vmm};
@@ -26,13 +26,13 @@ pub const SCENARIO: Scenario = Scenario {
     prompt: None,
 };
 
-/// Where monitors wait; memory goes over the first link.
+/// Port of the waiting monitors. Memory is sent over the first link.
 const PORT: u32 = 7100;
 
-/// The cluster key, on both hosts.
+/// The cluster key's path on both hosts.
 const KEY: &str = "/run/cluster.key";
 
-/// The second link and the guest's tap on one bridge; the first host has an address there, too.
+/// Bridges the second link and the guest's tap. The first host has an address on it, too.
 fn prepare(host: &Host, first: bool) -> Result<()> {
     let address = if first { format!("ip addr add {NET}.1/24 dev br0 && ") } else { String::new() };
     host.sh(&format!(
@@ -72,7 +72,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         let (from, to) = (hosts[number % 2], hosts[(number + 1) % 2]);
         let address = format!("10.77.0.{}:{PORT}", (number + 1) % 2 + 1);
         let mut waits = spec(kernel);
-        // Every other way there and back is encrypted.
+        // Every other round trip is encrypted.
         let encrypted = number % 4 >= 2;
         let waits_with = if encrypted { format!(" --incoming-key {KEY}") } else { " --insecure".to_owned() };
         waits.extra.push(format!("--incoming {address}{waits_with}"));
@@ -81,7 +81,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         if to.run(listens, STEP_TIMEOUT)?.code != 0 {
             bail!("The monitor on {} doesn't wait for a VM: {}", to.name(), next.session.err.tail(5));
         }
-        // The way back is said as an operator empties a host: this VM is the only one there.
+        // The way back uses `causeway drain`, as this VM is the host's only one.
         let emptied = number % 2 == 1;
         let with = if encrypted { format!(" --key {KEY}") } else { String::new() };
         let which = if emptied { "drain" } else { "migrate moved" };

@@ -1,5 +1,5 @@
-//! A guest moves between two hosts many times in a row, a move every few seconds, while perftest goes on between it and another guest; and what the hosts' daemons, the
-//! monitors and the cluster service hold of memory and descriptors doesn't grow with the number of moves.
+//! A guest migrates between two hosts many times, every few seconds, while perftest runs between it and another guest. Memory and
+//! descriptors of daemons, monitors and the cluster service must not grow with the number of migrations.
 //!
 //! Hosts, guests and network are those of `migrate-rdma`.
 
@@ -26,26 +26,27 @@ pub const SCENARIO: Scenario = Scenario {
     prompt: None,
 };
 
-/// From this move on nothing may grow, or from half of them where there are fewer than twice as many.
+/// Nothing may grow from this migration on, or from half of them if there are fewer than twice as many.
 const FROM: usize = 10;
-/// What may come and go by itself between two moves of many: 6 MiB are a leak of 68 KiB a move in 90 of them.
+/// Permitted variation between two of many migrations. 6 MiB correspond to a leak of 68 KiB per migration in 90 of them.
 const LIMIT: Limit = Limit { anonymous_kib: 6 << 10, mappings: 40, descriptors: 8 };
-/// Until perftest prints a line after the last move: one in three seconds of the guest's.
+/// Time-out until perftest prints a line after the last migration: it prints one per three seconds of the guest's clock.
 const GOES_ON: Duration = Duration::from_secs(90);
-/// Where perftest's server listens.
+/// Port of perftest's server.
 const PORT: u16 = 18515;
-/// perftest's queue pairs.
+/// Number of perftest's queue pairs.
 const QUEUE_PAIRS: usize = 4;
-/// The hosts' link takes packets as long as the emulator does: an emulated host takes a tenth of a millisecond for each, whatever its length, where real ones
-/// have their NIC cut them.
+/// The hosts' link accepts packets of the emulator's limit. An emulated host takes a tenth of a millisecond per packet, independent of
+/// its length, where a real NIC segments.
 const LONG_PACKETS: &str = "ip link set x0 mtu 60000 && ip link set br1 mtu 60000";
-/// Doorbells stay trapped, where the daemon would look for them in memory without a pause otherwise: a host has one CPU for that, for its guest and for
-/// whatever is copied.
+/// Doorbells stay trapped. Otherwise the daemon would poll them in memory without a pause, on the host's only CPU, which its guest and
+/// the copy need, too.
 const TRAPPED: &str = " --doorbell-window 1";
-/// Bytes of perftest's messages.
+/// Size of perftest's messages in bytes.
 const LENGTH: u32 = 4096;
 
-/// Perftest without end, a line every few seconds. Its queue pairs wait 2 s for an answer before they ask again: emulated hosts stand still for as long.
+/// Returns the command of an endless perftest with periodic output. Its queue pairs retransmit after 2 s: emulated hosts may stall that
+/// long.
 pub(super) fn perftest(m: &Member<'_>, port: u16, server: &str) -> String {
     format!(
         "({IN_QUARTER}stdbuf -oL ib_send_bw -p {port} -d {} -x {} -F -q {QUEUE_PAIRS} -s {LENGTH} -t 32 -u 19 --run_infinitely -D 3 {server})",
@@ -53,7 +54,7 @@ pub(super) fn perftest(m: &Member<'_>, port: u16, server: &str) -> String {
     )
 }
 
-/// Ends perftest in a guest, and gives what it said and whether that tells of a failure.
+/// Ends perftest in a guest. Returns its output, and whether that shows a failure.
 pub(super) fn perftest_ends(m: &Member<'_>, name: &str) -> Result<(bool, String)> {
     let said = m.sh(&format!("cat /run/{name}.out; pkill -x ib_send_bw; true"))?;
     let failed =
@@ -61,13 +62,13 @@ pub(super) fn perftest_ends(m: &Member<'_>, name: &str) -> Result<(bool, String)
     Ok((failed, said))
 }
 
-/// Lets what is started from now on in a guest's shell use a quarter of a CPU: perftest polls, and an emulated host that does nothing else copies memory
-/// several times more slowly. Its rate says nothing here.
+/// Limits later programs of a guest's shell to a quarter of a CPU. perftest polls, and slows the copy of memory on an emulated host
+/// down several times. Its rate means nothing here.
 pub(super) const QUARTER: &str = "mkdir -p /sys/fs/cgroup && { mountpoint -q /sys/fs/cgroup || mount -t cgroup2 none /sys/fs/cgroup; } && \
      echo +cpu > /sys/fs/cgroup/cgroup.subtree_control && mkdir -p /sys/fs/cgroup/work && echo '25000 100000' > /sys/fs/cgroup/work/cpu.max";
 const IN_QUARTER: &str = "echo 0 > /sys/fs/cgroup/work/cgroup.procs; exec ";
 
-/// Messages that perftest has sent in each of the intervals of which it printed a line.
+/// Returns the number of messages per line that perftest printed.
 fn messages(said: &str) -> Vec<u64> {
     let length = LENGTH.to_string();
     let sent = |line: &str| {
@@ -77,18 +78,18 @@ fn messages(said: &str) -> Vec<u64> {
     said.lines().filter_map(sent).collect()
 }
 
-/// Lines of figures that the client has printed.
+/// Returns the number of lines with figures that the client has printed.
 fn lines(m: &Member<'_>) -> Result<u64> {
     lines_of(m, "work")
 }
 
-/// As [`lines`], of the perftest of that name.
+/// As [`lines`], of the perftest with that name.
 pub(super) fn lines_of(m: &Member<'_>, name: &str) -> Result<u64> {
     let said = m.sh(&format!("grep -c '^ *{LENGTH} ' /run/{name}.out || true"))?;
     said.trim().parse().with_context(|| format!("grep counted {said:?}"))
 }
 
-/// As [`lines`], where perftest must not have ended.
+/// As [`lines`], and fails if perftest has ended.
 fn goes_on(m: &Member<'_>) -> Result<u64> {
     let said =
         m.sh(&format!("[ -e /run/work.code ] && echo ended; grep -c '^ *{LENGTH} ' /run/work.out || true"))?;
@@ -111,13 +112,13 @@ fn shown(holding: &Holding) -> Value {
         .into()
 }
 
-/// The first sample that is compared with the last one of so many moves: as far in as [`FROM`], on the same host.
+/// Returns the first sample for the comparison with the last one of `moves` migrations: at least [`FROM`], on the same host.
 fn first_compared(moves: usize) -> usize {
     let from = FROM.min(moves / 2).max(1);
     from + (moves - from) % 2
 }
 
-/// What hosts are busy with, where somebody wants to know.
+/// Samples the hosts' CPU time, if enabled.
 fn looks(lab: &Lab) -> Result<Vec<Look>> {
     if busy::wanted() { lab.hosts().iter().map(Look::take).collect() } else { Ok(Vec::new()) }
 }
@@ -177,10 +178,10 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         }
         pauses.push(timeline["pause_ms"].as_f64().unwrap_or(0.0));
         if number == from || number == moves || number % 10 == 0 {
-            // Before the next monitor is there.
+            // Before the next monitor exists.
             samples.insert(number, growth::held(lab.hosts())?);
         }
-        // The next one's monitor starts while what has come is looked at: most of both is waiting for an emulated host.
+        // The next migration's monitor starts while the guest is examined: most of both is waiting for an emulated host.
         let looked = std::thread::scope(|scope| {
             let next =
                 (number < moves).then(|| scope.spawn(|| migrate_rdma::awaited(&pair, (number + 1) % 2)));
@@ -203,7 +204,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         silent += u32::from(count == printed);
         printed = count;
         let busy = start.elapsed();
-        // What takes longer than the interval begins the next one at once, and what comes behind makes up for it.
+        // A migration that exceeds the interval starts the next one at once, and later ones catch up.
         let due = every * u32::try_from(number).unwrap_or(u32::MAX);
         std::thread::sleep(due.saturating_sub(began.elapsed()));
         needed.push(busy);
@@ -222,7 +223,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         }
     }
     let took = began.elapsed();
-    // It goes on after the last one, too. A guest in an emulated host may need ten seconds for one.
+    // It must also continue after the last migration. A guest in an emulated host may need ten seconds for a line.
     let (before, still) = (lines(&pair.a)?, Instant::now());
     let mut after = before;
     while after <= before && still.elapsed() < GOES_ON {
@@ -231,7 +232,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     }
     let line_after = still.elapsed();
     if after <= before {
-        // Whether it stands still, or is slow: what it and the guest's clock say, some seconds apart.
+        // Distinguishes a hang from slowness: its output and the guest's clock, some seconds apart.
         let look = "cat /proc/uptime; tail -n 2 /run/work.out; ps -o pid,stat,time,args | grep ib_send; sleep 5; cat /proc/uptime; \
              tail -n 2 /run/work.out; ps -o pid,stat,time,args | grep ib_send; true";
         let said = pair.a.sh(look)?;
@@ -264,7 +265,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     report.figure("errors", errors);
     report.figure("grown", grown.len() as u64);
     report.figure("seconds_from_one_to_the_next", (took.as_secs_f64() / moves as f64 * 10.0).round() / 10.0);
-    // What a move takes by itself, with all looks: more than the interval is made up for by others only where these are quicker.
+    // Duration of a migration with all samples. One that exceeds the interval is compensated only by faster ones.
     report.figure("seconds_of_a_move_median", in_tenths(needed.get(needed.len() / 2)));
     report.figure("seconds_of_a_move_longest", in_tenths(needed.last()));
     report.figure("pause_ms_median", pauses.get(pauses.len() / 2).copied().unwrap_or(0.0).round());
@@ -282,7 +283,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// As perftest prints them, between its other lines.
+    /// Lines as perftest prints them, among its other lines.
     #[test]
     fn perftests_messages_are_counted() {
         let said = " #bytes     #iterations    BW peak[MB/sec]    BW average[MB/sec]   MsgRate[Mpps]\n 4096           1024             0.00               1.33   \t\t     0.000341\n\
@@ -291,7 +292,7 @@ mod tests {
         assert!(messages("").is_empty());
     }
 
-    /// Both samples are of moves to the same host, with as many moves between them as can be.
+    /// Both samples are of migrations to the same host, with as many migrations between them as possible.
     #[test]
     fn samples_are_compared_on_the_same_host() {
         assert_eq!(first_compared(100), 10);

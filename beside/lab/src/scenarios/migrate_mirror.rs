@@ -1,5 +1,5 @@
-//! A guest moves between two hosts that share no storage, there and back, while it writes, zeroes and discards its disk: the disk goes with it. What
-//! it knows of the disk by checksum holds after each move, and at the end the image where it ended is the disk that it saw, byte for byte.
+//! A guest migrates between two hosts without shared storage, and back, while it writes, zeros and discards on its disk, which migrates
+//! with it. The guest verifies the disk by checksums after each migration. At the end, the image equals the guest's disk byte by byte.
 
 use super::migrate::{NET, STEP_TIMEOUT, breaks, steps, works_on};
 use crate::guest::{Guest, GuestSpec, Vmm};
@@ -26,15 +26,15 @@ pub const SCENARIO: Scenario = Scenario {
     prompt: None,
 };
 
-/// Where monitors wait; memory and disks go over the first link.
+/// Port of the waiting monitors. Memory and disks are sent over the first link.
 const PORT: u32 = 7100;
-/// The cluster key, on both hosts.
+/// The cluster key's path on both hosts.
 const KEY: &str = "/run/cluster.key";
-/// The disk, on each host's own storage.
+/// The disk's image, on each host's own storage.
 const IMAGE: &str = "/disks/data";
 const MIB: u64 = 64;
 
-/// The second link and the guest's tap on one bridge; an image of the disk's size with other content, on storage of the host's own.
+/// Bridges the second link and the guest's tap. Creates an image of the disk's size with other content, on the host's own storage.
 fn prepare(host: &Host, first: bool) -> Result<()> {
     let address = if first { format!("ip addr add {NET}.1/24 dev br0 && ") } else { String::new() };
     host.sh(&format!(
@@ -47,8 +47,8 @@ fn prepare(host: &Host, first: bool) -> Result<()> {
     .map(drop)
 }
 
-/// What the guest does until the host opens port 7002: each step writes, zeroes or discards a place of its disk, and looks at another one that it
-/// wrote some time ago. At the end it looks at all of them, and says what the whole disk is by checksum.
+/// Returns the guest's script, which runs until the host opens port 7002. Each step writes, zeros or discards a place of the disk, and
+/// verifies an earlier one. At the end it verifies all of them, and prints the whole disk's checksum.
 fn script() -> String {
     let mut s = super::net::guest_up(NET);
     s.push_str(&format!(
@@ -87,10 +87,10 @@ fn address(host: usize) -> String {
     format!("10.77.0.{}:{PORT}", host + 1)
 }
 
-/// A monitor that waits on a host, with the disk in this image; returns when it listens.
+/// Starts a monitor that waits on a host, with the disk in this image; returns when it listens.
 fn waiting(host: &Host, number: usize, kernel: &str, image: &str, with: &str) -> Result<Guest> {
     let mut spec = spec(kernel, image);
-    // With a key there is nothing to accept.
+    // With a key, --insecure isn't needed.
     spec.extra.push(format!("--insecure --incoming {}{with}", address(number)));
     let next = Guest::start(host, &spec, Vmm::Causeway)?;
     let listens = "for i in $(seq 300); do causeway inspect moved summary | grep -q incoming && exit 0; sleep 0.3; done; exit 1";
@@ -117,7 +117,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let mut guest = Guest::start(home, &spec(kernel, IMAGE), Vmm::Causeway)?;
     guest.expect("WORK 6 ", STEP_TIMEOUT)?;
 
-    // No room there: said, and the guest goes on.
+    // The destination has no room: it reports that, and the guest continues.
     let full = waiting(hosts[1], 1, kernel, "/small/data", "")?;
     let refused =
         home.run(&format!("causeway migrate moved --to {} --mirror --streams 3", address(1)), STEP_TIMEOUT)?;
@@ -128,7 +128,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     full.session.wait(STEP_TIMEOUT)?.context("A destination without room didn't end")?;
     works_on(home, &guest, 2)?;
 
-    // Cancelled on the way: the guest goes on, and the other image isn't taken for a disk.
+    // Cancelled during the copy: the guest continues, and the incomplete image isn't used as a disk.
     let idle = waiting(hosts[1], 1, kernel, IMAGE, "")?;
     let cancelled = home.run(
         &format!(
@@ -155,7 +155,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let (mut bytes, mut copied, mut again) = (0, 0, 0);
     for number in 0..usize::try_from(moves)? {
         let (from, to) = (hosts[number % 2], hosts[(number + 1) % 2]);
-        // Every other way there and back is encrypted, and names the disk.
+        // Every other round trip is encrypted, and names the disk.
         let special = number % 4 >= 2;
         let key = if special { format!(" --incoming-key {KEY}") } else { String::new() };
         let next = waiting(to, (number + 1) % 2, kernel, IMAGE, &key)?;

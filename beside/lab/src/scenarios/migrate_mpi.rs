@@ -1,6 +1,6 @@
-//! Four guests on three hosts: one of them moves from host to host, then all four at once, then two change places. Meanwhile they run one MPI job, a rank in
-//! each, which verifies every byte that it exchanges; with `--only pingpong` or `--only perftest` these in its place, each in all four guests, and with
-//! several of `mpi`, `pingpong` and `perftest` all that are named, at the same time.
+//! Four guests on three hosts. One of them migrates from host to host, then all four move in one migration, then two change places.
+//! Meanwhile an MPI job with a rank in each guest verifies every byte that it exchanges. `--only pingpong` or `--only perftest` run
+//! these programs instead, in all four guests. Several of `mpi`, `pingpong` and `perftest` run at the same time.
 //!
 //! ```text
 //!        host h1: causeway cluster, causeway host      host h2: causeway host          host h3: causeway host
@@ -11,7 +11,8 @@
 //!  segment s0   tap, br1 ── x0 ═══════ link ═══════ x0 ── br1 ── x2 ═══════ link ═══════ x0 ── br1
 //!  virtio-net        br0 ── x1 ═══════ link ═══════ x1 ── br0 ── x3 ═══════ link ═══════ x1 ── br0
 //! ```
-//! With `--only verbs` rxe devices on the hosts' bridges br1 carry the connections (those of the MPI job have shared receive queues, UCX's).
+//! With `--only verbs`, rxe devices on the hosts' bridges br1 carry the connections. UCX's connections of the MPI job have shared
+//! receive queues.
 
 use super::migrate_programs::{Programs, Wanted, all_at_once};
 use super::migrate_talk::{self as talk, Names, STEP_TIMEOUT};
@@ -36,15 +37,15 @@ pub const SCENARIO: Scenario = Scenario {
 };
 
 const NAMES: [&str; 4] = ["a", "b", "c", "d"];
-/// The hosts that they are on first.
+/// The guests' initial hosts.
 const FIRST: [usize; 4] = [0, 1, 2, 1];
 const HOSTS: usize = 3;
-/// Where monitors wait: the first guest's, and one more for each of the others.
+/// Port of the first guest's waiting monitor; the others' ports follow.
 const PORT: usize = 7100;
 const TRANSFER: &str = "--downtime 3000 --streams 2";
 
 fn topology(_: &Options) -> Topology {
-    // Room for those that are there and those that come.
+    // Room for resident and incoming guests.
     let host = |name| HostSpec::new(name).memory(4096).rdma();
     Topology::new()
         .host(host("h1"))
@@ -56,7 +57,7 @@ fn topology(_: &Options) -> Topology {
         .link("h2", "h3")
 }
 
-/// The third host's links join the bridges of the second; there they get the names that the other hosts' first links have.
+/// Bridges the third host's links on the second host, and renames them like the other hosts' first links.
 pub(super) const H2: &str = "set -e; for i in x2 x3; do ip addr flush dev $i; done
 [ -e /sys/class/net/br0 ] || ip link add br0 type bridge; ip link set br0 up
 ip link set x2 master br1 up; ip link set x3 master br0 up";
@@ -66,7 +67,7 @@ fn address(guest: usize, host: usize) -> String {
     format!("10.77.0.{}:{}", host + 1, PORT + guest)
 }
 
-/// The commands, by the host that they run on, that move guests from where they are to where they shall be, as one migration; and the guests that move.
+/// Returns the commands, by host, that move guests in one migration, and the guests that move.
 fn commands(at: [usize; 4], to: [usize; 4]) -> (Vec<(usize, String)>, Vec<usize>) {
     let moving: Vec<usize> = (0..NAMES.len()).filter(|guest| at[*guest] != to[*guest]).collect();
     if let [guest] = moving.as_slice() {
@@ -96,7 +97,7 @@ struct Guests<'p, 'l> {
 }
 
 impl Guests<'_, '_> {
-    /// The connected queue pairs of each, and how their peers are reached.
+    /// Returns each guest's connected queue pairs, and the transports to their peers.
     fn names(&self) -> Result<(Vec<Names>, BTreeSet<String>)> {
         let pair: &Pair<'_> = self.pair;
         let found = all_at_once(0..NAMES.len(), |guest| talk::connected(pair.member(guest)?))?;
@@ -104,7 +105,7 @@ impl Guests<'_, '_> {
         Ok((all, by.into_iter().flatten().collect()))
     }
 
-    /// Moves guests as one migration.
+    /// Moves guests in one migration.
     fn go(&mut self, lab: &Lab, to: [usize; 4]) -> Result<usize> {
         let (said, moving) = commands(self.at, to);
         let next: Vec<(usize, Guest)> = moving
@@ -124,7 +125,7 @@ impl Guests<'_, '_> {
                 tails(self.pair.daemons().iter().map(|daemon| daemon.err.tail(12)).collect())
             )
         })?;
-        // One that moves alone prints its timeline, a group how each of its VMs moved.
+        // For a single guest the command prints its timeline, and for a group the outcome of each VM.
         if let Some(odd) = answers.iter().find(|said| moving.len() > 1 && said["moved"] != Value::Bool(true))
         {
             bail!("The group hasn't moved, and the command succeeded: {odd}");
@@ -137,7 +138,7 @@ impl Guests<'_, '_> {
     }
 }
 
-/// The migrations: what they are called, and where guests are then.
+/// Returns the migrations: names, and the guests' hosts afterwards.
 fn plan(moves: u32) -> Vec<(&'static str, [usize; 4])> {
     let mut at = FIRST;
     let mut plan = Vec::new();
@@ -148,7 +149,7 @@ fn plan(moves: u32) -> Vec<(&'static str, [usize; 4])> {
     at = at.map(|host| (host + 1) % HOSTS);
     plan.push(("group", at));
     if at[0] == at[1] {
-        // To change places they have to be apart.
+        // They must be on different hosts to change places.
         at[0] = (at[0] + 1) % HOSTS;
         plan.push(("one", at));
     }
@@ -157,7 +158,7 @@ fn plan(moves: u32) -> Vec<(&'static str, [usize; 4])> {
     plan
 }
 
-/// Whether no guest has other queue pairs than before, and each all of them but so many, which have gone with a program that has ended.
+/// Returns whether each guest has the same queue pairs as before, except for the given number that ended with their program.
 fn are_the_same(before: &[Names], now: &[Names], gone: [usize; 4]) -> bool {
     let mut pairs = before.iter().zip(now).zip(gone);
     before.len() == now.len()
@@ -247,7 +248,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// Whoever is named with a place is on that command's host, and all commands of a migration name the same guests.
+    /// A guest that a command names with a destination is on that command's host. All commands of a migration name the same guests.
     #[test]
     fn groups_are_said_on_each_host_that_is_left() {
         let (said, moving) = commands([0, 1, 2, 1], [1, 2, 0, 2]);
@@ -266,7 +267,7 @@ mod tests {
         assert!(said[0].1.contains("migrate d --to 10.77.0.1:7103 "), "{said:?}");
     }
 
-    /// Only as many queue pairs may be missing as programs have ended in that guest, and none may be another one.
+    /// Only as many queue pairs may be missing as programs have ended in that guest, and none may be new.
     #[test]
     fn queue_pairs_that_are_others_or_too_few_are_seen() {
         let names = |numbers: &[u64]| numbers.iter().map(|number| (number.to_string(), *number)).collect();
@@ -280,7 +281,7 @@ mod tests {
         assert!(!are_the_same(&before, &before[..1], [9; 4]));
     }
 
-    /// All four move in the group, and two are on different hosts before they change places.
+    /// The group contains all four guests, and two are on different hosts before they change places.
     #[test]
     fn plans_have_a_group_of_all_and_a_swap() {
         for moves in 0..12 {

@@ -1,5 +1,5 @@
-//! A guest that changes memory faster than the link takes it moves between two hosts by post-copy: it runs at the destination before its memory is
-//! there. At the end its source is killed while pages are still there, which must be reported for what it is.
+//! A guest that writes memory faster than the link migrates between two hosts by post-copy: it runs at the destination before its
+//! memory is there. At the end its source is killed while pages are still there. The destination must report the loss.
 
 use super::migrate::{NET, STEP_TIMEOUT, breaks, script, steps, works_on};
 use crate::guest::{Guest, GuestSpec, Vmm};
@@ -26,13 +26,13 @@ pub const SCENARIO: Scenario = Scenario {
     prompt: None,
 };
 
-/// Where monitors wait; memory goes over the first link.
+/// Port of the waiting monitors. Memory is sent over the first link.
 const PORT: u32 = 7100;
-/// Changes 48 MiB of memory again and again.
+/// Rewrites 48 MiB of memory endlessly.
 const CHURN: &str =
     "(head -c 50331648 /dev/urandom > /tmp/churn; while true; do cat /tmp/churn > /tmp/churned; done) &\n";
 
-/// The second link and the guest's tap on one bridge; the first host has an address there, too. The first link takes 100 Mbit/s.
+/// Bridges the second link and the guest's tap. The first host has an address on it, too. The first link is limited to 100 Mbit/s.
 fn prepare(host: &Host, first: bool) -> Result<()> {
     let address = if first { format!("ip addr add {NET}.1/24 dev br0 && ") } else { String::new() };
     host.sh(&format!(
@@ -48,12 +48,12 @@ fn spec(kernel: &str) -> GuestSpec {
     GuestSpec::new("moved", kernel, 2).memory(384).root().tap("tap0").script(&script)
 }
 
-/// Where a host's monitor waits.
+/// Returns the address of a host's waiting monitor.
 fn address(host: usize) -> String {
     format!("10.77.0.{}:{PORT}", host + 1)
 }
 
-/// A monitor on a host that waits for the guest.
+/// Starts a monitor on a host that waits for the guest.
 fn waiting(host: &Host, number: usize, kernel: &str) -> Result<Guest> {
     let mut spec = spec(kernel);
     spec.extra.push(format!("--insecure --incoming {}", address(number)));
@@ -75,7 +75,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     prepare(hosts[1], false)?;
     let home = hosts[0];
     let kernel = options.kernels.first().map_or("6.1-cloud", String::as_str);
-    // The last one is the one that is lost.
+    // The last migration loses the guest.
     let moves = usize::try_from(options.count.unwrap_or(4))?;
     let _steps =
         home.spawn("steps", "exec socat -u TCP-LISTEN:7001,reuseaddr OPEN:/tmp/steps,creat,append")?;
@@ -87,7 +87,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     for number in 0..moves {
         let (from, to) = (number % 2, (number + 1) % 2);
         let next = waiting(hosts[to], to, kernel)?;
-        // At once, or after copies that can't get little enough for no pause at all.
+        // At once, or after rounds that can't converge to a zero blackout.
         let how =
             if number % 2 == 0 { "--post-copy" } else { "--post-copy-after 2 --downtime 0 --streams 4" };
         let command = format!("causeway --json migrate moved --to {} {how}", address(to));

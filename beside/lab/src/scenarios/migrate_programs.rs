@@ -1,5 +1,5 @@
-//! What four guests run while they move: an MPI job over all of them, `ibv_rc_pingpong` and perftest between two and two. Each has to get on between two
-//! migrations, and what it says in the end has to be right.
+//! Programs of four migrating guests: an MPI job over all of them, `ibv_rc_pingpong` and perftest between pairs. Each must make
+//! progress between two migrations, and end with a correct result.
 
 use super::migrate_many as many;
 use super::migrate_talk::{self as talk, STEP_TIMEOUT};
@@ -10,33 +10,33 @@ use crate::scenario::{Options, Report};
 use anyhow::{Context, Result, bail};
 use std::time::{Duration, Instant};
 
-/// Server and client of each ping-pong: among them is every guest.
+/// Server and client of each ping-pong. Every guest takes part.
 const PING_PONGS: [(usize, usize); 2] = [(1, 0), (3, 2)];
-/// Of each perftest: others than those.
+/// Server and client of each perftest. The pairs differ from the ping-pongs'.
 const PERFTESTS: [(usize, usize); 2] = [(2, 0), (3, 1)];
-/// Where perftest's servers listen; those of ping-pong are at its own port.
+/// Port of perftest's servers. The ping-pongs use their default port.
 const PERFTEST_PORT: u16 = 18520;
 const PERFTEST_LISTENS: &str = "ss -Hltn \"sport = :18520\" | grep -q .";
-/// How long a ping-pong is to last, seconds, before it begins again: by what a short one took, which nothing hindered.
-/// With all of them at once it takes several times as long.
+/// Duration of a ping-pong in seconds before it is restarted, from the rate of a short undisturbed run. With all programs in parallel
+/// it takes several times as long.
 const LASTS: u32 = 100;
 
-/// Rounds that the job has to do between two migrations.
+/// Required rounds of the job between two migrations.
 const ROUNDS: u64 = 50;
-/// Requests of a ping-pong's first guest.
+/// Required requests of a ping-pong's first guest.
 const MESSAGES: u64 = 20;
-/// Perftest's lines, one in three seconds of the guest's.
+/// Required lines of perftest; it prints one per three seconds of the guest's clock.
 const LINES: u64 = 1;
 
-/// Largest message of the job, bytes: eager ones and those of UCX's rendezvous.
+/// Largest message of the job in bytes: covers eager messages and UCX's rendezvous.
 const LARGEST: u32 = 65536;
-/// The job ends once this file is in the first guest.
+/// The job ends when this file exists in the first guest.
 const STOP: &str = "/run/mpi.stop";
 
-/// What `--only` may name: programs, and how the guests' connections are carried.
+/// Values of `--only`: programs, and a transport.
 const NAMES: [&str; 4] = ["mpi", "pingpong", "perftest", "verbs"];
 
-/// Which of them are to run.
+/// The selected programs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Wanted {
     job: bool,
@@ -45,7 +45,7 @@ pub(super) struct Wanted {
 }
 
 impl Wanted {
-    /// Those that are named, and the MPI job where none is. Fails on what is neither the name of one nor `verbs`.
+    /// Parses the selection; default: the MPI job. Fails on an unknown name.
     pub fn of(options: &Options) -> Result<Self> {
         if let Some(other) = options.only.iter().find(|name| !NAMES.contains(&name.as_str())) {
             bail!("There is no program {other:?}; there are {} (each with its own --only)", NAMES.join(", "));
@@ -56,7 +56,7 @@ impl Wanted {
     }
 }
 
-/// A program in two guests, or in all.
+/// A program in two guests or in all.
 #[derive(Debug, Clone)]
 enum Kind {
     Job,
@@ -67,17 +67,17 @@ enum Kind {
 #[derive(Debug, Clone)]
 struct Program {
     kind: Kind,
-    /// What its files in guests are called.
+    /// Name of its files in the guests.
     name: String,
     server: usize,
     client: usize,
-    /// How far it is: rounds, lines, requests.
+    /// Progress: rounds, lines or requests.
     done: u64,
-    /// How often it began.
+    /// Number of starts.
     runs: u32,
 }
 
-/// Does the same for each, all at once, and fails where one does.
+/// Runs a function for each in parallel, and fails if one fails.
 pub(super) fn all_at_once<T: Send, R: Send>(
     those: impl Iterator<Item = T>,
     each: impl Fn(T) -> Result<R> + Sync,
@@ -89,11 +89,11 @@ pub(super) fn all_at_once<T: Send, R: Send>(
     })
 }
 
-/// All that run.
+/// All running programs.
 pub(super) struct Programs(Vec<Program>);
 
 impl Programs {
-    /// Starts what is wanted, and waits until each gets on.
+    /// Starts the selected programs, and waits until each makes progress.
     pub fn start(pair: &Pair<'_>, wanted: Wanted) -> Result<Self> {
         let mut all = Vec::new();
         let mut add = |kind, name: String, (server, client)| {
@@ -121,12 +121,13 @@ impl Programs {
         Ok(programs)
     }
 
-    /// Waits until each has done something since the last time. All are looked at at once: most of it is waiting for emulated hosts.
+    /// Waits until each has made progress since the last call. They are polled in parallel, as most of the time is spent waiting for
+    /// emulated hosts.
     pub fn go_on(&mut self, pair: &Pair<'_>) -> Result<()> {
         all_at_once(self.0.iter_mut(), |program| program.goes_on(pair)).map(drop)
     }
 
-    /// In how many that have ended by themselves each guest was: as many queue pairs of its may be gone.
+    /// Returns per guest how many of its programs have ended by themselves: that many of its queue pairs may be missing.
     pub fn gone(&self, pair: &Pair<'_>) -> Result<[usize; 4]> {
         let mut gone = [0; 4];
         let those = || self.0.iter().filter(|program| program.ends_by_itself());
@@ -138,7 +139,7 @@ impl Programs {
         Ok(gone)
     }
 
-    /// Starts those anew that have ended well, so that none is missing in the next migration; whether there were some.
+    /// Restarts programs that have ended successfully, so that none is missing in the next migration. Returns whether there were any.
     pub fn begin_again(&mut self, pair: &Pair<'_>) -> Result<bool> {
         let those = self.0.iter_mut().filter(|program| program.ends_by_itself());
         let begun = all_at_once(those, |program| {
@@ -159,16 +160,16 @@ impl Programs {
         Ok(again)
     }
 
-    /// Ends all; how many went wrong.
+    /// Ends all programs; returns the number of failures.
     pub fn end(&mut self, pair: &Pair<'_>, report: &mut Report) -> Result<u32> {
         let mut errors = 0;
-        // Those that end by themselves get on faster once the others have ended.
+        // Programs that end by themselves run faster after the others have ended.
         self.0.sort_by_key(Program::ends_by_itself);
         for program in &mut self.0 {
             let wrong = match program.kind {
                 Kind::Perftest if program.has_ended(pair)? => Some(program.trouble(pair)),
                 Kind::Perftest => {
-                    // The client first: what it sends to nobody would be an error.
+                    // The client first: sending without a server would be an error.
                     let ends = [program.client, program.server].map(|guest| {
                         let (failed, said) = many::perftest_ends(pair.member(guest)?, &program.name)?;
                         Ok(failed.then_some(said))
@@ -188,7 +189,7 @@ impl Programs {
         Ok(errors)
     }
 
-    /// How far each is.
+    /// Returns each one's progress as text.
     pub fn said(&self) -> String {
         let said: Vec<String> = self
             .0
@@ -200,7 +201,7 @@ impl Programs {
         said.join("; ")
     }
 
-    /// As figures.
+    /// Adds the progress to the figures.
     pub fn figures(&self, report: &mut Report) {
         report.figure("said", self.said());
         for program in &self.0 {
@@ -240,12 +241,12 @@ impl Program {
         match self.kind {
             Kind::Job => start_job(pair, &self.name)?,
             Kind::PingPong { messages } => {
-                // By events: programs that poll in four guests leave emulated hosts no time.
+                // With events: programs that poll in four guests starve emulated hosts.
                 let run = |m, to| format!("stdbuf -oL {} -e", talk::pingpong(m, messages, to));
                 talk::detach_as(server, &self.name, &run(server, None))?;
                 talk::listens_as(server, &self.name, TCP)?;
                 talk::detach_as(client, &self.name, &run(client, Some(&server.tcp)))?;
-                // Its queue pair is another one, which has counted nothing.
+                // It has a new queue pair, whose counters start at zero.
                 self.done = 0;
             }
             Kind::Perftest => {
@@ -261,7 +262,7 @@ impl Program {
         Ok(())
     }
 
-    /// Waits until it has done something since the last time.
+    /// Waits until it has made progress since the last call.
     fn goes_on(&mut self, pair: &Pair<'_>) -> Result<()> {
         let until = Instant::now() + STEP_TIMEOUT;
         let due = self.done + self.step();
@@ -280,7 +281,7 @@ impl Program {
         }
     }
 
-    /// How far it is.
+    /// Returns its progress.
     fn counted(&self, pair: &Pair<'_>) -> Result<u64> {
         let client = pair.member(self.client)?;
         match self.kind {
@@ -290,7 +291,7 @@ impl Program {
             }
             Kind::Perftest => many::lines_of(client, &self.name),
             Kind::PingPong { .. } => {
-                // It says only in the end what it has done; its queue pair's counters go with the guest.
+                // It prints its result only at the end. Its queue pair's counters migrate with the guest.
                 let said = client.sh(&format!("grep local /run/{}.out || true", self.name))?;
                 let Some(qpn) = number_of(&said) else { return Ok(0) };
                 let tree = super::rdma_fabric::tree(client.host())?;
@@ -306,12 +307,12 @@ impl Program {
         Ok(all_at_once(ends.into_iter(), |member| talk::works_as(member, &self.name))?.contains(&false))
     }
 
-    /// What is wrong with how it ended, once it has.
+    /// Returns the failure of an ended program, if any.
     fn wrong(&self, pair: &Pair<'_>) -> Result<Option<String>> {
         let [server, client] = self.ends(pair)?;
         let until = Instant::now() + STEP_TIMEOUT * 2;
         while talk::works_as(client, &self.name)? && Instant::now() < until {
-            // The peer of a guest that has started again may wait without end.
+            // The peer of a restarted guest may wait forever.
             none_panicked(pair)?;
             std::thread::sleep(Duration::from_secs(5));
         }
@@ -331,7 +332,7 @@ impl Program {
         Ok((!right).then(|| format!("ended with status {code}: {said}")))
     }
 
-    /// What there is to see of one that doesn't get on. A look that fails doesn't take the place of the failure that it is about.
+    /// Returns diagnostics of a program without progress. A failed query doesn't hide the original failure.
     fn trouble(&self, pair: &Pair<'_>) -> String {
         let look = format!(
             "tail -n 12 /run/{}.out; ps -e -o pid,stat,wchan:20,args | grep -v '\\]$' | tail -n 15; ss -tnp | head -n 20",
@@ -342,7 +343,7 @@ impl Program {
     }
 }
 
-/// Fails with what a guest's kernel said, where one had a panic.
+/// Fails with the guest kernel's output if one panicked.
 fn none_panicked(pair: &Pair<'_>) -> Result<()> {
     for member in [&pair.a, &pair.b].into_iter().chain(pair.more()) {
         if let Some(said) = member.guest.panicked() {
@@ -352,14 +353,14 @@ fn none_panicked(pair: &Pair<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The queue pair's number in `local address:  LID 0x0000, QPN 0x00000c, PSN 0x…`.
+/// Returns the queue pair's number in `local address:  LID 0x0000, QPN 0x00000c, PSN 0x…`.
 fn number_of(said: &str) -> Option<u64> {
     let rest = said.split("QPN 0x").nth(1)?;
     let digits = rest.split(|c: char| !c.is_ascii_hexdigit()).next()?;
     u64::from_str_radix(digits, 16).ok()
 }
 
-/// The job, as a file in the first guest: a rank in each.
+/// Returns the job's command, for a file in the first guest: a rank in each guest.
 fn job(a: &Member<'_>) -> String {
     format!(
         "{RSH}rm -f {STOP}; exec mpirun.openmpi --allow-run-as-root -H a:1,b:1,c:1,d:1 -np 4 --map-by node --mca plm_rsh_agent /tmp/rsh \
@@ -378,7 +379,7 @@ fn start_job(pair: &Pair<'_>, name: &str) -> Result<()> {
         ))?;
     }
     for other in others().map(|member| member.name) {
-        // mpirun waits for as long as it is let where a host can't be reached.
+        // mpirun may wait without limit for an unreachable host.
         let said =
             pair.a.sh(&format!("{RSH}timeout 60 /tmp/rsh {other} echo reached $(hostname) 2>&1 || true"))?;
         if !said.contains("reached") {
@@ -409,7 +410,7 @@ mod tests {
         assert_eq!(of(&["mpi", "perftest"]), Wanted { perftest: true, ..job });
     }
 
-    /// Whoever moves, a ping-pong and a perftest go on in it.
+    /// Every guest takes part in a ping-pong and a perftest.
     #[test]
     fn every_guest_is_in_each() {
         for all in [PING_PONGS, PERFTESTS] {

@@ -1,13 +1,14 @@
-//! A guest with an RDMA NIC moves between two hosts while it is connected with another guest: to the host of that one, away from it, and so on. A
-//! program in each keeps messages going over one connection from before the first move until after the last, and compares what arrived.
+//! A guest with an RDMA NIC migrates between two hosts while it is connected to another guest: to that one's host, away from it, and so
+//! on. A program in each exchanges messages over one connection, from before the first migration until after the last, and verifies
+//! them.
 //!
-//! Moves away from the first host go to the address where a monitor waits, those back to the host's name in the cluster.
+//! Migrations from the first host name the address of the waiting monitor, those back the host's name in the cluster.
 //!
 //! ```text
 //!  host h1: causeway cluster, causeway host ═══ link ═══ host h2: causeway host
 //!  guest a  ──────────────── moves ──────────────────▶  beside guest b, and back
 //! ```
-//! The network of the guests is that of `rdma-fabric`.
+//! The guests' network is that of `rdma-fabric`.
 
 use super::migrate_talk::{self as talk, STEP_TIMEOUT};
 use super::rdma_fabric;
@@ -30,17 +31,17 @@ pub const SCENARIO: Scenario = Scenario {
     prompt: None,
 };
 
-/// Where monitors wait; memory goes over the first link.
+/// Port of the waiting monitors. Memory is sent over the first link.
 const PORT: u32 = 7100;
-/// How memory goes: before the guest, or what changes after a round of copying after it (`--only post-copy`).
+/// Options: pre-copy, or with `--only post-copy` one round and then post-copy.
 pub(super) const BEFORE: &str = "--downtime 3000 --streams 2";
 const AFTER: &str = "--downtime 0 --streams 3 --post-copy-after 1";
 const LINK: &str =
     "modprobe sch_tbf && tc qdisc replace dev x0 root tbf rate 100mbit burst 128kb latency 100ms";
 const CHANGES: &str = "setsid sh -c 'while :; do head -c 33554432 /dev/urandom > /dev/shm/changes; done' < /dev/null > /dev/null 2>&1 & sleep 1";
 
-/// One move of the first guest, which is on the first host or on the second: there to the address where the monitor waits, back to the host's name; `how`
-/// is for the command.
+/// Migrates the first guest, from the first host to the second by the waiting monitor's address, or back by the host's name. `how` has
+/// the command's options.
 pub(super) fn step(lab: &Lab, pair: &mut Pair<'_>, to: usize, how: &str) -> Result<Value> {
     let next = awaited(pair, to)?;
     go(lab, pair, next, to, how)
@@ -50,12 +51,12 @@ fn address(host: usize) -> String {
     format!("10.77.0.{}:{PORT}", host + 1)
 }
 
-/// The monitor that waits on a host for the first guest.
+/// Starts a monitor on a host that waits for the first guest.
 pub(super) fn awaited(pair: &Pair<'_>, to: usize) -> Result<Guest> {
     pair.await_guest(0, to, &address(to), STEP_TIMEOUT)
 }
 
-/// As [`step`], to where a monitor waits.
+/// As [`step`], with a given waiting monitor.
 pub(super) fn go(lab: &Lab, pair: &mut Pair<'_>, next: Guest, to: usize, how: &str) -> Result<Value> {
     let from = lab.host(1 - to)?;
     let place = if by_name(to) { host_name(to) } else { address(to) };
@@ -77,17 +78,17 @@ pub(super) fn go(lab: &Lab, pair: &mut Pair<'_>, next: Guest, to: usize, how: &s
     Ok(timeline)
 }
 
-/// Whether moves to a host say its name.
+/// Returns whether migrations to a host use its name.
 fn by_name(to: usize) -> bool {
     to == 0
 }
 
-/// What the cluster calls a host (the daemons' `--name`).
+/// Returns a host's name in the cluster (the daemons' `--name`).
 fn host_name(host: usize) -> String {
     format!("h{}", host + 1)
 }
 
-/// Whether a host by whose name nobody waits for the guest, and a name that no host has, are refused, each with what is wrong.
+/// Checks two refusals, each with its reason: a host without a waiting monitor, and an unknown host name.
 fn refused(lab: &Lab, report: &mut Report) -> Result<()> {
     for (name, word) in [(host_name(1), "waits"), ("h9".to_owned(), "h9")] {
         let output = lab.host(0)?.run(&format!("causeway migrate a --to {name} {BEFORE}"), STEP_TIMEOUT)?;
@@ -111,7 +112,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let how = if late { AFTER } else { BEFORE };
     let mut asked = 0;
     if late {
-        // Changed pages take seconds, and the connection needs some of them meanwhile.
+        // Dirty pages take seconds, during which the connection makes progress.
         for host in [0, 1] {
             lab.host(host)?.sh(LINK)?;
         }
@@ -128,7 +129,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         named += u32::from(by_name(to));
         talk::go_on(&pair)?;
         let timeline = step(lab, &mut pair, to, how).with_context(|| format!("Move {}", number + 1))?;
-        // Its peer's host held what faces it.
+        // The peer's host suspended the connected queue pairs.
         let held: Vec<&str> = timeline["peers"]
             .as_array()
             .into_iter()
@@ -165,7 +166,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
             timeline["rounds"].as_array().map_or(0, Vec::len),
             timeline["pause_ms"]
         );
-        // It goes on for a while before the next one.
+        // Let the programs run for a while before the next migration.
         std::thread::sleep(Duration::from_secs(5));
     }
     errors += talk::end(&pair, report)?;

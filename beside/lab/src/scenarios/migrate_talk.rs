@@ -1,5 +1,5 @@
-//! What two guests that move say to each other: `ibv_rc_pingpong` keeps messages going over one connection from before the first move until after
-//! the last and compares what arrived, and the daemons say which queue pairs are connected.
+//! The communication of migrating guests: `ibv_rc_pingpong` exchanges messages over one connection, from before the first migration
+//! until after the last, and verifies them. The daemons report the connected queue pairs.
 
 use super::rdma_fabric;
 use super::rdma_tools::TCP;
@@ -16,23 +16,23 @@ use std::collections::BTreeSet;
 use std::net::Ipv4Addr;
 use std::time::{Duration, Instant};
 
-/// Where the cluster service listens, on a host.
+/// Returns the address of the cluster service on a host.
 pub(super) fn listens_at(host: usize) -> String {
     format!("10.77.0.{}:4793", host + 1)
 }
-/// For what an emulated host does: a move, a boot, the end of a program.
+/// Time-out of a step of an emulated host: a migration, a boot, the end of a program.
 pub(super) const STEP_TIMEOUT: Duration = Duration::from_secs(400);
-/// How long the programs are to go on per move, seconds: an emulated host copies memory slowly.
+/// Seconds that the programs run per migration: an emulated host copies memory slowly.
 const PER_MOVE: u32 = 120;
-/// Messages of the run that says how fast they are here.
+/// Messages of the run that measures the rate.
 const TRIAL: u32 = 100;
 
-/// A pair whose daemons are of one cluster, on the first two hosts; guests on these hosts.
+/// Returns the layout of a pair in one cluster: daemons on the first two hosts, guests on these hosts.
 pub(super) fn layout(hosts: &[usize]) -> Layout {
     layout_of(hosts, 2)
 }
 
-/// As [`layout`], with daemons on so many hosts.
+/// As [`layout`], with daemons on `daemons` hosts.
 pub(super) fn layout_of(hosts: &[usize], daemons: usize) -> Layout {
     layout_served(hosts, daemons, 0)
 }
@@ -49,12 +49,12 @@ pub(super) fn layout_served(hosts: &[usize], daemons: usize, service: usize) -> 
     Layout { hosts: hosts.to_vec(), daemons: (0..daemons).map(daemon).collect(), ..rdma_fabric::layout() }
 }
 
-/// As [`service_of`], for the two hosts that most scenarios have; others are outside of the cluster.
+/// As [`service_of`], for the usual two hosts. Others are outside of the cluster.
 pub(super) fn service(lab: &Lab) -> Result<Session> {
     service_of(lab, 2)
 }
 
-/// The networks of the first so many hosts, which have daemons, and the service on the first.
+/// Prepares the networks of the first `hosts` hosts, which have daemons, and starts the service on the first.
 pub(super) fn service_of(lab: &Lab, hosts: usize) -> Result<Session> {
     lab.install_causeway_in_memory()?;
     for (number, host) in lab.hosts().iter().take(hosts).enumerate() {
@@ -63,20 +63,20 @@ pub(super) fn service_of(lab: &Lab, hosts: usize) -> Result<Session> {
     service_on(lab, 0)
 }
 
-/// Starts the service on a host, with the state that it had there; times of an emulated host say nothing, so a switch-over may take long.
+/// Starts the service on a host, with its previous state. The switchover limit is long, as times of an emulated host mean nothing.
 pub(super) fn service_on(lab: &Lab, number: usize) -> Result<Session> {
     service_with(lab, number, "")
 }
 
-/// Seconds that a host may be silent: emulated ones stand still for many while others use the machine.
+/// Lease of a host in seconds: emulated hosts may stall for long under load.
 const LEASE: u64 = 30;
 
-/// As [`service_on`], with more on its command line.
+/// As [`service_on`], with additional arguments.
 pub(super) fn service_with(lab: &Lab, number: usize, more: &str) -> Result<Session> {
     service_kept(lab, number, &format!("--state /run/causeway/cluster.redb {more}"))
 }
 
-/// As [`service_with`], with where it keeps its state.
+/// As [`service_with`], with the options of its state.
 pub(super) fn service_kept(lab: &Lab, number: usize, kept: &str) -> Result<Session> {
     let host = lab.host(number)?;
     let command = format!(
@@ -92,12 +92,13 @@ pub(super) fn service_kept(lab: &Lab, number: usize, kept: &str) -> Result<Sessi
     Ok(service)
 }
 
-/// Whether `--only verbs` was said: the hosts' RDMA devices carry the guests' connections, rxe on the bridges of the segment.
+/// Returns whether `--only verbs` was given: rxe devices on the segment's bridges carry the guests' connections.
 pub(super) fn by_verbs(options: &Options) -> bool {
     !options.only.is_empty() && options.wants("verbs")
 }
 
-/// As [`service_of`], with an RDMA device on each host and all VMs pinned to transport `verbs`; what daemons are told of it goes into the layout.
+/// As [`service_of`], with an RDMA device on each host, and all VMs pinned to transport `verbs`. Adds the daemons' options to the
+/// layout.
 pub(super) fn verbs_of(lab: &Lab, hosts: usize, layout: &mut Layout) -> Result<Session> {
     lab.install_causeway_in_memory()?;
     for (number, host) in lab.hosts().iter().take(hosts).enumerate() {
@@ -113,7 +114,7 @@ pub(super) fn verbs_of(lab: &Lab, hosts: usize, layout: &mut Layout) -> Result<S
 /// A guest's connected queue pairs: handle and number.
 pub(super) type Names = BTreeSet<(String, u64)>;
 
-/// The queue pairs of a guest that are ready to send: handle, number, and how their peers are reached.
+/// Returns a guest's queue pairs that are ready to send: handle, number, and transport to the peer.
 fn queue_pairs(host: &Host, vm: &str) -> Result<BTreeSet<(String, u64, String)>> {
     let tree = rdma_fabric::tree(host)?;
     let all = tree["vms"][vm]["nics"][NIC]["rdma"]["queue_pairs"].as_object();
@@ -133,37 +134,37 @@ pub(super) fn pingpong(m: &Member<'_>, count: u32, server: Option<&str>) -> Stri
     format!("ibv_rc_pingpong -d {} -g {} -c -s 4096 -n {count} {to}", m.port.device, m.port.gid)
 }
 
-/// How long a run says that it took: `300 iters in 1.25 seconds = …`.
+/// Returns the duration that a run reports: `300 iters in 1.25 seconds = …`.
 fn seconds(said: &str) -> Option<f64> {
     let words: Vec<&str> = said.split_whitespace().collect();
     let at = words.windows(2).position(|pair| pair == ["iters", "in"])?;
     words.get(at + 2)?.parse().ok().filter(|seconds| *seconds > 0.0)
 }
 
-/// Messages that last for so many seconds, where the trial took so long.
+/// Returns the number of messages for a duration, from a measured run.
 #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // Bounded: floats become whole numbers at the nearest bound.
 fn messages(trial: f64, seconds: u32) -> u32 {
     let rate = (f64::from(TRIAL) / trial).clamp(1.0, 100_000.0);
     (rate * f64::from(seconds)) as u32
 }
 
-/// For guests that move often: pages that they free become zero, which costs a move next to nothing.
+/// For guests that migrate often: freed pages become zero, so a migration sends nearly nothing for them.
 pub(super) const SMALL: &str = "init_on_free=1";
 
-/// Gives what a guest's files hold of its memory back to it; with [`SMALL`], little is left to be copied.
+/// Drops a guest's file caches. With [`SMALL`], little is left to copy.
 pub(super) fn shrink(m: &Member<'_>) -> Result<()> {
     m.sh("sync; echo 3 > /proc/sys/vm/drop_caches").map(drop)
 }
 
-/// What the files of a guest's one program are called.
+/// Name of the files of a guest's only program.
 const WORK: &str = "work";
 
-/// Starts a program that goes on without the connection that started it.
+/// Starts a program that survives the connection that started it.
 pub(super) fn detach(m: &Member<'_>, command: &str) -> Result<()> {
     detach_as(m, WORK, command)
 }
 
-/// As [`detach`], where a guest has several programs: what it says is in `/run/NAME.out`, its status in `/run/NAME.code`.
+/// As [`detach`], for several programs per guest: output in `/run/NAME.out`, status in `/run/NAME.code`.
 pub(super) fn detach_as(m: &Member<'_>, name: &str, command: &str) -> Result<()> {
     m.sh(&format!(
         "rm -f /run/{name}.out /run/{name}.code; setsid sh -c '{command} > /run/{name}.out 2>&1; echo $? > /run/{name}.code' < /dev/null > /dev/null 2>&1 & sleep 1"
@@ -171,12 +172,12 @@ pub(super) fn detach_as(m: &Member<'_>, name: &str, command: &str) -> Result<()>
     .map(drop)
 }
 
-/// The status of the program, once it has ended.
+/// Returns the program's status after its end.
 pub(super) fn ended(m: &Member<'_>, patience: Duration) -> Result<(i32, String)> {
     ended_as(m, WORK, patience)
 }
 
-/// As [`ended`], of the program of that name.
+/// As [`ended`], of the program with that name.
 pub(super) fn ended_as(m: &Member<'_>, name: &str, patience: Duration) -> Result<(i32, String)> {
     let until = Instant::now() + patience;
     loop {
@@ -195,17 +196,17 @@ pub(super) fn ended_as(m: &Member<'_>, name: &str, patience: Duration) -> Result
     }
 }
 
-/// Whether the program goes on.
+/// Returns whether the program still runs.
 pub(super) fn works(m: &Member<'_>) -> Result<bool> {
     works_as(m, WORK)
 }
 
-/// As [`works`], of the program of that name.
+/// As [`works`], of the program with that name.
 pub(super) fn works_as(m: &Member<'_>, name: &str) -> Result<bool> {
     Ok(m.sh(&format!("[ -e /run/{name}.code ] || echo works"))?.contains("works"))
 }
 
-/// The queue pairs of a guest that are connected, waited for a while, and how their peers are reached.
+/// Waits for a guest's queue pairs to be connected. Returns them, and the transports to their peers.
 pub(super) fn connected(member: &Member<'_>) -> Result<(Names, BTreeSet<String>)> {
     let until = Instant::now() + Duration::from_secs(60);
     loop {
@@ -218,12 +219,12 @@ pub(super) fn connected(member: &Member<'_>) -> Result<(Names, BTreeSet<String>)
     }
 }
 
-/// Waits until the program takes connections: a crowded machine's guest needs its time.
+/// Waits until the program accepts connections, which takes long on a crowded machine.
 fn listens(m: &Member<'_>) -> Result<()> {
     listens_as(m, WORK, TCP)
 }
 
-/// As [`listens`], for the program of that name; `condition` is a command that succeeds once it does.
+/// As [`listens`], for the program with that name. The command `condition` succeeds once it listens.
 pub(super) fn listens_as(m: &Member<'_>, name: &str, condition: &str) -> Result<()> {
     let look = format!("for i in $(seq 300); do {condition} && exit 0; sleep 0.2; done; echo never");
     if m.sh(&look)?.contains("never") {
@@ -232,14 +233,14 @@ pub(super) fn listens_as(m: &Member<'_>, name: &str, condition: &str) -> Result<
     Ok(())
 }
 
-/// How many messages last for so many seconds between two guests, as a run of some says.
+/// Returns the number of messages for this many seconds between two guests, from a short run.
 pub(super) fn lasting(server: &Member<'_>, client: &Member<'_>, seconds: u32) -> Result<u32> {
     detach(server, &pingpong(server, TRIAL, None))?;
     listens(server)?;
     detach(client, &pingpong(client, TRIAL, Some(&server.tcp)))?;
     let said = ended(client, STEP_TIMEOUT)?;
     if said.0 != 0 {
-        // The server of one that gave up waits without end.
+        // If the client gave up, the server waits forever.
         bail!("The program in guest {} doesn't work before anything moves: {said:?}", client.name);
     }
     let trial = [said, ended(server, STEP_TIMEOUT)?];
@@ -253,7 +254,7 @@ pub(super) fn lasting(server: &Member<'_>, client: &Member<'_>, seconds: u32) ->
     Ok(count)
 }
 
-/// Has both talk for so many moves; the number of messages.
+/// Starts the message exchange for `moves` migrations; returns the number of messages.
 pub(super) fn begin(pair: &Pair<'_>, moves: u32) -> Result<u32> {
     let count = lasting(&pair.b, &pair.a, PER_MOVE * (moves + 1))?;
     let (server, client) = (pingpong(&pair.b, count, None), pingpong(&pair.a, count, Some(&pair.b.tcp)));
@@ -263,8 +264,8 @@ pub(super) fn begin(pair: &Pair<'_>, moves: u32) -> Result<u32> {
     Ok(count)
 }
 
-/// Fails where they have ended. What fails by itself on a crowded machine (`ibv_rc_pingpong` gives up after half a second) isn't the move's doing, and
-/// is said apart.
+/// Fails if the programs have ended. A failure that is independent of the migration (`ibv_rc_pingpong` gives up after half a second on
+/// a crowded machine) is reported separately.
 pub(super) fn go_on(pair: &Pair<'_>) -> Result<()> {
     if !works(&pair.a)? || !works(&pair.b)? {
         bail!("The programs had ended before it began: {}", pair.a.sh("cat /run/work.out")?);
@@ -272,7 +273,7 @@ pub(super) fn go_on(pair: &Pair<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Waits for their end; what went wrong in either guest.
+/// Waits for the programs' end; returns the number of failures in either guest.
 pub(super) fn end(pair: &Pair<'_>, report: &mut Report) -> Result<u32> {
     let goes_on = works(&pair.a)?;
     report.check(goes_on, "the programs had ended before the last move was over: they say less");
@@ -290,12 +291,13 @@ pub(super) fn end(pair: &Pair<'_>, report: &mut Report) -> Result<u32> {
     Ok(errors)
 }
 
-/// What a device counts when a request or a receive ended with an error, its retries were used up, or a completion was lost. `rnr_nak_retry_err` isn't among
-/// them: as mlx5 has it, it counts each time that a peer had no receive posted yet, which is how perftest's receiver slows its sender down.
+/// Device counters of failures: requests or receives with an error, exhausted retries, lost completions. `rnr_nak_retry_err` isn't
+/// among them. As with mlx5, it counts each attempt to a peer without a posted receive, by which perftest's receiver slows its sender
+/// down.
 const FAILURES: [&str; 4] =
     ["req_cqe_error", "resp_cqe_error", "req_transport_retries_exceeded", "cq_overruns"];
 
-/// A guest's device's counters of failures that aren't zero.
+/// Returns the nonzero failure counters of a guest's device.
 pub(super) fn failures(member: &Member<'_>) -> Result<Vec<String>> {
     let tree = rdma_fabric::tree(member.host())?;
     let counters = &tree["vms"][member.name]["nics"][NIC]["rdma"]["counters"];
@@ -311,11 +313,11 @@ pub(super) fn failures(member: &Member<'_>) -> Result<Vec<String>> {
     Ok(found)
 }
 
-/// What a guest's console, its drivers and its device's counters say of trouble, counted.
+/// Returns the number of failures that a guest's console, its drivers and its device's counters report.
 pub(super) fn complaints(member: &Member<'_>, report: &mut Report) -> Result<u32> {
     let trouble = member.guest.trouble();
     report.check(trouble.is_empty(), format!("guest {}: {trouble:?}", member.name));
-    // What a driver says when its device or a queue pair fails.
+    // Messages of a driver whose device or queue pair fails.
     let said =
         member.sh("dmesg | grep -i -c -e 'pvrdma.*error' -e 'pvrdma.*fatal' -e 'vmxnet3.*error' || true")?;
     let said: u32 = said.trim().parse().unwrap_or(1);
@@ -325,7 +327,7 @@ pub(super) fn complaints(member: &Member<'_>, report: &mut Report) -> Result<u32
     Ok(said.saturating_add(u32::try_from(trouble.len() + failures.len()).unwrap_or(u32::MAX)))
 }
 
-/// Runs commands, each on its host, at the same time; what each printed.
+/// Runs commands, each on its host, in parallel; returns their outputs.
 pub(super) fn at_once(lab: &Lab, commands: &[(usize, String)]) -> Result<Vec<Value>> {
     let outputs: Vec<Result<Value>> = std::thread::scope(|scope| {
         let running: Vec<_> = commands

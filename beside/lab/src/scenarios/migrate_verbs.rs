@@ -1,13 +1,13 @@
-//! As `migrate-rdma`, with the guests' connections carried by the hosts' own RDMA devices (here Linux's rxe): transport `verbs`, which the cluster
-//! service pins all VMs to.
+//! As `migrate-rdma`, with the guests' connections on the hosts' own RDMA devices (here Linux's rxe): transport `verbs`, to which the
+//! cluster service pins all VMs.
 //!
 //! ```text
 //!  host h1: causeway cluster --pin *=verbs                    host h2
 //!  guest a ─ causeway host ─ rxe0 ─ x2 ═══ link ═══ x2 ─ rxe0 ─ causeway host ─ guest b
 //!     └───────────────── moves ─────────────────▶ beside b: both ends are rxe0's of h2 ─▶ and back
 //! ```
-//! At each stop the devices must be done with every request; at each place new queue pairs of the device there take their place, and the guests' regions are
-//! registered with it. The guests see the same queue pairs and keys all the time, and no error.
+//! At each suspension the devices must have completed every request. At each host, new queue pairs of its device replace the previous
+//! ones, and the guests' regions are registered with it. The guests see the same queue pairs and keys, and no error.
 
 use super::migrate_rdma::{BEFORE, step};
 use super::migrate_talk as talk;
@@ -29,7 +29,7 @@ pub const SCENARIO: Scenario = Scenario {
     prompt: None,
 };
 
-/// Daemons that take part in a cluster, with the addresses of their hosts' RDMA devices.
+/// Daemons of a cluster, with the addresses of their hosts' RDMA devices.
 fn layout() -> Layout {
     let base = talk::layout(&[0, 1]);
     let daemons = base.daemons.iter().zip(1..).map(|(daemon, host)| {
@@ -40,7 +40,7 @@ fn layout() -> Layout {
     Layout { daemons: daemons.collect(), ..base }
 }
 
-/// The numbers that the devices of the hosts have given to a guest's connected queue pairs.
+/// Returns the device numbers of a guest's connected queue pairs.
 fn numbers(lab: &Lab, host: usize, vm: &str) -> Result<BTreeSet<u64>> {
     let tree = rdma_fabric::tree(lab.host(host)?)?;
     let all = tree["vms"][vm]["nics"][NIC]["rdma"]["queue_pairs"].as_object();
@@ -68,7 +68,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         talk::go_on(&pair)?;
         hosts_numbers.push((1 - to, numbers(lab, 1 - to, "a")?));
         let timeline = step(lab, &mut pair, to, BEFORE).with_context(|| format!("Move {}", number + 1))?;
-        // It goes on for a while: the first request makes the connection.
+        // Let the programs run for a while: the first request creates the connection.
         let before = rdma_verbs::packets(lab.host(to)?)?;
         std::thread::sleep(Duration::from_secs(5));
         let after = rdma_verbs::packets(lab.host(to)?)?;

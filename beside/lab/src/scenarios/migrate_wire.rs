@@ -1,5 +1,5 @@
-//! A guest with an RDMA NIC moves between two hosts of a cluster while it is connected with a third one that has only Linux's rxe and hears of nothing:
-//! perftest on both sides goes on from before the first move until after the last.
+//! A guest with an RDMA NIC migrates between two hosts of a cluster while it is connected to a third host without Causeway, which has
+//! only Linux's rxe. perftest runs on both sides from before the first migration until after the last.
 //!
 //! ```text
 //!  host h1: causeway cluster, causeway host      host h2: causeway host               host h3: rxe, no Causeway
@@ -7,8 +7,8 @@
 //!  segment s0: tap, br1 ── x0 ═══ link ═══ x0 ── br1 ── x2 ═══════ link ═══════ x2 10.80.0.9, rxe0
 //!  virtio-net:      br0 ── x1 ═══ link ═══ x1 ── br0 ── x3 ═══════ link ═══════ x3 10.79.0.9
 //! ```
-//! An emulated host's pause is seconds long, and says nothing. The programs' queue pairs wait 15 s for an answer (perftest's `-u 19`): what the peer endures is
-//! its own affair, and its limit (docs/design/migration.md).
+//! An emulated host's blackout takes seconds, and means nothing. The programs' queue pairs time out after 15 s (perftest's `-u 19`):
+//! the peer's own time-out limits the blackout that it tolerates (docs/design/migration.md).
 
 use super::migrate_talk::{self as talk, STEP_TIMEOUT};
 use super::rdma_fabric;
@@ -33,11 +33,11 @@ pub const SCENARIO: Scenario = Scenario {
     prompt: None,
 };
 
-/// Where monitors wait; memory goes over the first link.
+/// Port of the waiting monitors. Memory is sent over the first link.
 const PORT: u32 = 7100;
-/// How long the programs are to go on per move, seconds.
+/// Seconds that the programs run per migration.
 const PER_MOVE: f64 = 60.0;
-/// Messages of the run that says how fast they are here.
+/// Messages of the run that measures the rate.
 const TRIAL: u32 = 200;
 
 fn topology(_: &Options) -> Topology {
@@ -51,7 +51,7 @@ fn topology(_: &Options) -> Topology {
         .link("h2", "h3")
 }
 
-/// The third host's links, on the bridges of the second.
+/// Puts the third host's links on the second host's bridges.
 const H2: &str = "set -e; for i in x2 x3; do ip addr flush dev $i; done; ip link set x2 master br1 up; ip link set x3 master br0 up";
 const H3: &str = "set -e; ip addr flush dev x2; ip addr flush dev x3; ip addr add 10.80.0.9/24 dev x2; ip addr add 10.79.0.9/24 dev x3
 ip link set x2 up; ip link set x3 up; modprobe -a rdma_rxe ib_uverbs ib_umad rdma_ucm; rdma link add rxe0 type rxe netdev x2";
@@ -61,20 +61,20 @@ fn command(port: &Port, count: u32, server: Option<&str>) -> String {
     format!("ib_send_lat -d {} -x {} -F -s 4096 -u 19 -n {count} {to}", port.device, port.gid)
 }
 
-/// What a run says of half a round trip in the mean, microseconds: the sixth number behind the heading.
+/// Returns the mean of half a round trip in microseconds: the sixth number after the heading.
 fn mean(said: &str) -> Option<f64> {
     let line = said.lines().skip_while(|line| !line.contains("#bytes")).nth(1)?;
     line.split_whitespace().nth(5)?.parse().ok().filter(|mean| *mean > 0.0)
 }
 
-/// Messages that last over so many moves, where half a round trip takes so many microseconds.
+/// Returns the number of messages for `moves` migrations at this latency.
 #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // Bounded: floats become whole numbers at the nearest bound.
 fn messages(half_us: f64, moves: u32) -> u32 {
     let rate = (500_000.0 / half_us).clamp(1.0, 100_000.0);
     (rate * PER_MOVE * f64::from(moves + 1)) as u32
 }
 
-/// The server at rxe and the client in the guest.
+/// Starts the server at rxe and the client in the guest.
 fn start(h3: &Host, peer: &Port, guest: &Member<'_>, count: u32) -> Result<Session> {
     let server = h3.spawn("ib_send_lat", &format!("exec {}", command(peer, count, None)))?;
     let listens =
@@ -86,7 +86,7 @@ fn start(h3: &Host, peer: &Port, guest: &Member<'_>, count: u32) -> Result<Sessi
     Ok(server)
 }
 
-/// Waits for both ends; what they say: the client's, and the server's.
+/// Waits for both ends; returns status and output of client and server.
 fn end(server: &Session, guest: &Member<'_>, patience: Duration) -> Result<[(i32, String); 2]> {
     let client = talk::ended(guest, patience)?;
     let code = server.wait(Duration::from_secs(60))?;
@@ -133,7 +133,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let layout = talk::layout(&[0]);
     let (h2, h3) = (lab.host(1)?, lab.host(2)?);
     h3.sh(H3)?;
-    // The first bridge is the daemons' start's.
+    // The daemon's start creates the first bridge.
     h2.sh("[ -e /sys/class/net/br0 ] || ip link add br0 type bridge; ip link set br0 up")?;
     h2.sh(H2)?;
     let cpus = options.cpus.first().copied().unwrap_or(2);
@@ -165,7 +165,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         let same = now == first && by.iter().eq(["wire"]);
         errors += u32::from(!same);
         report.check(same, format!("queue pairs were {first:?}, and are {now:?} by {by:?}"));
-        // Frames here are those since it came.
+        // The counters start at the guest's arrival.
         let wire = rdma_fabric::tree(guest.host())?["vms"]["a"]["nics"][NIC]["rdma"]["wire"].clone();
         received.push(wire["packets_received"].clone());
         progress!(

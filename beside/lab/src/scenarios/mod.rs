@@ -58,7 +58,7 @@ mod walks;
 
 use crate::scenario::Scenario;
 
-/// All of them, in the order of `--list`.
+/// All scenarios, in the order of `--list`.
 pub const ALL: &[Scenario] = &[
     boot::SCENARIO,
     block_crash::SCENARIO,

@@ -1,5 +1,5 @@
-//! Two guests that are neighbours, with mmnet between them, and virtio-net through a bridge beside it: tools over both, what they cost in
-//! exits, and what happens when modules and guests go and come back.
+//! Two neighbour guests with mmnet between them, and virtio-net through a bridge as a reference. Runs tools over both, counts their
+//! exits, and reloads modules and restarts guests.
 //!
 //! ```text
 //!   guest a  10.79.0.1 virtio-net ── tap ── bridge on the host ── tap ── virtio-net 10.79.0.2  guest b
@@ -44,12 +44,12 @@ pub const SCENARIO: Scenario = Scenario {
 
 /// RAM of each guest in MiB.
 const MEMORY_MIB: u32 = 640;
-/// How long a guest of an emulated host may stand still: one thread plays all CPUs of the host, and many wait for it.
+/// Time-out of a guest's heartbeat: in an emulated host, one thread runs all CPUs.
 const PATIENCE_MS: u64 = 10_000;
-/// On a machine that others keep busy a boot takes minutes.
+/// Time-out of a boot, which takes minutes on a busy machine.
 const BOOT: Duration = Duration::from_secs(900);
 
-/// Loads the modules and waits for the peer.
+/// Returns commands that load the modules and wait for the peer.
 fn load(number: usize) -> String {
     format!(
         "set -e; insmod /lab/cw_neigh.ko; insmod /lab/mmnet.ko; i=0\n\
@@ -59,7 +59,7 @@ fn load(number: usize) -> String {
     )
 }
 
-/// Unloads them; `rmmod` fails when one is in use.
+/// Unloads the modules; `rmmod` fails if one is in use.
 const UNLOAD: &str = "set -e; rmmod mmnet; rmmod cw_neigh; ! grep -e cw_neigh -e mmnet /proc/modules";
 
 fn boot_script(number: usize) -> String {
@@ -157,7 +157,7 @@ impl<'a> Pair<'a> {
     }
 }
 
-/// Bulk data both ways over mmnet, and what of it was copied in the kernel.
+/// Transfers bulk data both ways over mmnet, and counts the bytes that the kernel copied.
 fn bulk(pair: &Pair<'_>) -> Found {
     let mut found = Map::new();
     for (from, to) in [(&pair.a, &pair.b), (&pair.b, &pair.a)] {
@@ -172,7 +172,7 @@ fn bulk(pair: &Pair<'_>) -> Found {
             "frames_copied_pages": moved("rx_copied_pages")?, "frames_copied_busy": moved("rx_copied_busy")?,
         });
         progress!("  to {}: {frames}", to.name);
-        // Headers of 66 bytes for 64 KiB are 0.1 %; frames that a slow reader makes the receiver copy are allowed for.
+        // Headers of 66 bytes per 64 KiB are 0.1 %. The margin permits frames that the receiver copies for a slow reader.
         if by_reference < (MIB << 20) * 9 / 10 {
             bail!("only {by_reference} of {} bytes were received without a copy: {frames}", MIB << 20);
         }
@@ -181,7 +181,7 @@ fn bulk(pair: &Pair<'_>) -> Found {
     Ok(found.into())
 }
 
-/// A reader that doesn't read keeps its frames; everybody else goes on, and the sender gets the rest of its memory back.
+/// A reader that doesn't read keeps its frames. All others continue, and the sender gets the rest of its memory back.
 fn slow_reader(pair: &Pair<'_>) -> Found {
     let reader =
         pair.b.start("echo $$ > /tmp/reader; exec socat -u TCP-LISTEN:7002,reuseaddr EXEC:'sleep 1000'")?;
@@ -198,7 +198,7 @@ fn slow_reader(pair: &Pair<'_>) -> Found {
         Ok(counter(s, "tx_frames")? - counter(s, "tx_returned")? - counter(s, "tx_lost")?)
     };
     let kept = out(&pair.a.statistics("mm0")?)?;
-    // Whoever doesn't read any more lets go.
+    // A reader that ends releases its frames.
     reader.signal(15)?;
     pair.b.sh("kill -9 $(cat /tmp/reader) 2>/dev/null; true")?;
     sender.wait(Duration::from_secs(30))?;
@@ -216,7 +216,7 @@ fn slow_reader(pair: &Pair<'_>) -> Found {
     Ok(json!({"frames_kept_by_the_reader": kept}))
 }
 
-/// The modules go, under traffic, and come back; on either side.
+/// Unloads the modules under traffic and loads them again, on either side.
 fn reload(pair: &Pair<'_>) -> Found {
     for (of, other) in [(&pair.b, &pair.a), (&pair.a, &pair.b)] {
         let traffic = other
@@ -232,12 +232,12 @@ fn reload(pair: &Pair<'_>) -> Found {
     Ok(json!({"reloads": 2}))
 }
 
-/// Waits in guest b, whose driver was bound, until its device to a is there with a carrier.
+/// Waits in guest b, whose driver was bound, until its device to a exists and has a carrier.
 fn connected() -> String {
     load(2).split_once("mmnet.ko; ").map_or_else(String::new, |(_, rest)| rest.to_owned())
 }
 
-/// The device is taken from its driver, and given back.
+/// Unbinds the device from its driver, and binds it again.
 fn unbind(pair: &Pair<'_>) -> Found {
     let script = "set -e; cd /sys/bus/pci/drivers/cw_neigh; d=$(basename $(ls -d 0000:*)); echo $d > unbind; [ ! -e /sys/class/net/mm0 ]; echo $d > bind";
     pair.b.sh(script)?;
@@ -246,10 +246,10 @@ fn unbind(pair: &Pair<'_>) -> Found {
     Ok(json!({"unbinds": 1}))
 }
 
-/// A guest is killed; the other one hears of it in time, and the connection is back once the guest is.
+/// Kills a guest. The other one detects it in time, and the connection returns with the guest.
 fn kill<'a>(pair: &mut Pair<'a>, options: &Options) -> Found {
     let traffic = pair.a.start("iperf3 -c 10.81.0.2 -t 60 > /dev/null 2>&1; exit 0")?;
-    // The host's clock: the guest's carrier is polled from outside, which adds the time of a command.
+    // By the host's clock: the guest's carrier is polled from outside, which adds a command's time.
     let seen = pair.a.start(
         "while [ \"$(cat /sys/class/net/mm0/carrier)\" = 1 ]; do :; done; echo GONE $(cut -d' ' -f1 /proc/uptime)",
     )?;
@@ -280,7 +280,7 @@ fn kill<'a>(pair: &mut Pair<'a>, options: &Options) -> Found {
     Ok(json!({"seconds_until_seen_at_most": to - from, "seconds_to_kill": killed.as_secs_f64()}))
 }
 
-/// What the kernels said of trouble.
+/// Checks the kernels' logs for complaints.
 fn quiet(pair: &Pair<'_>) -> Result<()> {
     [&pair.a, &pair.b]
         .into_iter()
@@ -310,7 +310,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
                 failed += 1;
                 report.check(false, format!("{name}: {error:#}"));
                 parts.insert(name.into(), json!({"error": format!("{error:#}")}));
-                // Without an answer there is no going on.
+                // Without an answer the scenario can't continue.
                 for m in [&pair.a, &pair.b] {
                     let log = m.run("ethtool -S mm0; dmesg | tail -n 15", Duration::from_secs(60))?.stdout;
                     progress!("guest {}:\n{log}", m.name);

@@ -1,8 +1,8 @@
-//! A storage appliance whose layers are guests of their own, as in Fido's case study (USENIX ATC 2009, section 5): network, file system,
-//! RAID and storage guest, joined by mmnet and mmblk, and a client that knows nothing of that. The same layers over virtio, and in one
-//! guest, are beside it in the same run; `appliance_stacks.rs` has the three.
+//! A storage appliance whose layers are separate guests, as in Fido's case study (USENIX ATC 2009, section 5): network, file system,
+//! RAID and storage guest, connected by mmnet and mmblk, and a client without these modules. The same run compares the same layers over
+//! virtio, and in one guest. `appliance_stacks.rs` has the three stacks.
 //!
-//! Times of an emulated host are no performance. What counts here is that every byte is right, who copied what, and exits.
+//! Times of an emulated host mean nothing. The scenario checks that every byte is correct, and counts copies and exits.
 
 use crate::channel::Session;
 use crate::guest::{Guest, GuestSpec, Vmm};
@@ -33,11 +33,11 @@ pub const SCENARIO: Scenario = Scenario {
 };
 
 const BOOT: Duration = Duration::from_secs(900);
-/// What the daemon waits for a guest's count: an emulated host beside other work may stand still for seconds.
+/// Time-out of a guest's heartbeat at the daemon: an emulated host may stall for seconds under load.
 const PATIENCE_MS: u32 = 20_000;
-/// MiB that fio writes through each stack, when `--count` says nothing else.
+/// Default MiB that fio writes through each stack; `--count` overrides it.
 const MIB: u64 = 16;
-/// MiB that fio writes where copies are counted.
+/// MiB that fio writes while copies are counted.
 const COUNTED_MIB: u64 = 8;
 
 /// A guest: name, RAM in MiB, NICs (name inside, bridge of the host), disks.
@@ -48,7 +48,7 @@ struct Part {
     disks: &'static [&'static str],
 }
 
-/// In the order of their numbers, from 2 on, which are the last parts of their addresses.
+/// In the order of their numbers from 2 on, which are the last parts of their addresses.
 const PARTS: [Part; 6] = [
     Part { name: "client", memory: 384, nics: &[("lan", "outer")], disks: &[] },
     Part { name: "net", memory: 288, nics: &[("lan", "outer"), ("nas", "inner")], disks: &[] },
@@ -64,7 +64,7 @@ const PARTS: [Part; 6] = [
     Part { name: "mono", memory: 448, nics: &[("lan", "outer")], disks: &["m0", "m1", "m2"] },
 ];
 
-/// The guests that are neighbours: each permits the others, as it passes their addresses on.
+/// The neighbour guests. Each permits the others, as it passes their addresses on.
 const NEIGHBOURS: [&str; 4] = ["net", "files", "raid", "disks"];
 
 fn boot_script(part: &Part) -> String {
@@ -97,7 +97,7 @@ fn boot<'a>(host: &'a Host, options: &Options, kernel: &str, index: usize) -> Re
     let number = index + 2;
     let mut spec = GuestSpec::new(part.name, kernel, options.cpus.first().copied().unwrap_or(1))
         .memory(part.memory)
-        // The hosts' emulated processor claims AVX without XSAVE, and md's parity code believes it.
+        // The host's emulated processor claims AVX without XSAVE, and md's parity code would use it.
         .cmdline(["clearcpuid=avx,avx2,avx512f"])
         .disk("/dev/vdd", true)
         .script(&boot_script(part))
@@ -143,7 +143,7 @@ fn start<'a>(lab: &'a Lab, options: &Options, kernel: &str) -> Result<(Guests<'a
     let mut members = Vec::new();
     for (index, part) in PARTS.iter().enumerate() {
         if part.name != "mono" || options.wants(Stack::Monolithic.name()) {
-            // One after the other: all at once, they keep the daemon from answering in time where one thread plays all CPUs.
+            // In sequence: in parallel, they would starve the daemon, as one thread runs all CPUs.
             let member = boot(host, options, kernel, index)?;
             member.guest.expect("takes commands", BOOT)?;
             members.push(member);
@@ -162,10 +162,10 @@ fn start<'a>(lab: &'a Lab, options: &Options, kernel: &str) -> Result<(Guests<'a
     Ok((guests, daemon))
 }
 
-/// What a part of the scenario found, for the figures.
+/// Figures of a part of the scenario.
 type Found = Result<Value>;
 
-/// Random writes to a disk that are read back and compared, around the page cache; gives the bytes that were verified.
+/// Writes to a disk at random, reads back and compares, bypassing the page cache. Returns the verified bytes.
 fn verify(at: &Member<'_>, disk: &str) -> Result<u64> {
     let text = at.sh(&format!(
         "fio --name=v --filename={disk} --rw=randwrite --bsrange=4k-128k --size={COUNTED_MIB}M --verify=crc32c --verify_fatal=1 --direct=1 \
@@ -178,12 +178,12 @@ fn verify(at: &Member<'_>, disk: &str) -> Result<u64> {
     Ok(job.read)
 }
 
-/// Bytes of writes that an mmblk device copied: a read is copied once by its client, whatever is beyond that is a write's.
+/// Returns the bytes of writes that an mmblk device copied: its client copies each read once, and the rest belongs to writes.
 fn copied_by_device(of: &Counts) -> Result<u64> {
     Ok(counter(of, "copied_bytes")?.saturating_sub(counter(of, "read_bytes")?))
 }
 
-/// One disk, handed on from guest to guest: the last one's driver gets the first one's pages, over two hops and over three.
+/// A disk that is passed on from guest to guest: the last one's driver gets the first one's pages, over two and over three hops.
 ///
 /// ```text
 ///   two     files ─▶ raid ─▶ disks          three   net ─▶ files ─▶ raid ─▶ disks
@@ -278,7 +278,7 @@ impl Pipeline {
         }
     }
 
-    /// Who passed on what of the writes; fails where one of our devices copied.
+    /// Returns how each layer passed writes on. Fails if an mmblk or mmnet device copied.
     fn writes(&self) -> Found {
         let sum = |of: &[Counts], name: &str| {
             of.iter().try_fold(0, |sum, c| Ok::<_, anyhow::Error>(sum + counter(c, name)?))
@@ -313,7 +313,7 @@ impl Pipeline {
     }
 }
 
-/// What md copies of writes to a RAID-5, with `skip_copy` and without.
+/// Measures md's copies of writes to a RAID-5, with and without `skip_copy`.
 fn md_copies(guests: &Guests<'_>, disk: &str) -> Found {
     let mut found = Map::new();
     let mut verified = 0;
@@ -325,7 +325,7 @@ fn md_copies(guests: &Guests<'_>, disk: &str) -> Found {
         progress!("  skip_copy {skip}: {line}");
         let number = |name: &str| line[name].as_u64().unwrap_or(0);
         let (data, in_place) = (number("written_by_files"), number("raid_passed_on_in_place"));
-        // A stripe that is busy with an earlier write makes md copy after all.
+        // md copies for a stripe that is busy with an earlier write.
         let holds = if skip == 1 { in_place >= data * 9 / 10 } else { in_place == 0 };
         if !holds {
             bail!("with skip_copy {skip}, md passed {in_place} of {data} bytes on in place");
@@ -336,7 +336,7 @@ fn md_copies(guests: &Guests<'_>, disk: &str) -> Found {
     Ok(found.into())
 }
 
-/// What mmnet of a guest received and how.
+/// Returns the frames that a guest's mmnet received, by kind.
 fn received(of: &Counts) -> Found {
     let mut found = Map::new();
     for name in [
@@ -354,7 +354,7 @@ fn received(of: &Counts) -> Found {
     Ok(found.into())
 }
 
-/// The appliance of neighbours under its client's load, and what was copied.
+/// Runs the appliance of neighbours under its client's load, and counts copies.
 fn neighbours(guests: &Guests<'_>, mib: u64, tree: bool) -> Result<(Done, Value)> {
     stacks::start_neighbours(guests, true)?;
     let (outer, inner) = (stacks::mmnet_to(&guests.net, "files")?, stacks::mmnet_to(&guests.files, "net")?);
@@ -383,7 +383,7 @@ fn neighbours(guests: &Guests<'_>, mib: u64, tree: bool) -> Result<(Done, Value)
     Ok((done, copies))
 }
 
-/// Ratios to another stack. More is better for throughput, less for the others.
+/// Returns ratios to another stack. Higher is better for throughput, lower for the others.
 fn versus(ours: &Done, theirs: &Done) -> Value {
     let rate = |cost: appliance_load::Cost| cost.bytes as f64 / cost.seconds.max(1e-3);
     json!({
@@ -405,7 +405,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let (guests, daemon) = start(lab, options, &kernel)?;
     let result = all(options, &guests, report);
     if result.is_err() {
-        // While the guests are there.
+        // While the guests exist.
         lab.hold()?;
     }
     result?;
@@ -417,7 +417,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     end_daemon(&daemon)
 }
 
-/// All parts that are wanted.
+/// Runs all selected parts.
 fn all(options: &Options, guests: &Guests<'_>, report: &mut Report) -> Result<()> {
     let mib = options.count.map_or(MIB, u64::from);
     let tree = options.wants("tree");

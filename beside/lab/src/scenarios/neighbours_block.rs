@@ -1,5 +1,5 @@
-//! Three guests that are neighbours, with mmblk between them: a disk that is served, used over one hop and over two, what is copied, what it
-//! costs in exits beside virtio-blk, and what happens when the export, the serving guest or its module goes and comes back.
+//! Three neighbour guests with mmblk between them: a served disk, used over one hop and over two. Counts copies, and exits in
+//! comparison with virtio-blk. Removes and restores the export, the serving guest and its module.
 //!
 //! ```text
 //!   files (client) ───────────── d0 ─────────────▶ disks (server): /dev/vdb, a file of the host
@@ -39,8 +39,8 @@ pub const SCENARIO: Scenario = Scenario {
 const MEMORY_MIB: u32 = 448;
 const BOOT: Duration = Duration::from_secs(300);
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(300);
-/// What the daemon waits for a guest's count: an emulated host beside other work may stand still for seconds. A monitor that is killed is
-/// noticed at once all the same.
+/// Time-out of a guest's heartbeat at the daemon: an emulated host may stall for seconds under load. A killed monitor is detected at
+/// once.
 const PATIENCE_MS: u32 = 20_000;
 /// Size of each disk in MiB.
 const DISK_MIB: u64 = 96;
@@ -75,7 +75,7 @@ fn boot<'a>(host: &'a Host, options: &Options, kernel: &str, number: usize) -> R
     }
     let disks: &[&str] = match name {
         "disks" => &["/disks/d0.raw", "/disks/d1.raw"],
-        // What mmblk is compared with.
+        // The reference for mmblk.
         "files" => &["/disks/v.raw"],
         _ => &[],
     };
@@ -120,7 +120,7 @@ impl<'a> Trio<'a> {
     }
 }
 
-/// Random writes that are read back and compared, around the page cache; gives the bytes that were verified.
+/// Writes at random, reads back and compares, bypassing the page cache. Returns the verified bytes.
 fn verify(at: &Member<'_>, disk: &str, mib: u64) -> Result<u64> {
     let text = at.sh(&format!(
         "fio --name=v --filename={disk} --rw=randwrite --bsrange=4k-128k --size={mib}M --verify=crc32c --verify_fatal=1 --direct=1 --ioengine=libaio \
@@ -135,7 +135,7 @@ fn verify(at: &Member<'_>, disk: &str, mib: u64) -> Result<u64> {
 
 type Found = Result<Value>;
 
-/// One hop: every byte right, and who copied what.
+/// One hop: checks every byte, and counts copies.
 fn one_hop(trio: &Trio<'_>) -> Found {
     trio.disks.serve("d0", "/dev/vdb", "files")?;
     let disk = trio.files.attach("disks", "d0")?;
@@ -162,7 +162,7 @@ fn one_hop(trio: &Trio<'_>) -> Found {
     )
 }
 
-/// Two hops: the middle passes the same addresses on, and nobody copies.
+/// Two hops: the middle guest passes the same addresses on, without copies.
 fn two_hops(trio: &Trio<'_>) -> Found {
     trio.disks.serve("d1", "/dev/vdc", "raid")?;
     let middle = trio.raid.attach("disks", "d1")?;
@@ -175,7 +175,7 @@ fn two_hops(trio: &Trio<'_>) -> Found {
     let written = counter(&first, "written_bytes")?;
     let forwarded = counter(&second, "forwarded_bytes")?;
     let arrived = counter(&server, "forwarded_bytes")?;
-    // Reads are copied once by each client; whatever is beyond that is a write's.
+    // Each client copies a read once; the rest belongs to writes.
     let copied = counter(&second, "copied_bytes")?.saturating_sub(counter(&second, "read_bytes")?);
     if written == 0 || forwarded < written || arrived < written || copied != 0 {
         bail!(
@@ -187,7 +187,7 @@ fn two_hops(trio: &Trio<'_>) -> Found {
     )
 }
 
-/// The same writes over mmblk and over virtio-blk, and exits per MiB: of both guests, and of the one.
+/// Compares exits per MiB of the same writes over mmblk (both guests) and over virtio-blk (one guest).
 fn exits(trio: &Trio<'_>) -> Found {
     let mut found = Map::new();
     for (name, disk) in [("mmblk", "mmblk0"), ("virtio", "vdb")] {
@@ -208,7 +208,7 @@ fn exits(trio: &Trio<'_>) -> Found {
     Ok(found.into())
 }
 
-/// The export goes while it is written to, and comes back: writes wait, and every byte is right.
+/// Removes the export under writes, and restores it: writes wait, and every byte is correct.
 fn export_away(trio: &Trio<'_>) -> Found {
     let job = trio.files.start(
         "exec fio --name=v --filename=/dev/mmblk0 --rw=randwrite --bs=16k --size=16M --io_size=16M --verify=crc32c --verify_fatal=1 --direct=1 --ioengine=libaio \
@@ -224,7 +224,7 @@ fn export_away(trio: &Trio<'_>) -> Found {
     Ok(json!({"bytes_verified": read, "written": written, "seconds_until_back": back}))
 }
 
-/// The serving guest is killed while it is written to, and booted again; then it is killed and requests may not wait.
+/// Kills the serving guest under writes, and boots it again. Then kills it while requests may not wait.
 fn server_dies<'a>(trio: &mut Trio<'a>, options: &Options) -> Found {
     trio.files.sh(&format!("echo 240000 > {CONFIG}/devices/d0/wait_ms"))?;
     let job = trio.files.start(
@@ -258,7 +258,7 @@ fn server_dies<'a>(trio: &mut Trio<'a>, options: &Options) -> Found {
     Ok(json!({"bytes_verified": verified, "seconds_until_seen_at_most": seen}))
 }
 
-/// Everything is taken apart; nothing holds the modules.
+/// Removes everything: no module is in use.
 fn unload(trio: &Trio<'_>) -> Found {
     for member in [&trio.files, &trio.raid, &trio.disks] {
         member.sh(&format!(
@@ -268,7 +268,7 @@ fn unload(trio: &Trio<'_>) -> Found {
     Ok(json!({}))
 }
 
-/// What the kernels said of trouble; I/O errors are looked for elsewhere.
+/// Checks the kernels' logs for complaints; I/O errors are checked elsewhere.
 fn quiet(trio: &Trio<'_>) -> Result<()> {
     trio.all().into_iter().try_for_each(|m| kernel_is_content(m.name, &m.guest, |script| m.sh(script)))
 }
@@ -291,7 +291,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
             parts.insert(name.into(), json!({"error": format!("{error:#}")}));
         }
     };
-    // Later parts use the device of the first.
+    // Later parts use the first part's device.
     note(&trio, "one-hop", one_hop(&trio));
     for (name, what) in
         [("two-hops", two_hops as fn(&Trio<'_>) -> Found), ("exits", exits), ("export-away", export_away)]

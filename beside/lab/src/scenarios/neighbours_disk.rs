@@ -1,5 +1,5 @@
-//! Disks between the two guests of `neighbours`: one of guest b's, served to guest a by mmblk, by NBD over virtio-net and the host's bridge, and by NBD
-//! over mmnet; and, for comparison, a virtio disk of guest a's own. fio in guest a, and the exits of both guests.
+//! A disk of guest b, served to guest a by mmblk, by NBD over virtio-net and the host's bridge, and by NBD over mmnet; and a virtio
+//! disk of guest a as a reference. Runs fio in guest a, and counts the exits of both guests.
 
 use crate::host::Host;
 use crate::progress;
@@ -12,18 +12,18 @@ use std::time::Duration;
 
 /// Size of each disk in MiB.
 const DISK_MIB: u64 = 64;
-/// MiB that fio moves in each bulk job, when there is time for them.
+/// MiB of each bulk job, unless its time ends first.
 const BULK_MIB: u64 = 24;
-/// Requests of 4 KiB of each job that has one at a time.
+/// Requests of 4 KiB of each job with a queue depth of one.
 const REQUESTS: u64 = 600;
 const FIO_TIMEOUT: Duration = Duration::from_secs(900);
-/// Where the second root disk is, with NBD's programs and module.
+/// Mount point of the second root disk, with NBD's programs and module.
 const TOOLS: &str = "/run/tools";
 
-/// The disks' files in the host; both have room for [`DISK_MIB`].
+/// The disks' files in the host, each with [`DISK_MIB`].
 pub(super) const FILES: [&str; 2] = ["/disks/a.raw", "/disks/b.raw"];
 
-/// Makes the files in the host.
+/// Creates the files in the host.
 pub(super) fn prepare(host: &Host) -> Result<()> {
     host.sh(&format!(
         "set -e; mkdir -p /disks; mke2fs -q -F /dev/vdc; mount /dev/vdc /disks; for f in {}; do dd if=/dev/zero of=$f bs=1M count={DISK_MIB} status=none; done",
@@ -32,7 +32,7 @@ pub(super) fn prepare(host: &Host) -> Result<()> {
     .map(drop)
 }
 
-/// How guest a reaches the disk.
+/// Guest a's access to the disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Way {
     Mmblk,
@@ -58,7 +58,7 @@ impl Way {
 struct Task {
     name: &'static str,
     arguments: String,
-    /// Exits are counted per request, and not per MiB.
+    /// Exits are counted per request instead of per MiB.
     per_request: bool,
 }
 
@@ -106,9 +106,9 @@ fn nbd_detach(a: &Member<'_>, b: &Member<'_>) -> Result<()> {
     .map(drop)
 }
 
-/// All ways, all jobs; modules and servers are gone again at the end. `addresses` are guest b's over virtio-net and over mmnet.
+/// Runs all jobs over all paths; removes modules and servers at the end. `addresses` are guest b's over virtio-net and over mmnet.
 ///
-/// A job ends after `seconds` at the latest: exits are told per MiB and per request that were done.
+/// A job ends after `seconds` at the latest: exits are reported per completed MiB or request.
 pub(super) fn compare(a: &Member<'_>, b: &Member<'_>, addresses: [&str; 2], seconds: u64) -> Result<Value> {
     let [virtio, mmnet] = addresses;
     for member in [a, b] {
@@ -182,7 +182,7 @@ fn job(a: &Member<'_>, b: &Member<'_>, disk: &str, way: Way, task: &Task, second
     Ok(line)
 }
 
-/// Random writes that are read back and compared; gives the bytes.
+/// Writes at random, reads back and compares. Returns the bytes.
 fn verify(a: &Member<'_>, disk: &str) -> Result<u64> {
     let text = a
         .run(

@@ -1,4 +1,4 @@
-//! What the scenarios of neighbours look at besides their own figures: the guests' kernels, and the daemon's end.
+//! Common final checks of the neighbour scenarios: the guests' kernel logs, and the daemon's end.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use anyhow::{Result, bail};
 use crate::channel::Session;
 use crate::guest::Guest;
 
-/// Fails when a guest's kernel has complained. `sh` runs a command in that guest.
+/// Fails if a guest's kernel log has complaints. `sh` runs a command in that guest.
 pub fn kernel_is_content(name: &str, guest: &Guest, sh: impl Fn(&str) -> Result<String>) -> Result<()> {
     let log = sh(
         "dmesg | grep -e 'BUG:' -e Oops -e WARNING -e 'Call Trace' -e 'blocked for more' -e 'refcount_t' || true",
@@ -20,7 +20,7 @@ pub fn kernel_is_content(name: &str, guest: &Guest, sh: impl Fn(&str) -> Result<
     Ok(())
 }
 
-/// Ends the host daemon, which must have run until now and end well.
+/// Ends the host daemon, which must still run and end successfully.
 pub fn end_daemon(daemon: &Session) -> Result<()> {
     if let Some(code) = daemon.try_wait() {
         bail!("The host daemon ended with status {code} while guests used it:\n{}", daemon.err.tail(15));

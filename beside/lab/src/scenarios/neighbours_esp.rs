@@ -1,5 +1,5 @@
-//! IPsec between neighbours: the kernel decrypts a frame where it lies, and a window's pages can't be written. So the module copies what may be
-//! decrypted; data must arrive right, and no store may reach a window.
+//! IPsec between neighbours. The kernel decrypts a frame in place, and a window's pages are read-only. So the module copies frames that
+//! may be decrypted. Data must arrive correctly, and no store may reach a window.
 //!
 //! ```text
 //!   10.81.0.1 mm0 ────────────── mm0 10.81.0.2               ESP in the network namespace of the device
@@ -15,22 +15,22 @@ use anyhow::{Context, Result, bail};
 use serde_json::{Map, json};
 use std::time::Duration;
 
-/// Modules of the guest's kernel, where they aren't built in: ESP with its hook in GRO, its cipher and the random numbers for that, and VLANs.
+/// Modules of the guest's kernel, unless built in: ESP with its GRO hook, its cipher and random number generator, and VLANs.
 pub(super) const MODULES: [&str; 8] =
     ["sha512_generic", "drbg", "echainiv", "authenc", "xfrm_user", "esp4", "esp4_offload", "8021q"];
-/// The file that has their order, and that of what they need.
+/// File with the load order of the modules and their dependencies.
 pub(super) const MODULE_ORDER: &str = "esp.order";
-/// Bytes of a transfer: some hundred frames, whose cipher an emulated processor computes.
+/// Bytes of a transfer: some hundred frames, decrypted by an emulated processor.
 const BYTES: u64 = 4 << 20;
-/// A frame that was decrypted wrong is dropped, and sent again for ever.
+/// Time-out of a transfer. A frame that was decrypted wrongly is dropped, and retransmitted forever.
 const TRANSFER_TIMEOUT: Duration = Duration::from_secs(300);
 const NAMESPACE: &str = "inner";
 
-/// A pair of addresses with ESP between them, and where the second guest has its own.
+/// A pair of addresses with ESP between them, and the second guest's namespace.
 struct Net {
     name: &'static str,
     addresses: [&'static str; 2],
-    /// What runs a command in the second guest's namespace.
+    /// Prefix of commands in the second guest's namespace.
     inside: &'static str,
 }
 
@@ -40,12 +40,12 @@ const NETS: [Net; 2] = [
 ];
 
 impl Net {
-    /// What runs a command where `of` has its address.
+    /// Returns the prefix of commands at the address of `of`.
     fn inside(&self, of: &Member<'_>) -> &'static str {
         if number(of) == 2 { self.inside } else { "" }
     }
 
-    /// States and policies for all packets between the addresses. Keys are no secret here.
+    /// Returns states and policies for all packets between the addresses, with public test keys.
     fn protect(&self, of: &Member<'_>) -> String {
         let [a, b] = self.addresses;
         let ip = format!("{}ip xfrm", self.inside(of));
@@ -67,7 +67,7 @@ impl Net {
             .join("; ")
     }
 
-    /// Bytes from one guest to the other, whose checksums must agree.
+    /// Transfers bytes from one guest to the other, and compares checksums.
     fn transfer(&self, from: &Member<'_>, to: &Member<'_>) -> Result<()> {
         let reader = to.start(&format!(
             "exec {}timeout {} sh -c 'socat -u TCP-LISTEN:7005,reuseaddr - | sha256sum'",
@@ -95,7 +95,7 @@ impl Net {
         Ok(())
     }
 
-    /// Packets that went through ESP in `of`, either way. Fails when some came that ESP refuses.
+    /// Returns the number of packets that went through ESP in `of`, both ways. Fails if ESP refused some.
     fn protected(&self, of: &Member<'_>) -> Result<u64> {
         let inside = self.inside(of);
         let text = of.sh(&format!(
@@ -152,7 +152,7 @@ pub(super) fn esp(a: &Member<'_>, b: &Member<'_>) -> Found {
         if stored != [0, 0] {
             bail!("{}: the kernels stored into windows: {line}", net.name);
         }
-        // Where the device's own namespace decrypts, all is copied as it comes; elsewhere before it is decrypted.
+        // If the device's own namespace decrypts, all frames are copied on arrival; otherwise before decryption.
         let wanted = if net.inside.is_empty() { by_reference == 0 && copied > 0 } else { by_reference > 0 };
         if packets == 0 || !wanted {
             bail!("{}: other frames were copied than should be: {line}", net.name);

@@ -1,5 +1,5 @@
-//! What a guest may believe of what its neighbour sends: frames that are only passed on, whose checksums nobody has verified; and pages that an
-//! application still reads when the driver goes.
+//! Trust in a neighbour's frames and pages: forwarded frames whose checksums aren't verified, and pages that an application still reads
+//! when the driver is unbound.
 
 use crate::rdma::Runs as _;
 use crate::scenarios::neighbours_member::{Member, counter};
@@ -12,34 +12,34 @@ use std::time::Duration;
 
 /// Modules of the guest's kernel for [`checksums`].
 pub(super) const MODULES: [&str; 2] = ["bridge", "veth"];
-/// The file that has their order, and that of what they need.
+/// File with the load order of the modules and their dependencies.
 pub(super) const MODULE_ORDER: &str = "bridge.order";
-/// Bytes that the application has not read yet: they fit into the receive buffer and one frame.
+/// Unread bytes of the application: they fit into the receive buffer and one frame.
 const HELD_BYTES: u64 = 48 << 10;
-/// Who sends the frame that comes from outside; nobody has this address.
+/// Sender address of the external frame, which no guest has.
 const OUTSIDER: Ipv4Addr = Ipv4Addr::new(10, 81, 0, 9);
 
-/// Loads the modules that a file names, but for those that are loaded.
+/// Returns commands that load the modules of a file, unless loaded.
 pub(super) fn load_modules(order: &str) -> String {
     format!(
         "for m in $(cat /lab/{order}); do grep -q \"^$(echo $m | tr - _) \" /proc/modules || insmod /lab/$m.ko; done"
     )
 }
 
-/// What TCP of a guest has counted of a kind.
+/// Returns a TCP counter of a guest.
 fn tcp_count(member: &Member<'_>, name: &str) -> Result<u64> {
     let text = member.sh("grep ^Tcp: /proc/net/snmp")?;
     snmp(&text, name).with_context(|| format!("guest {}: no counter {name} in {text:?}", member.name))
 }
 
-/// A counter of `/proc/net/snmp`: a line of names, and one of values.
+/// Returns a counter of `/proc/net/snmp`: a line of names, and one of values.
 fn snmp(text: &str, name: &str) -> Option<u64> {
     let mut lines = text.lines();
     let at = lines.next()?.split_whitespace().position(|word| word == name)?;
     lines.next()?.split_whitespace().nth(at)?.parse().ok()
 }
 
-/// The Internet checksum of bytes of even number (RFC 1071).
+/// Returns the Internet checksum of an even number of bytes (RFC 1071).
 fn checksum(bytes: &[u8]) -> u16 {
     let (pairs, _) = bytes.as_chunks::<2>();
     let sum: u32 = pairs.iter().map(|pair| u32::from(u16::from_be_bytes(*pair))).sum();
@@ -48,7 +48,7 @@ fn checksum(bytes: &[u8]) -> u16 {
     u16::from_be_bytes([high, low])
 }
 
-/// An Ethernet frame with a TCP SYN to port 7100, where nobody listens. `error` is added to the right checksum.
+/// Returns an Ethernet frame with a TCP SYN to port 7100, which is closed. `error` is added to the correct checksum.
 fn syn(to: [u8; 6], address: Ipv4Addr, error: u16) -> Vec<u8> {
     let mut tcp = vec![0x1b, 0xbd, 0x1b, 0xbc, 0, 0, 0, 1, 0, 0, 0, 0, 0x50, 0x02, 0xff, 0xff, 0, 0, 0, 0];
     let mut pseudo: Vec<u8> = OUTSIDER.octets().into_iter().chain(address.octets()).collect();
@@ -70,7 +70,7 @@ fn mac(text: &str) -> Option<[u8; 6]> {
     bytes.try_into().ok()
 }
 
-/// A frame from outside comes to `b` over a bridge in `a`: TCP drops it when its checksum is wrong, and answers it when it is right.
+/// Sends an external frame to `b` over a bridge in `a`. TCP drops it if its checksum is wrong, and replies if it is correct.
 pub(super) fn checksums(a: &Member<'_>, b: &Member<'_>) -> Found {
     let text = b.sh("cat /sys/class/net/mm0/address")?;
     let to = mac(&text).with_context(|| format!("guest b's mm0 has the address {text:?}"))?;
@@ -116,8 +116,8 @@ pub(super) fn checksums(a: &Member<'_>, b: &Member<'_>) -> Found {
     Ok(json!({"dropped_for_their_checksum": dropped}))
 }
 
-/// The driver goes from under an application that has not read its data yet, and comes back: the data are what was sent, and the neighbours are
-/// connected again once they have been read. `wait` waits for that in `b`.
+/// Unbinds the driver while an application has unread data, and binds it again. The data is correct, and the neighbours reconnect after
+/// it was read. `wait` waits for that in `b`.
 pub(super) fn unbind_held(a: &Member<'_>, b: &Member<'_>, wait: &str) -> Found {
     let reader = b.start(&format!(
         "rm -f /tmp/go /tmp/sum; printf 'until [ -e /tmp/go ]; do sleep 0.1; done; head -c {HELD_BYTES} | sha256sum > /tmp/sum' > /tmp/reader\n\

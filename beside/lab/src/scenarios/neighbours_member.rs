@@ -1,4 +1,4 @@
-//! A guest with neighbours, as the scenarios use it: commands in it, its exits, and the counters of its modules.
+//! A neighbour guest in the scenarios: commands, its exits, and its modules' counters.
 
 use crate::channel::{Output, Session};
 use crate::guest::Guest;
@@ -10,7 +10,7 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-/// For a command that [`Member::sh`] runs: on a machine that others keep busy it takes minutes.
+/// Time-out of a command of [`Member::sh`], which takes minutes on a busy machine.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(1200);
 
 /// mmblk's directory in configfs.
@@ -44,19 +44,19 @@ impl Member<'_> {
         format!("exec /share/.lab/lab in --wait 60 {} {script}", self.name)
     }
 
-    /// Runs a script that must succeed; what it printed.
+    /// Runs a script and returns its output. Fails if the script does.
     pub(super) fn sh(&self, script: &str) -> Result<String> {
         self.run(script, COMMAND_TIMEOUT)?.success().with_context(|| {
             format!("{:?} failed in guest {}", script.trim().lines().next().unwrap_or_default(), self.name)
         })
     }
 
-    /// Exits of any kind, as KVM counts them.
+    /// Returns the exits of all kinds, as KVM counts them.
     pub(super) fn exits(&self) -> Result<u64> {
         Ok(Counters::parse(&self.host.sh(&format!("causeway inspect {} exits --json", self.name))?)?.all)
     }
 
-    /// Stores into windows that were discarded so far.
+    /// Returns the number of discarded stores into windows so far.
     pub(super) fn discarded_stores(&self) -> Result<u64> {
         let text = self.host.sh(&format!("causeway inspect {} --json", self.name))?;
         let tree: Value = serde_json::from_str(&text).with_context(|| format!("no JSON: {text:?}"))?;
@@ -64,17 +64,17 @@ impl Member<'_> {
             .with_context(|| format!("{} counts no discarded stores: {text}", self.name))
     }
 
-    /// mmnet's statistics.
+    /// Returns mmnet's statistics.
     pub(super) fn statistics(&self, interface: &str) -> Result<Counts> {
         Ok(parse(&self.sh(&format!("ethtool -S {interface}"))?, ": "))
     }
 
-    /// Counters of an mmblk export or device: a directory in configfs.
+    /// Returns the counters of an mmblk export or device: a directory in configfs.
     pub(super) fn counters(&self, of: &str) -> Result<Counts> {
         Ok(parse(&self.sh(&format!("cat {CONFIG}/{of}/counters"))?, " "))
     }
 
-    /// Serves a block device to a client.
+    /// Exports a block device to a client.
     pub(super) fn serve(&self, export: &str, path: &str, client: &str) -> Result<()> {
         self.sh(&format!(
             "set -e; e={CONFIG}/exports/{export}; mkdir $e; echo {path} > $e/path; echo {client} > $e/clients; echo 1 > $e/enable"
@@ -82,7 +82,7 @@ impl Member<'_> {
         .map(drop)
     }
 
-    /// Attaches an export; gives the disk.
+    /// Attaches an export; returns the disk.
     pub(super) fn attach(&self, server: &str, export: &str) -> Result<String> {
         let text = self.sh(&format!(
             "set -e; d={CONFIG}/devices/{export}; mkdir $d; echo {server} > $d/peer; echo {export} > $d/export; echo 1 > $d/enable; i=0\n\
@@ -91,12 +91,12 @@ impl Member<'_> {
         Ok(format!("/dev/{}", text.trim()))
     }
 
-    /// Takes an export or a device away.
+    /// Removes an export or a device.
     pub(super) fn take_away(&self, what: &str) -> Result<()> {
         self.sh(&format!("set -e; cd {CONFIG}; echo 0 > {what}/enable; rmdir {what}")).map(drop)
     }
 
-    /// Waits until a device is in a state; says how long, in seconds.
+    /// Waits until a device reaches a state; returns the time in seconds.
     pub(super) fn until(&self, device: &str, state: &str, at_most: Duration) -> Result<f64> {
         let begun = Instant::now();
         self.sh(&format!(
@@ -107,7 +107,7 @@ impl Member<'_> {
     }
 }
 
-/// Lines of a name and a number.
+/// Parses lines with a name and a number.
 fn parse(text: &str, between: &str) -> Counts {
     text.lines()
         .filter_map(|line| {
@@ -117,7 +117,7 @@ fn parse(text: &str, between: &str) -> Counts {
         .collect()
 }
 
-/// The first number of that name in a tree.
+/// Returns the first number with that name in a tree.
 pub(super) fn find(tree: &Value, name: &str) -> Option<u64> {
     match tree {
         Value::Object(map) => {
@@ -128,12 +128,12 @@ pub(super) fn find(tree: &Value, name: &str) -> Option<u64> {
     }
 }
 
-/// A counter that must be there.
+/// Returns a counter, which must exist.
 pub(super) fn counter(of: &Counts, name: &str) -> Result<u64> {
     of.get(name).copied().with_context(|| format!("There is no counter {name}: {of:?}"))
 }
 
-/// What counters have grown by.
+/// Returns the counters' growth.
 pub(super) fn grown(before: &Counts, after: &Counts) -> Counts {
     after
         .iter()

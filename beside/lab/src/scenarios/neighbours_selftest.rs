@@ -1,4 +1,5 @@
-//! The tests of the modules for neighbours that need no neighbour: `guest/mmnet/test`, with `neigh_loop` in place of the core, in one guest.
+//! The self-tests of the neighbour modules that need no neighbour: `guest/mmnet/test`, with `neigh_loop` instead of the core, in one
+//! guest.
 
 use crate::guest::{Guest, GuestSpec, Vmm};
 use crate::image::Images;
@@ -22,18 +23,18 @@ pub const SCENARIO: Scenario = Scenario {
     prompt: None,
 };
 
-/// RAM of the guest in MiB: two RAM disks and files of a tmpfs lie in it.
+/// RAM of the guest in MiB: two RAM disks and files of a tmpfs use it.
 const MEMORY_MIB: u32 = 512;
 const SELFTEST_TIMEOUT: Duration = Duration::from_secs(900);
 const TEST: &str = "guest/mmnet/test/mmblk-selftest.sh";
 
-/// What a line of TAP says: whether a check holds, and its number and name.
+/// Parses a line of TAP: whether a check succeeded, and its number and name.
 fn check(line: &str) -> Option<(bool, &str)> {
     let line = line.trim();
     line.strip_prefix("ok ").map(|name| (true, name)).or_else(|| Some((false, line.strip_prefix("not ok ")?)))
 }
 
-/// How many checks there were to be.
+/// Parses the planned number of checks.
 fn plan(line: &str) -> Option<usize> {
     line.trim().strip_prefix("1..")?.parse().ok()
 }
@@ -75,7 +76,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
             }
             Some((false, name)) => {
                 failed += 1;
-                // The lines after it, which begin with #, say why.
+                // The lines after it that begin with # have the reason.
                 let why: Vec<&str> = lines
                     .iter()
                     .skip(number + 1)

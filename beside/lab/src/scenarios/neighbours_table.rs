@@ -1,8 +1,8 @@
-//! What neighbours cost in exits beside virtio, as a table of one run: from the figures of the scenario's parts.
+//! Exits of neighbours and virtio as a table of one run, from the figures of the scenario's parts.
 
 use serde_json::{Value, json};
 
-/// A row: what was done, the unit, and exits over neighbours and over virtio through the bridge.
+/// A row: the work, the unit, and exits over neighbours and over virtio through the bridge.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Row {
     what: &'static str,
@@ -11,7 +11,7 @@ pub(super) struct Row {
     virtio: f64,
 }
 
-/// What is compared: its name, the unit, and where the two figures are in the scenario's parts.
+/// The comparisons: name, unit, and the paths of both figures in the scenario's parts.
 const COMPARED: [(&str, &str, &str, &str); 7] = [
     (
         "iperf3, a to b",
@@ -57,7 +57,7 @@ const COMPARED: [(&str, &str, &str, &str); 7] = [
     ),
 ];
 
-/// The rows of the parts that were run.
+/// Returns the rows of the parts that ran.
 pub(super) fn rows(parts: &Value) -> Vec<Row> {
     let number = |path: &str| parts.pointer(path).and_then(Value::as_f64);
     COMPARED
@@ -68,13 +68,13 @@ pub(super) fn rows(parts: &Value) -> Vec<Row> {
         .collect()
 }
 
-/// For the figures.
+/// Returns the rows for the figures.
 pub(super) fn json(rows: &[Row]) -> Value {
     let row = |row: &Row| json!({"what": row.what, "exits_per": row.per, "neighbours": row.neighbours, "virtio_through_bridge": row.virtio, "ratio": row.neighbours / row.virtio});
     rows.iter().map(row).collect()
 }
 
-/// For people.
+/// Returns the rows as text.
 pub(super) fn text(rows: &[Row]) -> String {
     let mut text =
         "| what | exits per | neighbours | virtio through a bridge | ratio |\n|---|---|---|---|---|\n"
@@ -92,7 +92,7 @@ pub(super) fn text(rows: &[Row]) -> String {
 mod tests {
     use super::*;
 
-    /// Rows are of parts that were run, with both of their figures.
+    /// Only parts that ran with both figures have rows.
     #[test]
     fn what_was_run_is_in_the_table() {
         let parts = json!({

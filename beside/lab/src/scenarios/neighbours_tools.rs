@@ -1,4 +1,4 @@
-//! What is done over the networks of two guests, and what it costs in exits.
+//! Tools over the networks of two guests, and their exits.
 
 use crate::channel::Output;
 use crate::scenarios::neighbours_member::Member;
@@ -7,19 +7,19 @@ use anyhow::{Context, Result, bail};
 use serde_json::{Map, Value, json};
 use std::time::Duration;
 
-/// On a machine that others keep busy a tool takes minutes.
+/// Time-out of a tool, which takes minutes on a busy machine.
 pub(super) const TOOL_TIMEOUT: Duration = Duration::from_secs(480);
-/// MiB of each transfer whose checksum is taken.
+/// MiB of each transfer with a checksum.
 pub(super) const MIB: u64 = 32;
 /// Bytes of a request, and of its response.
 const REQUEST: u64 = 64;
 /// The guests.
 pub(super) const NAMES: [&str; 2] = ["a", "b"];
 
-/// What a part of the scenario found, for the figures.
+/// Figures of a part of the scenario.
 pub(super) type Found = Result<Value>;
 
-/// How a guest is reached.
+/// A network to a guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Net {
     /// mmnet.
@@ -39,7 +39,7 @@ impl Net {
         }
     }
 
-    /// Where guest `number` is reached.
+    /// Returns the address of guest `number`.
     pub(super) fn address(self, number: usize) -> String {
         match self {
             Net::Mmnet => format!("10.81.0.{number}"),
@@ -49,17 +49,17 @@ impl Net {
     }
 }
 
-/// The number of a guest, from 1 on: the last part of its addresses.
+/// Returns a guest's number, from 1 on: the last part of its addresses.
 pub(super) fn number(of: &Member<'_>) -> usize {
     if of.name == NAMES[0] { 1 } else { 2 }
 }
 
-/// Exits of both guests, of any kind.
+/// Returns the exits of both guests, of all kinds.
 fn exits(a: &Member<'_>, b: &Member<'_>) -> Result<u64> {
     Ok(a.exits()? + b.exits()?)
 }
 
-/// Random bytes from one guest to the other, whose checksums must agree.
+/// Transfers random bytes from one guest to the other, and compares checksums.
 pub(super) fn transfer(net: Net, from: &Member<'_>, to: &Member<'_>) -> Result<()> {
     let server = "socat -u TCP-LISTEN:7001,reuseaddr - | sha256sum | sed 's/^/SUM /'";
     let client = format!(
@@ -79,12 +79,12 @@ pub(super) fn transfer(net: Net, from: &Member<'_>, to: &Member<'_>) -> Result<(
     Ok(())
 }
 
-/// Whether somebody listens on a TCP port.
+/// Returns a condition that holds when a process listens on a TCP port.
 pub(super) fn listens(port: u16) -> String {
     format!("ss -Hltn sport = :{port} | grep -q .")
 }
 
-/// iperf3 both ways over two networks, and exits per MiB.
+/// Runs iperf3 both ways over two networks; returns exits per MiB.
 pub(super) fn throughput((a, b): (&Member<'_>, &Member<'_>), nets: [Net; 2], seconds: u64) -> Found {
     let mut found = Map::new();
     for net in nets {
@@ -105,14 +105,14 @@ pub(super) fn throughput((a, b): (&Member<'_>, &Member<'_>), nets: [Net; 2], sec
     Ok(found.into())
 }
 
-/// Bytes received, of iperf3's JSON.
+/// Returns the received bytes in iperf3's JSON.
 fn iperf_bytes(text: &str) -> Result<u64> {
     let tree: Value = serde_json::from_str(text).context("iperf3 printed no JSON")?;
     let bytes = tree["end"]["sum_received"]["bytes"].as_u64().filter(|b| *b > 0);
     bytes.with_context(|| format!("iperf3 received nothing: {}", tree["error"]))
 }
 
-/// Requests and responses of 64 bytes by fio's network engine, and exits per transaction.
+/// Runs requests and responses of 64 bytes by fio's network engine; returns exits per transaction.
 pub(super) fn requests((a, b): (&Member<'_>, &Member<'_>), nets: [Net; 2], count: u64) -> Found {
     let mut found = Map::new();
     for net in nets {
@@ -140,7 +140,7 @@ pub(super) fn requests((a, b): (&Member<'_>, &Member<'_>), nets: [Net; 2], count
     Ok(found.into())
 }
 
-/// Writes that fio did, and what one took with its answer, in µs.
+/// Returns fio's number of writes, and the time of one with its response in µs.
 fn fio_transactions(text: &str) -> Result<(u64, f64)> {
     let start = text.find('{').context("fio printed no JSON")?;
     let tree: Value = serde_json::from_str(&text[start..]).context("fio's JSON can't be read")?;

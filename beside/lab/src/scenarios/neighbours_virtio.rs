@@ -1,4 +1,5 @@
-//! Two guests without any module of ours, each with a virtio-net device whose frames go to neighbours, and one through a bridge beside it.
+//! Two guests without Causeway's modules. Each has a virtio-net device whose frames go to neighbours, and one through a bridge as a
+//! reference.
 //!
 //! ```text
 //!   guest a  10.79.0.1 virtio-net ── tap ── bridge on the host ── tap ── virtio-net 10.79.0.2  guest b
@@ -32,11 +33,11 @@ pub const SCENARIO: Scenario = Scenario {
 
 /// RAM of each guest in MiB.
 const MEMORY_MIB: u32 = 512;
-/// How long a guest of an emulated host may stand still.
+/// Time-out of a guest's heartbeat in an emulated host.
 const PATIENCE_MS: u64 = 10_000;
 const BOOT: Duration = Duration::from_secs(900);
 
-/// The MAC of a guest's device to neighbours.
+/// Returns the MAC of a guest's device to neighbours.
 fn mac(number: usize) -> String {
     format!("52:54:00:4e:01:0{number}")
 }
@@ -86,7 +87,7 @@ impl Pair<'_> {
         [&self.a, &self.b]
     }
 
-    /// Small, long, and as long as the MTU allows.
+    /// Pings with small packets, long ones, and the MTU's limit.
     fn ping(&self) -> Found {
         for (from, to) in [(&self.a, 2), (&self.b, 1)] {
             for size in [56, 9000, 65_000] {
@@ -103,7 +104,7 @@ impl Pair<'_> {
     fn transfers(&self) -> Found {
         transfer(Net::Direct, &self.a, &self.b)?;
         transfer(Net::Direct, &self.b, &self.a)?;
-        // Checksums and copies in the guest that leave no frame as it was.
+        // Settings in the guest that make it copy and checksum every frame.
         for member in self.both() {
             member.sh("ethtool -K lan0 tx off rx off")?;
         }
@@ -111,12 +112,12 @@ impl Pair<'_> {
         for member in self.both() {
             member.sh("ethtool -K lan0 tx on rx on")?;
         }
-        // The host has no part in it: frames to neighbours pass no interface of it.
+        // The host's network isn't involved: frames to neighbours pass none of its interfaces.
         let bridged = self.host.sh("cat /sys/class/net/br0/statistics/rx_bytes")?;
         Ok(json!({"bridge_rx_bytes": bridged.trim().parse::<u64>().context("the bridge's counter")?}))
     }
 
-    /// What the monitors say of it.
+    /// Checks the monitors' reports.
     fn inspected(&self) -> Found {
         let text = self.host.sh("causeway inspect a --json")?;
         if !text.contains("neighbours of lab (b)") {
@@ -126,7 +127,7 @@ impl Pair<'_> {
     }
 }
 
-/// A guest is killed under traffic; the other one goes on, and reaches it again once it is back.
+/// Kills a guest under traffic. The other one continues, and reaches it again after its return.
 fn kill(pair: &mut Pair<'_>, options: &Options) -> Found {
     let server = pair.b.start("iperf3 -s -1 > /dev/null 2>&1; exit 0")?;
     pair.b.sh(&format!("until {}; do sleep 0.1; done", listens(5201)))?;
@@ -135,7 +136,7 @@ fn kill(pair: &mut Pair<'_>, options: &Options) -> Found {
     pair.b.guest.session.kill()?;
     pair.b.guest.session.wait(Duration::from_secs(30))?;
     server.wait(Duration::from_secs(60))?;
-    // The survivor's device has its buffers back and sends on, to nobody.
+    // The survivor's device returns its buffers and continues to send, without a receiver.
     pair.a.sh("ping -q -c 2 -w 10 10.82.0.2; [ $? = 1 ]")?;
     traffic.signal(15)?;
     traffic.wait(Duration::from_secs(90))?;

@@ -1,4 +1,4 @@
-//! A guest's network through a tap: iperf3 both ways, and bulk transfers whose checksums must agree.
+//! A guest's network through a tap: iperf3 both ways, and bulk transfers with compared checksums.
 
 use crate::guest::{Guest, GuestSpec, Vmm};
 use crate::host::Host;
@@ -18,7 +18,7 @@ pub const SCENARIO: Scenario = Scenario {
     prompt: None,
 };
 
-/// Makes a tap with an address in the host; the guest's side is .2.
+/// Creates a tap with an address in the host; the guest's side is .2.
 pub fn tap(host: &Host, name: &str, net: &str) -> Result<()> {
     host.sh(&format!(
         "ip tuntap add {name} mode tap vnet_hdr && ip addr add {net}.1/24 dev {name} && ip link set {name} up"
@@ -26,7 +26,7 @@ pub fn tap(host: &Host, name: &str, net: &str) -> Result<()> {
     .map(drop)
 }
 
-/// What a guest does first: its NIC up.
+/// Returns the guest's commands that bring its NIC up.
 pub fn guest_up(net: &str) -> String {
     format!(
         "n=$(ls /sys/class/net | grep -v lo | head -n 1); ip addr add {net}.2/24 dev $n; ip link set $n up; \
@@ -34,7 +34,7 @@ pub fn guest_up(net: &str) -> String {
     )
 }
 
-/// The guest's part. Each transfer prints `SUM direction sha256`.
+/// Returns the guest's script. Each transfer prints `SUM direction sha256`.
 fn script(mib: u32, rounds: u32, seconds: u64) -> String {
     let mut s = guest_up("10.78.0");
     s.push_str(&format!(
@@ -72,7 +72,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let (mib, rounds) = (16, options.count.unwrap_or(3));
     let seconds = options.seconds.unwrap_or(8);
     let _iperf = host.spawn("iperf3 server", "exec iperf3 -s")?;
-    // Up: what arrives is summed. Down: every connection gets fresh bytes, summed as they leave.
+    // Up: received bytes are summed. Down: every connection gets new bytes, which are summed as they are sent.
     host.sh(&format!(
         "mkdir -p /tmp/n && cat > /tmp/n/up <<'E'\n#!/bin/sh\necho \"SUM up 0 $(sha256sum | cut -c1-64)\" >> /tmp/n/up.sums\nE\n\
          cat > /tmp/n/down <<'E'\n#!/bin/sh\nhead -c {} /dev/urandom > /tmp/n/d.$$; echo \"SUM down 0 $(sha256sum < /tmp/n/d.$$ | cut -c1-64)\" >> /tmp/n/down.sums; cat /tmp/n/d.$$; rm /tmp/n/d.$$\nE\nchmod +x /tmp/n/up /tmp/n/down",
@@ -87,7 +87,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let status = g.script_status(Duration::from_secs(300 + u64::from(rounds) * 60 + seconds * 4))?;
     g.ended(Duration::from_secs(60))?;
     let guest = g.session.out.text();
-    // The host's side sums what has arrived after the guest is done with it.
+    // The host's sum is computed after the guest has ended the transfer.
     let all = format!(
         "i=0; while [ $i -lt 120 ] && [ $(cat /tmp/n/*.sums 2>/dev/null | wc -l) -lt {} ]; do i=$((i+1)); sleep 0.5; done; cat /tmp/n/up.sums /tmp/n/down.sums; true",
         rounds * 2

@@ -1,5 +1,4 @@
-//! Two guests with RDMA devices boot at the same time and power off, again and again: what every other RDMA scenario begins with, and
-//! where guests were seen to hang.
+//! Two guests with RDMA devices boot in parallel and power off, repeatedly: the common start of all RDMA scenarios.
 
 use crate::lab::Lab;
 use crate::progress;
@@ -17,7 +16,7 @@ pub const SCENARIO: Scenario = Scenario {
     prompt: Some(rdma::prompt),
 };
 
-/// Pairs, when `--count` says nothing else.
+/// Default number of pairs; `--count` overrides it.
 const COUNT: u32 = 5;
 
 fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
@@ -28,7 +27,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         host.forget_consoles();
         let start = Instant::now();
         let before = host.processor_time()?;
-        // The first that hangs ends the run: it is to be looked at, not counted.
+        // The first hang ends the run, so that it can be examined.
         let pair = Pair::start(lab, options).with_context(|| format!("pair {n} of {count}"))?;
         let seconds = start.elapsed().as_secs_f64();
         let busy = host.processor_time()?.saturating_sub(before).as_secs_f64();

@@ -1,6 +1,6 @@
-//! What an RDMA operation costs in VM exits: sends, writes and reads without a pause on an established connection. While
-//! they go on, the exit counters of both guests are read from their monitors, twice, with so many operations in between.
-//! The same over TCP (virtio-net) and over rxe, to compare with.
+//! Measures VM exits per RDMA operation: sends, writes and reads without a pause on an established connection. Meanwhile the exit
+//! counters of both guests are read from their monitors, twice, with the operations in between. The same over TCP (virtio-net) and over
+//! rxe as a reference.
 
 use crate::channel::Session;
 use crate::lab::Lab;
@@ -22,16 +22,16 @@ pub const SCENARIO: Scenario = Scenario {
     prompt: Some(rdma::prompt),
 };
 
-/// Operations of each kind, when `--count` says nothing else.
+/// Default number of operations of each kind; `--count` overrides it.
 const COUNT: u64 = 1_000_000;
-/// TCP and rxe are slow on emulated CPUs: a twentieth says what an operation costs.
+/// TCP and rxe are slow on emulated CPUs: a twentieth of the operations suffices.
 const PEER_SHARE: u64 = 20;
 /// With completion events: a tenth.
 const EVENT_SHARE: u64 = 10;
 const SIZE: u32 = 64;
-/// For the device to go from asleep to busy, on a slow host.
+/// Time for the device to change from asleep to busy, on a slow host.
 const SETTLING: Duration = Duration::from_secs(3);
-/// Beyond that it is measured in any case.
+/// Limit of that time, after which the measurement starts in any case.
 const LONGEST_SETTLING: Duration = Duration::from_secs(60);
 const KINDS: [&str; 3] = ["send", "write", "read"];
 const PROGRAM_TIMEOUT: Duration = Duration::from_secs(1800);
@@ -39,7 +39,7 @@ const PROGRAM_TIMEOUT: Duration = Duration::from_secs(1800);
 /// A guest's counters at one time.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Counters {
-    /// Exits as KVM counts them, those that never reach the monitor included.
+    /// Exits as KVM counts them, including those that never reach the monitor.
     pub(super) all: u64,
     /// Exits that reached the monitor.
     pub(super) monitor: u64,
@@ -62,12 +62,12 @@ impl Counters {
         })
     }
 
-    /// Accesses to the RDMA device's ranges (registers and doorbells): what must not move.
+    /// Returns accesses to the RDMA device's ranges (registers and doorbells), which must not grow.
     fn data_path(&self) -> u64 {
         self.of(rdma::FUNCTION_RDMA)
     }
 
-    /// Accesses to the ranges of the Ethernet NIC beside it, which has its own work to do.
+    /// Returns accesses to the ranges of its Ethernet function, which has its own traffic.
     fn ethernet(&self) -> u64 {
         self.of(rdma::FUNCTION_ETHERNET)
     }
@@ -77,7 +77,7 @@ impl Counters {
     }
 }
 
-/// Whether a range is one of a function's BARs: `memory:FUNCTION bar2`.
+/// Returns whether a range is one of a function's BARs: `memory:FUNCTION bar2`.
 fn is_of(range: &str, function: &str) -> bool {
     range.split([':', ' ']).any(|word| word == function)
 }
@@ -88,8 +88,8 @@ fn counters(pair: &Pair<'_>) -> Result<[Counters; 2]> {
     Ok([read(pair.a.name)?, read(pair.b.name)?])
 }
 
-/// How often the daemon has changed the doorbells of both guests between memory and trapped. It traps them when it saw no work for a while,
-/// which is a matter of who runs on a crowded machine, and each such change is followed by stores that exit.
+/// Returns how often the daemon has changed the doorbells of both guests between memory and trapped. It traps them after a while
+/// without work, which depends on the load of a crowded machine. After each such change, stores exit.
 fn mode_switches(pair: &Pair<'_>) -> Result<u64> {
     if pair.device == Device::Rxe {
         return Ok(0);
@@ -97,8 +97,8 @@ fn mode_switches(pair: &Pair<'_>) -> Result<u64> {
     parse_switches(&pair.host().sh("causeway inspect host --json")?)
 }
 
-/// Waits until the daemon has made memory of the doorbells of guests that are busy. That takes 32 doorbells within
-/// [`rdma::DOORBELL_WINDOW_MS`]. Measured is what an established connection costs from then on.
+/// Waits until the daemon has mapped the doorbells of busy guests as memory, which takes 32 doorbells within
+/// [`rdma::DOORBELL_WINDOW_MS`]. The measurement starts then.
 fn settle(pair: &Pair<'_>, guests: &[&str]) -> Result<()> {
     for _ in 0..LONGEST_SETTLING.as_millis() / 250 {
         let tree: Value = serde_json::from_str(&pair.host().sh("causeway inspect host --json")?)
@@ -135,13 +135,13 @@ fn parse_switches(text: &str) -> Result<u64> {
     Ok(found.iter().sum())
 }
 
-/// One kind of operation, measured.
+/// The measured cost of one kind of operation.
 #[derive(Debug, Clone, Default)]
 struct Cost {
-    /// Done between the two readings of the counters, at least: the first mark comes after the first reading, the last
-    /// before the last.
+    /// Operations between the two readings of the counters, as a lower bound: the first mark follows the first reading, and the last
+    /// precedes the last.
     operations: u64,
-    /// Between the readings, of both guests, with what reading them costs.
+    /// Exits of both guests between the readings, including those of the readings.
     exits: u64,
     monitor_exits: u64,
     /// Accesses to the RDMA device's ranges before the first reading.
@@ -152,10 +152,10 @@ struct Cost {
     ranges: BTreeMap<String, u64>,
     /// Changes of the doorbells between memory and trapped, between the readings.
     switches: u64,
-    /// Accesses to the Ethernet NIC's ranges between the readings.
+    /// Accesses to the Ethernet function's ranges between the readings.
     ethernet: u64,
     seconds: f64,
-    /// All operations, before the first and after the last reading as well: all are verified.
+    /// All operations, including those before the first and after the last reading: all are verified.
     verified: u64,
     events: u64,
     interrupts: u64,
@@ -167,7 +167,7 @@ impl Cost {
         if self.operations == 0 { 0.0 } else { self.exits as f64 / self.operations as f64 }
     }
 
-    /// Adds what moved in one guest between two readings.
+    /// Adds a guest's differences between two readings.
     fn between(&mut self, first: &Counters, last: &Counters) {
         self.exits += last.all.saturating_sub(first.all);
         self.monitor_exits += last.monitor.saturating_sub(first.monitor);
@@ -208,7 +208,7 @@ impl Cost {
     }
 }
 
-/// The value of `name=` in a line of `rdma-loop`.
+/// Returns the value of `name=` in a line of `rdma-loop`.
 fn whole(line: &str, name: &str) -> Result<u64> {
     line.split_whitespace()
         .find_map(|w| w.strip_prefix(name)?.strip_prefix('=')?.parse().ok())
@@ -229,7 +229,7 @@ fn wait(session: &Session, what: &str, side: &str) -> Result<String> {
     }
 }
 
-/// Runs every kind of operation between two ports (TCP when there are none).
+/// Runs every kind of operation between two ports, or over TCP without ports.
 fn measure(
     pair: &Pair<'_>,
     ports: Option<(&Port, &Port)>,
@@ -252,7 +252,7 @@ fn measure(
         client.input(b"go\n")?;
         std::thread::sleep(SETTLING);
         if more.is_empty() && ports.is_some_and(|(a, _)| pair.device == Device::Pvrdma && *a == pair.a.port) {
-            // Only a receiver of messages rings beside the client.
+            // Besides the client, only a receiver of messages uses its doorbell.
             settle(pair, if *kind == "send" { &["a", "b"] } else { &["a"] })?;
         }
         let first = counters(pair)?;
@@ -313,7 +313,7 @@ fn measure(
     Ok(costs)
 }
 
-/// Interrupts of the RDMA device that both guests have had.
+/// Returns the number of the RDMA device's interrupts in both guests.
 fn interrupts(pair: &Pair<'_>) -> Result<u64> {
     let read = |m: &Member<'_>| m.sh("cat /proc/interrupts").map(|text| interrupt_sum(&text));
     Ok(read(&pair.a)? + read(&pair.b)?)
@@ -379,7 +379,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
             ours.data_path, ours.switches
         ),
     );
-    // A monitor that shows none of the device's accesses would show no exits on its data path either.
+    // A monitor that shows no accesses to the device at all would show no exits on its data path either.
     if pair.device == Device::Pvrdma {
         report.check(
             ours.settling > 0,

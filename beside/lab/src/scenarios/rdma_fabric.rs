@@ -1,5 +1,5 @@
-//! RDMA between guests of two hosts: the tools of `rdma-tools` between them, what `causeway inspect host` says of their connections
-//! meanwhile, and a guest that has a peer on its own host and one on the other at the same time.
+//! RDMA between guests of two hosts: the tools of `rdma-tools`, the output of `causeway inspect host` about their connections, and a
+//! guest with peers on its own host and on the other one at the same time.
 //!
 //! ```text
 //!  host h1                                                                    host h2
@@ -9,7 +9,8 @@
 //!          └────── UDP 10.77.0.1:4792 ── br1 ─┘                └─ br1 ── UDP 10.77.0.2:4792 ──┘
 //! ```
 //!
-//! Ethernet of the segment (ARP, IP on the guests' vmxnet3) crosses the link through taps and bridges; RDMA crosses it as the daemons' UDP.
+//! The segment's Ethernet (ARP, IP on the guests' vmxnet3) crosses the link through taps and bridges. RDMA crosses it as the daemons'
+//! UDP.
 
 use super::rdma_tools;
 use crate::channel::Output;
@@ -34,19 +35,19 @@ pub const SCENARIO: Scenario = Scenario {
     prompt: None,
 };
 
-/// The part beside the tools: what inspect says of connections to the other host.
+/// The part about inspect's output for connections to the other host.
 const INSPECT: &str = "inspect";
 /// The part with a third guest.
 const MIXED: &str = "mixed";
-/// Where the daemons take packets of one another.
+/// The daemons' UDP port.
 const PORT: u16 = 4792;
 const DIRECTORY: &str = "/run/causeway/directory.toml";
 /// The daemons' key, unless `LAB_FABRIC=plain` is set.
 const KEY: &str = "/run/causeway/cluster.key";
-/// For a program that verifies every byte.
+/// Time-out of a program that verifies every byte.
 const VERIFY: Duration = Duration::from_secs(300);
 
-/// Two CPUs each: a guest's program that polls, and the engine. Their memory holds two guests on the first host and one on the second.
+/// Two CPUs each: for a guest's polling program, and for the engine. Memory for two guests on the first host and one on the second.
 pub(super) fn topology(_: &Options) -> Topology {
     Topology::new()
         .host(HostSpec::new("h1").memory(4096).rdma())
@@ -55,12 +56,12 @@ pub(super) fn topology(_: &Options) -> Topology {
         .link("h1", "h2")
 }
 
-/// Whether packets between the hosts are to be plain.
+/// Returns whether packets between the hosts are unencrypted.
 fn plain() -> bool {
     std::env::var_os("LAB_FABRIC").is_some_and(|way| way == "plain")
 }
 
-/// Which guest is on which host.
+/// Each guest's host.
 const HOSTS: [usize; 3] = [0, 1, 0];
 
 pub(super) fn layout() -> Layout {
@@ -77,7 +78,7 @@ pub(super) fn layout() -> Layout {
     }
 }
 
-/// The directory, the same on both hosts: where the guests are, and what they are called.
+/// Returns the directory file, the same on both hosts: the guests' hosts and addresses.
 fn directory() -> String {
     let mut text = "mtu = 1376\n".to_owned();
     for host in 1..=2 {
@@ -93,7 +94,7 @@ fn directory() -> String {
     text
 }
 
-/// Stretches the segment's Ethernet to the link, keeps the host's own address on it, and writes the directory.
+/// Extends the segment's Ethernet to the link, keeps the host's own address on it, and writes the directory file.
 pub(super) fn prepare(host: &Host, number: usize) -> Result<()> {
     let address = format!("10.77.0.{}/24", number + 1);
     host.sh(&format!(
@@ -106,29 +107,29 @@ pub(super) fn prepare(host: &Host, number: usize) -> Result<()> {
     .map(drop)
 }
 
-/// What the daemon of a host says of itself.
+/// Returns a host daemon's inspect tree.
 pub(super) fn tree(host: &Host) -> Result<Value> {
     let text = host.sh("causeway inspect host --json")?;
     serde_json::from_str(&text).context("`causeway inspect host --json` printed no JSON")
 }
 
-/// A counter of the sockets between hosts.
+/// Returns a counter of the sockets between hosts.
 fn fabric(tree: &Value, name: &str) -> Result<u64> {
     let path = format!("/daemon/fabric/{name}");
     tree.pointer(&path).and_then(Value::as_u64).with_context(|| format!("The daemon's tree has no {path}"))
 }
 
-/// A connected queue pair, as its daemon shows it.
+/// A connected queue pair, as its daemon reports it.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Connected {
     pub vm: String,
     pub peer: String,
     pub transport: String,
-    /// The daemon at the other end.
+    /// The peer's daemon.
     pub host: Option<String>,
 }
 
-/// The queue pairs of a daemon's VMs that are ready to send and have a peer.
+/// Returns the queue pairs of a daemon's VMs that are ready to send and have a peer.
 pub(super) fn connected(tree: &Value) -> BTreeSet<Connected> {
     let mut found = BTreeSet::new();
     for (vm, shown) in tree["vms"].as_object().into_iter().flatten() {
@@ -149,12 +150,12 @@ pub(super) fn connected(tree: &Value) -> BTreeSet<Connected> {
     found
 }
 
-/// A GID of a guest's address, as daemons print it.
+/// Returns the GID of a guest's address, as daemons print it.
 fn gid(member: &Member<'_>) -> String {
     format!("::ffff:{}", member.port.address)
 }
 
-/// What must be seen while two guests talk: of each of them, its peer, over a transport.
+/// Returns the expected connections of two communicating guests.
 fn expected(one: &Member<'_>, other: &Member<'_>) -> [Connected; 2] {
     let remote = one.host().name() != other.host().name();
     [(one, other), (other, one)].map(|(from, to)| {
@@ -168,7 +169,7 @@ fn expected(one: &Member<'_>, other: &Member<'_>) -> [Connected; 2] {
     })
 }
 
-/// Asks the daemons again and again while something runs; returns what it came to, and all connections that were seen.
+/// Polls the daemons while a function runs. Returns its result, and all observed connections.
 pub(super) fn watched<T>(hosts: &[Host], run: impl FnOnce() -> T) -> Result<(T, BTreeSet<Connected>)> {
     let done = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -191,7 +192,7 @@ pub(super) fn watched<T>(hosts: &[Host], run: impl FnOnce() -> T) -> Result<(T, 
     })
 }
 
-/// Every kind of operation between two guests, every byte verified.
+/// Executes every kind of operation between two guests, and verifies every byte.
 fn verify(server: &Member<'_>, client: &Member<'_>) -> Result<()> {
     let command = |m: &Member<'_>| format!("rdma-verify --device {} --gid {}", m.port.device, m.port.gid);
     let listening = "ss -Hltn 'sport = :18601' | grep -q .";
@@ -201,7 +202,7 @@ fn verify(server: &Member<'_>, client: &Member<'_>) -> Result<()> {
     good("rdma-verify", &at_server, &at_client, "VERIFIED mismatches=0")
 }
 
-/// Pings over connections that the connection manager made, payload verified.
+/// Pings over connections of the connection manager, with verified payload.
 fn rping(server: &Member<'_>, client: &Member<'_>) -> Result<()> {
     let (address, listening) = (&server.port.address, rdma_tools::CM);
     let (at_server, at_client) = rdma::both(
@@ -231,7 +232,7 @@ fn good(what: &str, server: &Output, client: &Output, says: &str) -> Result<()> 
     )
 }
 
-/// Something that passes or fails by itself.
+/// Parts of the scenario with separate results.
 struct Parts<'a> {
     report: &'a mut Report,
     passed: u32,
@@ -252,7 +253,7 @@ impl Parts<'_> {
         }
     }
 
-    /// What the daemons said must hold of all expected connections, and nothing else may have been seen.
+    /// Checks that the daemons reported all expected connections, and no others.
     fn seen(&mut self, name: &str, seen: &BTreeSet<Connected>, expected: &[Connected]) {
         let missing: Vec<_> = expected.iter().filter(|c| !seen.contains(c)).collect();
         // A connection has no host before its first packet.
@@ -269,19 +270,19 @@ impl Parts<'_> {
     }
 }
 
-/// Counters of both daemons' sockets.
+/// Returns a counter of both daemons' sockets.
 fn counters(lab: &Lab, name: &str) -> Result<Vec<u64>> {
     lab.hosts().iter().map(|host| fabric(&tree(host)?, name)).collect()
 }
 
-/// What the daemons say of connections between two hosts.
+/// Checks the daemons' reports about connections between two hosts.
 fn inspected(lab: &Lab, pair: &Pair<'_>, parts: &mut Parts<'_>) -> Result<()> {
     let before = [counters(lab, "packets_sent")?, counters(lab, "packets_received")?];
     let (result, seen) = watched(lab.hosts(), || verify(&pair.b, &pair.a))?;
     let after = [counters(lab, "packets_sent")?, counters(lab, "packets_received")?];
     parts.part("inspect: every byte verified", result);
     parts.seen("inspect: both ends show transport fabric", &seen, &expected(&pair.a, &pair.b));
-    // Reads and writes of 8 MiB and more went each way, 1,024 bytes in a packet.
+    // At least 8 MiB of reads and writes each way, with 1,024 bytes per packet.
     let least = (8 << 20) / 1024;
     let moved =
         before.iter().flatten().zip(after.iter().flatten()).all(|(b, a)| a.saturating_sub(*b) >= least);
@@ -296,13 +297,13 @@ fn inspected(lab: &Lab, pair: &Pair<'_>, parts: &mut Parts<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Guest c beside a; a talks to c alone, then to both at the same time.
+/// Starts guest c beside a. a communicates with c alone, then with both at the same time.
 fn mixed(lab: &Lab, pair: &mut Pair<'_>, parts: &mut Parts<'_>) -> Result<()> {
     pair.join()?;
     let Some(c) = pair.more().first() else { bail!("Guest c was started, and isn't there") };
     let (a, b) = (&pair.a, &pair.b);
 
-    // What the last connections to the other host still have to say.
+    // Time for the last packets of the connections to the other host.
     std::thread::sleep(Duration::from_secs(3));
     let before = counters(lab, "packets_sent")?;
     let (result, seen) = watched(lab.hosts(), || verify(c, a))?;

@@ -1,7 +1,7 @@
-//! RDMA between guests of two hosts over a bad link: packets are lost, repeated, held up and overtaken by others (tc netem on both ends of the
-//! link that the daemons use), and at last none arrives any more.
+//! RDMA between guests of two hosts over a bad link: packets are lost, duplicated, delayed and reordered (tc netem at both ends of the
+//! daemons' link). In the end none arrives.
 //!
-//! Hosts, guests and daemons are those of `rdma-fabric`. What the programs say to each other by TCP goes by another link, which is left alone.
+//! Hosts, guests and daemons are those of `rdma-fabric`. The programs' TCP connections use another link without faults.
 
 use super::rdma_fabric::{layout, prepare, topology, tree};
 use crate::channel::Output;
@@ -22,8 +22,8 @@ pub const SCENARIO: Scenario = Scenario {
     prompt: None,
 };
 
-/// What the link does, each way, and the largest message that is verified then. With 10 ms of jitter packets overtake each other all the
-/// time, and a protocol that goes back to the first one that is missing moves on by a few per round trip.
+/// Faults of the link in each direction, and the largest verified message. With 10 ms of jitter packets are reordered continuously, and
+/// go-back-N advances by few packets per round trip.
 const LINKS: &[(&str, &str, u32)] = &[
     ("loss", "loss 1%", 1 << 20),
     ("reordering", "delay 2ms reorder 5%", 1 << 20),
@@ -31,13 +31,13 @@ const LINKS: &[(&str, &str, u32)] = &[
     ("jitter", "delay 10ms 10ms", 1 << 16),
     ("combined", "delay 10ms 10ms reorder 5% loss 1% duplicate 1%", 1 << 16),
 ];
-/// The part in which the link falls silent.
+/// The part in which the link drops everything.
 const SILENCE: &str = "silence";
-/// Increments under each of them, unless `--count` says otherwise.
+/// Default number of increments under each fault; `--count` overrides it.
 const INCREMENTS: u32 = 5000;
 const PROGRAM_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Makes the link do what netem is told, both ways; `None`: nothing any more.
+/// Configures netem in both directions; `None` drops everything.
 fn link(lab: &Lab, netem: Option<&str>) -> Result<()> {
     for host in lab.hosts() {
         host.sh(&match netem {
@@ -50,12 +50,12 @@ fn link(lab: &Lab, netem: Option<&str>) -> Result<()> {
     Ok(())
 }
 
-/// A program for one side, with its device.
+/// Returns a program's command for one side, with its device.
 fn program(name: &str, member: &Member<'_>, more: &str) -> String {
     format!("{name} --device {} --gid {} {more}", member.port.device, member.port.gid)
 }
 
-/// Both sides of a program that ends by itself.
+/// Runs both sides of a program that ends by itself.
 fn both(pair: &Pair<'_>, name: &str, port: u16, more: &str) -> Result<Output> {
     let listening = format!("ss -Hltn 'sport = :{port}' | grep -q .");
     let client = format!("{} {}", program(name, &pair.a, more), pair.b.tcp);
@@ -74,7 +74,7 @@ fn both(pair: &Pair<'_>, name: &str, port: u16, more: &str) -> Result<Output> {
     Ok(at_client)
 }
 
-/// What the client of `rdma-counter` counted.
+/// Counts of `rdma-counter`'s client.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Counted {
     operations: u64,
@@ -96,7 +96,7 @@ impl Counted {
     }
 }
 
-/// Mismatches that the client of `rdma-verify` found.
+/// Returns the mismatches that `rdma-verify`'s client found.
 fn mismatches(output: &str) -> Result<u64> {
     let line = output.lines().find_map(|line| line.strip_prefix("VERIFIED mismatches="));
     line.with_context(|| format!("rdma-verify came to no end: {output:?}"))?
@@ -105,7 +105,7 @@ fn mismatches(output: &str) -> Result<u64> {
         .context("mismatches")
 }
 
-/// Counters of the protocol, summed over the guests of both hosts.
+/// Returns protocol counters, summed over the guests of both hosts.
 fn retransmissions(lab: &Lab) -> Result<u64> {
     let mut sum = 0;
     for host in lab.hosts() {
@@ -120,7 +120,7 @@ fn retransmissions(lab: &Lab) -> Result<u64> {
     Ok(sum)
 }
 
-/// Increments go on until no packet arrives any more: the guest must be told, and as what it is.
+/// Increments run until no packet arrives: the guest must get the right error.
 fn silence(lab: &Lab, pair: &Pair<'_>) -> Result<f64> {
     let more = "--until-failure";
     let server = pair.b.start(&format!("exec timeout 120 {}", program("rdma-counter", &pair.b, more)))?;
@@ -145,7 +145,7 @@ fn silence(lab: &Lab, pair: &Pair<'_>) -> Result<f64> {
     }
     let after = line.split_whitespace().find_map(|word| word.strip_prefix("after="));
     let after: f64 = after.context("no time in it")?.parse().context("its time")?;
-    // T is 67 ms (code 14); eight tries take 8 T at least. The upper bound, 32 T, is shown by tests where time is simulated.
+    // T is 67 ms (code 14), and eight attempts take at least 8 T. Tests with simulated time check the upper bound of 32 T.
     if after < 8.0 * 0.067 {
         bail!("{line:?}: eight tries of 67 ms take longer");
     }
@@ -179,7 +179,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
                 sum.operations += counted.operations;
                 sum.wrong += counted.wrong + mismatches;
                 sum.repeated += counted.repeated;
-                // Otherwise nothing was tested.
+                // Otherwise the fault had no effect.
                 let disturbed = again > 0 || *name == "duplication";
                 report.check(
                     disturbed,

@@ -1,5 +1,5 @@
-//! rdma-core's own Python tests against our device, every test by itself, and against rxe in the same guest: what is
-//! skipped there too is Linux's or the tests' business, what is skipped here only has to be named.
+//! rdma-core's own Python tests on Causeway's device, each separately, and on rxe in the same guest. A skip that rxe has, too, is
+//! caused by Linux or the tests. Other skips need an explanation.
 
 use crate::lab::Lab;
 use crate::progress;
@@ -21,13 +21,13 @@ pub const SCENARIO: Scenario = Scenario {
     prompt: Some(rdma::prompt),
 };
 
-/// Seconds for one test.
+/// Time-out of one test in seconds.
 pub(super) const LIMIT: u64 = 90;
-/// For all of them.
+/// Time-out of all tests.
 const SUITE_TIMEOUT: Duration = Duration::from_secs(45 * 60);
 
-/// What PVRDMA's interface lacks: words of a test's name or of the reason for its skip, and what is lacking. A skip that rxe
-/// doesn't have and that isn't named here fails the scenario.
+/// Missing features of PVRDMA's interface: words of a test's name or of its skip's reason, and the feature. A skip without an entry
+/// here that rxe doesn't have fails the scenario.
 const ABSENT: &[(&str, &str)] = &[
     ("test_uc_", "unreliable connections: the Linux driver refuses them"),
     ("UC QP", "unreliable connections: the Linux driver refuses them"),
@@ -90,10 +90,10 @@ fn parse(text: &str) -> Result<Outcomes> {
     all.map(|o| o.map(|o| (o.test.clone(), o))).collect()
 }
 
-/// Where they are in the guest.
+/// Directory of the tests in the guest.
 pub(super) const TESTS: &str = "/usr/share/doc/rdma-core/tests";
 
-/// Runs them all on one device.
+/// Runs all tests on one device.
 fn test(member: &Member<'_>, port: &Port, only: &[String]) -> Result<Outcomes> {
     let words: Vec<String> = only.iter().map(|w| rdma::quoted(w)).collect();
     let script = format!(
@@ -119,12 +119,12 @@ fn count(outcomes: &Outcomes, verdict: &str) -> usize {
     outcomes.values().filter(|o| o.verdict == verdict).count()
 }
 
-/// What the interface lacks that explains a skip.
+/// Returns the missing feature that explains a skip.
 fn lacking(o: &Outcome) -> Option<&'static str> {
     ABSENT.iter().find(|(word, _)| o.test.contains(word) || o.why.contains(word)).map(|(_, what)| *what)
 }
 
-/// Skips by their reason.
+/// Groups skips by their reason.
 fn by_reason(outcomes: &Outcomes) -> BTreeMap<&str, Vec<&str>> {
     let mut listed: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
     for o in outcomes.values().filter(|o| o.verdict == "skipped") {
@@ -133,7 +133,7 @@ fn by_reason(outcomes: &Outcomes) -> BTreeMap<&str, Vec<&str>> {
     listed
 }
 
-/// Skips that rxe doesn't have, with what the interface lacks where that explains them.
+/// Returns the skips that rxe doesn't have, with the missing feature that explains them, if any.
 fn only_here<'a>(outcomes: &'a Outcomes, rxe: &Outcomes) -> Vec<(&'a Outcome, Option<&'static str>)> {
     let there = |o: &Outcome| rxe.get(&o.test).is_none_or(|r| r.verdict == "skipped");
     outcomes.values().filter(|o| o.verdict == "skipped" && !there(o)).map(|o| (o, lacking(o))).collect()
@@ -203,7 +203,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         report.figure("rxe", json!({"run": rxe.len(), "passed": count(rxe, "passed"), "skipped": count(rxe, "skipped"), "failed": count(rxe, "failed")}));
     }
     report.check(!ours.is_empty(), "no test was run");
-    // A test that is shown, in this very run, to fail before the device is asked says nothing about the device. It stays in the figure.
+    // A test that this run proves to fail in the driver says nothing about the device. The figure still includes it.
     let of_the_device = failed - drivers.iter().filter(|fault| fault.shown).count();
     report.figure("failed_but_for_the_driver", of_the_device);
     report.check(

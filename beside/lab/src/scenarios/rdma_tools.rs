@@ -1,5 +1,5 @@
-//! Debian's RDMA tools between two guests, each by itself: what rdma-core and perftest bring, Open MPI over UCX, and our own
-//! program that verifies every byte where a tool only moves data.
+//! Debian's RDMA tools between two guests, each separately: those of rdma-core and perftest, Open MPI over UCX, and `rdma-verify`,
+//! which verifies every byte where a tool only moves data.
 
 use crate::channel::Output;
 use crate::lab::Lab;
@@ -20,14 +20,14 @@ pub const SCENARIO: Scenario = Scenario {
     prompt: Some(rdma::prompt),
 };
 
-/// What must be in the outputs besides good statuses.
+/// Requirements on the outputs in addition to successful statuses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Verdict {
-    /// Both sides end with status 0, and the client says this.
+    /// Both sides end with status 0, and the client prints this.
     Says(&'static str),
-    /// As `Says`, but a server may be ended by its own limit: some never end by themselves.
+    /// As `Says`, but the time-out may end a server: some never end by themselves.
     ClientSays(&'static str),
-    /// The device must refuse it: something that its interface lacks.
+    /// The device must refuse a feature that its interface lacks.
     Absent(&'static str),
 }
 
@@ -48,7 +48,7 @@ pub(super) const CM: &str = "rdma resource show cm_id | grep -q LISTEN";
 pub(super) const CONTROL: &str = "ss -Hltn 'sport = :18601' | grep -q .";
 const NOTHING: &str = "true";
 
-/// All tools, with names for the device and the addresses still in braces.
+/// Returns all tools, with placeholders in braces for device and addresses.
 fn tools(device: Device) -> Vec<Tool> {
     let mut all = Vec::new();
     let mut add = |name: &str, listening, seconds, verdict, server: &str, client: &str| {
@@ -183,12 +183,12 @@ fn tools(device: Device) -> Vec<Tool> {
         ("send", "bw", "-c UD -s 1024"),
         ("send", "bw", "-c UD -s 1024 -q 4"),
     ] {
-        // Emulated CPUs: enough iterations to go around every ring, not more.
+        // Enough iterations to wrap every ring, but no more, on emulated CPUs.
         let n = if more.contains("-a") { 5 } else { 300 };
         let command = format!("ib_{verb}_{kind} -d {{dev}} -x {{gid}} -F -n {n} {more}");
         let says = if more.contains("-A") || more.contains("-s") { "#bytes" } else { "8388608" };
         let says = if more == "-c UD -a" { "1024" } else { says };
-        // Connected by the connection manager, which finds the device by an address of its own.
+        // Connected by the connection manager, which finds the device by its own address.
         let (listening, at) = if more.contains("-R") { (CM, "{addr}") } else { (TCP, "{tcp}") };
         add(
             &format!("ib_{verb}_{kind} {more}"),
@@ -210,8 +210,8 @@ fn tools(device: Device) -> Vec<Tool> {
             &format!("{command} {{tcp}}"),
         );
     }
-    // UCX takes a received datagram's service level for the packet's type, as Mellanox's devices tell it, and drops what
-    // others' devices receive over IPv4 (its wire-up for connections as well) unless that check is off.
+    // UCX interprets a received datagram's service level as the packet's type, as on Mellanox's devices. It drops datagrams of others'
+    // devices over IPv4, including its own connection set-up, unless that check is off.
     for transport in ["rc_v", "ud_v"] {
         let command = format!(
             "UCX_NET_DEVICES={{dev}}:1 UCX_IB_GID_INDEX={{gid}} UCX_TLS={transport},self UCX_UD_VERBS_ETH_DGID_CHECK=n UCX_LOG_LEVEL=info ucx_perftest -p 18515"
@@ -236,7 +236,7 @@ fn tools(device: Device) -> Vec<Tool> {
         add(
             &format!("Open MPI over UCX {transport}, {ranks} ranks"),
             "ss -Hltn 'sport = :514' | grep -q .",
-            // Two processes to start on each side, with all their libraries: minutes on a machine that others keep busy.
+            // Each side starts two processes with many libraries, which takes minutes on a busy machine.
             330,
             Verdict::ClientSays("mismatches=0"),
             &format!("{RSH}exec socat TCP-LISTEN:514,fork,reuseaddr EXEC:bash"),
@@ -246,10 +246,10 @@ fn tools(device: Device) -> Vec<Tool> {
     all
 }
 
-/// A remote shell without passwords or keys, for mpirun on both sides: the other guest runs what it is told.
+/// A remote shell without passwords or keys, for mpirun on both sides.
 pub(super) const RSH: &str = "printf '#!/bin/sh\\nh=$1; shift; echo \"$*; exit\" | exec socat -t 600 - TCP:$h:514\\n' > /tmp/rsh; chmod +x /tmp/rsh; ";
 
-/// Puts names into the braces.
+/// Replaces the placeholders.
 fn fill(text: &str, port: &rdma::Port, server: &rdma::Member<'_>) -> String {
     text.replace("{dev}", &port.device)
         .replace("{gid}", &port.gid.to_string())
@@ -257,7 +257,7 @@ fn fill(text: &str, port: &rdma::Port, server: &rdma::Member<'_>) -> String {
         .replace("{tcp}", &server.tcp)
 }
 
-/// What is wrong with a tool's run, if anything.
+/// Returns the failure of a tool's run, if any.
 pub(super) fn judge(verdict: Verdict, server: &Output, client: &Output) -> Result<(), String> {
     let ended = |who: &str, o: &Output| match o.code {
         0 => Ok(()),
@@ -289,7 +289,8 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     pair.finish()
 }
 
-/// Runs the wanted tools between the guests of a pair; returns how many passed and how many failed. The report gets figures and a check.
+/// Runs the selected tools between the guests of a pair; returns the numbers of passed and failed ones. Adds figures and a check to the
+/// report.
 pub(super) fn run_tools(pair: &Pair<'_>, options: &Options, report: &mut Report) -> Result<(u32, u32)> {
     let (mut passed, mut failed) = (0, 0);
     let mut results = Map::new();
@@ -317,7 +318,7 @@ pub(super) fn run_tools(pair: &Pair<'_>, options: &Options, report: &mut Report)
                 progress!("FAILED  {:44} {seconds:6.1} s: {why}", tool.name);
                 failed += 1;
                 if !run.as_ref().is_err_and(|e| e.is::<Unfinished>()) {
-                    // At once: a wrong answer stands, whatever becomes of the guests.
+                    // Immediately: a wrong answer counts, independent of later events.
                     report.check(false, format!("{}: {why}", tool.name));
                 }
                 if let Ok((server, client)) = &run {
@@ -333,7 +334,7 @@ pub(super) fn run_tools(pair: &Pair<'_>, options: &Options, report: &mut Report)
                     progress!("  daemon:\n    {}", daemon.err.tail(8).replace('\n', "\n    "));
                 }
                 for m in [&pair.a, &pair.b] {
-                    // Whatever follows a guest that hangs would say nothing.
+                    // After a guest hangs, later results would mean nothing.
                     m.answers()?;
                     progress!("  kernel of {}:\n    {}", m.name, tail(&m.kernel_log(4), 4));
                 }
@@ -343,7 +344,7 @@ pub(super) fn run_tools(pair: &Pair<'_>, options: &Options, report: &mut Report)
             Ok(()) => json!({"ok": true, "seconds": seconds}),
             Err(why) => {
                 if run.as_ref().is_err_and(|e| e.is::<Unfinished>()) {
-                    // Both guests answer: the tool hangs, not a guest.
+                    // Both guests answer: the tool hangs, and not a guest.
                     report.check(false, format!("{}: {why}", tool.name));
                 }
                 json!({"ok": false, "seconds": seconds, "why": why})

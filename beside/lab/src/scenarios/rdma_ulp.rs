@@ -1,5 +1,5 @@
-//! Consumers of RDMA in the kernel: NVMe over RDMA (a RAM disk of one guest is a disk of the other) and NFS over RDMA, with
-//! fio verifying what it wrote and checksums taken on both sides.
+//! Kernel consumers of RDMA: NVMe over RDMA (a RAM disk of one guest is a disk of the other) and NFS over RDMA, with verification by
+//! fio and checksums on both sides.
 
 use crate::lab::Lab;
 use crate::progress;
@@ -19,11 +19,11 @@ pub const SCENARIO: Scenario = Scenario {
     prompt: Some(rdma::prompt),
 };
 
-/// MiB of each fio job and of each file whose checksum is taken.
+/// MiB of each fio job, and of each file with a checksum.
 const MIB: u32 = 32;
 const PROGRAM_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// What was verified by one consumer.
+/// Data that one consumer verified.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Verified {
     bytes: u64,
@@ -37,7 +37,7 @@ impl Verified {
     }
 }
 
-/// fio in the first guest: random writes of several sizes, then all of it read back and verified.
+/// Runs fio in the first guest: random writes of several sizes, then reads all of it back and verifies.
 fn fio(pair: &Pair<'_>, target: &str, engine: &str) -> Result<Verified> {
     let script = format!(
         "fio --eta=never --name=v --filename={target} --size={MIB}m --rw=randwrite --bsrange=4k-128k --blockalign=4k --ioengine={engine} --iodepth=8 \\\n\
@@ -54,7 +54,7 @@ fn fio(pair: &Pair<'_>, target: &str, engine: &str) -> Result<Verified> {
     Ok(verified)
 }
 
-/// What fio read back and how many errors it counted.
+/// Returns the bytes that fio read back, and its number of errors.
 fn fio_result(text: &str) -> Result<Verified> {
     let start = text.find('{').context("fio printed no JSON")?;
     let tree: Value = serde_json::from_str(&text[start..]).context("fio's JSON can't be read")?;
@@ -66,7 +66,7 @@ fn fio_result(text: &str) -> Result<Verified> {
     })
 }
 
-/// A word that a script printed after a marker.
+/// Returns a word that a script printed after a marker.
 fn said<'a>(text: &'a str, marker: &str) -> Result<&'a str> {
     text.lines()
         .find_map(|l| l.strip_prefix(marker)?.split_whitespace().next())
@@ -92,7 +92,7 @@ fn nvme(pair: &Pair<'_>) -> Result<Verified> {
     ))?;
     progress!("NVMe over RDMA: a disk of {} bytes", said(&connect, "NVME ")?);
     let mut verified = fio(pair, "/dev/nvme0n1", "libaio")?;
-    // What one side wrote, the other side finds on the RAM disk itself.
+    // One side's writes are on the other side's RAM disk.
     let bytes = u64::from(MIB) << 20;
     let here = pair.a.run(
         &format!("dd if=/dev/urandom of=/tmp/w bs=1M count={MIB} status=none && dd if=/tmp/w of=/dev/nvme0n1 bs=1M oflag=direct conv=fsync status=none && echo SUM $(sha256sum < /tmp/w); rm -f /tmp/w; \
@@ -122,7 +122,7 @@ fn nvme(pair: &Pair<'_>) -> Result<Verified> {
 
 fn nfs(pair: &Pair<'_>) -> Result<Verified> {
     let address = &pair.b.port.address;
-    // Version 4 alone: it needs no port mapper. Nobody has state to reclaim, so its grace period of 90 s ends at once.
+    // Only version 4, which needs no port mapper. No client has state to reclaim, so its grace period of 90 s ends at once.
     pair.b.sh(&format!(
         "set -ex; mount -t tmpfs -o size={size}m srv /srv; echo '/srv *(rw,fsid=0,insecure,no_root_squash,no_subtree_check,async)' > /etc/exports\n\
          modprobe -a sunrpc nfsd rpcrdma; [ -e /proc/fs/nfsd/threads ] || mount -t nfsd nfsd /proc/fs/nfsd; mkdir -p /var/lib/nfs/v4recovery; touch /var/lib/nfs/etab /var/lib/nfs/rmtab\n\
@@ -140,7 +140,7 @@ fn nfs(pair: &Pair<'_>) -> Result<Verified> {
     progress!("NFS over RDMA: {}", mounted.trim());
     let mut verified = fio(pair, "/mnt/fio", "libaio")?;
     let bytes = u64::from(MIB) << 20;
-    // Mounted again: what is read comes from the server and not from a cache.
+    // Mounted again, so that reads come from the server and not from a cache.
     let here = pair.a.run(
         &format!("set -e; dd if=/dev/urandom of=/tmp/w bs=1M count={MIB} status=none; rm -f /mnt/fio; cp /tmp/w /mnt/w; sync; echo SUM $(sha256sum < /tmp/w); rm /tmp/w\n\
                   umount /mnt; {mount}; echo AGAIN $(sha256sum < /mnt/w)"),
@@ -180,7 +180,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
                 progress!("{name} FAILED: {e:#}");
                 let unfinished = e.is::<Unfinished>();
                 if !unfinished {
-                    // At once: a wrong answer stands, whatever becomes of the guests.
+                    // Immediately: a wrong answer counts, independent of later events.
                     report.check(false, format!("{name}: {e:#}"));
                 }
                 for m in [&pair.a, &pair.b] {

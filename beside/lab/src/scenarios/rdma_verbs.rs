@@ -1,4 +1,4 @@
-//! RDMA between guests of two hosts by the hosts' own RDMA devices, here Linux's rxe: transport `verbs`.
+//! RDMA between guests of two hosts through the hosts' own RDMA devices (here Linux's rxe): transport `verbs`.
 //!
 //! ```text
 //!  host h1                                                                    host h2
@@ -8,7 +8,7 @@
 //!          └── rxe0, UDP 10.77.2.1:4792 ───── x2 ═══ link ═══ x2 ───── rxe0, UDP 10.77.2.2:4792 ──┘
 //! ```
 //!
-//! Each tool must pass, its connections must be shown as `verbs`, and the hosts' devices must have counted the packets.
+//! Each tool must pass, the daemons must report its connections as `verbs`, and the hosts' devices must have counted the packets.
 
 use super::rdma_fabric::{self, Connected, connected};
 use super::rdma_tools::{CM, CONTROL, TCP};
@@ -34,11 +34,11 @@ pub const SCENARIO: Scenario = Scenario {
     prompt: None,
 };
 
-/// Where the daemons take packets of one another; the rxe devices have the same addresses.
+/// The daemons' UDP port. The rxe devices have the same addresses.
 const PORT: u16 = 4792;
 const DIRECTORY: &str = "/run/causeway/directory.toml";
 
-/// Three CPUs each: a guest's program that polls, the engine, and rxe.
+/// Three CPUs each: for a guest's polling program, the engine, and rxe.
 pub(super) fn topology(_: &Options) -> Topology {
     Topology::new()
         .host(HostSpec::new("h1").cpus(3).rdma())
@@ -76,13 +76,13 @@ fn directory() -> String {
     text
 }
 
-/// An RDMA device on the third link.
+/// Creates an RDMA device on the third link.
 pub(super) fn rxe(host: &Host, number: usize) -> Result<()> {
     host.sh("ip link set x2 up")?;
     rxe_on(host, "x2", Ipv4Addr::new(10, 77, 2, u8::try_from(number + 1)?))
 }
 
-/// An RDMA device on an interface that is up and has this address.
+/// Creates an RDMA device on an interface that is up and has this address.
 pub(super) fn rxe_on(host: &Host, interface: &str, own: Ipv4Addr) -> Result<()> {
     // A GID ends with the address in hexadecimal.
     let [a, b, c, d] = own.octets();
@@ -94,7 +94,7 @@ pub(super) fn rxe_on(host: &Host, interface: &str, own: Ipv4Addr) -> Result<()> 
     Ok(())
 }
 
-/// The segment's Ethernet, the directory, and an RDMA device on the third link.
+/// Prepares the segment's Ethernet, the directory file, and an RDMA device on the third link.
 fn prepare(host: &Host, number: usize) -> Result<()> {
     host.sh(&format!(
         "set -e; ip link add br1 type bridge; ip addr flush dev x0; ip link set x0 master br1 up\n\
@@ -105,7 +105,7 @@ fn prepare(host: &Host, number: usize) -> Result<()> {
     rxe(host, number)
 }
 
-/// Packets that a host's device has sent and received.
+/// Returns the packets that a host's device has sent and received.
 pub(super) fn packets(host: &Host) -> Result<[u64; 2]> {
     let text = host.sh("cd /sys/class/infiniband/rxe0/ports/1/hw_counters; cat sent_pkts rcvd_pkts")?;
     let mut words = text.split_whitespace().map(str::parse);
@@ -115,7 +115,7 @@ pub(super) fn packets(host: &Host) -> Result<[u64; 2]> {
     }
 }
 
-/// A program for both guests, whose connections the devices must carry, and what the client says at the end.
+/// A program for both guests, whose connections the devices must carry, and the client's last output.
 struct Part {
     name: &'static str,
     server: String,
@@ -169,7 +169,7 @@ fn parts() -> Vec<Part> {
     all
 }
 
-/// Why connections aren't carried by the devices, of all queue pairs that are shown.
+/// Returns why the reported queue pairs aren't carried by the devices.
 fn reasons(tree: &Value) -> BTreeSet<String> {
     let mut found = BTreeSet::new();
     for shown in tree["vms"].as_object().into_iter().flat_map(|all| all.values()) {
@@ -183,10 +183,10 @@ fn reasons(tree: &Value) -> BTreeSet<String> {
     found
 }
 
-/// What the daemons show: connections, and why some go by fabric.
+/// The daemons' reports: connections, and why some use the fabric.
 type Shown = (BTreeSet<Connected>, BTreeSet<String>);
 
-/// Asks the daemons again and again while something runs.
+/// Polls the daemons while a function runs.
 fn watched<T>(hosts: &[Host], run: impl FnOnce() -> T) -> Result<(T, Shown)> {
     let done = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -211,7 +211,7 @@ fn watched<T>(hosts: &[Host], run: impl FnOnce() -> T) -> Result<(T, Shown)> {
     })
 }
 
-/// Runs a part; says what was wrong.
+/// Runs a part, and returns its failure.
 fn run_part(lab: &Lab, pair: &Pair<'_>, part: &Part) -> Result<()> {
     let fill = |text: &str, at: &rdma::Member<'_>| {
         text.replace("{dev}", &at.port.device)

@@ -1,4 +1,4 @@
-//! RDMA between a guest and a machine that knows nothing of Causeway: plain RoCEv2 frames, with Linux's rxe at the other end.
+//! RDMA between a guest and a machine without Causeway: plain RoCEv2 frames, with Linux's rxe at the other end.
 //!
 //! ```text
 //!  host h1                                                                         host h2: no Causeway
@@ -7,7 +7,7 @@
 //!  causeway host, segment s0 ── tap seg0, br1 ── x0 ═════ link ═══ x0 10.80.0.2, rxe0
 //! ```
 //!
-//! The same frames carry the guest's Ethernet and its RDMA; the second link is for what tools say to each other by TCP.
+//! The same link has the guest's Ethernet and its RDMA frames. The second link is for the tools' TCP connections.
 
 use super::rdma_fabric::{Connected, tree, watched};
 use super::rdma_tools::{CM, CONTROL, TCP, Verdict, judge, tail};
@@ -36,14 +36,14 @@ pub const SCENARIO: Scenario = Scenario {
     prompt: None,
 };
 
-/// What inspect says of the connections.
+/// The part about inspect's output.
 const INSPECT: &str = "inspect";
-/// Frames between the hosts.
+/// The part that captures frames between the hosts.
 const CAPTURE: &str = "capture";
-/// Packets that are nothing.
+/// The part with invalid packets.
 const STRANGE: &str = "strange";
 
-/// Two CPUs each: a program that polls, and the engine or rxe.
+/// Two CPUs each: for a polling program, and for the engine or rxe.
 fn topology(_: &Options) -> Topology {
     Topology::new()
         .host(HostSpec::new("h1").rdma())
@@ -63,11 +63,11 @@ fn layout() -> Layout {
     }
 }
 
-/// The segment's Ethernet is the link's.
+/// Bridges the segment's Ethernet with the link.
 const H1: &str = "set -e; ip link add br1 type bridge; ip addr flush dev x0; ip link set x0 master br1 up
 ip tuntap add seg0 mode tap vnet_hdr; ip link set seg0 master br1 up; ip link set br1 up";
 
-/// A machine with rxe. `rdma-verify` is in the root disk of guests.
+/// A machine with rxe. `rdma-verify` is in the guests' root disk.
 const H2: &str = "set -e; ip addr flush dev x0; ip addr flush dev x1; ip addr add 10.80.0.2/24 dev x0; ip addr add 10.79.0.2/24 dev x1
 ip link set x0 up; ip link set x1 up; modprobe -a rdma_rxe ib_uverbs ib_umad rdma_ucm; rdma link add rxe0 type rxe netdev x0
 mkdir -p /run/guest; mount -o ro /dev/vdd /run/guest; for d in dev sys proc; do mount --rbind /$d /run/guest/$d; done";
@@ -78,12 +78,12 @@ struct End<'a> {
     at: &'a dyn Runs,
     port: Port,
     tcp: String,
-    /// Before a program that only the guests' root disk has.
+    /// Prefix of a program that only the guests' root disk has.
     root: &'static str,
 }
 
 impl End<'_> {
-    /// Puts names into braces; `server` is the tool's.
+    /// Replaces the placeholders; `server` is the tool's server.
     fn fill(&self, text: &str, server: &End<'_>) -> String {
         text.replace("{dev}", &self.port.device)
             .replace("{gid}", &self.port.gid.to_string())
@@ -93,7 +93,7 @@ impl End<'_> {
     }
 }
 
-/// A tool: its server's arguments, and what its client has besides.
+/// A tool: its server's arguments, and its client's additional ones.
 struct Tool {
     name: String,
     server: String,
@@ -136,7 +136,8 @@ fn tools() -> Vec<Tool> {
         let (server, client) = (format!("{tool} -b {{addr}} {more}"), format!("{tool} -s {{addr}} {more}"));
         add(CM, Verdict::Says("return status 0"), server, client);
     }
-    // rxe offers 128 READs outstanding, the guest's device 16: without `-o` perftest asks the guest's for its peer's number, and it refuses.
+    // rxe permits 128 outstanding READs, the guest's device 16. Without `-o` perftest requests its peer's number from the guest's
+    // device, which refuses.
     for (tool, more) in [
         ("send_bw", "-n 200 -s 4096"),
         ("send_bw", "-n 200 -s 65536 -q 2"),
@@ -210,7 +211,7 @@ fn run_tool(tool: &Tool, server: &End<'_>, client: &End<'_>) -> Result<()> {
     })
 }
 
-/// What the daemon says while the connection manager's pings run.
+/// Checks the daemon's reports while the connection manager's pings run.
 fn inspected(hosts: &[Host], guest: &End<'_>, peer: &End<'_>) -> Result<()> {
     let tool = Tool {
         name: String::new(),
@@ -235,7 +236,7 @@ fn inspected(hosts: &[Host], guest: &End<'_>, peer: &End<'_>) -> Result<()> {
     }
     for name in ["packets_sent", "packets_received"] {
         let (before, after) = (counted(&before, name)?, counted(&after, name)?);
-        // A SEND, a READ or WRITE and their answers per ping, each way.
+        // A SEND, a READ or WRITE and their responses per ping, each way.
         if after - before < 300 {
             bail!("300 pings took {} of {name}", after - before);
         }
@@ -243,7 +244,7 @@ fn inspected(hosts: &[Host], guest: &End<'_>, peer: &End<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Frames in a capture file (pcap, Ethernet).
+/// Returns the frames in a capture file (pcap, Ethernet).
 fn frames(file: &[u8]) -> Result<Vec<&[u8]>> {
     let number = |at: usize| -> Option<usize> {
         let bytes = file.get(at..at + 4)?;
@@ -265,7 +266,7 @@ fn frames(file: &[u8]) -> Result<Vec<&[u8]>> {
     Ok(found)
 }
 
-/// Checks each frame by the core's own code; says how many there are of each opcode.
+/// Checks each frame with the RoCE core's code; counts them by opcode.
 fn checked(file: &[u8], guest: &str) -> Result<(usize, [usize; 2], BTreeMap<u8, usize>)> {
     let frames = frames(file)?;
     let (mut ways, mut opcodes) = ([0; 2], BTreeMap::new());
@@ -281,10 +282,11 @@ fn checked(file: &[u8], guest: &str) -> Result<(usize, [usize; 2], BTreeMap<u8, 
     Ok((frames.len(), ways, opcodes))
 }
 
-/// tshark's remark about datagrams of `ibv_ud_pingpong`, which asks for a hop limit of 1.
+/// tshark's remark about datagrams of `ibv_ud_pingpong`, which sets a hop limit of 1.
 const HOP_LIMIT: &str = "\"Time To Live\" only 1";
 
-/// How many frames tshark decodes as InfiniBand transport without a complaint, and the names of its opcodes; `None` without tshark.
+/// Returns the number of frames that tshark decodes as InfiniBand transport without a complaint, and its opcode names; `None` without
+/// tshark.
 fn decoded(file: &Path) -> Result<Option<(usize, BTreeMap<String, usize>)>> {
     let fields = [
         "infiniband.bth.opcode",
@@ -321,11 +323,11 @@ fn decoded(file: &Path) -> Result<Option<(usize, BTreeMap<String, usize>)>> {
     Ok(Some((count, opcodes)))
 }
 
-/// Runs tools while the link is recorded, and looks at every frame.
+/// Runs tools while the link is captured, and checks every frame.
 fn captured(h2: &Host, guest: &End<'_>, peer: &End<'_>, tools: &[Tool], report: &mut Report) -> Result<()> {
     let name = "rdma-wire.pcap";
     let listening = h2.start(
-        // The kernel's ring has a place of this length for each frame: at tcpdump's own, 256 KiB, it would have 64 of them.
+        // The kernel's ring has a fixed-size slot per frame: with tcpdump's default of 256 KiB it would have 64 slots.
         &format!(
             "exec tcpdump -Z root -i x0 -U --immediate-mode -s 6000 -B 32768 -w /share/{name} udp port {PORT}"
         ),
@@ -379,7 +381,8 @@ fn captured(h2: &Host, guest: &End<'_>, peer: &End<'_>, tools: &[Tool], report: 
     Ok(())
 }
 
-/// Packets that are nothing: counted, and the guest's kernel never sees them. One to another port, which it refuses, shows that it would.
+/// Sends invalid packets: the daemon counts them, and the guest's kernel never gets them. A packet to another, closed port shows that
+/// it would.
 fn strange(h1: &Host, h2: &Host, guest: &End<'_>) -> Result<()> {
     let before = tree(h1)?;
     let script = format!(
@@ -463,7 +466,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         let result = captured(h2, &guest, &peer, &tools, parts.report);
         parts.part(CAPTURE, start, result);
     }
-    // Nothing that the two said to each other was ever wrong.
+    // No regular packet of the two was ever invalid.
     let wire = tree(h1)?;
     let good = ["icrc_errors", "malformed"]
         .iter()
@@ -500,7 +503,7 @@ mod tests {
 
     #[test]
     fn a_capture_is_read_frame_by_frame_and_each_is_checked() {
-        // V1 and V4 of spec rocev2 section 4.
+        // The test vectors V1 and V4.
         let packets = [
             "4500003c123440004011df28c0a86401c0a86402c00012b7002800000400ffff0000001180000001526f4345763220746573742076656321a41ad16e",
             "45000030000040004011f168c0a86402c0a86401c00012b7001c00001100ffff00000012000000011f0000016552b3be",

@@ -1,16 +1,16 @@
-//! A guest's root attacks its card by DMA, without a driver: the same attacks on a bare card, which must succeed, and on the card under its
-//! model.
+//! DMA attacks by a guest's root on its card, without a driver. The same attacks must succeed on a bare card, and fail on the card
+//! under its model.
 //!
 //! ```text
-//!   20000000 ┌──────────────┐ the target: kept free by the host's kernel; no memory of the guest's
+//!   20000000 ┌──────────────┐ the target: reserved by the host's kernel, not the guest's memory
 //!            │ 1 MiB        │
-//!   1ff00000 ├──────────────┤ the guest's last MiB, kept free too: windows through the end of memory begin here
+//!   1ff00000 ├──────────────┤ the guest's last MiB, reserved too: windows across the end of memory begin here
 //!            │ the guest's  │
 //!   10000000 │ 512 MiB      │ 1 MiB for the attacker's rings and frames
 //! ```
 //!
-//! Three judges, none of them the monitor: the target's bytes, the frames on the wire (a card that reads the target sends what it read), and the
-//! emulated IOMMU's log of every page that the card reached.
+//! Three judges are independent of the monitor: the target's bytes; the frames on the wire (a card that reads the target sends what it
+//! read); and the emulated IOMMU's log of every page that the card accessed.
 
 use std::io::{Read as _, Seek as _, SeekFrom};
 use std::path::{Path, PathBuf};
@@ -41,19 +41,19 @@ pub const SCENARIO: Scenario = Scenario {
 };
 
 const NAME: &str = "attacker";
-/// The cards.
+/// The attacked cards.
 const ATTACKED: [&str; 2] = ["rtl8139", "e1000"];
 const BOOT: Duration = Duration::from_secs(600);
 const ATTACK_TIMEOUT: Duration = Duration::from_secs(300);
-/// What the target holds where it isn't zeros, and the frames that the peer sends.
+/// The target's content if it isn't zero, and the peer's frames.
 const SECRET: &[u8; 16] = b"CWsecret-of-host";
 const PEER: &[u8; 16] = b"CWsent-by-a-peer";
-/// Milliseconds in which frames come in.
+/// Milliseconds in which frames arrive.
 const HOLD: u32 = 2500;
-/// Frames of 1514 bytes that the peer sends at a time: more than a ring of 8 KiB takes.
+/// Frames of 1514 bytes that the peer sends at a time: more than a ring of 8 KiB holds.
 const FRAMES: usize = 24;
 const PAYLOAD: usize = 1472;
-/// Where the monitor has memory of its own for the card, in the card's addresses: `vpio::vfio::RESERVED`, 2 MiB.
+/// The monitor's own memory in the card's addresses: `vpio::vfio::RESERVED`, 2 MiB.
 const MONITORS: std::ops::Range<u64> = 0xE000_0000..0xE020_0000;
 
 fn dma_log() -> PathBuf {
@@ -67,32 +67,32 @@ fn topology(options: &Options) -> Topology {
             host.qemu.extend(["-trace".to_owned(), format!("enable={event}")]);
         }
         host.qemu.extend(["-D".to_owned(), dma_log().display().to_string()]);
-        // The card that nobody guards reaches all memory.
+        // The unguarded card reaches all memory.
         host.kernel.push("iommu=pt".to_owned());
         host.kernel.extend(kept_free(2 * SIZE));
     }
     topology
 }
 
-/// Words of a kernel's command line that keep it from the attacker's memory and from `bytes` around the end of the guest's.
+/// Returns words of a kernel command line that reserve the attacker's memory, and `bytes` around the end of the guest's.
 fn kept_free(bytes: u32) -> [String; 2] {
     [format!("memmap={SIZE:#x}${OWN:#x}"), format!("memmap={bytes:#x}${:#x}", TARGET - SIZE)]
 }
 
-/// What a card did, by the target's bytes and the wire.
+/// An attack's effects, by the target's bytes and the wire.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Outside {
     written: usize,
     read: usize,
 }
 
-/// How often `marker` is in `bytes`.
+/// Returns the number of occurrences of `marker`.
 fn count(bytes: &[u8], marker: &[u8]) -> usize {
     bytes.windows(marker.len()).filter(|window| *window == marker).count()
 }
 
-/// Pages that the card reached outside of the guest's memory and the monitor's, pages that it reached at all, and accesses that the IOMMU
-/// stopped: from the lines of its log. `slot` is the card's.
+/// Returns counts from the IOMMU's log for the card in `slot`: pages accessed outside of the guest's and the monitor's memory, all
+/// accessed pages, and blocked accesses.
 fn reached(log: &str, slot: u8) -> (usize, usize, usize) {
     let (card, number) = (format!("dev 00:{slot:02x}.00 iova "), u32::from(slot) << 3);
     let mut found = (0, 0, 0);
@@ -111,12 +111,12 @@ fn reached(log: &str, slot: u8) -> (usize, usize, usize) {
     found
 }
 
-/// Bytes of a growing file so far.
+/// Returns the current length of a growing file.
 fn length(path: &Path) -> u64 {
     std::fs::metadata(path).map_or(0, |data| data.len())
 }
 
-/// What a growing file has since it had `from` bytes.
+/// Returns a growing file's bytes after the first `from`.
 fn tail(path: &Path, from: u64) -> Result<Vec<u8>> {
     let read = || {
         let mut file = std::fs::File::open(path)?;
@@ -128,7 +128,7 @@ fn tail(path: &Path, from: u64) -> Result<Vec<u8>> {
     read().with_context(|| format!("Can't read {}", path.display()))
 }
 
-/// A card and who attacks it.
+/// A card and its attacker.
 struct Bench<'a> {
     host: &'a Host,
     card: &'static Card,
@@ -142,7 +142,7 @@ impl<'a> Bench<'a> {
         Bench { host, card, attacker, wire: host.share().join(format!("wire-{}.pcap", card.name)) }
     }
 
-    /// Runs `arguments` of `lab attack` while the peer sends; what came over the wire meanwhile.
+    /// Runs `lab attack` with `arguments` while the peer sends. Returns the frames on the wire meanwhile.
     fn attempt(&self, arguments: &str) -> Result<Vec<u8>> {
         let before = length(&self.wire);
         let attack = self.attacker.replace("ARGUMENTS", arguments);
@@ -157,7 +157,7 @@ impl<'a> Bench<'a> {
         tail(&self.wire, before)
     }
 
-    /// One attack: what it reached.
+    /// Runs one attack; returns its effects.
     fn attack(&self, number: usize, attack: &Attack, bar: u8) -> Result<Outside> {
         let share = self.host.share();
         let fill = match attack.fill {
@@ -182,7 +182,7 @@ impl<'a> Bench<'a> {
         })
     }
 
-    /// An honest driver's frame goes out, and others' come in.
+    /// Checks that a correct driver's frame is sent, and others' are received.
     fn honest(&self) -> Result<()> {
         let marker = String::from_utf8_lossy(PEER);
         let wire = self.attempt(&format!("{} --hold {HOLD} --marker {marker}", self.card.name))?;
@@ -192,7 +192,7 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 
-    /// All attacks, through each BAR: name, what it reached.
+    /// Runs all attacks through each BAR; returns names and effects.
     fn all(&self, options: &Options) -> Result<Vec<(String, Outside)>> {
         self.honest().context("before the attacks")?;
         let mut found = Vec::new();
@@ -212,7 +212,7 @@ impl<'a> Bench<'a> {
     }
 }
 
-/// The card's peer has an address, takes long frames, and its wire is recorded.
+/// Configures the card's peer (address, long frames), and records its wire.
 fn listen(host: &Host, card: &Card, on: &vpio_nics::Card) -> Result<crate::channel::Session> {
     vpio_nics::address_peer(host, on, "vpio")?;
     host.sh(&format!("ip link set p-{0} mtu 9000; ip link set p-{0} promisc on", card.name))?;
@@ -231,7 +231,7 @@ fn listen(host: &Host, card: &Card, on: &vpio_nics::Card) -> Result<crate::chann
     Ok(session)
 }
 
-/// A guest with the card under its model, with a policy for what the model refuses, and no driver for it.
+/// Boots a guest with the card under its model, with a policy for refused requests, and without a driver for it.
 fn boot(host: &Host, card: &Card, on: &vpio_nics::Card, kernel: &str, policy: &str) -> Result<Guest> {
     let script = format!(
         "export PATH=/usr/sbin:/usr/bin:/sbin:/bin\nmount -t tmpfs run /run\nip link set lo up\n\
@@ -254,11 +254,10 @@ fn boot(host: &Host, card: &Card, on: &vpio_nics::Card, kernel: &str, policy: &s
     Ok(guest)
 }
 
-/// The attack by registers alone that the model of every card refuses. What descriptors name the IOMMU stops, and no request of the guest's is refused
-/// then.
+/// The attack by registers alone that every card's model refuses. The IOMMU blocks addresses in descriptors, without a refused request.
 const REFUSED: &str = "ring outside";
 
-/// A refused request under policy `machine-check`: the guest's kernel takes the exception, says so, and ends as it does for a broken processor.
+/// A refused request under policy `machine-check`: the guest's kernel handles the exception as for a broken processor, and ends.
 fn checked(host: &Host, card: &'static Card, on: &vpio_nics::Card, kernel: &str) -> Result<()> {
     progress!("  {}: a machine check for what is refused", card.name);
     let number = card
@@ -269,7 +268,7 @@ fn checked(host: &Host, card: &'static Card, on: &vpio_nics::Card, kernel: &str)
     let guest = boot(host, card, on, kernel, "machine-check")?;
     let attack =
         rdma::quoted(&format!("/lab/agent attack {} {number} --bar {} --hold 100", card.name, card.bars[0]));
-    // The guest doesn't live to answer.
+    // The guest ends before it can answer.
     let session = host.spawn("attack", &format!("exec /share/.lab/lab in --wait 60 {NAME} {attack}"))?;
     guest.expect("Machine Check Exception: 4 Bank 7: b200000000000e0b", ATTACK_TIMEOUT)?;
     guest.expect("Kernel panic - not syncing: Fatal", ATTACK_TIMEOUT)?;
@@ -279,7 +278,7 @@ fn checked(host: &Host, card: &'static Card, on: &vpio_nics::Card, kernel: &str)
     Ok(())
 }
 
-/// A card: bare, then under its model.
+/// Runs a card's part: bare, then under its model.
 fn part(host: &Host, card: &'static Card, options: &Options, report: &mut Report) -> Result<Value> {
     let on = CARDS.iter().find(|on| on.is(card.name)).context("The host has no such card")?;
     let address = on.address();

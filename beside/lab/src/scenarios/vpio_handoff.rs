@@ -1,4 +1,5 @@
-//! Two guests that share one card of their host, an RTL8139, an e1000, an NE2000, by context switch, each with the unmodified driver, under ping and TCP in both directions.
+//! Two guests share a card of their host (RTL8139, e1000, NE2000) by hand-offs, each with the unmodified driver, under ping and TCP in
+//! both directions.
 //!
 //! ```text
 //!   guest g0 10.82.0.2 ─ vfio-user ─┐
@@ -30,21 +31,21 @@ pub const SCENARIO: Scenario = Scenario {
     prompt: None,
 };
 
-/// Cards, in their order.
+/// The cards in order.
 const ORDER: [&str; 3] = ["rtl8139", "e1000", "ne2000"];
-/// Guests, and their addresses' last bytes.
+/// Guests, and the last bytes of their addresses.
 const GUESTS: [(&str, u8); 2] = [("g0", 2), ("g1", 3)];
 const SECONDS: u64 = 600;
-/// Milliseconds between pings, each way and guest: low load for an emulated host. An NE2000's guest makes a hundred accesses for each.
+/// Milliseconds between pings, each way and guest: low load for an emulated host. An NE2000's guest makes a hundred accesses per ping.
 const BETWEEN: u64 = 500;
 const NE2000_BETWEEN: u64 = 2000;
-/// Bytes of each TCP exchange: sent, echoed, compared. An NE2000 moves every four of them by an access of its own, which is a message here.
+/// Bytes of each TCP exchange: sent, echoed, compared. An NE2000 moves four bytes per access, which is a message here.
 const BYTES: u32 = 16384;
 const NE2000_BYTES: u32 = 4096;
-/// A guest has the card at least so long while the other waits: an access of a guest costs milliseconds here.
+/// A guest's time slice in milliseconds while the other waits: an access costs milliseconds here.
 const SLICE: u32 = 20;
 const BOOT: Duration = Duration::from_secs(600);
-/// The least that has to be shown.
+/// Required minimum of hand-offs per second.
 const PER_SECOND: f64 = 5.0;
 
 fn address(last: u8) -> String {
@@ -60,7 +61,7 @@ fn state(host: &Host, card: &Card) -> Result<Value> {
     serde_json::from_str(&text).context("`causeway inspect --card` printed no JSON")
 }
 
-/// Starts the card's daemon; it runs as long as the session is kept.
+/// Starts the card's daemon, which runs until the session is dropped.
 fn serve(host: &Host, card: &Card) -> Result<Session> {
     let guests: String = GUESTS.iter().map(|(name, _)| format!(" --guest {name}")).collect();
     let script = format!("exec causeway card {} --slice {SLICE} --limit 3000{guests}", card.address());
@@ -99,13 +100,13 @@ fn boot(host: &Host, card: &Card, name: &str, last: u8, kernel: &str) -> Result<
     Guest::start(host, &spec, Vmm::Causeway)
 }
 
-/// A script in a guest, to be waited for.
+/// Starts a script in a guest.
 fn inside(host: &Host, name: &str, what: &str, script: &str) -> Result<Session> {
     let quoted = rdma::quoted(&format!("export PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root; {script}"));
     host.spawn(&format!("{name}-{what}"), &format!("exec /share/.lab/lab in --wait 60 {name} {quoted}"))
 }
 
-/// `ping` for a number of echoes; it waits long for the last of them.
+/// Returns a `ping` command for a number of echoes, with a long time-out for the last one.
 fn ping(card: &Card, to: &str, count: u64) -> String {
     format!("ping -q -c {count} -i {} -W 30 {to}", between(card) as f64 / 1000.0)
 }
@@ -114,7 +115,7 @@ fn between(card: &Card) -> u64 {
     if card.is("ne2000") { NE2000_BETWEEN } else { BETWEEN }
 }
 
-/// Echoes asked for and answered, from what ping says at its end.
+/// Parses sent and answered echoes from ping's summary.
 fn echoes(text: &str) -> Option<(u64, u64)> {
     let line = text.lines().find(|line| line.contains("packets transmitted"))?;
     let number = |part: &str| part.split_whitespace().next()?.parse().ok();
@@ -122,13 +123,14 @@ fn echoes(text: &str) -> Option<(u64, u64)> {
     Some((number(parts.next()?.trim())?, number(parts.next()?.trim())?))
 }
 
-/// Exchanges and those that failed, from what [`exchange`] says at its end.
+/// Parses successful and failed exchanges from [`exchange`]'s last line.
 fn exchanges(text: &str) -> Option<(u64, u64)> {
     let mut words = text.lines().find_map(|line| line.strip_prefix("TCP "))?.split_whitespace();
     Some((words.next()?.parse().ok()?, words.next()?.parse().ok()?))
 }
 
-/// Random bytes to the host's echo and back, again and again. The guest lets the host send ahead no more than the card's ring holds.
+/// Returns a script that sends random bytes to the host's echo server and compares, repeatedly. The guest's receive window fits the
+/// card's ring.
 fn exchange(card: &Card, port: u16, seconds: u64) -> String {
     let bytes = if card.is("ne2000") { NE2000_BYTES } else { BYTES };
     let window = card.window() / 2;
@@ -138,7 +140,7 @@ fn exchange(card: &Card, port: u16, seconds: u64) -> String {
     )
 }
 
-/// What a guest's driver counts as errors.
+/// Returns the error counters of a guest's driver.
 fn driver_errors(host: &Host, name: &str) -> Result<u64> {
     let counters = "cd /sys/class/net/n0/statistics && cat rx_errors tx_errors rx_over_errors rx_fifo_errors rx_missed_errors tx_dropped tx_aborted_errors; \
                     dmesg | grep -c -e 'NETDEV WATCHDOG' -e 'n0: .*[Ee]rror' -e 'PCI Bus error'";
@@ -150,7 +152,7 @@ fn driver_errors(host: &Host, name: &str) -> Result<u64> {
     Ok(numbers.iter().sum())
 }
 
-/// What came of one card.
+/// Results of one card.
 #[derive(Debug, Default)]
 struct Outcome {
     handoffs: u64,
@@ -183,7 +185,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// One card, from its daemon's start to its end.
+/// Tests one card, from its daemon's start to its end.
 fn share(host: &Host, card: &Card, seconds: u64, kernel: &str, report: &mut Report) -> Result<Outcome> {
     vpio_nics::address_peer(host, card, "vpio")?;
     let daemon = serve(host, card)?;
@@ -210,14 +212,14 @@ fn share(host: &Host, card: &Card, seconds: u64, kernel: &str, report: &mut Repo
         let trouble = guest.trouble();
         report.check(trouble.is_empty(), format!("the kernel of {name} complained: {trouble:?}"));
     }
-    // SIGTERM: it ends in order, and the card is free.
+    // SIGTERM: it ends in order, and releases the card.
     daemon.signal(15)?;
     let ended = daemon.wait(Duration::from_secs(60))?;
     report.check(ended == Some(0), format!("the card's daemon ended with {ended:?}: {}", daemon.err.tail(4)));
     Ok(outcome)
 }
 
-/// Ping and TCP by both guests at once, and what came of it.
+/// Runs ping and TCP in both guests at once; returns the results.
 fn work(host: &Host, card: &Card, seconds: u64, report: &mut Report) -> Result<Outcome> {
     let patience = Duration::from_secs(seconds + 300);
     for (name, last) in GUESTS {

@@ -1,5 +1,5 @@
-//! Guests with the unmodified drivers of commodity NICs, in each mode: emulated with a tap, a card of the host under its model, a card of
-//! the host by itself.
+//! Guests with the unmodified drivers of commodity NICs, in each mode: emulated with a tap, a card of the host under its model, and a
+//! card of the host in passthrough.
 //!
 //! ```text
 //!   guest 10.82.0.2 ── card (QEMU's, behind an emulated IOMMU, vfio-pci) ── wire ── e1000 10.82.0.1 ─────  host
@@ -27,18 +27,18 @@ pub const SCENARIO: Scenario = Scenario {
     prompt: None,
 };
 
-/// A card of the host, as QEMU has it, and who drives it in the guest.
+/// A card of the host, as QEMU emulates it, and its driver in the guest.
 pub(super) struct Card {
     name: &'static str,
     qemu: &'static str,
     driver: &'static str,
-    /// Its slot; the peer at its wire's end is in the next.
+    /// Its slot; the peer at the wire's other end is in the next one.
     slot: u8,
     /// KiB of each transfer: a card that moves each word through a port is slow.
     kib: u64,
-    /// Bytes that the guest lets its peer send ahead: they fit the card's ring. A wire of 10 or 100 Mbit/s does the same; the emulated one has no
-    /// speed, its cards hold back frames that don't fit, and Linux's 8139too then never learns of those in its ring when a poll of it ended at
-    /// its 64 frames (docs/design/vpio.md).
+    /// Receive window of the guest in bytes, which fits the card's ring. The emulated wire has no speed, and its cards hold back frames
+    /// that don't fit. Linux's 8139too doesn't see the frames left in its ring after a poll of 64 frames (docs/design/vpio.md). A real
+    /// wire's limited speed prevents this.
     window: u32,
 }
 
@@ -48,29 +48,30 @@ pub(super) const CARDS: [Card; 3] = [
     Card { name: "e1000", qemu: "e1000", driver: "e1000", slot: 0x14, kib: 1024, window: 65536 },
 ];
 const MODES: [&str; 4] = ["virtual", "vpio", "passthrough", CHANGING];
-/// Under its model, and taken to the emulation, to `passthrough` and back while traffic flows.
+/// Under its model, with changes to the emulation, to `passthrough` and back under traffic.
 const CHANGING: &str = "changing";
-/// Where it goes, and how many changes of what is behind it that takes: from the emulation to `passthrough` it goes by the card under its model.
+/// The backends in order, and the changes that each takes. From the emulation to `passthrough` the NIC passes through the modelled
+/// card.
 const PLACES: [(&str, u32); 5] =
     [("emulation", 1), ("passthrough", 2), ("card", 1), ("passthrough", 1), ("card", 1)];
-/// How often, and how many pings there are in each place.
+/// Number of changes, and pings at each backend.
 const CHANGES: u32 = 20;
 const PINGS: u32 = 3;
 pub(super) const NAME: &str = "nics";
-/// What a guest says once its card has its driver.
+/// A guest prints this when its card has its driver.
 pub(super) const READY: &str = "the nic is";
 pub(super) const HOST_SIDE: &str = "10.82.0.1";
 const GUEST_SIDE: &str = "10.82.0.2";
 /// Keystrokes that are echoed one by one.
 const KEYS: u32 = 50;
-/// Datagrams of one frame of 1514 bytes.
+/// Bytes of a datagram that fits one frame of 1514 bytes.
 const PAYLOAD: u32 = 1472;
 const ALONE: u32 = 40;
-/// Groups of frames that arrive together, and how many of them.
+/// Number of frames that arrive together, and of such groups.
 const GROUP: u32 = 8;
 const GROUPS: u32 = 10;
 pub(super) const BOOT: Duration = Duration::from_secs(600);
-/// Seconds that a transfer may take.
+/// Time-out of a transfer in seconds.
 const BULK: u32 = 240;
 pub(super) const COMMAND_TIMEOUT: Duration = Duration::from_secs(600);
 
@@ -104,11 +105,12 @@ impl Card {
     }
 }
 
-/// Each card and its peer at the two ends of a wire of datagrams. QEMU hands a card the 42 bytes of an ARP answer as they are, where any wire
-/// carries at least 60, and Linux's ne2k-pci drops shorter frames as errors. So the peer is one whose driver makes them as long: Linux's e1000.
+/// Each card and its peer are at the two ends of a wire of datagrams. QEMU passes a card an ARP answer of 42 bytes unpadded, where a
+/// real wire has at least 60. Linux's ne2k-pci drops shorter frames as errors. So the peer is one whose driver pads them: Linux's
+/// e1000.
 pub(super) fn topology(_: &Options) -> Topology {
     let mut arguments = vec!["-device".to_owned(), "intel-iommu,intremap=on,caching-mode=on".to_owned()];
-    // Named as the lab's own folders are, so that a later lab removes those of one that is gone.
+    // Named like the lab's own directories, so that a later lab removes them.
     let wires = std::env::temp_dir().join(format!("causeway-lab-{}-wires", std::process::id()));
     if let Err(error) = std::fs::create_dir_all(&wires) {
         progress!("The folder {} of the cards' wires can't be made: {error}", wires.display());
@@ -142,10 +144,10 @@ pub(super) struct Member<'a> {
     mode: &'static str,
 }
 
-/// What the monitor has counted, and the guest.
+/// Counters of the monitor and the guest.
 #[derive(Debug, Clone, Copy, Default)]
 struct Counts {
-    /// Accesses of the NIC's BARs that left the guest for the monitor.
+    /// Accesses to the NIC's BARs that exited to the monitor.
     exits: u64,
     requests: u64,
     decisions: u64,
@@ -170,7 +172,7 @@ impl Member<'_> {
         serde_json::from_str(&text).context("`causeway inspect --json` printed no JSON")
     }
 
-    /// The NIC in the monitor's tree.
+    /// Returns the NIC in the monitor's tree.
     pub(super) fn nic(&self) -> Result<Value> {
         let text = self.host.sh(&format!("causeway inspect {NAME} pci/functions --json"))?;
         let tree = serde_json::from_str(&text).context("`causeway inspect --json` printed no JSON")?;
@@ -196,11 +198,11 @@ impl Member<'_> {
         })
     }
 
-    /// What `work` costs per packet.
+    /// Measures the cost of `work` per packet.
     fn cost(&self, work: impl FnOnce() -> Result<()>) -> Result<Value> {
         let before = self.counts()?;
         work()?;
-        // What is on its way arrives.
+        // Time for frames in flight to arrive.
         std::thread::sleep(Duration::from_secs(1));
         let after = self.counts()?;
         let packets = (after.sent - before.sent) + (after.received - before.received);
@@ -220,7 +222,7 @@ impl Member<'_> {
     }
 }
 
-/// The first object that has `key` with this text, at any depth.
+/// Returns the first object at any depth whose `key` has this text.
 fn find<'a>(tree: &'a Value, key: &str, text: &str) -> Option<&'a Value> {
     match tree {
         Value::Object(fields) if fields.get(key).and_then(Value::as_str) == Some(text) => Some(tree),
@@ -240,7 +242,7 @@ pub(super) fn bind(host: &Host, card: &Card) -> Result<()> {
     .map(drop)
 }
 
-/// Loads what cards need, and names their peers.
+/// Loads the cards' modules, and names their peers.
 pub(super) fn name_peers(host: &Host) -> Result<()> {
     host.sh(
         "modprobe vfio-pci && modprobe e1000 && dmesg | grep -q -e DMAR -e IOMMU && ls /sys/kernel/iommu_groups | grep -q .",
@@ -255,7 +257,7 @@ pub(super) fn name_peers(host: &Host) -> Result<()> {
     Ok(())
 }
 
-/// Binds the cards to vfio-pci, names the peers, and starts what the guests talk to.
+/// Binds the cards to vfio-pci, names the peers, and starts the guests' servers.
 pub(super) fn prepare(host: &Host) -> Result<()> {
     name_peers(host)?;
     CARDS.iter().try_for_each(|card| bind(host, card))?;
@@ -268,7 +270,7 @@ pub(super) fn prepare(host: &Host) -> Result<()> {
     Ok(())
 }
 
-/// The peer that the guest of a card and mode talks to has the address; nobody else.
+/// Sets the address on the peer of this card and mode only.
 pub(super) fn address_peer(host: &Host, card: &Card, mode: &str) -> Result<()> {
     let device = if mode == "virtual" { "tapn".to_owned() } else { format!("p-{}", card.name) };
     let mut script =
@@ -300,7 +302,7 @@ fn boot<'a>(host: &'a Host, card: &'a Card, mode: &'static str, kernel: &str) ->
     start(host, card, mode, &nic, &[], kernel)
 }
 
-/// A guest whose NIC is `nic`, with its card's driver and more words on its command line.
+/// Starts a guest whose NIC is `nic`, with its card's driver and additional kernel command line words.
 pub(super) fn start<'a>(
     host: &'a Host,
     card: &'a Card,
@@ -333,7 +335,7 @@ pub(super) fn start<'a>(
     Ok(Member { host, guest, card, mode })
 }
 
-/// Random bytes in each direction, whose checksums must agree.
+/// Transfers random bytes in each direction, and compares checksums.
 pub(super) fn transfer(member: &Member<'_>, kib: u64) -> Result<()> {
     let bytes = kib << 10;
     let sum = |text: &str| text.lines().find_map(|line| Some(line.strip_prefix("SUM ")?.trim().to_owned()));
@@ -366,7 +368,7 @@ pub(super) fn transfer(member: &Member<'_>, kib: u64) -> Result<()> {
     Ok(())
 }
 
-/// What can be seen of traffic that stands still: whether the guest answers, and who waits for whom.
+/// Prints diagnostics of hung traffic: whether the guest answers, and the state of its processes.
 fn standing(member: &Member<'_>) {
     let guest = "grep -e n0 -e CPU0 /proc/interrupts; ss -tino; cat /sys/class/net/n0/statistics/{tx_packets,rx_packets,rx_errors,rx_dropped,rx_over_errors}; dmesg | tail -n 5; ip -s link show n0; ip neigh";
     for _ in 0..2 {
@@ -378,7 +380,7 @@ fn standing(member: &Member<'_>) {
     }
 }
 
-/// One character at a time, each of which must come back before the next is typed.
+/// Types one character at a time, and waits for its echo.
 fn keystrokes(member: &Member<'_>) -> Result<()> {
     let server = member.host.spawn("echo", "exec socat TCP-LISTEN:7003,reuseaddr EXEC:cat")?;
     let script = format!(
@@ -420,7 +422,7 @@ fn table(member: &Member<'_>) -> Result<Value> {
     Ok(rows.into())
 }
 
-/// Ping both ways with small and large frames, keystrokes, transfers.
+/// Pings both ways with small and large frames, sends keystrokes, transfers.
 fn traffic(member: &Member<'_>) -> Result<()> {
     member.run(&format!("ping -q -c 5 -i 0.3 -w 60 {HOST_SIDE}"))?;
     member.run(&format!("ping -q -c 3 -i 0.3 -w 60 -s {PAYLOAD} {HOST_SIDE}"))?;
@@ -433,7 +435,7 @@ fn traffic(member: &Member<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The VM is paused, which takes the card from the guest, and resumed, in the midst of pings; then all goes on.
+/// Pauses the VM, which revokes the card from the guest, and resumes it during pings. Then all traffic continues.
 fn pause(member: &Member<'_>) -> Result<()> {
     for _ in 0..3 {
         member.host.sh(&format!("causeway pause {NAME}; sleep 0.5; causeway resume {NAME}"))?;
@@ -444,14 +446,14 @@ fn pause(member: &Member<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The guest is taken from its card to the emulation, to the card by itself, and back, while a stream of bytes runs that is compared in the end.
+/// Changes the guest's backend between card, emulation and passthrough, while a stream of bytes runs that is compared in the end.
 fn changes(member: &Member<'_>) -> Result<Value> {
     let host = member.host;
     let echo = host.spawn("echo", "exec socat TCP-LISTEN:7004,reuseaddr EXEC:cat")?;
     let stream = format!(
         "export PATH=/usr/sbin:/usr/bin:/sbin:/bin; head -c 65536 /dev/urandom > /tmp/s; \
          while [ ! -e /tmp/over ]; do cat /tmp/s; sleep 0.5; done | timeout {BULK} socat -t 60 STDIO TCP:{HOST_SIDE}:7004,retry=20,interval=0.2,rcvbuf={} > /tmp/e",
-        // As in transfers: no more than the ring holds, where nobody tells the driver of the rest (`passthrough`).
+        // As in transfers: no more than the ring holds, since without a model (`passthrough`) the driver gets no event for the rest.
         member.card.window / 2
     );
     let stream =
@@ -493,7 +495,7 @@ fn changes(member: &Member<'_>) -> Result<Value> {
     Ok(json!({ "changes": CHANGES, "compared_64_KiB": pieces, "lost_pings": lost }))
 }
 
-/// One card in one mode, from boot to power-off.
+/// Tests one card in one mode, from boot to power-off.
 fn part(lab: &Lab, card: &Card, mode: &'static str, kernel: &str) -> Result<Value> {
     let host = lab.host(0)?;
     let member = boot(host, card, mode, kernel)?;
@@ -548,7 +550,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
                 }
                 Err(error) => {
                     progress!("  {name} FAILED: {error:#}");
-                    // At once, so that it stands whatever the next part comes to.
+                    // Immediately, so that the failure counts independently of the next part.
                     report.check(false, format!("{name}: {error:#}"));
                     if !host.answers() {
                         return Err(error);

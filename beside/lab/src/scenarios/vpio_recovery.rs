@@ -1,5 +1,6 @@
-//! Linux's own drivers on cards under their models, and beside them a root who asks the cards for what the models refuse: by each policy the driver goes on, or its
-//! guest is stopped, as docs/reference/vpio.md has it. The traces of what was refused are replayed here, without guest and card.
+//! Linux's own drivers on cards under their models, while root requests from the cards what the models refuse. Each policy lets the
+//! driver continue or stops the guest, as docs/reference/vpio.md says. The lab replays the traces of the refused requests without guest
+//! and card.
 //!
 //! ```text
 //!   guest: 8139too, e1000, ne2k-pci ──▶ registers ──▶ model ──▶ card ── wire ── e1000 10.82.0.1  host
@@ -30,52 +31,52 @@ pub const SCENARIO: Scenario = Scenario {
     prompt: None,
 };
 
-/// What a policy does, as documented.
+/// A policy's documented effect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Documented {
-    /// The driver goes on; it is told by an interrupt or not.
+    /// The driver continues, with or without an interrupt.
     GoesOn { told: bool },
-    /// The guest's kernel dies of a machine check, and the next one has the card as new.
+    /// The guest's kernel dies of a machine check, and the next one gets a reset card.
     DiesOfIt,
     /// The monitor ends the VM.
     Ends,
 }
 
-/// The policies, and what they do with a card that can tell its driver of an error.
+/// The policies, and their effect for a card that can report an error to its driver.
 const POLICIES: [(&str, Documented); 4] = [
     ("ignore", Documented::GoesOn { told: false }),
     ("device-error", Documented::GoesOn { told: true }),
     ("machine-check", Documented::DiesOfIt),
     ("stop", Documented::Ends),
 ];
-/// The card that can't: its guest is stopped in place of it.
+/// The card that can't: its guest is stopped instead.
 const CANT_TELL: (&str, &str) = ("e1000", "device-error");
 
-/// KiB of the exchange that shows that a card works, and of one in whose midst something is refused.
+/// KiB of the exchange that shows that a card works, and of the one during which a request is refused.
 const SMALL: u64 = 16;
 const LARGE: u64 = 128;
 /// Linux's drivers wait 5 to 6 s for a frame before they reset their card; an emulated host is slow.
 const WATCHDOG: u32 = 60;
-/// Violations of a guest that a monitor keeps.
+/// Number of violations per guest that a monitor keeps.
 const KEPT: u64 = 16;
-/// Root may map registers that a driver has taken.
+/// Permits root to map registers that a driver uses.
 const WORDS: [&str; 1] = ["iomem=relaxed"];
 const MACHINE_CHECK: &str = "Machine Check Exception: 4 Bank 7: b200000000000e0b";
 
-/// What came of it.
+/// Results.
 #[derive(Debug, Default)]
 struct Tally {
     violations: u64,
-    /// By what the traffic went on.
+    /// Number of recoveries by mechanism.
     recovered: BTreeMap<&'static str, u64>,
     /// VMs that were ended, and kernels that died.
     stopped: u64,
     traces: u64,
-    /// What is otherwise than documented.
+    /// Sentences about undocumented effects.
     undocumented: Vec<String>,
 }
 
-/// A card, a policy, and where the traces go in the host.
+/// A card, a policy, and the path of the traces in the host.
 struct Part<'a> {
     host: &'a Host,
     on: &'static vpio_nics::Card,
@@ -98,7 +99,7 @@ impl<'a> Part<'a> {
         if (self.card.name, self.policy) == CANT_TELL { Documented::Ends } else { documented }
     }
 
-    /// A guest whose driver works.
+    /// Boots a guest whose driver works.
     fn boot(&self) -> Result<Member<'a>> {
         vpio_nics::address_peer(self.host, self.on, "vpio")?;
         let nic = format!("vpio:{},policy={},violations={}", self.on.address(), self.policy, self.file());
@@ -107,18 +108,18 @@ impl<'a> Part<'a> {
         Ok(member)
     }
 
-    /// The command of a violation, in the guest.
+    /// Returns the command of a violation in the guest.
     fn command(&self, number: usize, bar: u8) -> String {
         format!("/lab/agent inject {} {number} --bar {bar}", self.card.name)
     }
 
-    /// The same from the host, for a guest that may not live to answer, or is busy.
+    /// Injects from the host, for a guest that may die before it answers, or is busy.
     fn inject_beside(&self, number: usize, bar: u8) -> Result<Session> {
         let command = rdma::quoted(&self.command(number, bar));
         self.host.spawn("inject", &format!("exec /share/.lab/lab in --wait 60 {NAME} {command}"))
     }
 
-    /// The number of a violation, the BAR that it goes through where it is tried once, and itself.
+    /// Returns each violation with its number, and the BAR if it is tried once.
     fn once(&self) -> impl Iterator<Item = (usize, u8, &'static Violation)> {
         let bars = self.card.bars;
         self.card.violations.iter().enumerate().map(|(at, one)| (at, bars[at % bars.len()], one))
@@ -129,25 +130,25 @@ impl<'a> Part<'a> {
         member.guest.ended(Duration::from_secs(60))
     }
 
-    /// The lines of the traces' file.
+    /// Returns the lines of the trace file.
     fn traces(&self) -> Result<String> {
         self.host.sh(&format!("cat {}", self.file()))
     }
 }
 
-/// Pings, and bytes both ways whose checksums agree.
+/// Pings, and transfers bytes both ways with compared checksums.
 fn works(member: &Member<'_>) -> Result<()> {
     member.run(&format!("ping -q -c 3 -i 0.3 -w 60 {HOST_SIDE}"))?;
     vpio_nics::transfer(member, SMALL)
 }
 
-/// How often the watchdog has found a frame that wasn't sent.
+/// Returns how often the watchdog has found an unsent frame.
 fn timeouts(member: &Member<'_>) -> Result<u64> {
     let text = member.run("cat /sys/class/net/n0/queues/tx-0/tx_timeout")?;
     text.trim().parse().with_context(|| format!("The watchdog's counter is {text:?}"))
 }
 
-/// What the monitor counts as refused, and the sentences that it keeps.
+/// Returns the monitor's count of refused requests, and the sentences that it keeps.
 fn refused(member: &Member<'_>) -> Result<(u64, Vec<String>)> {
     let nic = member.nic()?;
     ensure!(nic["failed"] == false, "The NIC failed: {nic}");
@@ -156,8 +157,7 @@ fn refused(member: &Member<'_>) -> Result<(u64, Vec<String>)> {
     Ok((count, kept.iter().filter_map(|text| Some(text.as_str()?.to_owned())).collect()))
 }
 
-/// Whether these sentences are about what was to be refused: its registers in their order, unless the driver was at work, and none that has nothing to do with
-/// it.
+/// Returns whether these sentences match a violation: its registers in order, unless the driver was active, and no unrelated ones.
 fn are_about(sentences: &[String], violation: &Violation, busy: bool) -> bool {
     let about = |said: &String, name: &str| said.contains(&format!(" to {name} is refused: "));
     let in_order = sentences.iter().zip(violation.refused).all(|(said, name)| about(said, name));
@@ -165,7 +165,7 @@ fn are_about(sentences: &[String], violation: &Violation, busy: bool) -> bool {
     !sentences.is_empty() && (busy || in_order) && sentences.iter().all(known)
 }
 
-/// Checks that what was to be refused was, since `before`.
+/// Checks that the violation was refused since `before`.
 fn check_refused(
     member: &Member<'_>,
     before: &(u64, Vec<String>),
@@ -180,7 +180,7 @@ fn check_refused(
     Ok(())
 }
 
-/// What it takes until frames come and go again; `before` is the watchdog's counter.
+/// Waits until frames flow again; returns the mechanism. `before` is the watchdog's counter.
 fn recovery(member: &Member<'_>, before: u64) -> Result<&'static str> {
     let answered = |seconds: u32| -> Result<bool> {
         let ping = format!(
@@ -204,7 +204,7 @@ fn recovery(member: &Member<'_>, before: u64) -> Result<&'static str> {
     Ok("link_down_up")
 }
 
-/// One violation, alone: it is refused, the driver is told or not, and goes on.
+/// One violation without traffic: it is refused, the driver gets an interrupt or not, and continues.
 fn alone(
     member: &Member<'_>,
     part: &Part<'_>,
@@ -238,7 +238,7 @@ fn alone(
     Ok(how)
 }
 
-/// The same in the midst of an exchange, which comes to its end with the right checksums.
+/// The same during an exchange, which completes with the right checksums.
 fn in_the_midst(
     member: &Member<'_>,
     part: &Part<'_>,
@@ -254,7 +254,8 @@ fn in_the_midst(
     Ok(how)
 }
 
-/// A policy by which the driver goes on: one guest for all violations, through one BAR alone, and through the other in the midst of an exchange.
+/// A policy by which the driver continues: one guest for all violations, through one BAR without traffic, and through the other during
+/// an exchange.
 fn goes_on(part: &Part<'_>, told: bool, tally: &mut Tally) -> Result<()> {
     let member = part.boot()?;
     let mut watchdogs = 0;
@@ -272,7 +273,7 @@ fn goes_on(part: &Part<'_>, told: bool, tally: &mut Tally) -> Result<()> {
         tried(alone(&member, part, (number, first, violation), told))?;
         tried(in_the_midst(&member, part, (number, last, violation)))?;
     }
-    // A watchdog's warning has a trace of calls.
+    // A watchdog's warning includes a call trace.
     let trouble = member.guest.trouble();
     let content = trouble.iter().all(|line| watchdogs > 0 && line.contains("Call Trace"));
     ensure!(content, "The guest's kernel complained: {trouble:?}");
@@ -281,7 +282,7 @@ fn goes_on(part: &Part<'_>, told: bool, tally: &mut Tally) -> Result<()> {
     replayed(part, count, tally)
 }
 
-/// Policy `machine-check`: the kernel dies of each violation, and the next one has the card as new.
+/// Policy `machine-check`: the kernel dies of each violation, and the next one gets a reset card.
 fn dies_of_it(part: &Part<'_>, tally: &mut Tally) -> Result<()> {
     let member = part.boot()?;
     for (number, bar, violation) in part.once() {
@@ -305,7 +306,7 @@ fn dies_of_it(part: &Part<'_>, tally: &mut Tally) -> Result<()> {
     replayed(part, count, tally)
 }
 
-/// A policy by which the VM ends: a VM for each violation, and one after the last, which has the card as new.
+/// A policy that ends the VM: one VM per violation, and one after the last, which gets a reset card.
 fn ends(part: &Part<'_>, tally: &mut Tally) -> Result<()> {
     let mut count = 0;
     for (number, bar, violation) in part.once() {
@@ -341,7 +342,8 @@ fn ends(part: &Part<'_>, tally: &mut Tally) -> Result<()> {
     replayed(part, count, tally)
 }
 
-/// The part's traces are as many as were refused, and this program decides each as the monitor did. They stay for `vpio`'s example `replay`.
+/// The part has as many traces as refused requests, and this program decides each one like the monitor. They are kept for `vpio`'s
+/// example `replay`.
 fn replayed(part: &Part<'_>, count: u64, tally: &mut Tally) -> Result<()> {
     let text = part.traces()?;
     let folder = crate::paths::target().join("vpio-recovery");
@@ -383,7 +385,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
             };
             if let Err(error) = done {
                 progress!("  {} FAILED: {error:#}", part.name());
-                // At once, so that it stands whatever the next part comes to.
+                // Immediately, so that the failure counts independently of the next part.
                 report.check(false, format!("{}: {error:#}", part.name()));
                 if !host.answers() {
                     return Err(error);
@@ -411,7 +413,8 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// Each card of the host has violations, of registers and bytes that its description knows, few enough for the monitor to keep all of a guest's.
+    /// Each card of the host has violations, of registers and bytes that its description knows, few enough for the monitor to keep all
+    /// of a guest's.
     #[test]
     fn violations_are_of_registers_that_there_are() {
         for on in &CARDS {

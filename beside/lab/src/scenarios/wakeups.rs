@@ -1,5 +1,5 @@
-//! Two guests that do nothing but sleep and wake each other's processes, for as long as asked. A wake-up that gets lost (in the
-//! emulator, in KVM, in the monitor) leaves a guest standing; here that shows after minutes instead of hundreds of boots.
+//! Two guests that only sleep and wake each other's processes, for a given time. A lost wake-up (in the emulator, in KVM, in the
+//! monitor) hangs a guest. Here it shows after minutes instead of hundreds of boots.
 
 use crate::guest::{Guest, GuestSpec};
 use crate::lab::Lab;
@@ -18,10 +18,10 @@ pub const SCENARIO: Scenario = Scenario {
     prompt: None,
 };
 
-/// A guest that says nothing for so long stands still.
+/// A guest without output for this long counts as hung.
 const SILENCE_LIMIT: Duration = Duration::from_secs(120);
 
-/// Timers that run out on both CPUs, pipes across CPUs, short processes; a line per round.
+/// Timers that expire on both CPUs, pipes across CPUs, short processes; a line per round.
 const SCRIPT: &str = "for i in 1 2; do (while :; do sleep 0.02; done) & done\n\
     n=0; while :; do i=0; while [ $i -lt 5 ]; do echo x | cat | cat > /dev/null; i=$((i+1)); done\n\
     n=$((n+1)); echo \"WAKEUPS round $n\"; done\n";

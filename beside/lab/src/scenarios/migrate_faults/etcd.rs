@@ -1,4 +1,5 @@
-//! The service's state in etcd: three members on the service's host, with their data in its memory. Elections take as long as starved hosts need.
+//! The service's state in etcd: three members on the service's host, with their data in its memory. Election time-outs fit starved
+//! hosts.
 
 use crate::channel::Session;
 use crate::host::Host;
@@ -7,16 +8,16 @@ use anyhow::{Context, Result, bail};
 use std::path::Path;
 use std::time::Duration;
 
-/// Members.
+/// Number of members.
 pub(super) const MEMBERS: usize = 3;
-/// The host that they and the service are on.
+/// The host of the members and the service.
 const HOST: usize = 2;
-/// This machine's, for the host.
+/// This machine's etcd, which is copied to the host.
 const PROGRAM: &str = "/usr/bin/etcd";
-/// Until a member listens.
+/// Time-out until a member listens.
 const LISTEN_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// etcd.
+/// A cluster of etcd.
 pub(super) struct Etcd {
     members: Vec<Session>,
 }
@@ -29,7 +30,7 @@ fn peer(number: usize) -> String {
     format!("http://127.0.0.1:{}", 2380 + 10 * number)
 }
 
-/// What starts a member, whether it is new or was killed.
+/// Returns the command that starts a new member or restarts a killed one.
 fn command(number: usize) -> String {
     let all: Vec<String> = (0..MEMBERS).map(|number| format!("e{number}={}", peer(number))).collect();
     let (client, peer) = (client(number), peer(number));
@@ -60,7 +61,7 @@ impl Etcd {
     /// Starts all members.
     ///
     /// # Errors
-    /// Where this machine has no etcd, or a member doesn't start.
+    /// This machine has no etcd, or a member doesn't start.
     pub fn begin(lab: &Lab) -> Result<Self> {
         if !Path::new(PROGRAM).exists() {
             bail!("`--only etcd` needs {PROGRAM} on this machine (Debian: etcd-server)");
@@ -75,12 +76,12 @@ impl Etcd {
         Ok(Self { members })
     }
 
-    /// The process of a member.
+    /// Returns the process of a member.
     pub fn member(&self, number: usize) -> Result<&Session> {
         self.members.get(number).with_context(|| format!("etcd has no member {number}"))
     }
 
-    /// Starts a member again that was killed.
+    /// Restarts a killed member.
     pub fn restart(&mut self, lab: &Lab, number: usize) -> Result<()> {
         let host = lab.host(HOST)?;
         let member = start(host, number)?;
@@ -91,7 +92,7 @@ impl Etcd {
         Ok(())
     }
 
-    /// Waits until the service, which may have been killed a moment ago, leads again: the lease that it had then has to end.
+    /// Waits until the service, which may just have been killed, leads again: its previous lease must expire first.
     pub fn await_leader(lab: &Lab, address: &str, service: &Session) -> Result<()> {
         let leads = format!(
             "for i in $(seq 300); do timeout 10 causeway cluster hosts --cluster {address} --json > /dev/null 2>&1 && exit 0; sleep 0.5; done; exit 1"
@@ -102,10 +103,10 @@ impl Etcd {
         Ok(())
     }
 
-    /// What the service is told of it.
+    /// Returns the service's flags for etcd.
     pub fn flags() -> String {
         let all: Vec<String> = (0..MEMBERS).map(client).collect();
-        // Emulated hosts stand still for many seconds.
+        // Emulated hosts may stall for many seconds.
         format!("--etcd {} --leader-lease 30", all.join(","))
     }
 }
@@ -114,7 +115,7 @@ impl Etcd {
 mod tests {
     use super::*;
 
-    /// Members know each other by the same addresses, and the service all of them.
+    /// The members and the service use the same addresses of the members.
     #[test]
     fn members_know_each_other() {
         for number in 0..MEMBERS {

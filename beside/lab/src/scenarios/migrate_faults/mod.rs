@@ -1,4 +1,5 @@
-//! Somebody who takes part in a migration is killed, stopped or cut off, at each step of it: one owner always, the source unharmed before the commit.
+//! A participant of a migration is killed, stopped or cut off at each step. The VM always has at most one owner, and before the commit
+//! the source is unaffected.
 //!
 //! ```text
 //!  host h1: causeway host        host h2: causeway host              host h3: causeway host, causeway cluster
@@ -6,12 +7,12 @@
 //!  segment s0   tap, br1 ── x0 ═══════ link ═══════ x0 ── br1 ── x2 ═══════ link ═══════ x0 ── br1
 //!  virtio-net        br0 ── x1 ═══════ link ═══════ x1 ── br0 ── x3 ═══════ link ═══════ x1 ── br0 10.79.0.103: heartbeats of a
 //! ```
-//! Guests run `rdma-exact` without end, which counts what is lost, repeated, reordered or corrupt. Guest a sends numbered datagrams to the third host: two that run would
-//! go on from the same number.
+//! Guests run `rdma-exact` without end, which counts lost, repeated, reordered and corrupted operations. Guest a sends numbered
+//! datagrams to the third host: two running copies of it would continue from the same number.
 //!
-//! The lines of the source's daemon say how far a migration is; the lab acts on one as soon as it reads it, so a fault may come a step later than meant, and is counted
-//! where the daemon was then. With `--only etcd` the service keeps its state in three members of etcd, and one of them, or the service, is killed or stopped; the program
-//! has to be built with the feature `etcd` for it.
+//! The lines of the source's daemon show a migration's step. The lab injects a fault as soon as it reads the line, so the fault may
+//! come a step late. It counts for the daemon's step at that time. With `--only etcd` the service stores its state in three members of
+//! etcd, and a member or the service is killed or stopped. The program must be built with the feature `etcd` for it.
 
 mod etcd;
 mod plan;
@@ -42,14 +43,14 @@ pub const SCENARIO: Scenario = Scenario {
 };
 
 const PORT: u32 = 7100;
-/// How long somebody stands still or is cut off.
+/// Duration of a stop or a cut.
 const HOLD: Duration = Duration::from_secs(4);
-/// Until all is decided and told.
+/// Time-out until everything is decided and reported.
 const SETTLES: Duration = Duration::from_secs(120);
-/// Until operations go on after a fault: the connections wait 2 s before they ask again, and longer each time.
+/// Time-out until operations continue after a fault: the connections retransmit after 2 s, with growing back-off.
 const GOES_ON: Duration = Duration::from_secs(90);
 const HEART: u16 = 7002;
-/// Migrations that may be given up before a fault's step.
+/// Limit of migrations that abort before a fault's step.
 const TRIES: u32 = 3;
 
 fn topology(_: &Options) -> Topology {
@@ -71,7 +72,7 @@ fn program(m: &Member<'_>, server: Option<&str>) -> String {
     )
 }
 
-/// What came of faults.
+/// Counts over all faults.
 #[derive(Debug, Default)]
 struct Tally {
     faults: u32,
@@ -91,16 +92,16 @@ struct World<'l> {
     lab: &'l Lab,
     pair: Pair<'l>,
     service: Option<Session>,
-    /// Where the service keeps its state there.
+    /// The members of etcd, if the service uses it.
     etcd: Option<Etcd>,
-    /// The member that a fault is about.
+    /// The member that a fault is injected into.
     member: usize,
     heart: Session,
     beats: Beats,
     beats_read: usize,
-    /// Of guest a: how often it was started.
+    /// Guest a's number of boots.
     boot: u64,
-    /// The host that guest a is on.
+    /// Guest a's current host.
     at: usize,
     dice: Dice,
     tally: Tally,
@@ -108,14 +109,14 @@ struct World<'l> {
 }
 
 impl World<'_> {
-    /// A sentence about what must not be.
+    /// Adds a sentence about a violation.
     fn error(&mut self, text: String) {
         progress!("WRONG: {text}");
         self.tally.errors += 1;
         self.wrong.push(text);
     }
 
-    /// Has both guests work, from the beginning.
+    /// Starts the programs of both guests.
     fn work(&self) -> Result<()> {
         for m in [&self.pair.a, &self.pair.b] {
             m.sh("pkill -x rdma-exact; for i in $(seq 50); do pgrep -x rdma-exact > /dev/null || break; sleep 0.2; done; true")?;
@@ -125,7 +126,7 @@ impl World<'_> {
         self.goes_on().map(drop)
     }
 
-    /// Starts the heart of guest a, which has booted.
+    /// Starts guest a's heartbeat after a boot.
     fn live(&mut self) -> Result<()> {
         self.boot += 1;
         let beat = format!(
@@ -137,7 +138,7 @@ impl World<'_> {
         talk::shrink(&self.pair.a)
     }
 
-    /// Waits until both programs have done more than they had.
+    /// Waits until both programs have made progress.
     fn goes_on(&self) -> Result<u64> {
         let of = |m: &Member<'_>| -> Result<u64> {
             let said = m.sh("tail -n 2 /run/work.out; cat /run/work.code 2>/dev/null; true")?;
@@ -165,7 +166,7 @@ impl World<'_> {
         }
     }
 
-    /// Takes heartbeats that came.
+    /// Reads received heartbeats.
     fn listen(&mut self) {
         let position = self.heart.out.position();
         for line in self.heart.out.lines_from(self.beats_read) {
@@ -174,7 +175,7 @@ impl World<'_> {
         self.beats_read = position;
     }
 
-    /// What the monitors of guest a on the first two hosts say that they are: none where there is none that answers.
+    /// Returns the states that guest a's monitors on the first two hosts report; `None` if no monitor answers.
     fn states(&self) -> Result<[Option<String>; 2]> {
         let of = |host: usize| -> Result<Option<String>> {
             let output =
@@ -187,7 +188,7 @@ impl World<'_> {
         Ok([of(0)?, of(1)?])
     }
 
-    /// Does it; gives what is to be undone after a while.
+    /// Injects the fault. Returns what must be undone after a while.
     fn strike(&self, fault: Fault, next: &Guest) -> Result<()> {
         let process = match fault.who {
             Who::SourceMonitor => &self.pair.a.guest.session,
@@ -215,7 +216,7 @@ impl World<'_> {
         }
     }
 
-    /// Starts again what was killed, but for monitors.
+    /// Restarts killed processes other than monitors.
     fn mend(&mut self, fault: Fault) -> Result<()> {
         if fault.how != How::Kill {
             return Ok(());
@@ -241,9 +242,9 @@ impl World<'_> {
         self.pair.restart_daemon(daemon).map(drop)
     }
 
-    /// Who has the VM once all is decided. More than one that runs at any moment is counted.
-    /// `in_doubt`: the source has told its user that it stands still. `unopened`: the source may have gone before all its streams were open; the destination
-    /// goes on waiting for one then, as it does when nobody comes.
+    /// Waits for the decision, and returns the VM's owner. Counts each moment with more than one running copy. `in_doubt`: the source
+    /// has reported to its user that the VM is in doubt. `unopened`: the source may have ended before all its streams were open. Then
+    /// the destination keeps waiting, as without any source.
     fn settle(&mut self, in_doubt: bool, unopened: bool) -> Result<Ending> {
         let until = Instant::now() + SETTLES;
         let (mut same, mut before) = (0, [None, None]);
@@ -259,7 +260,7 @@ impl World<'_> {
                 (false, true) => Ending::Destination,
                 (false, false) => Ending::Nowhere,
             };
-            // Whoever stands still may be waiting for the decision; or it is in doubt, and waits for its user.
+            // A stopped VM may be waiting for the decision; or it is in doubt, and waits for its user.
             let waits = unopened && same >= 20 && states[1 - self.at].as_deref() == Some("incoming");
             let open = (0..2).any(|host| {
                 let stands = states[host].as_deref().is_some_and(|state| state != "running");
@@ -283,8 +284,8 @@ impl World<'_> {
         }
     }
 
-    /// One migration with a fault, or without. False: it was given up before the fault's step, as when a starved host's etcd had an election; the guest is
-    /// at its source.
+    /// Runs one migration, with or without a fault. Returns false if it was aborted before the fault's step, as after an election in a
+    /// starved host's etcd. The guest is then at its source.
     fn trial(&mut self, fault: Option<Fault>) -> Result<bool> {
         let (from, to) = (self.at, 1 - self.at);
         let address = format!("10.77.0.{}:{PORT}", to + 1);
@@ -420,7 +421,7 @@ impl World<'_> {
             self.error(format!("{what}: {error:#}"));
             self.work().with_context(|| what.clone())?;
         }
-        // It beats where it is, and nobody else does.
+        // The heartbeat comes from the guest's host, and from no other.
         let (before, until) = (self.beats.newest(self.boot), Instant::now() + GOES_ON);
         loop {
             self.listen();
@@ -455,7 +456,7 @@ impl World<'_> {
     }
 }
 
-/// Starts the service, with the state that it had.
+/// Starts the service with its previous state.
 fn serve(lab: &Lab, etcd: Option<&Etcd>) -> Result<Session> {
     match etcd {
         Some(_) => {
@@ -522,7 +523,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
             break;
         }
     }
-    // After all of it, a migration as any other.
+    // Finally a migration without a fault.
     if result.is_ok() {
         result = world.trial(None).context("The migration without a fault").map(drop);
     }

@@ -1,6 +1,6 @@
-//! What is done to whom at which step, in an order that follows from a seed; and what may be lost by it.
+//! The order of faults (participant, action, step) from a seed, and the losses that each fault permits.
 
-/// Who takes part in a migration.
+/// A participant of a migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Who {
     SourceMonitor,
@@ -9,11 +9,11 @@ pub(super) enum Who {
     DestinationDaemon,
     PeerDaemon,
     Service,
-    /// A member of etcd, where the service keeps its state there.
+    /// A member of etcd, if the service uses it.
     Etcd,
 }
 
-/// What is done: ended by SIGKILL, stopped for a while by SIGSTOP, or its host's links are down for a while.
+/// A fault's action: SIGKILL, SIGSTOP for a while, or the host's links down for a while.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum How {
     Kill,
@@ -21,7 +21,7 @@ pub(super) enum How {
     Cut,
 }
 
-/// When: before the source's daemon has said that it copies, then, and at its next steps.
+/// A fault's step: before the source's daemon reports pre-copy, at that report, and at its next steps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Step {
     Begun,
@@ -50,7 +50,7 @@ const ALL: [Who; 6] = [
 ];
 
 impl Step {
-    /// What the source's daemon says then.
+    /// Returns the line of the source's daemon at this step.
     pub fn said(self) -> Option<&'static str> {
         match self {
             Step::Begun => None,
@@ -61,14 +61,14 @@ impl Step {
         }
     }
 
-    /// Where it was, by the lines that the source's daemon has said since the beginning.
+    /// Returns the step from the lines that the source's daemon has printed since the start.
     pub fn of(lines: &[String]) -> Step {
         let has = |step: Step| step.said().is_some_and(|said| lines.iter().any(|line| line.contains(said)));
         STEPS.into_iter().rev().find(|step| has(*step)).unwrap_or(Step::Begun)
     }
 }
 
-/// Numbers that look random (SplitMix64).
+/// Pseudorandom numbers (SplitMix64).
 pub(super) struct Dice(pub u64);
 
 impl Dice {
@@ -81,12 +81,12 @@ impl Dice {
     }
 }
 
-/// Each fault at each step once, in an order of the seed's; a cut is of a host's links, so of one participant of each host.
+/// Returns each fault at each step once, in the seed's order. A cut concerns a host's links, so one participant of each host.
 pub(super) fn faults(dice: &mut Dice) -> Vec<Fault> {
     faults_of(&ALL, dice)
 }
 
-/// The same for the service and the members of etcd that hold its state.
+/// Does the same for the service and the members of etcd.
 pub(super) fn faults_with_etcd(dice: &mut Dice) -> Vec<Fault> {
     faults_of(&[Who::Service, Who::Etcd], dice)
 }
@@ -107,7 +107,7 @@ fn faults_of(them: &[Who], dice: &mut Dice) -> Vec<Fault> {
     all
 }
 
-/// Where the VM runs afterwards.
+/// The VM's place afterwards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Ending {
     Source,
@@ -116,8 +116,8 @@ pub(super) enum Ending {
 }
 
 impl Fault {
-    /// Whether the VM may be lost by it, where the source's daemon was at this step at least when it came: with the process that it ran in, and with a destination
-    /// that could have voted.
+    /// Returns whether the fault may lose the VM if the source's daemon had reached at least this step. That holds for the process that
+    /// runs it, and for a destination that could have voted.
     pub fn may_lose(self, at: Step) -> bool {
         let voted = at >= Step::Stop;
         self.how == How::Kill
@@ -128,13 +128,14 @@ impl Fault {
             }
     }
 
-    /// Whether it ended a VM that had moved: the command that moved it has succeeded then, and the VM ends with the destination like any other VM there.
+    /// Returns whether the fault ends a VM that has migrated. The migration's command has then succeeded, and the VM ends with the
+    /// destination like any other VM there.
     pub fn ends_what_has_moved(self, at: Step) -> bool {
         let there = matches!(self.who, Who::DestinationMonitor | Who::DestinationDaemon);
         self.how == How::Kill && there && at == Step::Moved
     }
 
-    /// Whether the VM's RDMA device is lost with the daemon that was killed, where the VM runs.
+    /// Returns whether the VM loses its RDMA device, since the killed daemon served it.
     pub fn harms_the_mover(self, ending: Ending) -> bool {
         self.how == How::Kill
             && matches!(
@@ -143,12 +144,12 @@ impl Fault {
             )
     }
 
-    /// Whether the peer's is.
+    /// Returns whether the peer loses its device.
     pub fn harms_the_peer(self) -> bool {
         self.how == How::Kill && self.who == Who::PeerDaemon
     }
 
-    /// Which of three hosts: that of the source, of the destination, of the peer and the service.
+    /// Returns the host's number: that of the source, of the destination, or of the peer and the service.
     pub fn host(self, source: usize) -> usize {
         match self.who {
             Who::SourceMonitor | Who::SourceDaemon => source,
@@ -158,7 +159,7 @@ impl Fault {
     }
 }
 
-/// A VM's numbered heartbeats: numbers that came twice or went back, which only a second one that runs can send.
+/// A VM's numbered heartbeats. Detects repeated or decreasing numbers, which only a second running copy can send.
 #[derive(Debug, Default)]
 pub(super) struct Beats {
     last: std::collections::BTreeMap<u64, u64>,
@@ -167,7 +168,7 @@ pub(super) struct Beats {
 }
 
 impl Beats {
-    /// Takes a line `BEAT boot number`.
+    /// Processes a line `BEAT boot number`.
     pub fn take(&mut self, line: &str) {
         let mut words = line.split_whitespace();
         let (Some("BEAT"), Some(Ok(boot)), Some(Ok(number))) =
@@ -184,7 +185,7 @@ impl Beats {
         }
     }
 
-    /// The newest number of a boot.
+    /// Returns the highest number of a boot.
     pub fn newest(&self, boot: u64) -> u64 {
         self.last.get(&boot).copied().unwrap_or(0)
     }
@@ -195,7 +196,7 @@ mod tests {
     use super::*;
     use std::collections::BTreeSet;
 
-    /// Every participant is killed and stopped, and every host cut off, at each step; the order is the seed's.
+    /// Every participant is killed and stopped, and every host cut off, at each step, in the seed's order.
     #[test]
     fn each_fault_is_there_once() {
         let first = faults(&mut Dice(1));
@@ -208,7 +209,7 @@ mod tests {
         assert!(etcd.iter().all(|fault| !fault.may_lose(Step::Moved) && !fault.harms_the_peer()));
     }
 
-    /// A second VM that goes on from the same memory sends numbers that were sent: it is seen.
+    /// A second copy that continues from the same memory repeats numbers, which is detected.
     #[test]
     fn a_second_owner_is_seen() {
         let mut beats = Beats::default();
@@ -228,7 +229,7 @@ mod tests {
         assert_eq!(Step::of(&lines[..1]), Step::Begun);
     }
 
-    /// Nothing that only stops or is cut off for a while loses anything, nor the death of whoever doesn't have the VM.
+    /// A temporary stop or cut loses nothing, and neither does the death of a process without the VM.
     #[test]
     fn only_a_process_that_has_the_vm_may_lose_it() {
         for fault in faults(&mut Dice(3)) {
@@ -236,7 +237,7 @@ mod tests {
             assert!(fault.how == How::Kill && of_owner || !fault.may_lose(Step::Moved), "{fault:?}");
             let destination = matches!(fault.who, Who::DestinationMonitor | Who::DestinationDaemon);
             assert!(!(destination && fault.may_lose(Step::Copying)), "{fault:?}");
-            // A command that succeeded says that the VM has moved: only the destination's death loses it afterwards.
+            // After the command's success the VM has migrated: only the destination's death loses it afterwards.
             assert!(!fault.ends_what_has_moved(Step::Handing), "{fault:?}");
             assert_eq!(fault.ends_what_has_moved(Step::Moved), destination && fault.how == How::Kill);
         }

@@ -1,4 +1,4 @@
-//! The guests, their traffic, and what is looked at: what the traffic did, what the registry says, what processes hold.
+//! The guests and their traffic, and its observation: the traffic's progress, the registry's reports, and the processes' resources.
 
 use super::resident::Resident;
 use crate::bare_guest;
@@ -25,37 +25,37 @@ use std::time::{Duration, Instant};
 
 /// RAM of each guest in MiB.
 const MEMORY_MIB: u32 = 192;
-/// What the daemon waits for a guest's count: an emulated host may stand still for a second or two.
+/// Time-out of a guest's heartbeat at the daemon: an emulated host may stall for a second or two.
 pub const PATIENCE_MS: u32 = 5_000;
-/// On a machine that others keep busy a boot takes minutes.
+/// Time-out of a boot, which takes minutes on a busy machine.
 const BOOT: Duration = Duration::from_secs(900);
-/// After this long without a sign of life from some traffic, something hangs.
+/// Time-out without progress of a stream.
 const HANG: Duration = Duration::from_secs(300);
-/// Blocks that each stream must have moved after a fault, so that it counts as running again.
+/// Blocks that each stream must have moved after a fault to count as running again.
 const MOVED: u64 = 3;
 
 /// The guests.
 pub const NAMES: [&str; 3] = ["a", "b", "c"];
 const MODULES: [&str; 4] = ["cw_neigh", "mmnet", "mmblk", "neigh_fault"];
-/// What they need, and what commands need.
+/// Modules of the guests, including those for commands.
 const NEEDED: [&str; 4] = ["virtio_pci", "virtio_blk", "vmw_vsock_virtio_transport", "configfs"];
 const UP: &str = include_str!("../../../assets/neighbours-up.sh");
 
-/// Programs are run often: from memory, and not over 9p, which is asked for each page anew.
+/// Programs start often, so they run from memory. From 9p each start would read every page again.
 const PROGRAMS: &str = "mkdir -p /run/programs && cp /share/bin/causeway /share/.lab/lab /run/programs/ && mount --bind /run/programs /share/bin";
 
-/// One stream: its name, the guest that says what it did, and whom else it needs.
+/// A stream: its name, the guest that reports its progress, and the other guest.
 #[derive(Debug, Clone, Copy)]
 pub struct Stream {
-    /// As in the guest's `/run`.
+    /// File name in the guest's `/run`.
     pub name: &'static str,
-    /// Who sends, or uses the disk.
+    /// The sender, or the user of the disk.
     pub from: usize,
-    /// Who receives, or serves the disk.
+    /// The receiver, or the server of the disk.
     pub to: usize,
 }
 
-/// All of them: over mmnet (`n-`) and over mmblk (`d-`).
+/// All streams: over mmnet (`n-`) and over mmblk (`d-`).
 pub const STREAMS: [Stream; 6] = [
     Stream { name: "n-ab", from: 0, to: 1 },
     Stream { name: "n-ca", from: 2, to: 0 },
@@ -66,7 +66,7 @@ pub const STREAMS: [Stream; 6] = [
 ];
 
 impl Stream {
-    /// Whether a guest is at one of its ends.
+    /// Returns whether a guest is one of its ends.
     pub const fn has(&self, guest: usize) -> bool {
         self.from == guest || self.to == guest
     }
@@ -80,30 +80,30 @@ const LISTS: [&str; 3] = [
 ];
 const DISKS: [&[&str]; 3] = [&["a0"], &["b0", "b1"], &[]];
 
-/// What the streams have done, and how often a connection ended, as each guest sees it.
+/// Progress of the streams, and number of lost connections, from each guest.
 #[derive(Debug, Clone, Default)]
 pub struct Seen {
-    /// By stream.
+    /// Progress by stream.
     pub done: BTreeMap<String, Done>,
-    /// By guest and peer: how often mmnet's carrier went.
+    /// By guest and peer: number of carrier losses of mmnet.
     pub carrier: BTreeMap<(usize, String), u64>,
-    /// By stream over mmblk: how often its server went away.
+    /// By stream over mmblk: number of losses of its server.
     pub lost: BTreeMap<String, u64>,
 }
 
-/// What a process, the host or a guest holds.
+/// Resources of a process, the host or a guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Held {
     /// Open descriptors of a process.
     pub fds: u64,
-    /// Mappings: a process's of windows and segments, a guest's of devices' memory.
+    /// Mappings: a process' mappings of windows and segments, a guest's of device memory.
     pub maps: u64,
-    /// In KiB: a process's memory of its own, the host's files in memory (all guests' RAM among them), a guest's memory that isn't free when
-    /// it has given up its caches (the pages that describe windows among it).
+    /// In KiB: a process' private memory; the host's files in memory (including all guests' RAM); a guest's used memory without caches
+    /// (including the pages that describe windows).
     pub kib: u64,
 }
 
-/// All of it.
+/// The complete test bed.
 pub struct Bed<'a> {
     /// The guests.
     pub guests: [Resident; 3],
@@ -113,19 +113,19 @@ pub struct Bed<'a> {
     pub daemon: Session,
     /// The guests' kernel.
     pub kernel: String,
-    /// Their slots, by number, for as long as nobody leaves.
+    /// The guests' slots by number, while no guest leaves.
     slots: Option<[u64; 3]>,
     cpus: u32,
 }
 
 impl<'a> Bed<'a> {
-    /// Boots everything, and waits until all streams move.
+    /// Boots everything, and waits until all streams make progress.
     pub fn start(lab: &'a Lab, options: &Options) -> Result<Self> {
         lab.install_causeway()?;
         let host = lab.host(0)?;
         let disks: Vec<String> = DISKS.concat().iter().map(|disk| format!("/disks/{disk}.raw")).collect();
-        // Memory of a process is compared before and after, with those that were started anew, too: a heap that the kernel happens to give a
-        // page of 2 MiB, or takes one from, would look like a leak.
+        // The memory of processes, including restarted ones, is compared before and after. Transparent huge pages in a heap would look
+        // like a leak.
         host.sh("echo madvise > /sys/kernel/mm/transparent_hugepage/enabled")?;
         host.sh(&format!(
             "mkdir -p /run/causeway /disks; mke2fs -q -F /dev/vdc; mount /dev/vdc /disks; truncate -s 16M {}",
@@ -146,12 +146,12 @@ impl<'a> Bed<'a> {
         Ok(bed)
     }
 
-    /// A guest by its number.
+    /// Returns a guest by its number.
     pub fn guest(&self, number: usize) -> Result<&Resident> {
         self.guests.get(number).with_context(|| format!("There is no guest {number}"))
     }
 
-    /// Kills a guest's monitor and boots the guest anew.
+    /// Kills a guest's monitor and boots the guest again.
     pub fn replace(&mut self, number: usize) -> Result<()> {
         let old = self.guest(number)?;
         old.guest.session.kill()?;
@@ -173,7 +173,7 @@ impl<'a> Bed<'a> {
         Ok(())
     }
 
-    /// What has been done so far.
+    /// Returns the progress so far.
     pub fn seen(&self) -> Result<Seen> {
         let mut seen = Seen::default();
         for (number, guest) in self.guests.iter().enumerate() {
@@ -183,8 +183,7 @@ impl<'a> Bed<'a> {
         Ok(seen)
     }
 
-    /// Waits until every stream has moved since `since`, where it counted then (a guest that was booted anew counts from 0); fails when one
-    /// hangs.
+    /// Waits until every stream has made progress since `since` (a rebooted guest counts from 0). Fails if one hangs.
     pub fn until_all_move(&self, since: &Seen) -> Result<Seen> {
         let until = Instant::now() + HANG;
         loop {
@@ -205,7 +204,7 @@ impl<'a> Bed<'a> {
         }
     }
 
-    /// What may say why something hangs.
+    /// Returns diagnostics for a hang.
     fn detail(&self) -> String {
         let mut text = String::new();
         for guest in &self.guests {
@@ -217,7 +216,7 @@ impl<'a> Bed<'a> {
         text
     }
 
-    /// A guest's slot.
+    /// Returns a guest's slot.
     pub fn slot(&mut self, guest: usize) -> Result<u64> {
         let slots = match self.slots {
             Some(slots) => slots,
@@ -231,7 +230,7 @@ impl<'a> Bed<'a> {
         slots.get(guest).copied().with_context(|| format!("There is no guest {guest}"))
     }
 
-    /// Stores of a guest that were discarded so far.
+    /// Returns the number of a guest's discarded stores so far.
     pub fn discarded(&self, guest: usize) -> Result<u64> {
         let name = self.guest(guest)?.name;
         let text = self.host.sh(&format!("causeway inspect {name} --json"))?;
@@ -239,7 +238,7 @@ impl<'a> Bed<'a> {
         find(&tree, "discarded_stores").with_context(|| format!("{name} counts no discarded stores: {text}"))
     }
 
-    /// What the daemon, the monitors, the host and the guests' kernels hold, by name.
+    /// Returns the resources of the daemon, the monitors, the host and the guests' kernels, by name.
     pub fn held(&self) -> Result<BTreeMap<String, Held>> {
         let text = self.host.sh(
             "for p in $(pidof causeway); do c=$(tr '\\0' ' ' < /proc/$p/cmdline)\n\
@@ -270,7 +269,7 @@ impl<'a> Bed<'a> {
     }
 }
 
-/// A stream that doesn't move any more.
+/// A stream without progress.
 #[derive(Debug)]
 pub struct Hang {
     streams: String,
@@ -287,17 +286,17 @@ impl std::fmt::Display for Hang {
 impl std::error::Error for Hang {}
 
 fn daemon(host: &Host) -> Result<Session> {
-    // What a daemon that was killed left: without it, whether the new one listens can be seen.
+    // Removes the socket of a killed daemon, so that the new one's is recognizable.
     host.sh(&format!("rm -f {DAEMON_SOCKET}"))?;
     rdma::start_daemon(host, &format!("--neighbour-patience {PATIENCE_MS}"))
 }
 
-/// Where a guest's initramfs is, in the host.
+/// Returns the path in the host of a guest's initramfs.
 fn initrd(name: &str) -> String {
     format!("/tmp/{name}.initrd")
 }
 
-/// Brings a guest's initramfs and description into the host: once, however often it boots.
+/// Copies a guest's initramfs and description to the host, once for all its boots.
 fn bring(lab: &Lab, host: &Host, kernel: &str, number: usize) -> Result<()> {
     let (Some(&name), Some(lists)) = (NAMES.get(number), LISTS.get(number)) else {
         bail!("There is no guest {number}")
@@ -349,7 +348,7 @@ fn boot(host: &Host, kernel: &str, cpus: u32, number: usize) -> Result<Guest> {
     Guest::start_with(host, &spec, Vmm::Causeway, &initrd(name))
 }
 
-/// Waits until a guest takes commands.
+/// Waits until a guest accepts commands.
 fn resident(host: &Host, guest: Guest, number: usize) -> Result<Resident> {
     let name = NAMES.get(number).with_context(|| format!("There is no guest {number}"))?;
     let (_, after) = guest.expect("takes commands", BOOT)?;
@@ -357,14 +356,14 @@ fn resident(host: &Host, guest: Guest, number: usize) -> Result<Resident> {
     Resident::new(host, name, guest, "export PATH=/bin:/sbin; . /lab/up.sh")
 }
 
-/// Reads what a guest says of its streams.
+/// Parses a guest's report about its streams.
 fn read(text: &str, guest: usize, into: &mut Seen) -> Result<()> {
     for line in text.lines().filter(|line| !line.is_empty()) {
         let (what, rest) = line.split_once(' ').context("a line of one word")?;
         let (name, rest) = rest.split_once(' ').with_context(|| format!("{line:?}"))?;
         match what {
             "done" => {
-                // The file may not have been there for the first time.
+                // The file may not exist at first.
                 if let Some(done) = Done::parse(rest) {
                     into.done.insert(name.to_owned(), done);
                 }
@@ -377,9 +376,9 @@ fn read(text: &str, guest: usize, into: &mut Seen) -> Result<()> {
     Ok(())
 }
 
-/// The slots of all guests, from the registry's list of members.
+/// Returns the slots of all guests, from the registry's list of members.
 fn slots(tree: &Value) -> Option<[u64; 3]> {
-    // The neighbourhood may be shown below the path that was asked for.
+    // The neighbourhood may be below the requested path.
     let list = tree.get("lab").or_else(|| tree.get("neighbours")?.get("lab"))?.as_array()?;
     let slot = |name: &str| {
         list.iter()

@@ -1,5 +1,5 @@
-//! Three guests of one neighbourhood, each pair of which has traffic over mmnet and mmblk, and six kinds of faults. What has no part in a fault
-//! must see nothing; what has must run again; nothing may be left behind.
+//! Three guests of one neighbourhood with traffic over mmnet and mmblk between each pair, and six kinds of injected faults. Uninvolved
+//! connections must see nothing, involved ones must recover, and nothing may leak.
 //!
 //! ```text
 //!   a ── n-ab, d-ab ──▶ b      each arrow: a stream of checked records over mmnet (n), and a disk over mmblk (d),
@@ -32,15 +32,16 @@ pub const SCENARIO: Scenario = Scenario {
 
 /// Faults of each kind without `--count`.
 const FAULTS: u32 = 20;
-/// Stores of one fault.
+/// Stores per fault.
 const STORES: u64 = 10;
-/// How much more memory of its own a process may have after a kind's faults, in KiB: allocators keep some.
+/// Permitted growth of a process' private memory by a kind's faults, in KiB: allocators keep some.
 const PROCESS_KIB: u64 = 1024;
-/// The same of a guest's kernel: the pages that describe one window are 3 MiB.
+/// Permitted growth of a guest kernel's memory in KiB. The pages that describe one window are 3 MiB.
 const KERNEL_KIB: u64 = 3072;
-/// The same of the host's files in memory: of RAM that a guest has used before and uses now, but not one guest's RAM (192 MiB) more.
+/// Permitted growth of the host's files in memory in KiB: a guest's RAM usage varies, but one guest's whole RAM (192 MiB) more would be
+/// a leak.
 const HOST_KIB: u64 = 96 * 1024;
-/// For what a process still holds of a connection that just ended.
+/// Time-out for the release of an ended connection's resources.
 const SETTLE: Duration = Duration::from_secs(30);
 
 /// A kind of fault.
@@ -69,10 +70,10 @@ impl Kind {
         }
     }
 
-    /// Whom the fault of a number is done to, and who is at the other end of what it is done with.
+    /// Returns the guest into which fault `number` is injected, and the other end of the connection that it uses.
     const fn attacked(self, number: u32) -> (usize, usize) {
         match self {
-            // c lives through all of them, so that what is lost little by little is seen in it.
+            // c survives all of them, so that slow leaks are visible in it.
             Kind::KillMonitor => {
                 if number.is_multiple_of(2) {
                     (0, 1)
@@ -80,9 +81,9 @@ impl Kind {
                     (1, 0)
                 }
             }
-            // b serves disks and uses none, so that its modules can go while its clients' requests wait.
+            // b serves disks and uses none, so its modules can be unloaded while its clients' requests wait.
             Kind::Unload => (1, 0),
-            // All pairs, both ways; shifted, so that each case of the ten wild ones comes to each pair.
+            // All pairs, both ways. Shifted, so that each of the ten corruptions is injected into each pair.
             _ => match (number + number / 30) % 6 {
                 0 => (0, 1),
                 1 => (2, 0),
@@ -94,7 +95,7 @@ impl Kind {
         }
     }
 
-    /// Whether a stream may be interrupted by a fault of this kind between two guests.
+    /// Returns whether a fault of this kind between two guests may interrupt a stream.
     fn touches(self, stream: &Stream, (victim, peer): (usize, usize)) -> bool {
         match self {
             Kind::KillDaemon => true,
@@ -105,7 +106,7 @@ impl Kind {
     }
 }
 
-/// What the faults of all kinds have shown.
+/// Counts over the faults of all kinds.
 #[derive(Default)]
 struct Counts {
     faults: u32,
@@ -114,7 +115,7 @@ struct Counts {
     survivor_errors: u32,
 }
 
-/// Does one fault, and waits until it is over as far as it goes by itself. `before` is what guests saw before it.
+/// Injects one fault, and waits until its own effects end. `before` is the guests' earlier progress.
 fn fault(
     bed: &mut Bed<'_>,
     kind: Kind,
@@ -122,7 +123,7 @@ fn fault(
     (victim, peer): (usize, usize),
     before: &Seen,
 ) -> Result<()> {
-    // How often the connection of one guest with another had ended.
+    // Number of ended connections between two guests.
     let ended = |at: usize, with: usize| {
         let with = NAMES.get(with).copied().unwrap_or_default();
         before.carrier.get(&(at, with.to_owned())).copied().unwrap_or(0)
@@ -131,7 +132,7 @@ fn fault(
         Kind::KillMonitor => bed.replace(victim),
         Kind::KillDaemon => bed.replace_daemon(),
         Kind::Freeze => {
-            // The monitor with its guest, and the guest alone.
+            // The monitor with its guest, or the guest alone.
             let whole = number.is_multiple_of(2);
             let (stopped, told) = (bed.guest(victim)?, bed.guest(peer)?);
             if whole {
@@ -139,7 +140,7 @@ fn fault(
             } else {
                 bed.host.sh(&format!("causeway pause {}", stopped.name))?;
             }
-            // Its peer must be told; the guest goes on whatever comes of it.
+            // Its peer must get an event; the guest continues in any case.
             let told = told.sh(&format!(
                 "ended {} {} {}",
                 stopped.name,
@@ -158,9 +159,9 @@ fn fault(
             let slot = bed.slot(peer)?;
             let (from, to) = (bed.guest(victim)?, bed.guest(peer)?);
             let over = format!("ended {} {} 5", from.name, ended(peer, victim));
-            // What is written to the ring may be overwritten by the driver that works beside it, so it is written again.
+            // The guest's driver may overwrite the ring in parallel, so the write is repeated.
             for _ in 0..5 {
-                // The connection may be over already: there is no ring then.
+                // The connection may have ended already: then there is no ring.
                 let written =
                     from.sh(&format!("echo {slot} {number} > /sys/module/neigh_fault/parameters/wild"));
                 if to.sh(&over).is_ok() {
@@ -187,7 +188,7 @@ fn fault(
     }
 }
 
-/// What a fault did to those who had no part in it; a sentence for each.
+/// Returns a sentence for each effect on an uninvolved connection.
 fn errors(bed: &Bed<'_>, kind: Kind, attacked: (usize, usize), before: &Seen, after: &Seen) -> Vec<String> {
     let mut errors = Vec::new();
     for stream in &STREAMS {
@@ -199,7 +200,7 @@ fn errors(bed: &Bed<'_>, kind: Kind, attacked: (usize, usize), before: &Seen, af
             errors.push(format!("{}: {} blocks with wrong bytes", stream.name, new.wrong - old.wrong));
         }
         let touched = kind.touches(stream, attacked);
-        // Requests of a disk wait for their server: none may fail, whatever happens to it.
+        // A disk's requests wait for their server: none may fail after any fault of it.
         if new.breaks != old.breaks && (!touched || stream.name.starts_with("d-")) {
             errors.push(format!("{} was interrupted {} times", stream.name, new.breaks - old.breaks));
         }
@@ -226,7 +227,7 @@ fn errors(bed: &Bed<'_>, kind: Kind, attacked: (usize, usize), before: &Seen, af
     errors
 }
 
-/// How much more memory may be held under a name of [`Bed::held`].
+/// Returns the permitted growth under a name of [`Bed::held`].
 fn growth_kib(name: &str) -> u64 {
     match name {
         "host" => HOST_KIB,
@@ -235,7 +236,7 @@ fn growth_kib(name: &str) -> u64 {
     }
 }
 
-/// What is held more than before; a sentence for each.
+/// Returns a sentence for each growth beyond the limit.
 fn grown(before: &BTreeMap<String, Held>, after: &BTreeMap<String, Held>) -> Vec<String> {
     let mut leaks = Vec::new();
     for (name, old) in before {
@@ -250,7 +251,7 @@ fn grown(before: &BTreeMap<String, Held>, after: &BTreeMap<String, Held>) -> Vec
     leaks
 }
 
-/// What is held more than before, once it has settled; a sentence for each.
+/// Returns a sentence for each growth that remains after a while, and the current resources.
 fn leaks(bed: &Bed<'_>, before: &BTreeMap<String, Held>) -> Result<(Vec<String>, BTreeMap<String, Held>)> {
     let until = Instant::now() + SETTLE;
     loop {
@@ -263,7 +264,7 @@ fn leaks(bed: &Bed<'_>, before: &BTreeMap<String, Held>) -> Result<(Vec<String>,
     }
 }
 
-/// All faults of a kind; what is to be said of them.
+/// Injects all faults of a kind; returns its figures and errors.
 fn kind_of_faults(
     bed: &mut Bed<'_>,
     kind: Kind,
@@ -333,7 +334,7 @@ fn kind_of_faults(
     }))
 }
 
-/// Blocks that all streams have moved in between; a guest that was booted anew counts from 0.
+/// Returns the blocks that all streams have moved in between; a rebooted guest counts from 0.
 fn moved(before: &Seen, after: &Seen) -> u64 {
     let blocks = |of: &Seen, name: &str| of.done.get(name).map_or(0, |done| done.blocks);
     let by = |stream: &Stream| {
@@ -345,7 +346,7 @@ fn moved(before: &Seen, after: &Seen) -> u64 {
 
 fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let count = options.count.unwrap_or(FAULTS);
-    // With --seconds a kind ends then, and its figures say how many there were.
+    // With --seconds, a kind ends after that time, and its figures have the number of faults.
     let at_most = options.seconds.map(Duration::from_secs);
     let kinds: Vec<Kind> = Kind::ALL.into_iter().filter(|kind| options.wants(kind.name())).collect();
     if kinds.is_empty() {
@@ -385,7 +386,7 @@ mod tests {
     use super::*;
     use std::collections::BTreeSet;
 
-    /// Each kind has a connection that must see nothing, but the daemon's, which is everybody's.
+    /// Each kind except the daemon's leaves one connection uninvolved.
     #[test]
     fn every_kind_has_somebody_who_is_not_involved() {
         for kind in Kind::ALL {
@@ -398,7 +399,7 @@ mod tests {
         }
     }
 
-    /// Each of the ten wild rings comes to each pair, both ways.
+    /// Each of the ten ring corruptions is injected into each pair, both ways.
     #[test]
     fn all_pairs_get_all_wild_rings() {
         let got: BTreeSet<_> =
@@ -406,7 +407,7 @@ mod tests {
         assert_eq!(got.len(), 60);
     }
 
-    /// What is held more is a leak, within what each is allowed; and what is gone.
+    /// Growth beyond the limit is a leak; so is a missing process.
     #[test]
     fn more_is_a_leak() {
         let held = |fds, maps, kib| BTreeMap::from([("kernel of a".to_owned(), Held { fds, maps, kib })]);

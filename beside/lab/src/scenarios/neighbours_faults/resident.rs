@@ -1,5 +1,5 @@
-//! A guest and a shell in it that stays: a command costs a line each way instead of three new processes in the host and as many in the guest,
-//! which on an emulated CPU take seconds.
+//! A guest with a persistent shell. A command costs a line each way, instead of three new processes in the host and as many in the
+//! guest, which take seconds on an emulated CPU.
 
 use crate::channel::Session;
 use crate::guest::Guest;
@@ -9,12 +9,12 @@ use anyhow::{Context, Result, bail};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-/// For one command: on a machine that others keep busy even a short one takes long.
+/// Time-out of a command, which may take long on a busy machine.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(300);
-/// What the shell says when a command is over, before its number and its status.
+/// The shell prints this after a command, followed by its number and status.
 const OVER: &str = "RESIDENT-OVER";
 
-/// A guest that takes commands.
+/// A guest that accepts commands.
 pub struct Resident {
     /// Its name.
     pub name: &'static str,
@@ -25,7 +25,7 @@ pub struct Resident {
 }
 
 impl Resident {
-    /// Opens the shell, in which `first` is run. The guest must take commands, or do so soon.
+    /// Opens the shell and runs `first` in it. Waits until the guest accepts commands.
     pub fn new(host: &Host, name: &'static str, guest: Guest, first: &str) -> Result<Self> {
         let shell = host.start(&format!("exec /share/bin/lab in --wait 120 {name} 'exec sh'"), None, None)?;
         let resident = Resident { name, guest, shell, asked: AtomicU32::new(0) };
@@ -34,7 +34,7 @@ impl Resident {
         Ok(resident)
     }
 
-    /// Runs a script, in a shell of its own that has the first one's functions; it must succeed. What it printed.
+    /// Runs a script in a subshell with the first one's functions, and returns its output. Fails if the script does.
     pub fn sh(&self, script: &str) -> Result<String> {
         let number = self.asked.fetch_add(1, Ordering::Relaxed);
         let from = self.shell.out.position();
@@ -77,7 +77,7 @@ impl Resident {
             .fold(String::new(), |all, line| all + line + "\n"))
     }
 
-    /// Starts a script whose end isn't waited for.
+    /// Starts a script without waiting for its end.
     pub fn begin(&self, script: &str) -> Result<()> {
         self.shell.input(format!("{script}\n").as_bytes())
     }
