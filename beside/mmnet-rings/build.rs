@@ -1,11 +1,11 @@
-//! Compiles the rings of `guest/mmnet` for a process, with `c/shim.h` in place of Linux's headers.
+//! Compiles the rings of `guest/mmnet` for a process, with `c/shim.h` instead of Linux's headers.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-/// The module's files that are compiled.
+/// The module's compiled files.
 const SOURCES: [&str; 4] = ["core_ring.c", "core_send.c", "core_receive.c", "core_third.c"];
-/// The module's headers whose includes must be found.
+/// The module's headers, whose includes must be found.
 const HEADERS: [&str; 2] = ["core.h", "neigh.h"];
 
 fn main() -> std::io::Result<()> {
@@ -20,7 +20,7 @@ fn main() -> std::io::Result<()> {
     for file in [Path::new("c"), Path::new("build.rs"), &protocol] {
         println!("cargo::rerun-if-changed={}", file.display());
     }
-    // What Linux's headers declare is in the shim, which comes first; they themselves are empty.
+    // The shim, which comes first, declares what Linux's headers would. The headers themselves are empty.
     for header in linux_headers(&files)? {
         let path = empty.join(header);
         if let Some(folder) = path.parent() {
@@ -39,13 +39,13 @@ fn main() -> std::io::Result<()> {
         .flag("c/shim.h")
         .std("gnu11")
         .flags(["-Wno-sign-compare", "-Wno-unused-parameter", "-Wno-unknown-warning-option", "-Werror"])
-        // Undefined behavior ends the process, as does whatever the shim finds wrong.
+        // Undefined behavior ends the process, and so does any error that the shim detects.
         .flags(["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error", "-fno-sanitize=alignment"])
         .compile("mmnet_rings");
     Ok(())
 }
 
-/// The headers of Linux that the files include.
+/// Returns the Linux headers that the files include.
 fn linux_headers(files: &[PathBuf]) -> std::io::Result<BTreeSet<String>> {
     let mut headers = BTreeSet::new();
     for file in files {

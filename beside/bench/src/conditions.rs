@@ -1,47 +1,47 @@
-//! What machine it was, and what else it did meanwhile.
+//! Conditions of a measurement: the machine and its other load.
 
 use machine::kvm::{BackEnd, Host};
 use serde::Serialize;
 use std::fs;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Written beside the figures: without them a figure says little.
+/// Stored beside the figures, which mean little without them.
 #[derive(Debug, Clone, Serialize)]
 pub struct Conditions {
     /// Seconds since 1970 at the start.
     pub unix_time: u64,
-    /// What was run: the program's name and its arguments.
+    /// The program's name and its arguments.
     pub command: String,
-    /// The commit measured, with `+` when the work tree differs from it.
+    /// The measured commit, with `+` if the work tree differs from it.
     pub commit: String,
     /// CPU model.
     pub cpu: String,
     /// CPUs online.
     pub cpus: usize,
-    /// The host runs in a VM itself.
+    /// Whether the host is a VM itself.
     pub virtualised: bool,
     /// Kernel release.
     pub kernel: String,
-    /// Frequency governor of CPU 0, or that there is none to be seen.
+    /// Frequency governor of CPU 0, or that none is visible.
     pub governor: String,
-    /// What is underneath KVM's API; absent without KVM.
+    /// KVM's backend; absent without KVM.
     pub kvm_back_end: Option<BackEnd>,
-    /// Pages behind the memory measured.
+    /// Page size of the measured memory.
     pub pages: String,
-    /// How the measuring threads are scheduled.
+    /// Scheduling of the measuring threads.
     pub scheduling: &'static str,
-    /// Load average over one minute at the start: what others did.
+    /// Load average over one minute at the start: other load.
     pub load_before: f64,
-    /// The same at the end; includes ourselves.
+    /// Load average at the end, including the measurement itself.
     pub load_after: f64,
-    /// Share of CPU time between start and end, all CPUs, that others on this machine's host took.
+    /// Share of all CPUs' time between start and end that the machine's host stole.
     pub stolen: f64,
     #[serde(skip)]
     times: Option<(u64, u64)>,
 }
 
 impl Conditions {
-    /// At the start of a group.
+    /// Records the conditions at the start of a group.
     pub fn now(host: Option<&Host>, pages: &str) -> Self {
         let cpu_information = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
         let field = |name: &str| {
@@ -71,7 +71,7 @@ impl Conditions {
         }
     }
 
-    /// At its end.
+    /// Records the conditions at its end.
     pub fn finish(&mut self) {
         self.load_after = load();
         if let (Some((stolen, all)), Some((stolen_now, all_now))) = (self.times, times())
@@ -83,7 +83,7 @@ impl Conditions {
         }
     }
 
-    /// One line for people.
+    /// Formats one line.
     pub fn line(&self) -> String {
         format!(
             "{} ({} CPUs{}), Linux {}, governor: {}, KVM back end: {}, pages: {}, scheduling: {}, load {} before and {} after, {:.1} % stolen",
@@ -112,7 +112,7 @@ fn load() -> f64 {
     text.split(' ').next().and_then(|number| number.parse().ok()).unwrap_or(0.0)
 }
 
-/// Stolen and all time of all CPUs since boot, in ticks (proc(5), /proc/stat).
+/// Returns stolen time and all time of all CPUs since boot, in ticks (proc(5), /proc/stat).
 fn times() -> Option<(u64, u64)> {
     let text = fs::read_to_string("/proc/stat").ok()?;
     let fields: Vec<u64> =

@@ -1,10 +1,10 @@
-//! Figures: samples beside those of a peer, as JSON and as a table.
+//! Figures: samples and those of a peer, as JSON and as a table.
 
 use anyhow::Context;
 use serde::Serialize;
 use std::time::{Duration, Instant};
 
-/// Which way is good.
+/// Direction of improvement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Better {
@@ -14,25 +14,25 @@ pub enum Better {
     Lower,
 }
 
-/// Samples in a nutshell.
+/// Summary of samples.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Summary {
-    /// The middle one, or the mean of the two in the middle.
+    /// Median: the middle sample, or the mean of the two middle ones.
     pub median: f64,
     /// The smallest.
     pub minimum: f64,
     /// The largest.
     pub maximum: f64,
-    /// The one that 5 of 100 are at most (nearest rank).
+    /// 5th percentile (nearest rank).
     pub p5: f64,
-    /// The one that 95 of 100 are at most.
+    /// 95th percentile (nearest rank).
     pub p95: f64,
-    /// How many.
+    /// Number of samples.
     pub samples: usize,
 }
 
 impl Summary {
-    /// Of at least one sample; `None` for no samples, or when one isn't a finite number.
+    /// Summarizes samples. Returns `None` without samples, or if one isn't finite.
     pub fn of(samples: &[f64]) -> Option<Self> {
         if samples.is_empty() || samples.iter().any(|sample| !sample.is_finite()) {
             return None;
@@ -50,13 +50,13 @@ impl Summary {
     }
 }
 
-/// The value in ascending order that so many of 100 are at most, by nearest rank.
+/// Returns a percentile of ascending values, by nearest rank.
 fn percentile(sorted: &[f64], hundredths: usize) -> Option<f64> {
     let rank = (sorted.len() * hundredths).div_ceil(100).max(1);
     sorted.get(rank - 1).copied()
 }
 
-/// The median of values in ascending order; not a number without any.
+/// Returns the median of ascending values; NaN without any.
 pub fn median(sorted: &[f64]) -> f64 {
     let upper = sorted.len() / 2;
     let lower = if sorted.len().is_multiple_of(2) { upper.saturating_sub(1) } else { upper };
@@ -66,12 +66,12 @@ pub fn median(sorted: &[f64]) -> f64 {
     }
 }
 
-/// The other way of doing the same, measured in the same run.
+/// The same work by other means, measured in the same run.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Peer {
-    /// What it is.
+    /// The peer's name.
     pub name: String,
-    /// Its samples.
+    /// The peer's samples.
     #[serde(flatten)]
     pub summary: Summary,
 }
@@ -79,40 +79,40 @@ pub struct Peer {
 /// One figure.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Figure {
-    /// Its name, for machines.
+    /// Name for programs.
     pub name: String,
-    /// What was measured, for people.
+    /// Description.
     pub what: String,
-    /// Unit of all its numbers save the ratios.
+    /// Unit of all its numbers except the ratios.
     pub unit: &'static str,
-    /// Which way is good.
+    /// Direction of improvement.
     pub better: Better,
-    /// Its samples.
+    /// The figure's samples.
     #[serde(flatten)]
     pub summary: Summary,
-    /// What it is measured against.
+    /// The peer.
     pub peer: Peer,
-    /// Median of the figure by median of the peer.
+    /// Median of the figure divided by the peer's.
     pub ratio: f64,
-    /// Median of the ratios of samples taken one after the other.
+    /// Median of the ratios of consecutive samples.
     pub paired_ratio: f64,
-    /// The ratio it should have: at least that where higher is better, at most that where lower is.
+    /// Required ratio: a minimum if higher is better, else a maximum.
     pub aim: Option<f64>,
     /// Whether `ratio` is on the right side of `aim`.
     pub aim_met: Option<bool>,
 }
 
-/// Samples of a figure and its peer, in the order they were taken.
+/// Samples of a figure and its peer, in the order of measurement.
 #[derive(Debug, Clone, Default)]
 pub struct Pairs {
-    /// (ours, the peer's).
+    /// Pairs of (figure, peer).
     pub pairs: Vec<(f64, f64)>,
 }
 
 impl Pairs {
-    /// Takes `count` pairs, after one of each that isn't counted, with ours first in every other pair: whoever goes
-    /// second finds warmer caches and a warmer processor. Rests a tenth of the time in between: the kernel halts
-    /// real-time threads that take more than 95 % of a second.
+    /// Takes `count` pairs, after an uncounted one. The figure comes first in every other pair, since the second one finds warmer
+    /// caches and a warmer processor. Pauses for a tenth of the time: the kernel stops real-time threads that use more than 95 % of a
+    /// second.
     pub fn take(
         count: usize,
         ours: impl FnMut() -> anyhow::Result<f64>,
@@ -121,8 +121,8 @@ impl Pairs {
         Self::take_for(count, Duration::ZERO, ours, peer)
     }
 
-    /// As [`Pairs::take`], and goes on until `time` has passed: what disturbs a machine for some seconds, as others on its host do, is to
-    /// be a part of what is measured, and not all of it.
+    /// As [`Pairs::take`], but continues until `time` has passed. So a disturbance of some seconds, as by other VMs on the host,
+    /// affects only a part of the samples.
     pub fn take_for(
         least: usize,
         time: Duration,
@@ -151,15 +151,15 @@ impl Pairs {
 /// Samples of several ways to do the same, taken in turns.
 #[derive(Debug, Clone, Default)]
 pub struct Turns {
-    /// Those of each turn, in the order of the ways.
+    /// Samples of each turn, in the order of the ways.
     turns: Vec<Vec<f64>>,
 }
 
 impl Turns {
-    /// Takes `count` turns, after one that isn't counted; another way begins each time. Rests as [`Pairs::take`] does.
+    /// Takes `count` turns, after an uncounted one. Each turn starts with another way. Pauses as [`Pairs::take`] does.
     ///
     /// # Errors
-    /// The first that a way has.
+    /// The first error of a way.
     pub fn take(count: usize, ways: &mut [&mut dyn FnMut() -> anyhow::Result<f64>]) -> anyhow::Result<Self> {
         let mut turns = Vec::with_capacity(count);
         for number in 0..=count {
@@ -179,7 +179,7 @@ impl Turns {
         Ok(Self { turns })
     }
 
-    /// The samples of one way beside those of another; without any where there is no such way.
+    /// Returns pairs of the samples of two ways; none if a way doesn't exist.
     #[must_use]
     pub fn pairs(&self, ours: usize, peer: usize) -> Pairs {
         let pair = |turn: &Vec<f64>| Some((*turn.get(ours)?, *turn.get(peer)?));
@@ -187,25 +187,25 @@ impl Turns {
     }
 }
 
-/// The figures of a group as they come.
+/// The figures of a group in order.
 #[derive(Debug)]
 pub struct Figures {
     group: &'static str,
-    /// So far.
+    /// The figures so far.
     pub all: Vec<Figure>,
 }
 
 impl Figures {
-    /// None yet.
+    /// Creates an empty list.
     #[must_use]
     pub const fn of(group: &'static str) -> Self {
         Self { group, all: Vec::new() }
     }
 
-    /// Adds one, and says it.
+    /// Adds a figure and prints it.
     ///
     /// # Errors
-    /// When there is none, see [`Figure::new`].
+    /// The figure is `None`, see [`Figure::new`].
     pub fn add(&mut self, figure: Option<Figure>) -> anyhow::Result<()> {
         let figure =
             figure.context("A sample of the last figure isn't a positive number; is the clock sound?")?;
@@ -215,7 +215,7 @@ impl Figures {
     }
 }
 
-/// Nanoseconds of `ticks` of a clock of `khz`, spread over `count`.
+/// Returns nanoseconds per item: `ticks` of a clock of `khz` for `count` items.
 #[must_use]
 pub fn nanoseconds(khz: f64, ticks: u64, count: u64) -> f64 {
     #[expect(clippy::cast_precision_loss, reason = "far below 2^53")]
@@ -223,7 +223,7 @@ pub fn nanoseconds(khz: f64, ticks: u64, count: u64) -> f64 {
     each
 }
 
-/// 10^9 bytes per second: `bytes` in `ticks` of a clock of `khz`.
+/// Returns 10^9 bytes per second: `bytes` in `ticks` of a clock of `khz`.
 #[must_use]
 pub fn gigabytes(khz: f64, ticks: u64, bytes: u64) -> f64 {
     #[expect(clippy::cast_precision_loss, reason = "far below 2^53")]
@@ -232,7 +232,7 @@ pub fn gigabytes(khz: f64, ticks: u64, bytes: u64) -> f64 {
 }
 
 impl Figure {
-    /// From samples. `None` when there are none, or one isn't a positive number.
+    /// Creates a figure from samples. Returns `None` without samples, or if one isn't positive.
     pub fn new(
         name: &str,
         what: &str,
@@ -269,23 +269,23 @@ impl Figure {
     }
 }
 
-/// What a group leaves in its file.
+/// The content of a group's file.
 #[derive(Debug, Serialize)]
 pub struct Report {
-    /// Its name.
+    /// The group's name.
     pub group: &'static str,
-    /// Why nothing was measured, where nothing was.
+    /// The reason if nothing was measured.
     pub skipped: Option<String>,
-    /// What machine it was.
+    /// The conditions.
     pub conditions: crate::conditions::Conditions,
     /// The figures.
     pub figures: Vec<Figure>,
-    /// What else the group has found, in tables of its own.
+    /// Additional results of the group, in tables of its own.
     #[serde(skip_serializing_if = "serde_json::Value::is_null")]
     pub details: serde_json::Value,
 }
 
-/// The figures as a table for people.
+/// Formats the figures as a table.
 pub fn table(figures: &[Figure]) -> String {
     let span = |summary: &Summary| {
         format!("{} [{} .. {}]", short(summary.median), short(summary.minimum), short(summary.maximum))
@@ -325,7 +325,7 @@ pub fn table(figures: &[Figure]) -> String {
     text
 }
 
-/// Three significant digits.
+/// Formats three significant digits.
 pub(crate) fn short(number: f64) -> String {
     match number.abs() {
         0.0..10.0 => format!("{number:.2}"),
@@ -395,7 +395,7 @@ mod tests {
         assert_eq!((one.p5, one.p95), (7.0, 7.0));
     }
 
-    /// Pairs go on until their time is over, and there are as many as were asked for however long one takes.
+    /// Pairs continue until their time is over, and have at least the requested number.
     #[test]
     fn pairs_last_as_long_as_they_are_to() {
         let sample = || {
@@ -421,7 +421,7 @@ mod tests {
     }
 
     proptest! {
-        /// The median lies between minimum and maximum, and as many samples below it as above.
+        /// The median is between minimum and maximum, with equally many samples below and above.
         #[test]
         fn summaries_are_ordered(samples in prop::collection::vec(-1e9_f64..1e9, 1..50)) {
             let summary = Summary::of(&samples).unwrap();

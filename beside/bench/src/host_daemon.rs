@@ -1,11 +1,12 @@
-//! `causeway host` as a user starts it: a process of its own, in its sandbox, which ends with what measures it.
+//! `causeway host` as a user starts it: a separate sandboxed process, which ends with the measurement.
 //!
 //! ```text
 //! folder/host.sock   the daemon's service          folder/host.d/   its sockets and state
-//! folder/host.log    what it says on standard error
+//! folder/host.log    its standard error
 //! ```
 //!
-//! The folder goes when [`HostDaemon`] does, after the daemon has ended. A bench that is killed takes the daemon with it (parent-death signal);
+//! Dropping [`HostDaemon`] ends the daemon and then removes the directory. If the bench is killed, the daemon ends with it
+//! (parent-death signal), and the next bench removes its directory.
 //! its folder is removed by the next one.
 
 #![allow(unsafe_code)] // Only between fork and exec can a child be told to end with its parent.
@@ -19,16 +20,16 @@ use anyhow::{Context, bail};
 use rustix::process::{Pid, Signal, kill_process, set_parent_process_death_signal};
 use serde::Serialize;
 
-/// Longest that the daemon may take to serve, and to end after it was asked to.
+/// Time-out of the daemon's start, and of its end after a signal.
 const START_OR_END_TIMEOUT: Duration = Duration::from_secs(60);
 const LOOK_INTERVAL: Duration = Duration::from_millis(2);
-/// Folders are `PREFIX`, the process that made them, `-`, and something random.
+/// Directory names: `PREFIX`, the creating process, `-`, and random characters.
 const PREFIX: &str = "causeway-bench-";
 
-/// A folder for sockets of one run, without those of runs that were killed.
+/// Creates a directory for one run's sockets, and removes those of killed runs.
 ///
 /// # Errors
-/// When none can be made.
+/// It can't be created.
 pub fn folder() -> anyhow::Result<tempfile::TempDir> {
     let parent = std::env::temp_dir();
     for entry in std::fs::read_dir(&parent).into_iter().flatten().flatten() {
@@ -47,18 +48,18 @@ pub fn folder() -> anyhow::Result<tempfile::TempDir> {
         .with_context(|| format!("A folder for sockets could not be made in {}", parent.display()))
 }
 
-/// How a daemon is confined, as the kernel says it of the process.
+/// A process' confinement, as the kernel reports it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Confinement {
-    /// `Seccomp` of its status file: 2 is a filter.
+    /// `Seccomp` in its status file: 2 is a filter.
     pub seccomp: u32,
-    /// Whether it can gain no privileges by starting programs.
+    /// Whether it can't gain privileges by exec.
     pub no_new_privileges: bool,
     /// Its effective capabilities, a bit each.
     pub capabilities: u64,
 }
 
-/// A running daemon. It is ended when this is dropped.
+/// A running daemon. Dropping it ends it.
 #[derive(Debug)]
 pub struct HostDaemon {
     child: Child,
@@ -67,11 +68,11 @@ pub struct HostDaemon {
 }
 
 impl HostDaemon {
-    /// Runs `command` (the program, with what comes before it) with `host --socket SOCKET` and `options`; returns once it serves. What it says
-    /// goes to a file beside the socket.
+    /// Runs `command` (the program with its wrapper) with `host --socket SOCKET` and `options`; returns when it serves. Its standard
+    /// error goes to a file beside the socket.
     ///
     /// # Errors
-    /// When it can't be started, or ends before it serves: with the last thing it said.
+    /// It can't be started, or ends before it serves: with its last line.
     pub fn start(mut command: Command, socket: &Path, options: &[String]) -> anyhow::Result<Self> {
         if let Some(folder) = socket.parent() {
             std::fs::create_dir_all(folder)
@@ -103,22 +104,22 @@ impl HostDaemon {
         Ok(daemon)
     }
 
-    /// Its socket.
+    /// Returns its socket.
     #[must_use]
     pub fn socket(&self) -> &Path {
         &self.socket
     }
 
-    /// Its process.
+    /// Returns its process ID.
     #[must_use]
     pub fn id(&self) -> u32 {
         self.child.id()
     }
 
-    /// How it is confined.
+    /// Returns its confinement.
     ///
     /// # Errors
-    /// When it has ended, or `/proc` doesn't say.
+    /// It has ended, or `/proc` can't be read.
     pub fn confinement(&self) -> anyhow::Result<Confinement> {
         let path = format!("/proc/{}/status", self.id());
         let text = std::fs::read_to_string(&path).with_context(|| format!("{path} could not be read"))?;
@@ -134,19 +135,19 @@ impl HostDaemon {
         })
     }
 
-    /// Why it has ended, where it has.
+    /// Returns why it has ended, if it has.
     ///
     /// # Errors
-    /// When that can't be found out.
+    /// Its state can't be determined.
     pub fn trouble(&mut self) -> anyhow::Result<Option<String>> {
         let ended = self.status()?;
         Ok(ended.map(|status| format!("'causeway host' ended ({status}): {}", self.last_words())))
     }
 
-    /// Asks it to end, and waits until it has.
+    /// Ends it by a signal, and waits for its end.
     ///
     /// # Errors
-    /// When it had ended before, ends with a failure, or doesn't end and has to be killed.
+    /// It had ended before, ends with a failure, or must be killed.
     pub fn finish(mut self) -> anyhow::Result<()> {
         if let Some(trouble) = self.trouble()? {
             bail!("{trouble}");
@@ -186,7 +187,7 @@ impl HostDaemon {
         }
     }
 
-    /// The last line of its log.
+    /// Returns the last line of its log.
     fn last_words(&self) -> String {
         let path = log_of(&self.socket);
         let text = std::fs::read_to_string(&path).unwrap_or_default();

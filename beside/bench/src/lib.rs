@@ -1,7 +1,7 @@
 //! Benchmarks against peers, natively: `make bench`, or `cargo run --release -p bench -- [group...]`.
 //!
-//! A group measures figures, each beside its peer: the same work by other means, in the same run, the two
-//! taking turns so that what disturbs one disturbs the other. A group leaves `target/bench/<group>.json`.
+//! A group measures figures, each with its peer: the same work by other means, in the same run. The two take turns, so that a
+//! disturbance affects both. A group writes `target/bench/<group>.json`.
 //!
 //! | module | what it holds |
 //! |---|---|
@@ -11,8 +11,8 @@
 //! | `peers` | the same measurements in host threads |
 //! | `outside` | peers that are programs of others, on this host or between network namespaces |
 //! | `figures` | samples, medians, ratios; the JSON and the table |
-//! | `results` | what a run leaves: JSON, and tables for documents |
-//! | `conditions` | what machine it was |
+//! | `results` | a run's output: JSON, and tables for documents |
+//! | `conditions` | the machine and its other load |
 //! | `groups` | the groups themselves |
 
 pub mod conditions;

@@ -1,4 +1,5 @@
-//! `make bench`: runs groups of benchmarks, prints them, and leaves `target/bench/<group>.json`; with `--record` also what documents quote.
+//! `make bench`: runs groups of benchmarks, prints them, and writes `target/bench/<group>.json`. With `--record`, also writes the
+//! results that documents quote.
 
 use anyhow::bail;
 use bench::figures::table;

@@ -1,4 +1,4 @@
-//! A VM that runs measurements one by one: the program `measure`, and the ports it asks for work on.
+//! A VM that runs measurements one by one: the program `measure`, and the ports on which it requests jobs.
 
 use anyhow::{Context, bail};
 use machine::bus::{AddressSpace, BusDevice};
@@ -17,23 +17,23 @@ use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Longest that any measurement may take, and the guest may need to ask for work, on a machine that does much else.
+/// Time-out of a measurement, and of the guest's request for a job, on a loaded machine.
 const MEASUREMENT_TIMEOUT: Duration = Duration::from_secs(300);
-/// How often it is looked whether the program still runs, meanwhile.
+/// Interval at which the program is checked meanwhile.
 const GLANCE: Duration = Duration::from_millis(200);
 const PAGE: u64 = 4096;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Desk {
-    /// The vCPU hasn't asked for work.
+    /// The vCPU hasn't requested a job.
     Away,
-    /// It waits for work.
+    /// It waits for a job.
     Waiting,
-    /// Work lies in its page.
+    /// Its page has a job.
     Given,
 }
 
-/// Where vCPUs wait for work and the driver for them.
+/// State of the vCPUs' requests, shared with the driver.
 struct Desks {
     desks: Mutex<(Vec<Desk>, bool)>,
     changed: Condvar,
@@ -58,7 +58,7 @@ impl Desks {
         self.lock().1
     }
 
-    /// Waits until vCPU `index` asks for work; false when it hasn't after [`GLANCE`].
+    /// Waits until vCPU `index` requests a job; returns false if it hasn't after [`GLANCE`].
     fn await_vcpu(&self, index: usize) -> bool {
         let (_state, waited) = self
             .changed
@@ -94,29 +94,29 @@ impl HostPorts for Desks {
     }
 }
 
-/// What the VM is to have.
+/// Parameters of the VM.
 pub struct Settings<'a> {
-    /// The program `measure`.
+    /// Path of the program `measure`.
     pub program: &'a Path,
     /// CPU that each vCPU is pinned to; one vCPU per entry.
     pub cpus: Vec<usize>,
     /// RAM in bytes.
     pub memory: u64,
-    /// Pages behind it.
+    /// Page size of the RAM.
     pub pages: PageSize,
-    /// Whether the kernel is advised to use huge pages, as the monitor advises it for every VM of a description.
+    /// Whether to advise the kernel to use huge pages, as the monitor does for VMs with a description.
     pub transparent_huge: bool,
-    /// The read-only window.
+    /// Memory of the read-only window.
     pub window: Option<Arc<HostMapping>>,
-    /// Bytes of address space for memslots that are added while it runs.
+    /// Bytes of address space for memslots that are added at run time.
     pub room: u64,
-    /// A device at so many ports from the first on.
+    /// A device on I/O ports: first port, number, device.
     pub device: Option<(u16, u16, Arc<dyn BusDevice>)>,
-    /// A device at the first bytes of the room: how many.
+    /// A device at the start of the room: bytes, device.
     pub room_device: Option<(u64, Arc<dyn BusDevice>)>,
 }
 
-/// The VM. While it waits for work it uses no processor.
+/// The VM. It uses no processor while it waits for a job.
 pub struct MeasuringVm {
     vm: PayloadVm,
     desks: Arc<Desks>,
@@ -126,7 +126,7 @@ pub struct MeasuringVm {
 }
 
 impl MeasuringVm {
-    /// What one with a vCPU on `cpu` and base pages has, without a window.
+    /// Returns the settings for one vCPU on `cpu` and base pages, without a window.
     pub fn plain(program: &Path, cpu: usize, memory: u64) -> Settings<'_> {
         let (pages, transparent_huge) = (PageSize::Base, false);
         Settings {
@@ -142,7 +142,7 @@ impl MeasuringVm {
         }
     }
 
-    /// Starts it.
+    /// Starts the VM.
     pub fn start(settings: Settings<'_>) -> anyhow::Result<Self> {
         let vcpus = u32::try_from(settings.cpus.len()).unwrap_or(u32::MAX);
         let desks = Desks::new(vcpus);
@@ -172,14 +172,14 @@ impl MeasuringVm {
         Ok(this)
     }
 
-    /// RAM that is free for measurements, from a page of 2 MiB on: first address and bytes.
+    /// Returns RAM that is free for measurements, from a 2 MiB boundary on: first address and bytes.
     pub fn free(&self) -> (u64, u64) {
         let free = self.vm.free_memory();
         let start = (self.job_pages + u64::from(self.vcpus) * PAGE).next_multiple_of(2 << 20);
         (start, (free.start + free.size).saturating_sub(start))
     }
 
-    /// Where guest memory lies in this process.
+    /// Returns the address of guest memory in this process.
     pub fn host_address(&self, address: u64, length: u64) -> anyhow::Result<u64> {
         let found = self.vm.host_address(address, length);
         Ok(found
@@ -187,13 +187,13 @@ impl MeasuringVm {
             as u64)
     }
 
-    /// The memfd behind a range of guest memory, and where in it the range begins.
+    /// Returns the memfd of a range of guest memory, and the range's offset in it.
     pub fn ram_file(&self, address: u64, length: u64) -> anyhow::Result<(&Arc<File>, u64)> {
         let found = self.vm.ram_file(address, length);
         found.with_context(|| format!("{length} bytes at {address:#x} don't lie in the measuring VM's RAM"))
     }
 
-    /// All of its RAM, as device servers get it.
+    /// Returns all RAM as device servers get it.
     pub fn ram(&self) -> Vec<DmaRange> {
         let range = |region: &machine::memory::RamRegion| DmaRange {
             file: Arc::clone(&region.file),
@@ -204,18 +204,18 @@ impl MeasuringVm {
         self.vm.ram_regions().iter().map(range).collect()
     }
 
-    /// What places BARs of PCI functions in its address space: those that the program is to reach in the room.
+    /// Returns the placer of PCI BARs in the VM's address space, for those that the program accesses in the room.
     pub fn placer(&self) -> MachinePlacer {
         let (ports, memory) = self.vm.buses();
         MachinePlacer::new(Arc::clone(self.vm.vm()), Arc::clone(ports), Arc::clone(memory))
     }
 
-    /// Where the read-only window lies in the guest.
+    /// Returns the guest address of the read-only window.
     pub fn window(&self) -> u64 {
         self.vm.window().start
     }
 
-    /// Where address space for further memslots begins.
+    /// Returns the start of the address space for additional memslots.
     pub fn room(&self) -> u64 {
         self.vm.room().start
     }
@@ -232,17 +232,17 @@ impl MeasuringVm {
         Ok(())
     }
 
-    /// Lets writes of these bytes be late.
+    /// Lets KVM defer writes of these bytes.
     pub fn late(&self, zone: &LateZone) -> anyhow::Result<()> {
         Ok(self.vm.vm().add_late_zone(zone)?)
     }
 
-    /// Has writes of a value signal an eventfd.
+    /// Lets writes of a value signal an eventfd.
     pub fn ring(&self, event: &IoEvent) -> anyhow::Result<()> {
         Ok(self.vm.vm().add_ioevent(event)?)
     }
 
-    /// What gives late writes to the device at the first bytes of the room, in any thread.
+    /// Returns a function that passes deferred writes to the device at the start of the room, from any thread.
     pub fn drain(&self, bytes: u64, device: Arc<dyn BusDevice>) -> anyhow::Result<impl Fn() + Send + use<>> {
         let names = RangeNames::new();
         let (ports, memory) = (AddressSpace::ports(Arc::clone(&names)), AddressSpace::memory(names));
@@ -251,7 +251,7 @@ impl MeasuringVm {
         Ok(move || vm.late().drain(&ports, &memory))
     }
 
-    /// Its memory, for a device that reads there.
+    /// Returns its memory, for a device that reads it.
     pub fn memory(&self) -> GuestMemorySpace {
         self.memory.clone()
     }
@@ -261,22 +261,22 @@ impl MeasuringVm {
         Ok(self.memory.memory().write_slice(bytes, GuestAddress(address))?)
     }
 
-    /// The eventfd of the first doorbell.
+    /// Returns the eventfd of the first doorbell.
     pub fn doorbell(&self) -> anyhow::Result<&Arc<OwnedFd>> {
         self.vm.doorbell(0).context("The measuring VM has no doorbell")
     }
 
-    /// Exits to the monitor so far.
+    /// Returns the exits to the monitor so far.
     pub fn exits(&self) -> u64 {
         self.vm.exits().total()
     }
 
-    /// Lets each of the first vCPUs run one job, all at once, and returns the ticks each took.
+    /// Runs one job on each of the first vCPUs in parallel, and returns the ticks of each.
     pub fn run(&mut self, jobs: &[Job]) -> anyhow::Result<Vec<u64>> {
         self.run_while(jobs, || Ok(()))
     }
 
-    /// The same as long as `check`, which is called now and then, has no error. After one the jobs may run on.
+    /// Does the same while `check`, which is called at intervals, has no error. After an error the jobs may continue.
     pub fn run_while(
         &mut self,
         jobs: &[Job],
@@ -319,7 +319,7 @@ impl MeasuringVm {
         Ok(())
     }
 
-    /// Lets the program go, without waiting for it.
+    /// Lets the program end, without waiting for it.
     pub fn close(&self) {
         self.desks.close();
     }
@@ -337,7 +337,7 @@ impl MeasuringVm {
 
 impl Drop for MeasuringVm {
     fn drop(&mut self) {
-        // So that no vCPU thread waits for work while the VM is stopped.
+        // No vCPU thread may wait for a job while the VM is stopped.
         if !self.desks.is_closed() {
             self.desks.close();
         }

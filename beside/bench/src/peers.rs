@@ -1,4 +1,4 @@
-//! The peers: the same loops in host threads, and the system calls that exits are compared with.
+//! The peers: the same loops in host threads, and system calls as the reference of exits.
 
 #![allow(unsafe_code)] // Jobs carry addresses; system calls are made without the C library's wrappers.
 
@@ -10,7 +10,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Barrier;
 use std::time::Instant;
 
-/// Puts the calling thread on one CPU.
+/// Pins the calling thread to one CPU.
 pub fn pin(cpu: usize) -> anyhow::Result<()> {
     if core_affinity::set_for_current(core_affinity::CoreId { id: cpu }) {
         Ok(())
@@ -19,16 +19,17 @@ pub fn pin(cpu: usize) -> anyhow::Result<()> {
     }
 }
 
-/// Keeps the machine's CPUs from idling while the file is open: Linux's PM QoS, a wake-up latency of 0. Where they are a VM's own, its host may move one that has idled for a moment to the core of
-/// another for some 0.2 s, which then takes 1.2 to 1.8 times as long (EP on two nodes: 187 to 257 ms in nine runs, 183 to 192 in seven with CPUs that don't idle). For both sides of a comparison. `None` where that can't be had.
+/// Keeps the machine's CPUs from idling while the file is open: Linux's PM QoS with a wake-up latency of 0. In a VM, the host may
+/// move a briefly idle CPU to another's core for some 0.2 s. That one then takes 1.2 to 1.8 times as long. Use it for both sides of a
+/// comparison. Returns `None` if unavailable.
 pub fn keep_awake() -> Option<std::fs::File> {
     let mut file = std::fs::File::options().write(true).open("/dev/cpu_dma_latency").ok()?;
     std::io::Write::write_all(&mut file, &0_i32.to_ne_bytes()).ok()?;
     Some(file)
 }
 
-/// Puts this thread, and those it will start, vCPU threads among them, before ordinary ones, so that other work on the
-/// machine disturbs less. Says what came of it; needs privileges.
+/// Gives this thread, and later threads (including vCPU threads), priority over ordinary ones, so that other load disturbs less.
+/// Returns the outcome; needs privileges.
 pub fn prefer_this_process() -> &'static str {
     let parameters = libc::sched_param { sched_priority: 1 };
     // SAFETY: the structure is read only; 0 is the calling thread.
@@ -36,7 +37,7 @@ pub fn prefer_this_process() -> &'static str {
     if result == 0 { "real-time (SCHED_FIFO 1), both sides" } else { "ordinary" }
 }
 
-/// Runs a job on a thread per entry, each pinned, begun together, and returns the ticks each took.
+/// Runs one job per entry, each on a pinned thread, with a common start. Returns the ticks of each.
 ///
 /// # Safety
 /// As for [`Job::run`], with addresses of this process.
@@ -66,23 +67,23 @@ pub unsafe fn run(jobs: &[(usize, Job)]) -> anyhow::Result<Vec<u64>> {
     })
 }
 
-/// A word on a cache line of its own.
+/// A word on a separate cache line.
 #[repr(align(64))]
 struct Word(std::sync::atomic::AtomicU64);
 
-/// Ticks of `rounds` rounds of a cache line between two CPUs, there and back.
+/// Returns ticks of `rounds` round trips of a cache line between two CPUs.
 pub fn ping_pong(first: usize, second: usize, rounds: u64) -> anyhow::Result<u64> {
     let word = Word(std::sync::atomic::AtomicU64::new(0));
     let address = word.0.as_ptr().expose_provenance() as u64;
     let [left, right] = [Side::First, Side::Second].map(|side| Job::PingPong { address, side, rounds });
-    // SAFETY: the word lives until both are done, and nobody else uses it.
+    // SAFETY: the word lives until both are done, and no other code uses it.
     let ticks = unsafe { run(&[(first, left), (second, right)]) }?;
-    // The side that came later didn't wait for the other.
+    // The later side didn't wait for the other.
     ticks.into_iter().min().context("Nobody played ping-pong")
 }
 
-/// Ticks of `repeats` copies of `length` bytes between two addresses of this process, on one CPU, as `memcpy` does it. On a thread of
-/// its own: the caller's, once pinned, would stay on a CPU that others of the same real-time priority may never leave.
+/// Returns ticks of `repeats` copies of `length` bytes between two addresses of this process, on one CPU, by `memcpy`. Uses a
+/// separate thread: the caller's thread would stay pinned to a CPU that others of the same real-time priority may never leave.
 pub fn copy(cpu: usize, target: u64, source: u64, length: u64, repeats: u64) -> anyhow::Result<u64> {
     let (address_of_target, address_of_source) = (usize::try_from(target)?, usize::try_from(source)?);
     let length = usize::try_from(length)?;
@@ -92,7 +93,7 @@ pub fn copy(cpu: usize, target: u64, source: u64, length: u64, repeats: u64) -> 
         let source = std::ptr::with_exposed_provenance::<u8>(address_of_source);
         let started = tsc::start();
         for _ in 0..repeats {
-            // SAFETY: the caller's buffers: mapped RAM of two VMs, in which nothing runs meanwhile.
+            // SAFETY: the caller's buffers: mapped RAM of two VMs that are idle meanwhile.
             unsafe { std::ptr::copy_nonoverlapping(source, target, length) };
             std::hint::black_box(target);
         }
@@ -104,7 +105,7 @@ pub fn copy(cpu: usize, target: u64, source: u64, length: u64, repeats: u64) -> 
     }
 }
 
-/// Ticks that `times` of the cheapest system call take.
+/// Returns ticks of `times` calls of the cheapest system call.
 pub fn null_system_calls(times: u64) -> u64 {
     let started = tsc::start();
     for _ in 0..times {
@@ -114,7 +115,7 @@ pub fn null_system_calls(times: u64) -> u64 {
     tsc::end().wrapping_sub(started)
 }
 
-/// Ticks that `times` writes to an eventfd take.
+/// Returns ticks of `times` writes to an eventfd.
 pub fn eventfd_writes(fd: BorrowedFd<'_>, times: u64) -> anyhow::Result<u64> {
     let one = 1_u64;
     let started = tsc::start();
@@ -128,7 +129,7 @@ pub fn eventfd_writes(fd: BorrowedFd<'_>, times: u64) -> anyhow::Result<u64> {
     Ok(tsc::end().wrapping_sub(started))
 }
 
-/// Frequency of the time stamp counter in kHz, measured over a fifth of a second.
+/// Measures the time stamp counter's frequency in kHz over a fifth of a second.
 pub fn tsc_khz() -> f64 {
     let (started, ticks) = (Instant::now(), tsc::start());
     while started.elapsed().as_millis() < 200 {

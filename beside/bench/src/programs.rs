@@ -1,21 +1,21 @@
-//! Builds the programs that are measured: payload programs, which are a workspace of their own, and `causeway`.
+//! Builds the measured programs: payload programs, which are a separate workspace, and `causeway`.
 
 use anyhow::{Context, bail};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The root of the work tree.
+/// Returns the root of the work tree.
 pub fn repository() -> PathBuf {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
     here.ancestors().nth(2).unwrap_or(here).to_owned()
 }
 
-/// Where results go.
+/// Returns the directory of results.
 pub fn results() -> PathBuf {
     target().join("bench")
 }
 
-/// Where results go that documents quote.
+/// Returns the directory of the results that documents quote.
 pub fn documents() -> PathBuf {
     repository().join("docs/results")
 }
@@ -24,11 +24,11 @@ fn target() -> PathBuf {
     repository().join("target")
 }
 
-/// The program `causeway`, built as this one was.
+/// Builds the program `causeway` with this program's profile.
 pub fn causeway() -> anyhow::Result<PathBuf> {
     let own = std::env::current_exe().context("Where this program lies can't be found out")?;
     let folder = own.parent().context("This program lies in no folder")?;
-    // Tests lie a folder deeper.
+    // Tests are one directory deeper.
     let folder = if folder.ends_with("deps") { folder.parent().unwrap_or(folder) } else { folder };
     let profile = match folder.file_name().and_then(|name| name.to_str()) {
         Some("debug") | None => "dev",
@@ -46,21 +46,21 @@ pub fn causeway() -> anyhow::Result<PathBuf> {
     Ok(folder.join("causeway"))
 }
 
-/// The program as it lies beside this one, which may be a test; built when it isn't there.
+/// Returns the program beside this one, which may be a test. Builds it if it is missing.
 pub fn causeway_beside() -> anyhow::Result<PathBuf> {
     let own = std::env::current_exe().context("Where this program lies can't be found out")?;
     let mut beside = own.ancestors().skip(1).take(2).map(|folder| folder.join("causeway"));
     beside.find(|path| path.is_file()).map_or_else(causeway, Ok)
 }
 
-/// The payload programs, built.
+/// The built payload programs.
 #[derive(Debug, Clone)]
 pub struct Programs {
     folder: PathBuf,
 }
 
 impl Programs {
-    /// Builds them with the cargo that runs this, into `target/payload`; nothing happens when they are built.
+    /// Builds them with the calling cargo into `target/payload`, if they are outdated.
     pub fn build() -> anyhow::Result<Self> {
         let root = repository();
         let target = target().join("payload");
@@ -70,7 +70,7 @@ impl Programs {
             .arg(root.join("guest/payload/Cargo.toml"))
             .arg("--target-dir")
             .arg(&target)
-            // The outer build's flags aren't meant for programs without a standard library.
+            // The outer build's flags aren't for programs without a standard library.
             .env_remove("RUSTFLAGS")
             .env_remove("CARGO_ENCODED_RUSTFLAGS")
             .env_remove("CARGO_BUILD_TARGET")
@@ -87,7 +87,7 @@ impl Programs {
         Ok(Self { folder: target.join("release") })
     }
 
-    /// The file of one program.
+    /// Returns the path of a program.
     pub fn path(&self, name: &str) -> PathBuf {
         self.folder.join(name)
     }

@@ -1,4 +1,4 @@
-//! What a run leaves: `target/bench/<group>.json`, and, where it is to be quoted, `docs/results/<group>.json` with a table made from it.
+//! Output of a run: `target/bench/<group>.json`. For quotation, also `docs/results/<group>.json` with a table made from it.
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -7,19 +7,19 @@ use anyhow::Context;
 
 use crate::figures::{Better, Figure, Report, short};
 
-/// Writes the report as JSON into `folder`; returns the file.
+/// Writes the report as JSON to `folder`; returns the file.
 ///
 /// # Errors
-/// When it can't be written.
+/// It can't be written.
 pub fn write_json(report: &Report, folder: &Path) -> anyhow::Result<PathBuf> {
     let text = serde_json::to_string_pretty(report).context("The figures could not be turned into JSON")?;
     write(&folder.join(format!("{}.json", report.group)), &(text + "\n"))
 }
 
-/// Writes the report's table as Markdown into `folder`; returns the file.
+/// Writes the report's table as Markdown to `folder`; returns the file.
 ///
 /// # Errors
-/// When it can't be written.
+/// It can't be written.
 pub fn write_table(report: &Report, folder: &Path) -> anyhow::Result<PathBuf> {
     write(&folder.join(format!("{}.md", report.group)), &markdown(report))
 }
@@ -32,7 +32,7 @@ fn write(path: &Path, text: &str) -> anyhow::Result<PathBuf> {
     Ok(path.to_owned())
 }
 
-/// The figures as a table for documents.
+/// Formats the figures as a table for documents.
 #[must_use]
 pub fn markdown(report: &Report) -> String {
     let group = report.group;

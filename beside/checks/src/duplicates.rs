@@ -1,4 +1,4 @@
-//! Two versions of a rust-vmm crate mean two incompatible `GuestMemory` types: refused.
+//! Refuses two versions of a rust-vmm crate, which would have two incompatible `GuestMemory` types.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,7 @@ const EXACT: [&str; 7] =
     ["vm-memory", "vmm-sys-util", "vm-superio", "linux-loader", "vfio_user", "vhost", "vhost-user-backend"];
 const PREFIXES: [&str; 3] = ["kvm-", "vfio-", "virtio-"];
 
-/// One sentence per crate that is there more than once.
+/// Returns one sentence per crate with several versions.
 pub fn violations(metadata: &Metadata) -> Vec<String> {
     let mut versions: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
     for package in &metadata.packages {

@@ -1,19 +1,20 @@
-//! The layer rule: a crate depends on crates of lower rows only (docs/design/architecture.md has the table).
-//! The row of a crate is the folder it lies in, so the rule can be seen in the tree.
+//! The layer rule: a crate depends on crates of lower rows only (docs/design/architecture.md has the table). A crate's row is its
+//! directory.
 
 use crate::metadata::{Metadata, Package};
 
-/// Rows from the bottom up. `beside` and `fuzz` may use everything; only tests use what lies in `beside`.
+/// Rows from the bottom up. `beside` and `fuzz` may use everything. Only tests use `beside`.
 const ROWS: [&str; 7] = ["ground", "cores", "devices", "assembly", "programs", "beside", "fuzz"];
 
-/// Crates that name a library so that no other crate of the product has to. The lab's probe of page walks asks KVM itself, and not by what it tests.
+/// Libraries that only one crate of the product may use. The lab's probe of page walks uses KVM directly, and not through the code
+/// under test.
 const SOLE_USERS: [(&str, &str, Option<&str>); 3] = [
     ("vm-memory", "machine", None),
     ("kvm-ioctls", "machine", Some("lab")),
     ("kvm-bindings", "machine", Some("lab")),
 ];
 
-/// What breaks the rule, one sentence each.
+/// Returns one sentence per violation.
 pub fn violations(metadata: &Metadata) -> Vec<String> {
     let ours: Vec<&Package> =
         metadata.packages.iter().filter(|package| metadata.workspace_members.contains(&package.id)).collect();

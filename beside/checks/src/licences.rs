@@ -1,4 +1,4 @@
-//! Every dependency's licence must allow distribution with an Apache-2.0 program.
+//! Every dependency's license must permit distribution with an Apache-2.0 program.
 
 use spdx::{Expression, LicenseReq};
 
@@ -20,7 +20,7 @@ const ALLOWED: [&str; 12] = [
     "Unlicense",
 ];
 
-/// One sentence per package whose licence isn't in the list.
+/// Returns one sentence per package whose license isn't in the list.
 pub fn violations(metadata: &Metadata) -> Vec<String> {
     metadata
         .packages

@@ -1,4 +1,4 @@
-//! What `make lint` checks beyond rustfmt and clippy. Prints every violation, exits 1 when there is one.
+//! Checks of `make lint` beyond rustfmt and clippy. Prints every violation, and exits with 1 if there is one.
 
 mod duplicates;
 mod layers;

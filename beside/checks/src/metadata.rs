@@ -8,7 +8,7 @@ use serde::Deserialize;
 /// The whole dependency graph.
 #[derive(Debug, Deserialize)]
 pub struct Metadata {
-    /// Every package, ours and others'.
+    /// All packages of the workspace and its dependencies.
     pub packages: Vec<Package>,
     /// Package ids of the workspace's crates.
     pub workspace_members: Vec<String>,
@@ -29,7 +29,7 @@ pub struct Package {
     pub license: Option<String>,
     /// Absolute path of its manifest.
     pub manifest_path: String,
-    /// What it depends on.
+    /// Its dependencies.
     pub dependencies: Vec<Dependency>,
 }
 
@@ -42,7 +42,7 @@ pub struct Dependency {
     pub kind: Option<String>,
 }
 
-/// Asks cargo.
+/// Runs `cargo metadata`.
 pub fn load() -> Result<Metadata> {
     let output = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
         .args(["metadata", "--format-version", "1", "--locked"])

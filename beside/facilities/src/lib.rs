@@ -1,16 +1,16 @@
 //! Facilities of the machine that tests need: KVM, root, programs of other packages.
 //!
-//! A test that lacks one calls [`missing`] and returns. On a developer's machine that prints a line; where the facility is
-//! required, the test fails. `make test` requires every facility that `tools/setup` installs, so a forgotten package or a
-//! changed machine turns CI red instead of leaving tests out.
+//! A test without a facility calls [`missing`] and returns. On a developer's machine that prints a line; if the facility is required,
+//! the test fails. `make test` requires every facility that `tools/setup` installs. So a missing package or a changed machine fails
+//! CI, instead of skipping tests.
 
 use std::fmt::Display;
 use std::io::Write as _;
 
-/// Names the required facilities, separated by commas or white space; `all` stands for every one.
+/// Lists the required facilities, separated by commas or white space; `all` means every one.
 pub const REQUIRED: &str = "CAUSEWAY_REQUIRED_FACILITIES";
 
-/// Something that a test needs of the machine.
+/// A facility that a test may need.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Facility {
     /// A C compiler, `cc`.
@@ -39,7 +39,7 @@ pub enum Facility {
     TwoProcessors,
     /// tun and tap devices.
     Tun,
-    /// userfaultfd, for pages that arrive later.
+    /// userfaultfd, for post-copy pages.
     Userfaultfd,
     /// Extended attributes on the file system of temporary files.
     Xattr,
@@ -65,7 +65,7 @@ impl Facility {
         Facility::Xattr,
     ];
 
-    /// The name that [`REQUIRED`] takes.
+    /// Returns the name for [`REQUIRED`].
     pub fn name(self) -> &'static str {
         match self {
             Facility::Cc => "cc",
@@ -87,10 +87,10 @@ impl Facility {
     }
 }
 
-/// Whether `list` names the facility.
+/// Returns whether `list` contains the facility.
 ///
 /// # Panics
-/// When `list` has a name that is no facility's: a misspelled requirement requires nothing.
+/// `list` contains an unknown name: a misspelled requirement would require nothing.
 fn requires(list: &str, facility: Facility) -> bool {
     let names: Vec<&str> =
         list.split([',', ' ', '\n', '\t']).map(str::trim).filter(|name| !name.is_empty()).collect();
@@ -104,17 +104,17 @@ fn requires(list: &str, facility: Facility) -> bool {
     names.iter().any(|name| *name == "all" || *name == facility.name())
 }
 
-/// Says that the calling test can't run, past the capture of the test harness.
+/// Reports that the calling test can't run, past the test harness' capture.
 ///
 /// # Panics
-/// When [`REQUIRED`] names the facility.
+/// [`REQUIRED`] contains the facility.
 pub fn missing(facility: Facility, why: impl Display) {
     let name = facility.name();
     let required = std::env::var(REQUIRED).unwrap_or_default();
     assert!(!requires(&required, facility), "{name} is required here ({REQUIRED}) and missing: {why}");
     let thread = std::thread::current();
     let test = thread.name().unwrap_or("a test");
-    // Standard error that is closed leaves nobody to tell.
+    // Nothing can be done if standard error is closed.
     let _ = writeln!(std::io::stderr(), "{test}: SKIPPED: no {name}: {why}");
 }
 

@@ -30,7 +30,7 @@ fn location(index: usize) -> MemoryOperand {
     MemoryOperand::with_base(LOCATIONS.get(index).copied().unwrap_or(Name::R11))
 }
 
-/// One of two codes by width.
+/// Selects one of two codes by width.
 fn by(width: Width, double: Code, quad: Code) -> Code {
     match width {
         Width::Double => double,
@@ -38,7 +38,7 @@ fn by(width: Width, double: Code, quad: Code) -> Code {
     }
 }
 
-/// Codes of an operation: memory or register with constant, with register.
+/// Returns the codes of an operation with a constant, and with a register.
 fn codes(operation: Operation, width: Width) -> (Code, Code) {
     match operation {
         Operation::Add => (
@@ -64,12 +64,12 @@ fn codes(operation: Operation, width: Width) -> (Code, Code) {
     }
 }
 
-/// As the encoder wants constants: sign-extended.
+/// Converts a constant to the encoder's form: sign-extended.
 fn constant(value: u32) -> i32 {
     value.cast_signed()
 }
 
-/// An instruction of a test.
+/// Translates an instruction of a test.
 fn translate(instruction: &Instruction) -> Result<Machine, IcedError> {
     let with_memory = |width, codes: (Code, Code), at, operand| match operand {
         Operand::Constant(value) => Machine::with2(codes.0, location(at), constant(value)),
@@ -121,10 +121,10 @@ fn translate(instruction: &Instruction) -> Result<Machine, IcedError> {
     }
 }
 
-/// A thread of a test as a function, independent of where it lies.
+/// Assembles a test's thread as a position-independent function.
 ///
 /// # Errors
-/// When the encoder refuses an instruction, which it doesn't for what the parser gives.
+/// The encoder refuses an instruction, which doesn't happen for the parser's output.
 pub fn machine_code(test: &Test, thread: usize) -> Result<Vec<u8>, IcedError> {
     let instructions = test.threads.get(thread).map_or(&[][..], Vec::as_slice);
     let mut all = Vec::new();
@@ -166,7 +166,8 @@ mod tests {
     use crate::corpus;
     use iced_x86::{Decoder, DecoderOptions, Mnemonic};
 
-    /// All code of the corpus decodes, ends with a return, reaches memory by the registers it may, and has the test's accesses with their widths and locks.
+    /// All code of the corpus decodes, ends with a return, addresses memory by the permitted registers only, and has the test's
+    /// accesses with their widths and locks.
     #[test]
     fn code_does_what_the_test_says() {
         for test in corpus::all().unwrap() {

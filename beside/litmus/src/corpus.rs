@@ -1,7 +1,8 @@
-//! The tests: two to four threads, written from the definitions of the shapes that the literature names.
+//! The tests: two to four threads, written from the literature's definitions of the shapes.
 //!
-//! Names: Alglave, Maranget and Tautschnig, *Herding Cats* (TOPLAS 2014), table III, and, for `n4` to `n6`, Owens, Sarkar and Sewell, *A Better x86 Memory
-//! Model: x86-TSO* (TPHOLs 2009). `wide-…` are ours: their values have something in both halves, so that they say something across page boundaries.
+//! Names: Alglave, Maranget and Tautschnig, *Herding Cats* (TOPLAS 2014), table III. For `n4` to `n6`: Owens, Sarkar and Sewell, *A
+//! Better x86 Memory Model: x86-TSO* (TPHOLs 2009). The `wide-…` tests are Causeway's own: their values differ in both halves, so
+//! they are meaningful across page boundaries.
 
 use crate::test::{Instruction, Operand, Test};
 use crate::{ParseError, Variant};
@@ -72,16 +73,16 @@ const TEXTS: &[&str] = &[
     include_str!("../corpus/wide-IRIW.litmus"),
 ];
 
-/// All tests of the corpus.
+/// Returns all tests of the corpus.
 ///
 /// # Errors
-/// Not while the unit tests pass, which read them all.
+/// None while the unit tests pass, which parse all tests.
 pub fn all() -> Result<Vec<Test>, ParseError> {
     TEXTS.iter().map(|text| Test::parse(text)).collect()
 }
 
-/// The placements that say something about a test: with one location, a page of its own is the same as a page; across a boundary, values need
-/// something on both sides, and accesses one width.
+/// Returns the placements that are meaningful for a test. With one location, a separate page equals any page. Across a boundary,
+/// values must differ on both sides, and accesses must have one width.
 #[must_use]
 pub fn variants(test: &Test) -> Vec<Variant<'_>> {
     let wide = |value: u64| value >= 0xffff;

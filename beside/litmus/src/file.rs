@@ -1,4 +1,4 @@
-//! Puts tests into the file of the program `litmus`.
+//! Writes tests into the file of the program `litmus`.
 
 use crate::code::machine_code;
 use crate::model::Memory;
@@ -13,57 +13,57 @@ use payload_litmus::{MOST_LOCATIONS, MOST_THREADS};
 pub struct Variant<'a> {
     /// The test.
     pub test: &'a Test,
-    /// Where its locations lie.
+    /// Placement of its locations.
     pub placement: Placement,
 }
 
 impl Variant<'_> {
-    /// How its locations lie, for the model.
+    /// Returns the memory layout for the model.
     #[must_use]
     pub fn memory(&self) -> Memory {
         if self.placement == Placement::Cross { Memory::Split } else { Memory::Whole }
     }
 
-    /// Its name with the placement's.
+    /// Returns the test's name with the placement's.
     #[must_use]
     pub fn name(&self) -> String {
         format!("{} ({})", self.test.name, self.placement.name())
     }
 }
 
-/// The file could not be made.
+/// The file can't be made.
 #[derive(Debug, thiserror::Error)]
 pub enum FileError {
-    /// The file isn't the program, or not one of this version.
+    /// The file isn't the program, or has another version.
     #[error(
         "The file has {count} tables of tests and has to have one; build the program 'litmus' anew (make payloads)"
     )]
     Table {
-        /// How many there are.
+        /// Number of tables found.
         count: usize,
     },
     /// Too many tests.
     #[error("{tests} tests take {needed} bytes and the table has {CAPACITY}; choose fewer at a time")]
     Full {
-        /// How many.
+        /// Number of tests.
         tests: usize,
-        /// Bytes.
+        /// Bytes needed.
         needed: usize,
     },
-    /// A test that the table can't describe.
+    /// The table can't describe a test.
     #[error("The test {name} can't be run: {reason}")]
     Test {
         /// Its name.
         name: String,
-        /// Why.
+        /// The reason.
         reason: String,
     },
 }
 
-/// The program's file with these tests in it.
+/// Returns the program's file with these tests.
 ///
 /// # Errors
-/// When the file has no table, the table is too small, or a test can't be described.
+/// The file has no table, the table is too small, or a test can't be described.
 pub fn fill(program: &[u8], variants: &[Variant<'_>]) -> Result<Vec<u8>, FileError> {
     let found: Vec<usize> = program
         .windows(MAGIC.len())
@@ -96,7 +96,7 @@ pub fn fill(program: &[u8], variants: &[Variant<'_>]) -> Result<Vec<u8>, FileErr
     Ok(file)
 }
 
-/// The record of a test; its code goes to the end of `code`, which begins at `codes_at` of the table.
+/// Returns a test's record. Appends its code to `code`, which starts at `codes_at` of the table.
 fn describe(variant: Variant<'_>, codes_at: usize, code: &mut Vec<u8>) -> Result<Record, String> {
     let Variant { test, placement } = variant;
     if placement == Placement::Cross && test.width().is_none() {
@@ -117,7 +117,7 @@ fn describe(variant: Variant<'_>, codes_at: usize, code: &mut Vec<u8>) -> Result
         *slot = *value;
     }
     for (index, thread) in test.threads.iter().enumerate() {
-        // Each in cache lines of its own; the table begins with a page.
+        // Each code has separate cache lines; the table starts at a page.
         let at = codes_at + code.len();
         let padded = (HEADER_SIZE + at).next_multiple_of(64) - HEADER_SIZE;
         code.resize(padded - codes_at, 0xcc);

@@ -1,11 +1,11 @@
-//! Litmus tests for x86: small programs for several processors, and which of their outcomes the architecture allows.
+//! Litmus tests for x86: small parallel programs, and the outcomes that the architecture allows.
 //!
 //! ```text
 //! .litmus text --parse--> Test --model--> all outcomes that x86-TSO allows, and those of sequential consistency
-//!                           '---code----> machine code --file--> the payload program `litmus`, which prints what it saw
+//!                           '---code----> machine code --file--> the payload program `litmus`, which prints observed outcomes
 //! ```
 //!
-//! Nothing here says by hand what is allowed: [`model`] enumerates it.
+//! The allowed outcomes aren't written by hand: [`model`] enumerates them.
 
 mod code;
 pub mod corpus;

@@ -1,11 +1,12 @@
-//! Which outcomes a test may have: all of them, found by trying every order.
+//! Enumerates all outcomes of a test by all possible orders.
 //!
-//! The machine is that of Sewell, Sarkar, Owens, Zappa Nardelli and Myreen, *x86-TSO: A Rigorous and Usable Programmer's Model for x86
-//! Multiprocessors* (CACM 2010), section 3: each thread has a queue of its own stores, which reach memory one by one in order; a load takes the newest
-//! store to its bytes from its own queue, otherwise memory; a fence and a locked instruction wait until the queue is empty, and a locked instruction is one step.
+//! The machine is that of Sewell, Sarkar, Owens, Zappa Nardelli and Myreen, *x86-TSO: A Rigorous and Usable Programmer's Model for
+//! x86 Multiprocessors* (CACM 2010), section 3. Each thread has a queue of its own stores, which reach memory one by one in order. A
+//! load reads the newest store to its bytes from its own queue, otherwise memory. A fence and a locked instruction wait until the
+//! queue is empty, and a locked instruction is one step.
 //!
-//! Beyond the paper: memory is made of bytes. An access that crosses a boundary ([`Memory::Split`]) is not atomic unless locked: it is
-//! two accesses in either order, as the architecture promises nothing more (Intel SDM volume 3, 10.1.1; AMD APM volume 2, 7.3.2).
+//! Beyond the paper, memory consists of bytes. An access across a boundary ([`Memory::Split`]) isn't atomic unless locked: it is two
+//! accesses in either order, as the architecture guarantees nothing more (Intel SDM volume 3, 10.1.1; AMD APM volume 2, 7.3.2).
 
 use crate::test::{Instruction, Observed, Operand, Operation, Register, Test, Width};
 use std::collections::{BTreeSet, HashSet};
@@ -13,18 +14,18 @@ use std::collections::{BTreeSet, HashSet};
 /// Values as [`Test::observed`] lists them.
 pub type Outcome = Vec<u64>;
 
-/// Which machine.
+/// The memory model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Order {
     /// x86-TSO.
     Tso,
     /// No store queues: sequential consistency.
     Sequential,
-    /// One thread after the other, in any order: what comes out when threads don't run at the same time.
+    /// Whole threads in sequence, in any order: the outcomes of threads that don't run in parallel.
     Serial,
 }
 
-/// How locations lie.
+/// Alignment of locations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Memory {
     /// Aligned: every access is atomic.
@@ -33,7 +34,7 @@ pub enum Memory {
     Split,
 }
 
-/// Bytes of a location.
+/// A part of a location.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Part {
     location: usize,
@@ -41,10 +42,10 @@ struct Part {
     length: usize,
 }
 
-/// Where a step has a value: a register, or the instruction's own place for what it reads.
+/// Index of a step's value: a register, or the instruction's scratch place for its read.
 const SCRATCH: usize = 16;
 
-/// What can't be divided.
+/// An atomic step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Step {
     /// Reads bytes into the scratch place.
@@ -53,7 +54,7 @@ enum Step {
     Queue(Part, Source),
     /// Sets a register (or the scratch place) to an operation on two values.
     Set(Width, usize, Option<Operation>, Source),
-    /// Does a whole instruction on memory, with an empty queue.
+    /// Executes a whole instruction on memory, with an empty queue.
     Locked(Instruction),
     /// Waits for an empty queue.
     Fence,
@@ -65,7 +66,7 @@ enum Source {
     Place(usize),
 }
 
-/// A constant as the processor extends it.
+/// Extends a constant as the processor does.
 fn extended(width: Width, constant: u32) -> u64 {
     match width {
         Width::Double => constant.into(),
@@ -80,7 +81,7 @@ fn source(width: Width, operand: Operand) -> Source {
     }
 }
 
-/// All ways in which the parts of a thread's accesses may follow each other, as steps.
+/// Returns all orders of the parts of a thread's accesses, as steps.
 fn expand(thread: &[Instruction], memory: Memory) -> Vec<Vec<Step>> {
     let mut ways = vec![Vec::new()];
     for instruction in thread {
@@ -93,7 +94,7 @@ fn expand(thread: &[Instruction], memory: Memory) -> Vec<Vec<Step>> {
     ways
 }
 
-/// The orders of the parts of an access.
+/// Returns the orders of an access' parts.
 fn parts(location: usize, width: Width, memory: Memory) -> Vec<Vec<Part>> {
     let bytes = width.bytes();
     match memory {
@@ -105,7 +106,7 @@ fn parts(location: usize, width: Width, memory: Memory) -> Vec<Vec<Part>> {
     }
 }
 
-/// The ways to carry out one instruction.
+/// Returns the ways to execute one instruction.
 fn one(instruction: &Instruction, memory: Memory) -> Vec<Vec<Step>> {
     let reads = |location, width| -> Vec<Vec<Step>> {
         let clear = Step::Set(Width::Quad, SCRATCH, None, Source::Constant(0));
@@ -180,7 +181,7 @@ impl Machine {
         }
     }
 
-    /// Bytes as a thread sees them, in their place.
+    /// Returns bytes as a thread reads them, at their position.
     fn see(&self, thread: usize, part: Part) -> u64 {
         let mut bytes = [0; 8];
         for (index, byte) in bytes.iter_mut().enumerate().skip(part.first).take(part.length) {
@@ -194,7 +195,7 @@ impl Machine {
         u64::from_le_bytes(bytes)
     }
 
-    /// Carries a step out, if it may be now.
+    /// Executes a step if it is possible now.
     fn take(&mut self, thread: usize, step: Step, order: Order) -> bool {
         match step {
             Step::Fence | Step::Locked(_) if !self.threads[thread].queue.is_empty() => return false,
@@ -245,7 +246,7 @@ impl Machine {
             Instruction::CompareExchange(_, _, register) => {
                 let accumulator = &mut self.threads[thread].places[place(Register::ACCUMULATOR)];
                 if width.cut(*accumulator) == old {
-                    // The accumulator stays as it is, upper half included (AMD APM volume 3, CMPXCHG).
+                    // The accumulator is unchanged, including its upper half (AMD APM volume 3, CMPXCHG).
                     let value = self.threads[thread].places[place(register)];
                     self.write(write, value);
                 } else {
@@ -257,7 +258,7 @@ impl Machine {
     }
 }
 
-/// All outcomes that a test may have.
+/// Returns all possible outcomes of a test.
 #[must_use]
 pub fn outcomes(test: &Test, order: Order, memory: Memory) -> BTreeSet<Outcome> {
     let ways: Vec<Vec<Vec<Step>>> = test.threads.iter().map(|thread| expand(thread, memory)).collect();

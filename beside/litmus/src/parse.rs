@@ -1,4 +1,4 @@
-//! Reads the .litmus format, as far as tests for x86 need it.
+//! Parses the .litmus format, as far as tests for x86 need it.
 //!
 //! ```text
 //! X86 SB                            architecture and name
@@ -15,23 +15,23 @@
 use crate::test::{Condition, Instruction, Observed, Operand, Operation, Register, Test, Width};
 use payload_litmus::{MOST_LOCATIONS, MOST_OBSERVED, MOST_THREADS};
 
-/// A text that isn't a test.
+/// An invalid test.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("Line {line} of the litmus test can't be read: {what}")]
 pub struct ParseError {
-    /// From 1.
+    /// Line number, from 1.
     pub line: usize,
-    /// What is wrong, with the words.
+    /// The problem, with its words.
     pub what: String,
 }
 
 type Result<T> = std::result::Result<T, String>;
 
 impl Test {
-    /// From the text of a file.
+    /// Parses a file's text.
     ///
     /// # Errors
-    /// When it isn't a test, or one that needs more than the runner has: 4 threads, 4 locations, 4 loaded registers per thread.
+    /// It isn't a test, or exceeds the runner's limits: 4 threads, 4 locations, 4 loaded registers per thread.
     pub fn parse(text: &str) -> std::result::Result<Self, ParseError> {
         let mut parser = Parser {
             test: Self {
@@ -177,7 +177,7 @@ impl Parser {
         Ok(())
     }
 
-    /// `[x]`, `qword [x]`: the location, and the width if it is said.
+    /// Parses `[x]`, `qword [x]`: the location, and the width if given.
     fn memory(&mut self, text: &str) -> Result<Option<(usize, Option<Width>)>> {
         let lower = text.to_ascii_lowercase();
         let (width, rest) = if lower.starts_with("qword") {
@@ -226,7 +226,7 @@ impl Parser {
             ("XCHG" | "XADD" | "CMPXCHG", [first, second]) => {
                 let (location, other) = match (self.memory(first)?, self.memory(second)?) {
                     (Some((location, _)), None) => (location, second),
-                    // Only xchg may be written either way.
+                    // Only xchg permits either order.
                     (None, Some((location, _))) if name == "XCHG" => (location, first),
                     _ => return Err(unknown()),
                 };
@@ -328,7 +328,7 @@ impl Parser {
         let token = tokens.pop().ok_or("the condition ends too early")?;
         match token.as_str() {
             "(" => {
-                // Nesting is bounded, so that no text can exhaust the stack.
+                // Nesting is bounded, so that no text exhausts the stack.
                 if tokens.len() > 1000 {
                     return Err("the condition is too long".to_owned());
                 }
@@ -365,7 +365,7 @@ impl Parser {
     }
 }
 
-/// A condition's words.
+/// Splits a condition into words.
 fn tokens(text: &str) -> Result<Vec<String>> {
     let mut tokens = Vec::new();
     let mut rest = text.trim_start();
@@ -402,7 +402,7 @@ fn number(text: &str) -> Result<u64> {
     number.ok_or_else(|| format!("{text:?} is no number"))
 }
 
-/// A constant or a register with its width.
+/// Parses a constant or a register with its width.
 fn operand(text: &str) -> Result<(Operand, Option<Width>)> {
     if let Some(constant) = text.strip_prefix('$') {
         let value = number(constant)?;
@@ -414,7 +414,7 @@ fn operand(text: &str) -> Result<(Operand, Option<Width>)> {
     Ok((Operand::Register(register), Some(width)))
 }
 
-/// 64-bit instructions extend the sign, which nobody who writes a large constant means.
+/// 64-bit instructions sign-extend, which is never the meaning of a large constant.
 fn check_constant(operand: Operand, width: Width) -> Result<()> {
     match operand {
         Operand::Constant(value) if width == Width::Quad && value > i32::MAX.cast_unsigned() => {

@@ -1,11 +1,11 @@
 //! A test as data.
 
-/// A general register by its number in machine code (0 is rax).
+/// A general register by its machine code number (0 is rax).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Register(pub u8);
 
 impl Register {
-    /// Those that tests may use; the others hold addresses.
+    /// Registers that tests may use; the others hold addresses.
     pub const NAMES: [(&'static str, &'static str, Self); 6] = [
         ("EAX", "RAX", Self(0)),
         ("ECX", "RCX", Self(1)),
@@ -14,10 +14,10 @@ impl Register {
         ("ESI", "RSI", Self(6)),
         ("EDI", "RDI", Self(7)),
     ];
-    /// What compare-and-exchange compares with.
+    /// The implicit operand of compare-and-exchange.
     pub const ACCUMULATOR: Self = Self(0);
 
-    /// The register and its width by name.
+    /// Returns a register and its width by name.
     #[must_use]
     pub fn named(name: &str) -> Option<(Self, Width)> {
         Self::NAMES.iter().find_map(|(narrow, wide, register)| {
@@ -30,17 +30,17 @@ impl Register {
     }
 }
 
-/// Bytes of an access.
+/// Width of an access.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Width {
-    /// Four.
+    /// Four bytes.
     Double,
-    /// Eight.
+    /// Eight bytes.
     Quad,
 }
 
 impl Width {
-    /// As a number.
+    /// Returns the number of bytes.
     #[must_use]
     pub const fn bytes(self) -> usize {
         match self {
@@ -49,7 +49,7 @@ impl Width {
         }
     }
 
-    /// A value cut to this width.
+    /// Truncates a value to this width.
     #[must_use]
     pub const fn cut(self, value: u64) -> u64 {
         match self {
@@ -59,16 +59,16 @@ impl Width {
     }
 }
 
-/// Where a value comes from.
+/// A source operand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Operand {
-    /// A constant that fits into 32 bits; as 64 bits it is sign-extended, as the processor does.
+    /// A 32-bit constant. As 64 bits it is sign-extended, as by the processor.
     Constant(u32),
     /// A register.
     Register(Register),
 }
 
-/// What is done to a value.
+/// An arithmetic operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Operation {
     /// `add`.
@@ -84,7 +84,7 @@ pub enum Operation {
 }
 
 impl Operation {
-    /// The result at a width.
+    /// Applies the operation at a width.
     #[must_use]
     pub const fn apply(self, width: Width, left: u64, right: u64) -> u64 {
         width.cut(match self {
@@ -108,17 +108,17 @@ pub enum Instruction {
     Move(Width, Register, Operand),
     /// `add reg, operand` and its like.
     Compute(Width, Operation, Register, Operand),
-    /// `add [x], operand` and its like; with `lock` as one.
+    /// `add [x], operand` and its like; atomic with `lock`.
     Modify {
         /// Whether it is locked.
         locked: bool,
-        /// Bytes.
+        /// Width.
         width: Width,
-        /// What is done.
+        /// The operation.
         operation: Operation,
         /// Location.
         location: usize,
-        /// With what.
+        /// The operand.
         operand: Operand,
     },
     /// `xchg [x], reg`, which is always locked.
@@ -132,7 +132,7 @@ pub enum Instruction {
 }
 
 impl Instruction {
-    /// The location it accesses and how wide.
+    /// Returns the location that it accesses, and the width.
     #[must_use]
     pub fn access(&self) -> Option<(usize, Width)> {
         match *self {
@@ -146,7 +146,7 @@ impl Instruction {
         }
     }
 
-    /// The register that gets something from memory.
+    /// Returns the register that it loads from memory.
     #[must_use]
     pub fn loads(&self) -> Option<Register> {
         match *self {
@@ -162,18 +162,18 @@ impl Instruction {
 /// One value of an outcome.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Observed {
-    /// A register of a thread at its end.
+    /// A thread's register at its end.
     Register(usize, Register),
-    /// A location, all eight bytes, when all threads have ended and all stores are in memory.
+    /// All eight bytes of a location, after all threads have ended and all stores are in memory.
     Location(usize),
 }
 
-/// What a test asks: does an outcome like this exist?
+/// A test's question: does such an outcome exist?
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Condition {
     /// Always.
     True,
-    /// A value is this.
+    /// A value equals this.
     Is(Observed, u64),
     /// Both.
     And(Box<Self>, Box<Self>),
@@ -184,7 +184,7 @@ pub enum Condition {
 }
 
 impl Condition {
-    /// Whether an outcome is like this; `value` gives its values.
+    /// Evaluates the condition; `value` returns an outcome's values.
     pub fn holds(&self, value: &impl Fn(Observed) -> u64) -> bool {
         match self {
             Self::True => true,
@@ -203,18 +203,19 @@ pub struct Test {
     pub name: String,
     /// Names of its locations.
     pub locations: Vec<String>,
-    /// What they hold at first.
+    /// Their initial values.
     pub initial: Vec<u64>,
-    /// What registers hold at first; others hold 0.
+    /// Initial values of registers; others are 0.
     pub registers: Vec<(usize, Register, u64)>,
     /// The threads.
     pub threads: Vec<Vec<Instruction>>,
-    /// What it asks.
+    /// The question.
     pub condition: Condition,
 }
 
 impl Test {
-    /// What an outcome consists of: registers that loads fill, thread by thread in the order of their first load, then all locations.
+    /// Returns an outcome's components: registers that loads fill, thread by thread in the order of their first load, then all
+    /// locations.
     #[must_use]
     pub fn observed(&self) -> Vec<Observed> {
         let mut observed = Vec::new();
@@ -226,7 +227,7 @@ impl Test {
         observed
     }
 
-    /// Registers that a thread's loads fill.
+    /// Returns the registers that a thread's loads fill.
     #[must_use]
     pub fn loaded(thread: &[Instruction]) -> Vec<Register> {
         let mut loaded = Vec::new();
@@ -238,7 +239,7 @@ impl Test {
         loaded
     }
 
-    /// The width that all accesses have, if it is one.
+    /// Returns the common width of all accesses, if there is one.
     #[must_use]
     pub fn width(&self) -> Option<Width> {
         let mut widths =
@@ -247,7 +248,7 @@ impl Test {
         widths.all(|width| width == first).then_some(first)
     }
 
-    /// Whether an outcome (values as [`Test::observed`] lists them) is what the test asks about.
+    /// Returns whether the condition holds for an outcome (values as [`Test::observed`] lists them).
     #[must_use]
     pub fn asks_about(&self, outcome: &[u64]) -> bool {
         let observed = self.observed();

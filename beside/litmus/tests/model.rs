@@ -1,4 +1,4 @@
-//! The reference model against what is published, against a second implementation, and against the axiomatic definition.
+//! Checks the reference model against published results, against a second implementation, and against the axiomatic definition.
 #![allow(clippy::unwrap_used)] // Helpers of tests, which clippy does not take for tests.
 
 use litmus::model::{Memory, Order, outcomes};
@@ -18,8 +18,8 @@ fn allowed(test: &Test, order: Order, memory: Memory) -> bool {
     outcomes(test, order, memory).iter().any(|outcome| test.asks_about(outcome))
 }
 
-/// Verdicts of the x86-TSO paper's section 3 (its examples SB, iwp2.3.b, iwp2.4 (here SB+rfis), n6, n5, n4b, IRIW, iwp2.5 (WRC) and 2.6 to 2.8.b), and of the
-/// tables of *Herding Cats* for TSO, as far as shapes have the same names.
+/// Verdicts of the x86-TSO paper's section 3 (its examples SB, iwp2.3.b, iwp2.4 (here SB+rfis), n6, n5, n4b, IRIW, iwp2.5 (WRC) and
+/// 2.6 to 2.8.b), and of the tables of *Herding Cats* for TSO, for shapes with the same names.
 #[test]
 fn verdicts_are_as_published() {
     let weak = ["SB", "SB+mfence+po", "SB+rfis", "SB64", "SB+mixed", "R", "RWC", "3.SB", "n6", "wide-SB"];
@@ -73,11 +73,11 @@ fn verdicts_are_as_published() {
     for name in forbidden {
         assert!(!allowed(&named(name), Order::Tso, Memory::Whole), "{name} is forbidden by x86-TSO");
     }
-    // An increment that isn't locked loses counts on any machine.
+    // An unlocked increment loses counts on any machine.
     assert!(allowed(&named("inc"), Order::Sequential, Memory::Whole));
 }
 
-/// Accesses across a boundary may be torn, unless they are locked; aligned ones may not.
+/// Accesses across a boundary may be torn unless they are locked. Aligned ones may not.
 #[test]
 fn only_what_crosses_a_boundary_is_torn() {
     for name in ["wide-CoRR", "wide-CoWW", "wide-MP"] {
@@ -102,7 +102,7 @@ fn only_what_crosses_a_boundary_is_torn() {
 
 const EAX: Register = Register(0);
 
-/// An instruction of random programs: location 0 to 2, a value that no other store has.
+/// An instruction of random programs: location 0 to 2, and a value that no other store has.
 #[derive(Debug, Clone, Copy)]
 enum Random {
     Load(usize),
@@ -121,7 +121,7 @@ fn programs(most: usize, with_adds: bool) -> impl Strategy<Value = Vec<Vec<Rando
     prop::collection::vec(prop::collection::vec(instruction, 1..=3), 2..=most)
 }
 
-/// As a test: loads go into registers of their own, values count up.
+/// Converts to a test: loads use separate registers, values count up.
 fn as_test(programs: &[Vec<Random>]) -> Test {
     let mut value = 0;
     let registers = [EAX, Register(1), Register(2), Register(3)];
@@ -147,7 +147,7 @@ fn as_test(programs: &[Vec<Random>]) -> Test {
                 .collect()
         })
         .collect();
-    // What is added tells threads apart, also in the eight bits that the other implementation has.
+    // Added values distinguish threads, also in the eight bits of the other implementation.
     let given = programs
         .iter()
         .enumerate()
@@ -162,9 +162,10 @@ fn as_test(programs: &[Vec<Random>]) -> Test {
     }
 }
 
-/// Outcomes by the axiomatic definition of TSO, which has nothing in common with the model's machine: all ways to read from stores and to order the stores of a
-/// location such that (1) each location by itself is as if sequential, and (2) program order without store-load pairs (save over a fence), reads from other threads, the order of stores and
-/// the order of reads before later stores have no cycle together.
+/// Returns the outcomes by the axiomatic definition of TSO, which is independent of the model's machine. It enumerates all ways to
+/// read from stores and to order the stores of a location, such that (1) each location by itself is sequentially consistent, and (2)
+/// there is no cycle in the union of program order without store-load pairs (except over a fence), reads from other threads, the
+/// order of stores, and the order of reads before later stores.
 ///
 /// Source: Alglave, Maranget and Tautschnig, *Herding Cats* (2014), section 4.4 (TSO).
 fn axiomatic(test: &Test) -> BTreeSet<Vec<u64>> {
@@ -231,7 +232,7 @@ fn axiomatic(test: &Test) -> BTreeSet<Vec<u64>> {
         }
     }
     let mut found = BTreeSet::new();
-    // Which store each load reads from; the last choice is the initial value.
+    // The store that each load reads from; the last choice is the initial value.
     let choices: Vec<Vec<Option<usize>>> = loads
         .iter()
         .map(|load| stores(events[*load].location).into_iter().map(Some).chain([None]).collect())
@@ -322,7 +323,7 @@ fn product<T: Copy>(choices: &[Vec<T>]) -> Vec<Vec<T>> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
 
-    /// The machine has exactly the outcomes of the axioms.
+    /// The machine has exactly the axioms' outcomes.
     #[test]
     fn the_machine_agrees_with_the_axioms(drawn in programs(3, false)) {
         let test = as_test(&drawn);
@@ -353,7 +354,8 @@ proptest! {
         }
     }
 
-    /// x86-TSO allows what sequential consistency allows; with a fence behind every instruction, nothing more; and a split memory allows what a whole one does.
+    /// x86-TSO allows what sequential consistency allows. With a fence after every instruction it allows nothing more. A split memory
+    /// allows what a whole one does.
     #[test]
     fn models_contain_each_other(drawn in programs(3, true)) {
         let test = as_test(&drawn);

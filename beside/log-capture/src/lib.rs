@@ -28,7 +28,7 @@ impl<'a> MakeWriter<'a> for Buffer {
     }
 }
 
-/// The lines that `code` logs on the calling thread. Other threads are not heard.
+/// Returns the lines that `code` logs on the calling thread. Lines of other threads aren't captured.
 pub fn lines_of(code: impl FnOnce()) -> Vec<String> {
     let buffer = Buffer::default();
     let subscriber =

@@ -1,10 +1,10 @@
-//! `c/rings.h`.
+//! Declarations of `c/rings.h`.
 
 use core::ffi::{c_char, c_int, c_uint, c_void};
 
 use crate::Part;
 
-/// Parts of a message, at most (`CW_NB_MOST_PARTS`).
+/// Limit of a message's parts (`CW_NB_MOST_PARTS`).
 pub(crate) const MOST_PARTS: usize = 32;
 
 /// A received message: `struct rings_message`.

@@ -1,9 +1,9 @@
-//! Group `migration`: what a move costs the HCA, in three engines of this process whose transports speak over the loopback interface. Its share of the
-//! pause and its state for 64 active queue pairs among many, with a region and a completion queue for each, and with bytes in flight; queue
-//! pairs moved per second; redirecting those that face the mover.
+//! Group `migration`: the cost of a migration for the HCA, in three engines of this process that communicate over the loopback
+//! interface. Measures its part of the blackout and its state, for 64 active queue pairs among many, with a region and a completion
+//! queue each, and with bytes in flight. Also queue pairs migrated per second, and the redirection of connected peers.
 //!
-//! Peers are figures that others published, on their hardware, and the same measured here with few queue pairs or nothing in flight: the pause
-//! shall depend on neither.
+//! Peers are published figures of other systems on their hardware, and the same measurement here with few queue pairs or nothing in
+//! flight. The blackout should depend on neither.
 
 mod converge;
 
@@ -14,23 +14,23 @@ use host::testing::moving::measure::{Sample, beside, blackout, redirected};
 use crate::conditions::Conditions;
 use crate::figures::{Better, Figure, Figures, Pairs, Report};
 
-/// Queue pairs in all; a region and a completion queue for each.
+/// Numbers of queue pairs; each has a region and a completion queue.
 const MANY: [u32; 3] = [100, 10_000, 30_000];
 const ACTIVE: u32 = 64;
 /// MiB in flight.
 const IN_FLIGHT: [u64; 3] = [0, 1, 64];
-/// Queue pairs that are redirected.
+/// Number of redirected queue pairs.
 const REDIRECTED: u32 = 10_000;
-/// Queue pairs of a VM that leaves beside others.
+/// Queue pairs of a VM that migrates from a host with other VMs.
 const LEAVING: u32 = 10_000;
-/// Operations per direction of each of three connections, while three VMs move among three hosts.
+/// Operations per direction on each of three connections, while three VMs migrate among three hosts.
 const MOVING_OPERATIONS: u64 = 150_000;
 
-/// MigrRDMA's pause at 16 queue pairs, milliseconds (SIGCOMM 2025).
+/// MigrRDMA's blackout with 16 queue pairs, in milliseconds (SIGCOMM 2025).
 const MIGRRDMA_MS: f64 = 150.0;
-/// Device-assisted migration of a hardware NIC: restoring 100,000 queue pairs, seconds.
+/// Device-assisted migration of a hardware NIC: restore of 100,000 queue pairs, in seconds.
 const DEVICE_ASSISTED_S: f64 = 2.5;
-/// Nomad (2006): freeing and re-allocating resources, milliseconds at least.
+/// Nomad (2006): minimum to free and reallocate resources, in milliseconds.
 const NOMAD_MS: f64 = 10.0;
 
 fn float(number: u64) -> f64 {
@@ -44,7 +44,7 @@ fn milliseconds(sample: &Sample) -> f64 {
 }
 
 fn take(count: usize, qps: u32, mebibytes: u64) -> Vec<Sample> {
-    // The first one warms up and isn't counted.
+    // The first sample warms up and isn't counted.
     let samples: Vec<Sample> = (0..=count).map(|_| blackout(qps, ACTIVE, mebibytes << 20)).skip(1).collect();
     for sample in &samples {
         eprintln!(
@@ -59,7 +59,7 @@ fn take(count: usize, qps: u32, mebibytes: u64) -> Vec<Sample> {
     samples
 }
 
-/// Measures; see [`crate::groups::Group::run`].
+/// Measures the group; see [`crate::groups::Group::run`].
 pub fn run(quick: bool) -> anyhow::Result<Report> {
     let mut conditions = Conditions::now(None, "4 KiB");
     conditions.scheduling = "ordinary, one thread";
@@ -164,14 +164,14 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
     Ok(Report { group: "migration", skipped: None, conditions, figures, details })
 }
 
-/// The value below which so many per mille of a sorted list are.
+/// Returns a per mille quantile of a sorted list.
 fn per_mille(sorted: &[u64], mille: usize) -> f64 {
     let at = (sorted.len() * mille / 1000).min(sorted.len().saturating_sub(1));
     float(sorted.get(at).copied().unwrap_or(0))
 }
 
-/// Who has nothing to do with a migration, on the host that the VM leaves: a second while nobody moves, and a second in which one leaves. Gives the longest
-/// times, microseconds: while nobody moves, and in the other second.
+/// Measures the effect on uninvolved VMs of the source: one second without a migration, and one second with. Returns the longest
+/// times in microseconds of both seconds.
 fn neighbours(figures: &mut Figures, runs: usize) -> anyhow::Result<Vec<(f64, f64)>> {
     let samples: Vec<_> =
         (0..runs).map(|_| beside(LEAVING, ACTIVE, std::time::Duration::from_secs(1))).collect();
@@ -197,7 +197,7 @@ fn neighbours(figures: &mut Figures, runs: usize) -> anyhow::Result<Vec<(f64, f6
     Ok(worst)
 }
 
-/// What a peer that writes into a moving VM faster than its migration's link loses by back-pressure.
+/// Measures the cost of back-pressure for a peer that writes to a migrating VM faster than the migration's link.
 fn converging(figures: &mut Figures, quick: bool) -> anyhow::Result<Vec<converge::Sample>> {
     let samples =
         (0..if quick { 1 } else { 5 }).map(|_| converge::converge()).collect::<anyhow::Result<Vec<_>>>()?;
@@ -240,7 +240,7 @@ fn converging(figures: &mut Figures, quick: bool) -> anyhow::Result<Vec<converge
     Ok(samples)
 }
 
-/// How long peers that stay are held, beyond the time that the VM stands still.
+/// Measures the peer pause beyond the blackout.
 fn peers(figures: &mut Figures, quick: bool) -> anyhow::Result<()> {
     let mut cluster = Cluster::new(3, 3, 13);
     cluster.watch_peers();

@@ -14,13 +14,13 @@ use machine::kvm::{Host, HostError};
 use crate::conditions::Conditions;
 use crate::figures::Report;
 
-/// A group: measures, and says what it found.
+/// A group of benchmarks.
 pub struct Group {
-    /// Its name on the command line and of its file.
+    /// Name on the command line and of its file.
     pub name: &'static str,
-    /// What it measures, in a few words.
+    /// Short description.
     pub about: &'static str,
-    /// Does it. With `quick`, few samples: to see that it works.
+    /// Measures the group. With `quick`, takes few samples, as a functional test.
     pub run: fn(quick: bool) -> anyhow::Result<Report>,
 }
 
@@ -55,13 +55,13 @@ pub const ALL: &[Group] = &[
     },
 ];
 
-/// The report of a group that doesn't run here, said loudly.
+/// Returns and prints the report of a group that can't run here.
 fn skipped(group: &'static str, reason: String, conditions: Conditions) -> Report {
     eprintln!("bench: group {group} SKIPPED: {reason}");
     Report { group, skipped: Some(reason), conditions, figures: Vec::new(), details: serde_json::Value::Null }
 }
 
-/// The first two CPUs that this process may use, or why there aren't two.
+/// Returns the first two CPUs that this process may use, or why there aren't two.
 fn two_cpus() -> Result<[usize; 2], String> {
     let cpus: Vec<usize> =
         core_affinity::get_core_ids().unwrap_or_default().iter().map(|core| core.id).take(2).collect();
@@ -69,7 +69,7 @@ fn two_cpus() -> Result<[usize; 2], String> {
     cpus.try_into().map_err(few)
 }
 
-/// KVM, or the report of a group that can't run without.
+/// Returns KVM, or the report of a group that can't run without it.
 fn kvm(group: &'static str) -> anyhow::Result<Result<Host, Report>> {
     match Host::open() {
         Ok(host) => Ok(Ok(host)),
@@ -81,7 +81,7 @@ fn kvm(group: &'static str) -> anyhow::Result<Result<Host, Report>> {
     }
 }
 
-/// KVM and two CPUs, or the report of a group that can't run without.
+/// Returns KVM and two CPUs, or the report of a group that can't run without them.
 fn kvm_and_cpus(group: &'static str) -> anyhow::Result<Result<(Host, [usize; 2]), Report>> {
     let host = match kvm(group)? {
         Ok(host) => host,

@@ -1,5 +1,6 @@
-//! Group `rdma`: what an RDMA write of a guest costs. A payload program posts work requests and polls completions in a VM whose HCA a `causeway host`
-//! daemon serves, in its sandbox, over vfio-user; beside it, in turns: the engine alone on a thread of this process, and what the machine can do at best.
+//! Group `rdma`: the cost of a guest's RDMA write. A payload program posts work requests and polls completions in a VM whose HCA a
+//! sandboxed `causeway host` daemon serves over vfio-user. The peers run in turns: the engine alone on a thread of this process, and
+//! the machine's limit.
 //!
 //! | file | holds |
 //! |---|---|
@@ -39,21 +40,21 @@ const LINE_ROUNDS: u64 = 10_000;
 const LATENCY_WRITES: u64 = 20_000;
 const RATE_WRITES: u64 = 100_000;
 const LARGE_WRITES: u64 = 200;
-/// Requests outstanding where one queue pair shall do its best.
+/// Outstanding requests of a single queue pair at its best.
 const WINDOW: u64 = FIRST_SLOTS as u64;
 /// Queue pairs in use at once.
 const MANY: u32 = 4096;
-/// Queue pairs that do nothing.
+/// Idle queue pairs.
 const IDLE: u32 = 30_000;
 const UCX_SAMPLES: usize = 5;
-/// Fewer writes for an exit mean that doorbells weren't memory while the program polled.
+/// Fewer writes per exit mean that doorbells weren't memory while the program polled.
 const WRITES_PER_EXIT: u64 = 1000;
 /// `Seccomp` of a process with a filter.
 const SECCOMP_FILTER: u32 = 2;
 /// The second peer of each figure.
 const ALONE: &str = "the engine alone, a thread of the bench, no daemon";
 
-/// Measures; see [`crate::groups::Group::run`].
+/// Measures the group; see [`crate::groups::Group::run`].
 pub fn run(quick: bool) -> anyhow::Result<Report> {
     let (host, cpus) = match super::kvm_and_cpus("rdma")? {
         Ok(ground) => ground,
@@ -65,7 +66,7 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
     let switch = switch.unwrap_or_else(|_| "not in this kernel".to_owned());
     let pages = format!("4 KiB, huge ones advised as for every VM (shmem_enabled: {})", switch.trim());
     let mut conditions = Conditions::now(Some(&host), &pages);
-    // The daemon has no other priority than a user's has.
+    // The daemon has the priority that a user's daemon has.
     conditions.scheduling = "ordinary, all sides";
     let beds = Beds { causeway, program, cpus };
     let mut session = Session {
@@ -107,14 +108,14 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
     Ok(Report { group: "rdma", skipped: None, conditions, figures: session.figures.all, details })
 }
 
-/// What beds are made of.
+/// Parameters of the test beds.
 struct Beds {
     causeway: PathBuf,
     program: PathBuf,
     cpus: [usize; 2],
 }
 
-/// The same bed twice.
+/// The same test bed with both servers.
 struct Both {
     daemon: Bed,
     alone: Bed,
@@ -136,7 +137,7 @@ impl Both {
     }
 }
 
-/// What a figure is called, and what it is measured against.
+/// A figure's name and its peer's.
 struct Named<'a> {
     name: &'a str,
     what: &'a str,
@@ -151,12 +152,12 @@ struct Session {
     khz: f64,
     samples: usize,
     figures: Figures,
-    /// Exits of the program's VM in all measured writes of 8 bytes, one at a time, through the daemon.
+    /// Exits of the program's VM during all measured single writes of 8 bytes through the daemon.
     exits: Option<u64>,
 }
 
 impl Session {
-    /// Takes turns of a measurement through the daemon, with the engine alone, and of the peer: two figures.
+    /// Takes turns through the daemon, with the engine alone, and of the peer: two figures.
     fn compare(
         &mut self,
         samples: usize,
@@ -170,7 +171,7 @@ impl Session {
         self.add(named, &turns)
     }
 
-    /// The figures of turns of (through the daemon, the engine alone, the peer).
+    /// Adds the figures of turns of (through the daemon, the engine alone, the peer).
     fn add(&mut self, named: &Named<'_>, turns: &Turns) -> anyhow::Result<()> {
         let Named { name, what, unit, better, peer, aim } = *named;
         self.figures.add(Figure::new(name, what, unit, better, peer, &turns.pairs(0, 2), aim))?;
@@ -178,25 +179,25 @@ impl Session {
         self.figures.add(Figure::new(&name, what, unit, better, ALONE, &turns.pairs(0, 1), None))
     }
 
-    /// Nanoseconds of a write of 8 bytes, one at a time.
+    /// Returns a measurement: nanoseconds of a write of 8 bytes, one at a time.
     fn one_write(&self) -> impl Fn(&mut Bed) -> anyhow::Result<f64> + use<> {
         let khz = self.khz;
         move |bed| Ok(nanoseconds(khz, bed.write(8, 1, 1, LATENCY_WRITES)?, LATENCY_WRITES))
     }
 
-    /// Millions per second of writes of 8 bytes by `queue_pairs` in turn.
+    /// Returns a measurement: million writes of 8 bytes per second, by `queue_pairs` in turn.
     fn many_writes(&self, queue_pairs: u64, window: u64) -> impl Fn(&mut Bed) -> anyhow::Result<f64> + use<> {
         let khz = self.khz;
         move |bed| Ok(1e3 / nanoseconds(khz, bed.write(8, queue_pairs, window, RATE_WRITES)?, RATE_WRITES))
     }
 
-    /// GB/s of large writes, 4 outstanding.
+    /// Returns a measurement: GB/s of large writes, 4 outstanding.
     fn large_writes(&self, length: u32, writes: u64) -> impl Fn(&mut Bed) -> anyhow::Result<f64> + use<> {
         let khz = self.khz;
         move |bed| Ok(gigabytes(khz, bed.write(length, 1, 4, writes)?, u64::from(length) * writes))
     }
 
-    /// Posting to completion, one at a time, against a cache line's way there and back.
+    /// Post to completion, one at a time, against a cache line's round trip.
     fn latency(&mut self, both: &mut Both) -> anyhow::Result<()> {
         let (khz, cpus) = (self.khz, self.cpus);
         let _ = (both.daemon.take_exits(), both.alone.take_exits());
@@ -212,7 +213,7 @@ impl Session {
         self.compare(self.samples, &named, both, self.one_write(), || round_trip(cpus, khz))?;
         let (exits, alone) = (both.daemon.take_exits(), both.alone.take_exits());
         eprintln!("bench: rdma: {exits} exits in {writes} writes through the daemon");
-        // A program that a loaded machine keeps from its processor for 100 ms finds its doorbells trapped, and some dozens of them exit.
+        // On a loaded machine a program may lose its processor for 100 ms. Then its doorbells trap, and some dozens exit.
         if exits > writes / WRITES_PER_EXIT || alone > 0 {
             bail!(
                 "{writes} writes left the guest {exits} times through the daemon and {alone} times with the engine alone; while a program polls \
@@ -238,7 +239,7 @@ impl Session {
         self.compare(self.samples, &named, both, self.many_writes(1, WINDOW), ring)
     }
 
-    /// Large writes against a copy of the same pages by one core: those of the bed that the daemon serves.
+    /// Large writes against one core's copy of the same pages: those of the bed that the daemon serves.
     fn bandwidth(&mut self, both: &mut Both) -> anyhow::Result<()> {
         let khz = self.khz;
         let (source, target) = both.daemon.host_addresses()?;
@@ -262,7 +263,7 @@ impl Session {
         Ok(())
     }
 
-    /// The same against UCX over shared memory, which two processes without VMs use.
+    /// The same against UCX over shared memory between two processes without VMs.
     fn ucx(&mut self, both: &mut Both) -> anyhow::Result<()> {
         if !outside::missing(&[ucx::PROGRAM]).is_empty() {
             eprintln!("bench: rdma: peer UCX SKIPPED: ucx_perftest isn't installed (package ucx-utils)");
@@ -323,7 +324,7 @@ impl Session {
         self.add(&named, &turns)
     }
 
-    /// Thousands of idle queue pairs beside the one in use, against none.
+    /// One queue pair in use with thousands of idle ones, against without.
     fn idle(&mut self, crowded: &mut Both, empty: &mut Both) -> anyhow::Result<()> {
         let rate = self.many_writes(1, WINDOW);
         let named = Named {
@@ -365,7 +366,7 @@ impl Session {
         Ok(())
     }
 
-    /// A victim's small writes beside a hostile guest on the same engine, against alone.
+    /// A victim's small writes with a hostile guest on the same engine, against without.
     fn neighbour(&mut self) -> anyhow::Result<()> {
         host_threads::pin(self.cpus[1])?;
         let mut guests = Neighbours::start(7)?;
@@ -399,7 +400,7 @@ impl Session {
     }
 }
 
-/// Nanoseconds of a cache line's way to another core and back, as two host threads play it.
+/// Returns nanoseconds of a cache line's round trip between two host threads on two cores.
 fn round_trip([first, second]: [usize; 2], khz: f64) -> anyhow::Result<f64> {
     let ticks = host_threads::ping_pong(first, second, LINE_ROUNDS)?;
     Ok(nanoseconds(khz, ticks, LINE_ROUNDS))

@@ -1,5 +1,5 @@
-//! Group `vm`: what a VM costs. A payload program in a VM and host threads run the same instructions over the
-//! same physical memory, on the same CPUs, taking turns.
+//! Group `vm`: the cost of a VM. A payload program in a VM and host threads execute the same instructions on the same physical memory
+//! and CPUs, in turns.
 
 #![allow(unsafe_code)] // Jobs carry addresses; the window is written through its mapping.
 
@@ -20,9 +20,9 @@ use std::sync::Arc;
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
-/// Two copies of 256 MiB, and what the program needs.
+/// RAM in bytes: two copies of 256 MiB, and the program's needs.
 const MEMORY: u64 = 560 * MIB;
-/// Sizes copied, and how many copies make a sample of some ten milliseconds.
+/// Sizes of copies, and copies per sample of some ten milliseconds.
 const COPIES: [(u64, u64, &str); 3] =
     [(64 * KIB, 3000, "64KiB"), (MIB, 160, "1MiB"), (256 * MIB, 1, "256MiB")];
 const COPY_AIM: f64 = 0.95;
@@ -104,8 +104,8 @@ impl Session {
                 let pairs = Pairs::take(
                     self.samples,
                     || Ok(rate(first(&vm.run(&[job(target, source)])?)?)),
-                    // SAFETY: both ranges were found in the VM's RAM, where this program alone works, and its vCPU
-                    // waits meanwhile; sizes are multiples of the block, addresses of 2 MiB.
+                    // SAFETY: both ranges are in the VM's RAM, which only this program uses, and its vCPU waits meanwhile. Sizes are
+                    // multiples of the block, and addresses of 2 MiB.
                     || Ok(rate(unsafe { job(host_target, host_source).run() })),
                 )?;
                 let figure = Figure::new(
@@ -136,13 +136,13 @@ impl Session {
         let khz = self.khz;
         let jobs =
             |address| [Side::First, Side::Second].map(|side| Job::PingPong { address, side, rounds: ROUNDS });
-        // The side that came later didn't wait for the other.
+        // The later side didn't wait for the other.
         let one_way = |ticks: Vec<u64>| {
             let ticks = ticks.into_iter().min().context("Nobody played ping-pong")?;
             Ok(nanoseconds(khz, ticks, ROUNDS * 2))
         };
         let reset = || {
-            // SAFETY: an aligned word in RAM that this program alone uses, and neither side plays.
+            // SAFETY: an aligned word in RAM that only this program uses, while neither side plays.
             unsafe { std::ptr::with_exposed_provenance_mut::<u64>(to_usize(host_address)).write_volatile(0) };
         };
         let vm = &mut self.vm;
@@ -155,7 +155,7 @@ impl Session {
             || {
                 reset();
                 let [first, second] = jobs(host_address);
-                // SAFETY: the two play with one another over a word that nobody else uses.
+                // SAFETY: the two sides use a word that no other code uses.
                 one_way(unsafe { peers::run(&[(first_cpu, first), (second_cpu, second)]) }?)
             },
         )?;
@@ -226,7 +226,7 @@ impl Session {
             || Ok(nanoseconds(khz, first(&vm.run(&[job])?)?, EXITS)),
             || Ok(nanoseconds(khz, system_call(doorbell)?, EXITS)),
         )?;
-        // One more than the samples, the one that isn't counted; each asked for work once, too.
+        // One more than the samples: the uncounted run. Each also requested a job once.
         let runs = self.samples as u64 + 1;
         let expected = if to_monitor { runs * EXITS } else { 0 };
         let counted = self.vm.exits() - before;
@@ -266,8 +266,8 @@ impl Session {
     }
 }
 
-/// Writes a chain of offsets that visits each cache line of the first `size` bytes once, in an order that no prefetcher
-/// guesses, and comes back to the start.
+/// Writes a chain of offsets that visits each cache line of the first `size` bytes once, in an order that no prefetcher predicts, and
+/// returns to the start.
 fn chain(mapping: &HostMapping, size: u64) -> anyhow::Result<()> {
     let lines = size / LINE;
     if size > mapping.len() || !mapping.is_writable() || !lines.is_power_of_two() {

@@ -1,4 +1,4 @@
-//! Two hosts on this machine: network namespaces joined by a veth pair, gone at the end.
+//! Two hosts on this machine: network namespaces connected by a veth pair, removed at the end.
 
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::process::Command;
@@ -6,14 +6,14 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use anyhow::{Context, bail};
 
-/// The hosts' addresses, in a network of their own.
+/// The hosts' addresses, in a separate network.
 pub const ADDRESSES: [Ipv4Addr; 2] = [Ipv4Addr::new(10, 77, 0, 1), Ipv4Addr::new(10, 77, 0, 2)];
-/// What the namespaces' names begin with; the process's number follows.
+/// Prefix of the namespaces' names; the process ID follows.
 const PREFIX: &str = "cwbench";
-/// What the link is called on both.
+/// Name of the link on both.
 pub const INTERFACE: &str = "eth0";
 
-/// Namespaces made so far by this process: names are used once.
+/// Number of namespaces that this process has created: each name is used once.
 static MADE: AtomicU32 = AtomicU32::new(0);
 
 /// The two namespaces. Dropping them removes them, and their link with them.
@@ -23,7 +23,7 @@ pub struct Link {
 }
 
 impl Link {
-    /// Makes them, with a link that carries IP packets of `mtu` bytes.
+    /// Creates them, with a link that transports IP packets of `mtu` bytes.
     pub fn new(mtu: u32) -> anyhow::Result<Self> {
         remove_left_behind();
         let number = MADE.fetch_add(1, Ordering::Relaxed);
@@ -47,8 +47,8 @@ impl Link {
         self.names.get(host).map_or("", String::as_str)
     }
 
-    /// A command that runs `program` on one of the hosts, 0 or 1: `ip` becomes it, so that its process is the child. It ends with this process,
-    /// even if that is killed.
+    /// Returns a command that runs `program` on host 0 or 1. `ip` execs it, so that its process is the child. It ends with this
+    /// process, even if that is killed.
     pub fn on(&self, host: usize, program: impl AsRef<std::ffi::OsStr>) -> Command {
         let mut command = Command::new("ip");
         command.args(["netns", "exec", self.name(host), "setpriv", "--pdeathsig", "KILL"]).arg(program);
@@ -57,7 +57,7 @@ impl Link {
 }
 
 impl Link {
-    /// A TCP connection from host 0 to host 1: both ends, in this process.
+    /// Opens a TCP connection from host 0 to host 1; returns both ends.
     pub fn connection(&self) -> anyhow::Result<(TcpStream, TcpStream)> {
         let listener = self.inside(1, || TcpListener::bind((ADDRESSES[1], 0)))?;
         let address = listener.local_addr().context("A listening socket has no address")?;
@@ -66,7 +66,7 @@ impl Link {
         Ok((from, to))
     }
 
-    /// Runs something on one of the hosts, on a thread of its own: sockets stay where they were made.
+    /// Runs a function on one of the hosts, on a separate thread: sockets stay in the namespace of their creation.
     fn inside<T: Send>(
         &self,
         host: usize,
@@ -97,7 +97,7 @@ impl Drop for Link {
     }
 }
 
-/// Removes namespaces of runs that were killed.
+/// Removes namespaces of killed runs.
 fn remove_left_behind() {
     for entry in std::fs::read_dir("/run/netns").into_iter().flatten().flatten() {
         let name = entry.file_name().to_string_lossy().into_owned();

@@ -1,6 +1,5 @@
-//! DPDK's shared memory interface (memif), as its program `testpmd` uses it: one process sends packets as fast as it can, the other
-//! receives them. No huge pages, no devices. Packets are copied into the ring and out of it: testpmd's own way for memory that isn't
-//! one file.
+//! DPDK's shared memory interface (memif) with `testpmd`: one process sends packets as fast as possible, the other receives them. No
+//! huge pages, no devices. testpmd copies packets into the ring and out of it, as it does for memory that isn't one file.
 
 use std::path::Path;
 use std::time::Duration;
@@ -10,20 +9,20 @@ use anyhow::{Context, bail};
 use super::pinned;
 use super::process::Process;
 
-/// What must be installed: program, harmless argument, package.
+/// Required program, harmless argument, package.
 pub const PROGRAM: (&str, &str, &str) = ("dpdk-testpmd", "--version", "dpdk-dev and librte-net-memif23");
 
-/// Seconds that it runs before it is read, and how many of its lines are counted, the last ones. It writes one a second, or far fewer where the thread
-/// that forwards leaves the one that writes little of their CPU: then it runs for longer.
+/// Seconds before the output is read, and the number of its last lines that count. It prints one line per second, or far fewer if its
+/// forwarding thread starves the printing one: then it runs longer.
 const SECONDS: [u64; 2] = [5, 20];
 const COUNTED: usize = 3;
-/// Longest that it may take to end.
+/// Time-out of its end.
 const PEER_END_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Packets per second that the receiver takes, of `size` bytes (64 to 2,048).
+/// Measures the packets per second that the receiver gets, of `size` bytes (64 to 2,048).
 ///
 /// # Errors
-/// When testpmd can't be run, or doesn't say that it receives anything.
+/// testpmd can't run, or doesn't report received packets.
 pub fn packets_per_second(cpus: [usize; 2], size: u32) -> anyhow::Result<f64> {
     let mut last = None;
     for seconds in SECONDS {
@@ -39,12 +38,12 @@ pub fn packets_per_second(cpus: [usize; 2], size: u32) -> anyhow::Result<f64> {
     )
 }
 
-/// What the receiver and the sender say in so many seconds.
+/// Returns the output of receiver and sender after this many seconds.
 fn run(cpus: [usize; 2], size: u32, seconds: u64) -> anyhow::Result<(String, String)> {
     let directory = tempfile::tempdir().context("A folder for memif's socket could not be had")?;
     let socket = directory.path().join("memif");
     let mut receiver = start(cpus[1], &socket, "server", &["--forward-mode=rxonly"])?;
-    // Its socket is there a moment later.
+    // Its socket appears a moment later.
     let began = std::time::Instant::now();
     while !socket.exists() && began.elapsed() < PEER_END_TIMEOUT && !receiver.has_ended() {
         std::thread::sleep(Duration::from_millis(20));
@@ -62,7 +61,7 @@ fn run(cpus: [usize; 2], size: u32, seconds: u64) -> anyhow::Result<(String, Str
 }
 
 fn start(cpu: usize, socket: &Path, role: &str, arguments: &[&str]) -> anyhow::Result<Process> {
-    // At ordinary priority: it polls for ever, and whoever measures at the same real-time priority would never run again.
+    // At ordinary priority: it polls forever, and would block a measurement at the same real-time priority.
     let mut command = pinned(cpu, "chrt");
     command.args(["--other", "0", PROGRAM.0]);
     // A thread that waits, and one that forwards.
@@ -76,7 +75,7 @@ fn start(cpu: usize, socket: &Path, role: &str, arguments: &[&str]) -> anyhow::R
     Process::start("dpdk-testpmd", &mut command)
 }
 
-/// The mean of the last rates that it printed.
+/// Returns the mean of the last printed rates.
 fn rate(text: &str) -> Option<f64> {
     let rates: Vec<f64> = text
         .lines()

@@ -1,4 +1,4 @@
-//! Peers that are programs of others: started, pinned and read, on this host or between two network namespaces.
+//! Peers that are other programs: started, pinned and parsed, on this host or between two network namespaces.
 //!
 //! | file | holds |
 //! |---|---|
@@ -16,7 +16,7 @@ pub mod ucx;
 
 use std::process::Command;
 
-/// A command that runs `program` on one CPU of this host.
+/// Returns a command that runs `program` on one CPU of this host.
 #[must_use]
 pub fn pinned(cpu: usize, program: &str) -> Command {
     let mut command = Command::new("taskset");
@@ -24,7 +24,7 @@ pub fn pinned(cpu: usize, program: &str) -> Command {
     command
 }
 
-/// Those of `programs` (name, a harmless argument, Debian package) that can't be run: their packages.
+/// Returns the packages of those `programs` (name, harmless argument, Debian package) that can't run.
 #[must_use]
 pub fn missing(programs: &[(&str, &str, &'static str)]) -> Vec<&'static str> {
     let absent = |(program, flag, package): &(&str, &str, &'static str)| {

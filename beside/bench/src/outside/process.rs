@@ -1,4 +1,4 @@
-//! Processor time of other processes, and their end; a server and its client.
+//! Processor time and end of other processes; a server and its client.
 
 #![allow(unsafe_code)] // wait4 is what tells what one child has used.
 
@@ -7,14 +7,14 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 
-/// Longest that a peer may take.
+/// Time-out of a peer.
 const PEER_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Runs a server, then its client until it ends well. The client's output, and processor time of both. `ends_itself`: the server does,
-/// after one client.
+/// Runs a server, then its client until it succeeds. Returns the client's output, and processor time of both. `ends_itself`: the
+/// server ends after one client.
 ///
 /// # Errors
-/// When either can't be run, or the client never ends well.
+/// Either can't run, or the client never succeeds.
 pub fn serve(
     name: &'static str,
     server: &mut Command,
@@ -22,13 +22,13 @@ pub fn serve(
     ends_itself: bool,
 ) -> anyhow::Result<(String, Duration)> {
     let mut server = Process::start(name, server)?;
-    // The server listens a moment after it has started; the client ends with an error until then.
+    // The server listens a moment after its start; until then the client fails.
     for _ in 0..50 {
         std::thread::sleep(Duration::from_millis(50));
         let mut client = Process::start(name, &mut client())?;
         let text = client.output()?;
         let (fine, used) = client.finish(PEER_TIMEOUT)?;
-        // iperf3 ends well even when it only has an error to report.
+        // iperf3 exits with 0 even after an error.
         if fine && !text.contains("\"error\"") {
             let patience = if ends_itself { PEER_TIMEOUT } else { Duration::ZERO };
             let (_, by_server) = server.finish(patience)?;
@@ -41,7 +41,7 @@ pub fn serve(
     bail!("{name}, a server and a client on two CPUs, gave no result")
 }
 
-/// Processor time that a running process has used so far, all threads that it has now: `/proc/PID/task/*/schedstat`, nanoseconds exact.
+/// Returns a running process' processor time, over all its current threads: `/proc/PID/task/*/schedstat`, in nanoseconds.
 pub fn so_far(pid: u32) -> anyhow::Result<Duration> {
     let folder = format!("/proc/{pid}/task");
     let mut sum = 0;
@@ -55,13 +55,13 @@ pub fn so_far(pid: u32) -> anyhow::Result<Duration> {
     Ok(Duration::from_nanos(sum))
 }
 
-/// Processor time of the calling thread.
+/// Returns the processor time of the calling thread.
 pub fn by_this_thread() -> Duration {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
     Duration::new(u64::try_from(time.tv_sec).unwrap_or(0), u32::try_from(time.tv_nsec).unwrap_or(0))
 }
 
-/// A child that is ended when it is dropped.
+/// A child process. Dropping it ends it.
 pub struct Process {
     child: Child,
     name: &'static str,
@@ -69,7 +69,7 @@ pub struct Process {
 }
 
 impl Process {
-    /// Starts it. Its output can be had by [`Process::output`]; what it says on standard error is thrown away.
+    /// Starts the process. [`Process::output`] returns its output; standard error is discarded.
     pub fn start(name: &'static str, command: &mut Command) -> anyhow::Result<Self> {
         let child = command
             .stdin(Stdio::null())
@@ -80,12 +80,12 @@ impl Process {
         Ok(Self { child, name, over: false })
     }
 
-    /// Its number.
+    /// Returns its process ID.
     pub fn id(&self) -> u32 {
         self.child.id()
     }
 
-    /// Asks it to end (SIGINT); what it says last can be read afterwards.
+    /// Sends SIGINT; its last output can be read afterwards.
     pub fn interrupt(&self) -> anyhow::Result<()> {
         let pid = i32::try_from(self.child.id()).ok().and_then(rustix::process::Pid::from_raw);
         let pid = pid.context("A process has an impossible number")?;
@@ -95,7 +95,7 @@ impl Process {
         }
     }
 
-    /// Reads all that it says until it ends.
+    /// Reads all output until it ends.
     pub fn output(&mut self) -> anyhow::Result<String> {
         let mut text = String::new();
         if let Some(mut pipe) = self.child.stdout.take() {
@@ -105,12 +105,12 @@ impl Process {
         Ok(text)
     }
 
-    /// Whether it has ended.
+    /// Returns whether it has ended.
     pub fn has_ended(&mut self) -> bool {
         self.over || self.child.try_wait().is_ok_and(|status| status.is_some())
     }
 
-    /// Waits for its end, kills it after `patience`, and returns whether it ended well, and what processor time it has used.
+    /// Waits for its end, and kills it after `patience`. Returns whether it succeeded, and its processor time.
     pub fn finish(mut self, patience: Duration) -> anyhow::Result<(bool, Duration)> {
         let deadline = Instant::now() + patience;
         loop {
@@ -131,7 +131,7 @@ impl Process {
     fn reap(&mut self, options: i32) -> anyhow::Result<Option<(bool, Duration)>> {
         let pid = i32::try_from(self.child.id()).context("A process has an impossible number")?;
         let mut status = 0;
-        // SAFETY: all zeroes are a valid `rusage`.
+        // SAFETY: all zeros are a valid `rusage`.
         let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
         // SAFETY: both are local variables, written by the kernel before it returns.
         let found = unsafe { libc::wait4(pid, &raw mut status, options, &raw mut usage) };

@@ -1,4 +1,4 @@
-//! Programs over a link: iperf3 and qperf over TCP, UCX over TCP. A server on the one host, a client on the other, each on a CPU.
+//! Programs over a link: iperf3 and qperf over TCP, UCX over TCP. The server is on one host, the client on the other, each on a CPU.
 
 use std::process::Command;
 use std::time::Duration;
@@ -15,26 +15,26 @@ const QPERF_PORT: &str = "19765";
 /// Bytes of UCX's messages, and of its latency.
 const LARGE: u64 = 1 << 20;
 
-/// Programs that this needs: name, harmless argument, package.
+/// Required programs: name, harmless argument, package.
 pub const PROGRAMS: [(&str, &str, &str); 3] =
     [("iperf3", "-v", "iperf3"), ("qperf", "--version", "qperf"), ucx::PROGRAM];
 
-/// What a transfer came to.
+/// Result of a transfer.
 #[derive(Debug, Clone, Copy)]
 pub struct Bandwidth {
     /// 10^9 bytes per second.
     pub gigabytes: f64,
-    /// Seconds of processor time of both ends per GiB.
+    /// Processor time of both ends per GiB in seconds.
     pub cpu_per_gib: f64,
 }
 
-/// Where the peers run.
+/// Parameters of the peers.
 pub struct Peers<'a> {
     /// The link.
     pub link: &'a Link,
     /// CPU of each host.
     pub cpus: [usize; 2],
-    /// Seconds that each measurement takes.
+    /// Seconds of each measurement.
     pub seconds: u64,
 }
 
@@ -46,7 +46,7 @@ impl Peers<'_> {
         command
     }
 
-    /// Bandwidth of one TCP stream, as iperf3 has it.
+    /// Measures the bandwidth of one TCP stream with iperf3.
     pub fn iperf3(&self) -> anyhow::Result<Bandwidth> {
         let mut server = self.pinned(1, "iperf3");
         server.args(["-s", "-1", "-p", IPERF_PORT]);
@@ -78,21 +78,21 @@ impl Peers<'_> {
         let client = || {
             let mut client = self.pinned(0, "qperf");
             client.args(["--listen_port", QPERF_PORT, "-t", &self.seconds.to_string()]);
-            // Units spelt out: bytes per second, nanoseconds.
+            // Explicit units: bytes per second, nanoseconds.
             client.args(["-uu", "-vvs", "-m", &size.to_string(), &ADDRESSES[1].to_string(), test]);
             client
         };
         serve("qperf", &mut server, client, false)
     }
 
-    /// Bandwidth of one TCP stream, as qperf has it.
+    /// Measures the bandwidth of one TCP stream with qperf.
     pub fn qperf_bandwidth(&self) -> anyhow::Result<Bandwidth> {
         let (text, used) = self.qperf("tcp_bw", 64 << 10)?;
         let (rate, received) = (value(&text, "bw")?, value(&text, "recv_bytes")?);
         Ok(Bandwidth { gigabytes: rate / 1e9, cpu_per_gib: per_gib(used, received) })
     }
 
-    /// Microseconds there and back of a message of 8 bytes over TCP, from program to program. qperf's own figure is one way.
+    /// Measures the round trip in microseconds of a message of 8 bytes over TCP, between programs. qperf's own figure is one way.
     pub fn qperf_round_trip(&self) -> anyhow::Result<f64> {
         let (text, _) = self.qperf("tcp_lat", 8)?;
         Ok(2.0 * value(&text, "latency")? / 1e3)
@@ -111,20 +111,20 @@ impl Peers<'_> {
         test.run(|host, program| self.pinned(host, program))
     }
 
-    /// Bandwidth of UCX's tagged messages of 1 MiB over TCP.
+    /// Measures the bandwidth of UCX's tagged messages of 1 MiB over TCP.
     pub fn ucx_bandwidth(&self) -> anyhow::Result<Bandwidth> {
-        // Some 1.5 GB/s.
+        // About 1.5 GB/s.
         let ucx = self.ucx("tag_bw", LARGE, 1500 * self.seconds)?;
         Ok(Bandwidth { gigabytes: ucx.gigabytes, cpu_per_gib: per_gib(ucx.used, ucx.bytes) })
     }
 
-    /// Microseconds there and back of a tagged message of 8 bytes. UCX's own figure is one way.
+    /// Measures the round trip in microseconds of a tagged message of 8 bytes. UCX's own figure is one way.
     pub fn ucx_round_trip(&self) -> anyhow::Result<f64> {
         Ok(2.0 * self.ucx("tag_lat", 8, 20_000 * self.seconds)?.latency)
     }
 }
 
-/// The value of one of qperf's lines, `name = 12,345 unit`; its unit is bytes, bytes per second or nanoseconds.
+/// Parses one of qperf's lines, `name = 12,345 unit`; the unit is bytes, bytes per second or nanoseconds.
 fn value(text: &str, name: &str) -> anyhow::Result<f64> {
     let line = text.lines().find_map(|line| {
         let (key, rest) = line.split_once('=')?;
@@ -134,7 +134,7 @@ fn value(text: &str, name: &str) -> anyhow::Result<f64> {
     let (number, unit) = line.split_once(' ').unwrap_or((&line, ""));
     let number: f64 =
         number.replace(',', "").parse().with_context(|| format!("qperf's '{name}' is no number: {line}"))?;
-    // Without -uu qperf chooses units itself, with it some of them still.
+    // Without -uu qperf chooses units itself, and with it still for some values.
     let factor = match unit.trim().trim_end_matches("/sec") {
         "" | "bytes" | "ns" => 1.0,
         "KB" | "us" => 1e3,
@@ -146,7 +146,7 @@ fn value(text: &str, name: &str) -> anyhow::Result<f64> {
     Ok(number * factor)
 }
 
-/// Seconds of processor time per GiB.
+/// Returns seconds of processor time per GiB.
 pub fn per_gib(used: Duration, bytes: f64) -> f64 {
     used.as_secs_f64() / (bytes / f64::from(1 << 30))
 }

@@ -8,51 +8,51 @@ use anyhow::Context;
 
 use super::process::serve;
 
-/// What must be installed: program, harmless argument, package.
+/// Required program, harmless argument, package.
 pub const PROGRAM: (&str, &str, &str) = ("ucx_perftest", "-h", "ucx-utils");
 
-/// Port at which the two find each other on loopback.
+/// Port of the connection on loopback.
 const PORT: u16 = 13_337;
 
-/// What is measured.
+/// Parameters of a measurement.
 #[derive(Debug, Clone, Copy)]
 pub struct Test<'a> {
-    /// UCX's name of it: `tag_lat`, `tag_bw`.
+    /// UCX's name: `tag_lat`, `tag_bw`.
     pub kind: &'a str,
     /// Bytes per message.
     pub size: u64,
-    /// Messages, without those that warm up.
+    /// Number of messages without warm-up.
     pub count: u64,
     /// UCX's names of transports (UCX_TLS).
     pub transports: &'a str,
-    /// Network device (UCX_NET_DEVICES); none where it doesn't matter.
+    /// Network device (UCX_NET_DEVICES), if needed.
     pub device: Option<&'a str>,
-    /// Where the server is, for the two to find each other.
+    /// The server's address.
     pub server: IpAddr,
-    /// Its port.
+    /// The server's port.
     pub port: u16,
 }
 
 /// The result.
 #[derive(Debug, Clone, Copy)]
 pub struct Ucx {
-    /// Microseconds per message, overall; of latency tests one way.
+    /// Mean microseconds per message; one way in latency tests.
     pub latency: f64,
-    /// 10^9 bytes per second, overall.
+    /// Mean 10^9 bytes per second.
     pub gigabytes: f64,
-    /// Messages per second, overall.
+    /// Mean messages per second.
     pub rate: f64,
     /// Processor time of both.
     pub used: Duration,
-    /// Bytes that were sent, with those that warmed up.
+    /// Bytes sent, including warm-up.
     pub bytes: f64,
 }
 
 impl Test<'_> {
-    /// Measures; `on` gives the command that runs a program on the client's (0) or the server's (1) side.
+    /// Runs the measurement. `on` returns the command that runs a program on the client's (0) or the server's (1) side.
     ///
     /// # Errors
-    /// When it can't be run, or gives no result.
+    /// It can't run, or has no result.
     pub fn run(&self, on: impl Fn(usize, &str) -> Command) -> anyhow::Result<Ucx> {
         let (name, _, _) = PROGRAM;
         let with = |side| {
@@ -85,7 +85,7 @@ impl Test<'_> {
     }
 }
 
-/// UCX over shared memory between two CPUs of this host, whose processes find each other over loopback.
+/// Measures UCX over shared memory between two CPUs of this host, with a connection over loopback.
 ///
 /// # Errors
 /// As for [`Test::run`].
@@ -94,7 +94,7 @@ pub fn shared_memory(cpus: [usize; 2], kind: &str, size: u64, count: u64) -> any
         kind,
         size,
         count,
-        // All that it has of the kind: posix, sysv, cma.
+        // All of UCX's kinds: posix, sysv, cma.
         transports: "sm,self",
         device: None,
         server: IpAddr::V4(Ipv4Addr::LOCALHOST),

@@ -1,5 +1,6 @@
-//! Litmus tests in a VM of three nodes, with a slow path between two of them, and with a fault in the protocol that only shows there. Needs /dev/kvm and
-//! userfaultfd; without them each test says so loudly and passes. The nodes are threads of this process, with a monitor each.
+//! Litmus tests in a VM of three nodes with a slow link between two of them, and with an injected bug in the protocol that only shows
+//! there. Needs /dev/kvm and userfaultfd; without them each test prints that it is skipped. The nodes are threads of this process,
+//! with a monitor each.
 
 use crate::programs::{Output, programs};
 use dsm::{Plant, Policy};
@@ -11,12 +12,13 @@ use payload_litmus::table::Placement;
 use serde_json::Value;
 use std::time::Duration;
 
-/// Nodes, with a vCPU each. Node 0 gives updates their places: its policy keeps the token there.
+/// Number of nodes, with a vCPU each. Node 0 sequences updates: its policy keeps the role there.
 const NODES: u8 = 3;
-/// How much later messages come on the slow path. A node that reads after its update waits that long for the page, if another has written it before.
+/// Additional delay of messages on the slow link. A node that reads after its update waits that long for the page if another node has
+/// written it before.
 const SLOW: Duration = Duration::from_millis(2);
 
-/// The program, or `None` where no VM can span nodes.
+/// Returns the program, or `None` if no VM can span nodes.
 fn program(test: &str) -> Option<Vec<u8>> {
     if !std::path::Path::new("/dev/userfaultfd").exists() {
         facilities::missing(facilities::Facility::Userfaultfd, format!("{test} needs /dev/userfaultfd"));
@@ -25,7 +27,7 @@ fn program(test: &str) -> Option<Vec<u8>> {
     programs(test).map(|programs| std::fs::read(programs.path("litmus")).unwrap())
 }
 
-/// Modes stay as they are put: odd pages by updates, the others by invalidation.
+/// Modes stay as they are set: odd pages are write-update pages, the others write-invalidate.
 fn policy() -> Policy {
     Policy {
         adapt: false,
@@ -38,7 +40,7 @@ fn policy() -> Policy {
     }
 }
 
-/// Runs a file on all nodes; what it printed.
+/// Runs a file on all nodes; returns its output.
 fn run(file: &[u8], trouble: Trouble, arguments: &[&str]) -> String {
     let folder = tempfile::tempdir().unwrap();
     let address = |node: u8| format!("unix:{}", folder.path().join(node.to_string()).display());
@@ -68,7 +70,7 @@ fn run(file: &[u8], trouble: Trouble, arguments: &[&str]) -> String {
     output.text()
 }
 
-/// Outcomes that x86-TSO forbids, how often they came, and how often the test ran with threads on different nodes.
+/// Returns the outcomes that x86-TSO forbids, their number, and the number of runs with threads on different nodes.
 fn forbidden(program: &[u8], test: &Test, trouble: Trouble, arguments: &[&str]) -> (Vec<Outcome>, u64, u64) {
     let variant = Variant { test, placement: Placement::Pages };
     let text = run(&fill(program, &[variant]).unwrap(), trouble, arguments);
@@ -87,12 +89,12 @@ fn forbidden(program: &[u8], test: &Test, trouble: Trouble, arguments: &[&str]) 
     (found, times, line["apart"].as_u64().unwrap())
 }
 
-/// Runs store buffering with fences, one location on a write-update page and the other on a write-invalidate page. Node 0 sequences updates, and
-/// they reach node `late` slowly. Returns how many runs had a forbidden outcome.
+/// Runs store buffering with fences, one location on a write-update page and the other on a write-invalidate page. Node 0 sequences
+/// updates, and they reach node `late` slowly. Returns the number of runs with a forbidden outcome.
 ///
-/// A round takes a page per location, so that one of the two is odd. Where the page is already there when its turn to read comes, only the
-/// acknowledgment carries a timestamp: so the instances are further apart than a reader waits for a page, and begin up to a quarter of that
-/// apart, far more than an update takes.
+/// A round uses a page per location, so one of the two is odd. If the page is already present at the read, only the acknowledgment
+/// has a timestamp. So the instances' distance exceeds a reader's wait for a page, and their start varies by up to a quarter of it,
+/// far more than an update takes.
 fn forbidden_with(program: &[u8], plant: Plant, late: u8) -> u64 {
     let test = corpus::all().unwrap().into_iter().find(|test| test.name == "SB+mfences").unwrap();
     let arguments = ["iterations=768", "round=64", "meeting=clock", "interval=5M"];
@@ -103,7 +105,7 @@ fn forbidden_with(program: &[u8], plant: Plant, late: u8) -> u64 {
     times
 }
 
-/// With timestamps no outcome is forbidden, whichever node the updates reach slowly.
+/// With timestamps no outcome is forbidden, for either slow node.
 #[test]
 fn nothing_forbidden_is_seen_on_three_nodes_with_a_slow_link() {
     let Some(program) = program("nothing_forbidden_is_seen_on_three_nodes_with_a_slow_link") else { return };
@@ -112,8 +114,8 @@ fn nothing_forbidden_is_seen_on_three_nodes_with_a_slow_link() {
     }
 }
 
-/// Without timestamps the answer to an invalidation overtakes the update that it depends on, and both threads read old values. The threads
-/// have to meet within an update's delay for it, which a shared machine doesn't promise.
+/// Without timestamps the answer to an invalidation overtakes the update that it depends on, and both threads read old values. For
+/// that, the threads must meet within an update's delay, which a shared machine doesn't guarantee.
 #[test]
 #[ignore = "depends on threads that meet within 2 ms; run by hand with --ignored"]
 fn missing_timestamps_are_caught_on_three_nodes() {

@@ -1,5 +1,5 @@
-//! The simulator, driven by traces of live runs on two nodes, counts what the live nodes have counted. Needs /dev/kvm and userfaultfd; without
-//! them the tests say so loudly and pass. The nodes are threads of this process, with a monitor each.
+//! The simulator, driven by traces of live runs on two nodes, has the live nodes' counts. Needs /dev/kvm and userfaultfd; without
+//! them the tests print that they are skipped. The nodes are threads of this process, with a monitor each.
 
 use bench::programs::Programs;
 use dsm::Policy;
@@ -8,7 +8,7 @@ use dsm::testing::sim::retrace::retrace;
 use monitor::dsm::{Ended, NodeAddress, NodeSettings, SpanningVm, Trouble, tuned};
 use monitor::payload::PayloadVm;
 
-/// How long a simulated message takes, nanoseconds: less than any live one.
+/// Latency of a simulated message in nanoseconds: below any live one.
 const LATENCY: u64 = 5_000;
 
 /// Runs a program on two nodes and records it.
@@ -39,24 +39,24 @@ fn record(programs: &Programs, program: &str, policy: Policy, arguments: &[&str]
     })
 }
 
-/// Messages, with a page each, by which any two may differ: with few messages, one is more than 2 %.
+/// Permitted difference in messages, with a page each: in short runs, one message is more than 2 %.
 const FEW: u64 = 2;
 
-/// Recordings at most of a program whose replay skips faults: the simulator can't count what was no fault in its own order.
+/// Limit of recordings of a program whose replay skips faults: the simulator can't count what was no fault in its own order.
 const RECORDINGS: u32 = 12;
 
-/// What a recording and its replay came to.
+/// Counts of a recording and its replay.
 struct Counts {
     /// Messages and bytes of the live nodes.
     live: [u64; 2],
-    /// Messages and bytes of simulated nodes with links and deadlines of their own.
+    /// Messages and bytes of simulated nodes with their own links and deadlines.
     simulated: [u64; 2],
     /// Faults that the simulated nodes didn't have.
     skipped: u64,
 }
 
 impl Counts {
-    /// Whether messages or bytes differ by more than 2 % and more than `FEW` messages.
+    /// Returns whether messages or bytes differ by more than 2 % and more than `FEW` messages.
     fn differ(&self) -> bool {
         let far =
             |at: usize, few: u64| self.live[at].abs_diff(self.simulated[at]) > (self.live[at] / 50).max(few);
@@ -64,7 +64,7 @@ impl Counts {
     }
 }
 
-/// Records a program and asserts that simulated nodes, given each event in the recorded order, send as many messages and bytes.
+/// Records a program, and asserts that simulated nodes send as many messages and bytes for the same events in the recorded order.
 fn record_and_replay(programs: &Programs, program: &str, policy: Policy, arguments: &[&str]) -> Counts {
     let ended = record(programs, program, tuned(policy), arguments);
     assert!(ended.iter().all(|ended| ended.outcome == Ok(0)), "{program}: {ended:?}");
@@ -84,7 +84,7 @@ fn record_and_replay(programs: &Programs, program: &str, policy: Policy, argumen
     Counts { live, simulated, skipped: found.skipped }
 }
 
-/// Programs with their arguments, each with write-invalidation alone and with updates.
+/// Programs with arguments, each with write-invalidation only and with updates.
 const PROGRAMS: [(&str, &[&str]); 5] = [
     ("pages", &["kind=read"]),
     ("pages", &["kind=upgrade"]),
@@ -93,7 +93,7 @@ const PROGRAMS: [(&str, &[&str]); 5] = [
     ("locks", &["times=500", "outside=2K"]),
 ];
 
-/// The payload programs, or `None` where no VM can span nodes.
+/// Returns the payload programs, or `None` if no VM can span nodes.
 fn programs(test: &str) -> Option<Programs> {
     for (needed, facility) in
         [("/dev/kvm", facilities::Facility::Kvm), ("/dev/userfaultfd", facilities::Facility::Userfaultfd)]
@@ -106,7 +106,7 @@ fn programs(test: &str) -> Option<Programs> {
     Some(Programs::build().unwrap())
 }
 
-/// In the recorded order of events, simulated nodes send as many messages and bytes as the live nodes did, none more or less.
+/// In the recorded order of events, simulated nodes send exactly as many messages and bytes as the live nodes.
 #[test]
 fn the_simulator_counts_what_live_nodes_count() {
     let Some(programs) = programs("the_simulator_counts_what_live_nodes_count") else { return };
@@ -117,8 +117,8 @@ fn the_simulator_counts_what_live_nodes_count() {
     }
 }
 
-/// With links and deadlines of their own, simulated nodes agree with live ones within 2 %, or two messages, where the order of accesses doesn't
-/// matter: misses and upgrades, and, with write-invalidation alone, Jacobi, streams and locks.
+/// With their own links and deadlines, simulated nodes agree with live ones within 2 % or two messages if the order of accesses
+/// doesn't matter. That holds for misses and upgrades, and, with write-invalidation only, for Jacobi, streams and locks.
 #[test]
 #[ignore = "depends on when each node runs; run by hand with --ignored"]
 fn the_simulator_by_itself_comes_close_to_live_nodes() {

@@ -1,4 +1,5 @@
-//! Litmus tests in a real VM of one node. Needs /dev/kvm; without it each test says so loudly and passes. The whole corpus runs with `lab dsm-litmus`.
+//! Litmus tests in a real VM of one node. Needs /dev/kvm; without it each test prints that it is skipped. `lab dsm-litmus` runs the
+//! whole corpus.
 
 use crate::programs::{Output, programs};
 use litmus::model::{Order, Outcome, outcomes};
@@ -10,7 +11,7 @@ use std::time::Duration;
 
 const HANG_LIMIT: Duration = Duration::from_secs(300);
 
-/// The program, or `None` without KVM.
+/// Returns the program, or `None` without KVM.
 fn program(test: &str) -> Option<Vec<u8>> {
     programs(test).map(|programs| std::fs::read(programs.path("litmus")).unwrap())
 }
@@ -19,7 +20,7 @@ fn named(name: &str) -> Test {
     corpus::all().unwrap().into_iter().find(|test| test.name == name).unwrap()
 }
 
-/// Exit code and lines of a file on so many vCPUs.
+/// Returns exit code and lines of a file on this many vCPUs.
 fn run(file: Vec<u8>, vcpus: u32, arguments: &[&str]) -> (u32, Vec<String>) {
     let output = Output::default();
     let builder = PayloadVm::builder("litmus", file).vcpus(vcpus).memory(64 << 20);
@@ -30,7 +31,7 @@ fn run(file: Vec<u8>, vcpus: u32, arguments: &[&str]) -> (u32, Vec<String>) {
     (code.unwrap_or_else(|| panic!("It still runs: {text}")), text.lines().map(str::to_owned).collect())
 }
 
-/// Outcomes of one test with how often each came, and how often it ran.
+/// Returns the outcomes of one test with their numbers, and the number of runs.
 fn seen(program: &[u8], test: &Test, placement: Placement, arguments: &[&str]) -> (Vec<(Outcome, u64)>, u64) {
     let vcpus = u32::try_from(test.threads.len()).unwrap();
     let (code, lines) = run(fill(program, &[Variant { test, placement }]).unwrap(), vcpus, arguments);
@@ -47,13 +48,13 @@ fn seen(program: &[u8], test: &Test, placement: Placement, arguments: &[&str]) -
     (outcomes, iterations)
 }
 
-/// Whether all that was seen is allowed.
+/// Returns whether all observed outcomes are allowed.
 fn all_allowed(variant: &Variant<'_>, seen: &[(Outcome, u64)]) -> bool {
     let allowed = outcomes(variant.test, Order::Tso, variant.memory());
     seen.iter().all(|(outcome, _)| allowed.contains(outcome))
 }
 
-/// Two, three and four threads, every placement, all kinds of instructions: nothing forbidden.
+/// Two, three and four threads, every placement, all kinds of instructions: no forbidden outcome.
 #[test]
 fn nothing_forbidden_is_seen() {
     let Some(program) = program("nothing_forbidden_is_seen") else { return };
@@ -78,8 +79,9 @@ fn nothing_forbidden_is_seen() {
     }
 }
 
-/// The runner makes threads meet: the processor's store queues show. And it would notice a broken fence: with the fences left out of the code, what comes out is
-/// not what the model allows for the test with fences. Two vCPUs have to run at the same time for it, which a shared machine doesn't promise.
+/// The runner makes threads meet: the processor's store buffers show. It would also detect a broken fence: without the fences in the
+/// code, the outcomes violate the model of the test with fences. For that two vCPUs must run in parallel, which a shared machine
+/// doesn't guarantee.
 #[test]
 #[ignore = "depends on two vCPUs running at the same time; run by hand with --ignored"]
 fn weak_outcomes_are_seen_and_missing_fences_are_found() {
@@ -97,7 +99,7 @@ fn weak_outcomes_are_seen_and_missing_fences_are_found() {
         .threads
         .iter_mut()
         .for_each(|thread| thread.retain(|instruction| *instruction != Instruction::Fence));
-    // A busy machine may keep the two apart for a while.
+    // A busy machine may keep the two from running in parallel for a while.
     let placement = Placement::Pages;
     let found = (0..20).any(|_| {
         let (seen, _) = seen(&program, &broken, placement, &["iterations=20K", "round=1K"]);
@@ -107,7 +109,7 @@ fn weak_outcomes_are_seen_and_missing_fences_are_found() {
     assert!(found, "In 400,000 runs, stores were never seen late");
 }
 
-/// A file without tests, too few vCPUs and unknown arguments are refused in a sentence.
+/// A file without tests, too few vCPUs and unknown arguments are each refused with a sentence.
 #[test]
 fn nonsense_is_refused_in_one_sentence() {
     let Some(program) = program("nonsense_is_refused_in_one_sentence") else { return };

@@ -1,4 +1,4 @@
-//! Integration tests of `bench`: one program, since each is linked with everything.
+//! Integration tests of `bench`. They form one binary, since each binary links everything.
 #![allow(clippy::unwrap_used)] // A test that can't go on has failed.
 
 mod dsm_litmus;

@@ -1,5 +1,5 @@
-//! The rings of neighbours between two real VMs: payload programs, windows as read-only memslots, no exits. The programs check
-//! each message: order, length, first and last word. Needs /dev/kvm and two CPUs; without them the test says so loudly and passes.
+//! The rings of neighbours between two real VMs: payload programs, windows as read-only memslots, no exits. The programs check each
+//! message: order, length, first and last word. Needs /dev/kvm and two CPUs; without them the test prints that it is skipped.
 
 use bench::groups::neighbours::bed::Bed;
 use bench::programs::Programs;
@@ -31,7 +31,7 @@ fn messages_between_two_vms_arrive_and_none_leaves_the_guests() {
         assert!(ticks.is_ok(), "{roles:?} with {messages} of {length} bytes: {ticks:?}");
         runs += 1;
     }
-    // Each run asks for work once per VM.
+    // Each run requests a job once per VM.
     let exits = bed.exits() - exits;
     assert!(exits <= 4 * runs, "{exits} exits in {runs} runs");
     bed.finish().unwrap();

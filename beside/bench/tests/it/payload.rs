@@ -1,4 +1,4 @@
-//! Payload programs in real VMs. Needs /dev/kvm; without it each test says so loudly and passes.
+//! Payload programs in real VMs. Needs /dev/kvm; without it each test prints that it is skipped.
 
 use crate::programs::{Output, programs};
 use monitor::payload::{PayloadBuilder, PayloadError, PayloadVm};
@@ -18,7 +18,7 @@ fn run(builder: PayloadBuilder) -> (Result<u32, PayloadError>, String) {
     (result, output.text())
 }
 
-/// Arguments arrive, every vCPU runs, the console comes out whole, and the exit code is the program's.
+/// The program gets its arguments, every vCPU runs, the console is complete, and the exit code is the program's.
 #[test]
 fn hello_says_what_it_was_given() {
     let Some(programs) = programs("hello_says_what_it_was_given") else { return };
@@ -37,7 +37,7 @@ fn hello_says_what_it_was_given() {
     }
 }
 
-/// Exceptions end the VM with vector, address and registers; a panic with its message and exit code 101.
+/// An exception ends the VM with a report of vector, address and registers; a panic with its message and exit code 101.
 #[test]
 fn faults_are_told_clearly() {
     let Some(programs) = programs("faults_are_told_clearly") else { return };
@@ -67,7 +67,7 @@ fn faults_are_told_clearly() {
     assert!(text.contains("asked for"), "{text}");
 }
 
-/// The programs that measure come to an end and print figures.
+/// The measuring programs end and print figures.
 #[test]
 fn programs_that_measure_run() {
     let Some(programs) = programs("programs_that_measure_run") else { return };
@@ -86,7 +86,7 @@ fn programs_that_measure_run() {
     assert!(text.contains("doorbell, in the kernel"), "{text}");
 }
 
-/// Doorbells signal their eventfd without an exit to the monitor; other stores to the page are exits, counted.
+/// Doorbells signal their eventfd without an exit to the monitor. Other stores to the page exit and are counted.
 #[test]
 fn doorbells_stay_in_the_kernel_and_other_exits_are_counted() {
     let Some(programs) = programs("doorbells_stay_in_the_kernel_and_other_exits_are_counted") else { return };
@@ -102,7 +102,7 @@ fn doorbells_stay_in_the_kernel_and_other_exits_are_counted() {
     assert!(exits.ranges().contains_key("port:console"), "{exits:?}");
 }
 
-/// A window shows the host's memory as it is now, and a store into it is a page fault.
+/// A window shows the host's memory live, and a store to it is a page fault.
 #[test]
 fn a_window_can_be_read_and_not_written() {
     use machine::slots::HostMapping;
@@ -123,7 +123,7 @@ fn a_window_can_be_read_and_not_written() {
     assert!(text.contains("Window begins with: read me"), "{text}");
 }
 
-/// The largest VM comes up, and one that spins can be stopped from outside.
+/// The largest VM starts, and a spinning one can be stopped from outside.
 #[test]
 fn many_vcpus_and_stopping() {
     let Some(programs) = programs("many_vcpus_and_stopping") else { return };
@@ -140,7 +140,7 @@ fn many_vcpus_and_stopping() {
     assert!(vm.wait_for(HANG_LIMIT).is_err());
 }
 
-/// What is wrong with settings and files is said in one sentence, with or without KVM.
+/// Each error in settings and files yields one sentence, with or without KVM.
 #[test]
 fn wrong_settings_are_refused_in_one_sentence() {
     let program = b"not a program".to_vec();

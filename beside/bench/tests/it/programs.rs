@@ -1,10 +1,10 @@
-//! The payload programs, and what a payload VM prints.
+//! The payload programs, and a payload VM's output.
 
 use bench::programs::Programs;
 use std::io::Write;
 use std::sync::{Arc, Mutex, OnceLock};
 
-/// The programs, or `None` without KVM.
+/// Returns the programs, or `None` without KVM.
 pub fn programs(test: &str) -> Option<&'static Programs> {
     static PROGRAMS: OnceLock<Programs> = OnceLock::new();
     if !std::path::Path::new("/dev/kvm").exists() {
@@ -14,7 +14,7 @@ pub fn programs(test: &str) -> Option<&'static Programs> {
     Some(PROGRAMS.get_or_init(|| Programs::build().unwrap()))
 }
 
-/// What a VM has printed so far. Clones share it.
+/// A VM's output so far. Clones share it.
 #[derive(Clone, Default)]
 pub struct Output(Arc<Mutex<Vec<u8>>>);
 

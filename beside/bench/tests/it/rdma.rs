@@ -1,5 +1,5 @@
-//! Group `rdma` measures the shipped daemon: it runs in its sandbox, RDMA writes of a program in a real VM go through it, and nothing of it stays behind,
-//! whether a measurement ends well or not.
+//! Group `rdma` measures the shipped daemon. It runs in its sandbox, RDMA writes of a program in a real VM go through it, and nothing
+//! of it remains after any end of a measurement.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -12,8 +12,8 @@ use bench::programs::{Programs, causeway_beside};
 const MIB: u64 = 1 << 20;
 const HANG_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A stand-in for `causeway`: a shell script whose third argument is the socket's path. The shell reads it, since a file that was just written can't
-/// always be run: a child of another test may still have it open.
+/// A stand-in for `causeway`: a shell script whose third argument is the socket's path. The shell reads it from a file that need not
+/// be executable: a child of another test may still have a just-written file open.
 fn script(folder: &Path, text: &str) -> Command {
     let path = folder.join("stand-in");
     std::fs::write(&path, text).unwrap();
@@ -22,7 +22,7 @@ fn script(folder: &Path, text: &str) -> Command {
     command
 }
 
-/// Serves until SIGTERM, which ends it with that status.
+/// Returns a script that serves until SIGTERM, and then ends with that status.
 fn serving(status: u32) -> String {
     format!(
         "trap 'rm \"$3\"; echo it was asked to end >&2; exit {status}' TERM; : >\"$3\"; while :; do sleep 0.02; done"
@@ -37,7 +37,7 @@ fn is_alive(pid: u32) -> bool {
     Path::new("/proc").join(pid.to_string()).exists()
 }
 
-/// Whether a process has the path among its arguments.
+/// Returns whether a process has the path among its arguments.
 fn is_used(path: &Path) -> bool {
     let processes = std::fs::read_dir("/proc").unwrap().flatten();
     let mut commands = processes.filter_map(|process| std::fs::read(process.path().join("cmdline")).ok());
@@ -72,7 +72,7 @@ fn a_daemon_ends_when_it_is_dropped_and_its_end_is_judged_when_it_is_finished() 
     assert_eq!(error, "'causeway host' ended with a failure (exit status: 7): it was asked to end");
 }
 
-/// A daemon doesn't outlive a bench that is killed: here the thread that started it is all of the bench.
+/// A daemon doesn't outlive a killed bench: here the thread that started it stands for the bench.
 #[test]
 fn a_daemon_ends_with_the_thread_that_started_it() {
     let folder = tempfile::tempdir().unwrap();
@@ -100,7 +100,7 @@ fn folders_of_runs_that_were_killed_go() {
     assert!(!left.exists() && own.path().exists() && other.path().exists());
 }
 
-/// What the measurements need, or why they can't run here.
+/// Returns the requirements of the measurements, or why they can't run here.
 fn ground() -> Option<(PathBuf, PathBuf, [usize; 2])> {
     use facilities::{Facility, missing};
     let cpus: Vec<usize> =
@@ -126,7 +126,7 @@ fn writes_of_a_vm_go_through_the_confined_daemon_and_arrive() {
     let mut by_daemon = Bed::by_daemon(folder, &causeway, &program, cpus, PLAN).unwrap();
     let mut alone = Bed::engine_alone(&program, cpus, PLAN).unwrap();
     let confinement = by_daemon.daemon().unwrap().confinement().unwrap();
-    // CAP_NET_ADMIN is all that it may keep.
+    // CAP_NET_ADMIN is the only capability that it may keep.
     assert!(confinement.seccomp == 2 && confinement.no_new_privileges, "{confinement:?}");
     assert_eq!(confinement.capabilities & !(1 << 12), 0, "{confinement:?}");
     assert!(alone.daemon().is_none());
@@ -158,7 +158,7 @@ fn nothing_stays_behind_when_a_measurement_fails() {
     assert!(error.contains("more pages do not fit into a measuring VM's memory"), "{error}");
     assert!(!path.exists() && !is_used(&path));
 
-    // A daemon that dies while it is used.
+    // A daemon that dies while it is in use.
     let folder = host_daemon::folder().unwrap();
     let path = folder.path().to_owned();
     let mut bed = Bed::by_daemon(folder, &causeway, &program, cpus, PLAN).unwrap();

@@ -1,4 +1,5 @@
-//! The SPMD workloads as payloads in real VMs of one node, with 1, 2 and 4 vCPUs. Needs /dev/kvm; without it each test says so loudly and passes.
+//! The SPMD workloads as payloads in real VMs of one node, with 1, 2 and 4 vCPUs. Needs /dev/kvm; without it each test prints that it
+//! is skipped.
 
 use crate::programs::{Output, programs};
 use bench::programs::Programs;
@@ -6,10 +7,10 @@ use monitor::payload::PayloadVm;
 use serde_json::Value;
 use std::time::Duration;
 
-/// vCPUs that outnumber the processors wait for each other by whole time slices.
+/// Time-out of a hang. vCPUs that outnumber the processors wait for each other by whole time slices.
 const HANG_LIMIT: Duration = Duration::from_secs(300);
 
-/// Exit code and output of a program on so many vCPUs.
+/// Returns exit code and output of a program on this many vCPUs.
 fn run(programs: &Programs, name: &str, vcpus: u32, arguments: &[&str]) -> (u32, String) {
     let output = Output::default();
     let builder = PayloadVm::from_file(&programs.path(name)).unwrap();
@@ -21,7 +22,7 @@ fn run(programs: &Programs, name: &str, vcpus: u32, arguments: &[&str]) -> (u32,
     (code.unwrap_or_else(|| panic!("{name} still runs after {HANG_LIMIT:?}: {text}")), text)
 }
 
-/// The line of a run that has to be right.
+/// Returns the line of a run, which must be correct.
 fn right(programs: &Programs, name: &str, vcpus: u32, arguments: &[&str]) -> Value {
     let (code, text) = run(programs, name, vcpus, arguments);
     assert_eq!(code, 0, "{name} {arguments:?} on {vcpus} vCPUs: {text}");
@@ -34,7 +35,7 @@ fn right(programs: &Programs, name: &str, vcpus: u32, arguments: &[&str]) -> Val
     line
 }
 
-/// Runs a program on 1, 2 and 4 vCPUs; `same` is a figure that must not depend on how many there are.
+/// Runs a program on 1, 2 and 4 vCPUs. The figure `same` must not depend on their number.
 fn everywhere(test: &str, name: &str, arguments: &[&str], same: &str) {
     let Some(programs) = programs(test) else { return };
     let lines = [1, 2, 4].map(|vcpus| right(programs, name, vcpus, arguments));
@@ -107,7 +108,7 @@ fn nothing_is_lost_where_all_write() {
     }
 }
 
-/// What is wrong with arguments and memory is said in one sentence, by exit code 2.
+/// Each error in arguments and memory yields one sentence and exit code 2.
 #[test]
 fn nonsense_is_refused_in_one_sentence() {
     let Some(programs) = programs("nonsense_is_refused_in_one_sentence") else { return };

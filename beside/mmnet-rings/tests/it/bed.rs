@@ -12,17 +12,17 @@ pub const SLOTS: u32 = 8;
 /// The module's slot, and the crate's.
 pub const MODULE: u32 = 1;
 pub const CRATE: u32 = 2;
-/// Thirds that both of the pair may read, one that only the module's VM may, and one that nobody is in.
+/// Slots of third VMs: ones that both of the pair may read, one that only the module's VM may, and an empty one.
 pub const COMMON: [u32; 3] = [3, 4, 5];
 pub const STRANGER: u32 = 0;
 pub const NOBODY: u32 = 6;
-/// Everybody's RAM: two pieces, with a hole between them.
+/// RAM of every VM: two regions with a hole between them.
 pub const RAM: [(u64, u64); 2] = [(0, 0x8000), (0x10_0000, 0x4000)];
 /// A kind of the protocol that the module's end has a user for.
 pub const KIND: u16 = 0x0100;
-/// Status of a message for whose kind there is no user.
+/// Status of a message whose kind has no user.
 pub const STATUS_NOBODY: u32 = 0xffff_0002;
-/// Status of what was posted when the connection ends.
+/// Status of posted messages when the connection ends.
 pub const STATUS_DEAD: u32 = 0xffff_0001;
 
 pub fn place() -> Place {
@@ -38,13 +38,13 @@ pub fn segment(entries: u32) -> (Segment, Layout) {
     (Segment::new(layout.size()), layout)
 }
 
-/// Sends to the module.
+/// Creates the sender to the module.
 pub fn sender(segment: &Segment, layout: &Layout) -> Sender<Vec<u32>> {
     let ids = vec![0; layout.entries() as usize];
     Sender::new(segment.words(), layout, EPOCH, Side::Second, window(CRATE), ids).unwrap()
 }
 
-/// Receives from the module.
+/// Creates the receiver from the module.
 pub fn receiver(segment: &Segment, layout: &Layout) -> Receiver {
     Receiver::new(segment.words(), layout, EPOCH, Side::First, window(MODULE)).unwrap()
 }

@@ -1,4 +1,4 @@
-//! The module's end beside a peer that writes anything into the segment.
+//! The module's end with a peer that writes anything to the segment.
 
 use core::sync::atomic::{AtomicU64, Ordering};
 use std::collections::BTreeMap;
@@ -16,7 +16,7 @@ use crate::bed::{
 
 const ENTRIES: u32 = 16;
 
-/// A message entry as a peer may write it: mostly as it should be.
+/// A message entry from a peer: mostly valid.
 #[derive(Debug, Clone)]
 struct Entry {
     part: Part,
@@ -60,7 +60,7 @@ fn entry() -> impl Strategy<Value = Entry> {
         .prop_map(|(part, flags, kind, id, note, stamped)| Entry { part, flags, kind, id, note, stamped })
 }
 
-/// Entries of one message have one id, as a rule.
+/// Entries of one message usually have one id.
 fn entries() -> impl Strategy<Value = Vec<Entry>> {
     (prop::collection::vec(entry(), 0..ENTRIES as usize), prop::bool::weighted(0.9)).prop_map(
         |(mut entries, same)| {
@@ -91,7 +91,7 @@ fn write(words: &[AtomicU64], layout: &Layout, entries: &[Entry]) {
     }
 }
 
-/// What the module gave back: ids and statuses.
+/// Returns the module's completions: ids and statuses.
 fn given_back(words: &[AtomicU64], layout: &Layout) -> Vec<(u32, u32)> {
     let first = layout.completions(Side::Second).first;
     (0..layout.entries())
@@ -104,16 +104,16 @@ fn given_back(words: &[AtomicU64], layout: &Layout) -> Vec<(u32, u32)> {
         .collect()
 }
 
-/// What a part is to the module, by arithmetic that can't overflow.
+/// A part's classification for the module, by arithmetic that can't overflow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Whose {
     /// RAM of the sender.
     Sender,
-    /// RAM of a third that both may read.
+    /// RAM of a third VM that both may read.
     Common(u32),
-    /// In another window, and not to be read.
+    /// In another window, and not readable.
     Unreachable,
-    /// No window's, or no RAM of its sender's.
+    /// In no window, or not RAM of its owner.
     Nobody,
 }
 
@@ -140,12 +140,12 @@ fn of_crate(part: &Part) -> channel::Part {
 }
 
 proptest! {
-    /// Of any entries, module and crate take the same messages, refuse the same, and find the same connection broken.
+    /// For any entries, module and crate accept the same messages, refuse the same, and detect the same violations.
     #[test]
     fn module_and_crate_judge_alike(entries in entries()) {
         let ((one, layout), (two, _)) = (segment(ENTRIES), segment(ENTRIES));
         write(one.words(), &layout, &entries);
-        // The crate's receiver plays the module's side, over a ring of the same content.
+        // The crate's receiver stands for the module's side, over a ring with the same content.
         write(two.words(), &layout, &entries);
         let mut judge = channel::Receiver::new(two.words(), &layout, EPOCH, Side::Second, window(CRATE)).unwrap();
         let mut rings = Rings::new(&one, ENTRIES, EPOCH, place(), &RAM);
@@ -156,7 +156,7 @@ proptest! {
             match judge.receive(two.words(), &mut message) {
                 Err(_) => break true,
                 Ok(false) => break false,
-                // The crate leaves it to its users to find an id that is out already.
+                // The crate leaves it to its users to detect an id that is already outstanding.
                 Ok(true) if !is_free(&back, message.id) => break true,
                 Ok(true) => {}
             }
@@ -180,7 +180,8 @@ proptest! {
         prop_assert_eq!(given_back(one.words(), &layout), refused);
     }
 
-    /// Parts are taken that are RAM of the sender, or of at most two thirds that both may read. What is nobody's memory ends the connection.
+    /// Parts in RAM of the sender, or of at most two third VMs that both may read, are accepted. Parts in no VM's memory end the
+    /// connection.
     #[test]
     fn a_message_names_only_what_both_may_read(parts in prop::collection::vec(part(), 1..8)) {
         let (segment, layout) = segment(ENTRIES);
@@ -220,11 +221,11 @@ proptest! {
             prop_assert!(rings.complete(5, 1));
             prop_assert_eq!(given_back(segment.words(), &layout), [(5, 1)]);
         }
-        // Nothing keeps a third's window any more but its own connection.
+        // Only its own connection still uses a third VM's window.
         prop_assert!(COMMON.iter().all(|slot| rings.third_uses(*slot) == 1));
     }
 
-    /// Whatever a peer writes anywhere, and whenever: each posted message comes back once, and nothing of the module breaks.
+    /// For any writes of a peer at any time: each posted message completes once, and no invariant of the module breaks.
     #[test]
     fn nothing_that_a_peer_writes_breaks_the_module(steps in prop::collection::vec(chaos(), 0..200)) {
         let (segment, layout) = segment(ENTRIES);
@@ -286,7 +287,7 @@ proptest! {
     }
 }
 
-/// A list of more parts than a message may have is found before it is kept, whatever the ring has room for.
+/// A list of more parts than permitted is detected before it is stored, independent of the ring's size.
 #[test]
 fn a_list_without_end_is_found() {
     for (entries, parts) in [(8, 8), (64, 32), (64, 33), (64, 64)] {
@@ -311,15 +312,15 @@ fn a_list_without_end_is_found() {
     }
 }
 
-/// A peer that says that it took what was never sent, or fewer than before, is found by whoever needs the room; what it says of another
-/// epoch is neither believed nor an offense.
+/// A peer that claims to have received messages that were never sent, or fewer than before, is detected by the side that needs the
+/// room. Claims about another epoch are ignored and aren't violations.
 #[test]
 fn a_peer_that_took_what_was_never_sent_is_found() {
     let (segment, layout) = segment(ENTRIES);
     let taken = &segment.words()[layout.taken(Side::First)];
     let says = |epoch: u32, count: u64| taken.store(u64::from(epoch) << 32 | count, Ordering::Relaxed);
     let own = Part { address: window(MODULE).start(), length: 64 };
-    // More than was sent, by one and by as much as can be; fewer than it said before.
+    // More than was sent, by one and by the maximum; fewer than claimed before.
     for wrong in [3 * 8 + 1, u64::from(u32::MAX), 7] {
         says(EPOCH, 0);
         let mut rings = Rings::new(&segment, ENTRIES, EPOCH, place(), &RAM);
@@ -335,7 +336,7 @@ fn a_peer_that_took_what_was_never_sent_is_found() {
     }
 }
 
-/// Whether an id is not out at its receiver.
+/// Returns whether an id isn't outstanding at its receiver.
 fn is_free(back: &[(u32, Option<u32>)], id: u32) -> bool {
     !back.contains(&(id, None))
 }

@@ -1,4 +1,4 @@
-//! Both ends keep the rules: each direction against a queue, and no wake-up is lost.
+//! Both ends follow the protocol: each direction matches a queue, and no wake-up is lost.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -10,7 +10,7 @@ use crate::bed::{
     CRATE, EPOCH, KIND, MODULE, RAM, STATUS_DEAD, STATUS_NOBODY, place, receiver, segment, sender, window,
 };
 
-/// What an end sleeps for.
+/// Index of what an end sleeps for.
 const MESSAGES: usize = 0;
 const COMPLETIONS: usize = 1;
 
@@ -18,25 +18,25 @@ const COMPLETIONS: usize = 1;
 enum Step {
     /// The module's end posts.
     Send { parts: usize, own: u8 },
-    /// It polls.
+    /// The module's end polls.
     Poll,
-    /// It gives back one of the messages that it holds, with a status.
+    /// The module's end completes one of its received messages, with a status.
     Complete { which: prop::sample::Index, status: u32 },
-    /// The crate's end posts; `user`: of a kind that the module's end has a user for.
+    /// The crate's end posts; `user`: a kind that the module's end has a user for.
     CrateSends { parts: usize, user: bool },
-    /// It takes what came in.
+    /// The crate's end receives.
     CrateReceives,
-    /// It gives back one of the messages that it holds.
+    /// The crate's end completes one of its received messages.
     CrateCompletes { which: prop::sample::Index, status: u32 },
-    /// It takes what came back.
+    /// The crate's end collects completions.
     CrateCollects,
-    /// It says what it sleeps for.
+    /// The crate's end arms its wake-ups.
     CrateSleeps,
 }
 
 fn step() -> impl Strategy<Value = Step> {
     let index = any::<prop::sample::Index>();
-    // What users agree on is below 0xffff0000.
+    // Statuses of users are below 0xffff0000.
     let status = 0..0xffff_0000_u32;
     prop_oneof![
         (0usize..40, any::<u8>()).prop_map(|(parts, own)| Step::Send { parts, own }),
@@ -51,7 +51,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// Parts of a message with a number, which they and their lengths show, in the RAM of a slot.
+/// Returns parts in the RAM of a slot that encode a message's number, as do their lengths.
 fn parts(slot: u32, number: u32, count: usize) -> Vec<Part> {
     let piece = |at: u32| {
         let (start, size) = RAM[(number.wrapping_add(at) % 2) as usize];
@@ -66,12 +66,12 @@ fn of_crate(part: &Part) -> channel::Part {
     channel::Part { address: part.address, length: part.length }
 }
 
-/// A direction's messages as they were sent: in order until they are received, by number until they come back.
+/// A direction's messages: in order until they are received, by number until they complete.
 #[derive(Default)]
 struct Sent {
     number: u32,
     coming: VecDeque<(u32, usize)>,
-    /// What was given back and not collected, in order: number and status.
+    /// Completed but not collected, in order: number and status.
     back: VecDeque<(u32, u32)>,
 }
 
@@ -84,12 +84,12 @@ struct Model<'a> {
     /// From the module, and to it.
     out: Sent,
     to: Sent,
-    /// Messages that are held by their receiver: id and number.
+    /// Messages that their receiver holds: id and number.
     held_by_crate: Vec<(u32, u32)>,
     held_by_module: Vec<(u32, u32)>,
-    /// Ids of the crate's messages that are out.
+    /// Ids of the crate's outstanding messages.
     numbers: BTreeMap<u32, u32>,
-    /// Whether an end has said that it sleeps for messages, and for completions: the first of these must signal.
+    /// Whether an end has armed its wake-up for messages, and for completions: the first of these must signal.
     module_sleeps: [bool; 2],
     crate_sleeps: [bool; 2],
 }
@@ -142,12 +142,12 @@ impl Model<'_> {
         Ok(())
     }
 
-    /// Messages of the module that its user doesn't know to be back.
+    /// Returns the module's messages whose completion its user hasn't seen.
     fn out_of_module(&self) -> usize {
         self.out.coming.len() + self.held_by_crate.len() + self.out.back.len()
     }
 
-    /// The module signals when the crate's end has said that it sleeps for what comes next, and only then.
+    /// The module signals if the crate's end has armed its wake-up for the next event, and only then.
     fn module_signals(&mut self, what: usize) -> Result<(), TestCaseError> {
         let before = self.rings.signals();
         self.rings.kick();
@@ -157,7 +157,7 @@ impl Model<'_> {
     }
 
     fn poll(&mut self) -> Result<(), TestCaseError> {
-        // What it completes by itself, as there is no user, is signalled within the poll.
+        // A message without a user is completed by the module itself, and signalled within the poll.
         let completes = self.to.coming.iter().any(|(_, user)| *user == 0);
         let wakes = completes && core::mem::take(&mut self.crate_sleeps[COMPLETIONS]);
         let before = self.rings.signals();
@@ -225,7 +225,7 @@ impl Model<'_> {
         Ok(())
     }
 
-    /// Both of its rings are armed, as a driver does that polls both.
+    /// Arms both of its rings, as a driver does that polls both.
     fn crate_sleeps(&mut self) -> Result<(), TestCaseError> {
         let (messages, completions) = (self.receiver.arm(self.words), self.sender.arm(self.words));
         prop_assert_eq!(messages, self.out.coming.is_empty());
@@ -234,7 +234,7 @@ impl Model<'_> {
         Ok(())
     }
 
-    /// Everything is read, given back and collected; then the connection ends.
+    /// Reads, completes and collects everything; then the connection ends.
     fn finish(&mut self) -> Result<(), TestCaseError> {
         self.crate_receives()?;
         let kept = self.held_by_crate.len() / 2;
@@ -243,7 +243,7 @@ impl Model<'_> {
             self.out.back.push_back((number, 0));
         }
         self.rings.poll();
-        // What comes in at the end is of no interest.
+        // Messages at the end are ignored.
         while self.rings.received().is_some() {}
         for (number, status) in self.out.back.drain(..) {
             prop_assert_eq!(self.rings.sent(), Some((number.into(), status)));
@@ -262,8 +262,8 @@ impl Model<'_> {
 }
 
 proptest! {
-    /// Messages arrive whole and in order, in either direction; each comes back once, with its status, and with the end of the connection
-    /// what is still out; who sleeps is signalled, and nobody else.
+    /// Messages arrive intact and in order in both directions. Each completes once with its status, and outstanding ones complete at
+    /// the end of the connection. Exactly the sleeping ends are signalled.
     #[test]
     fn module_and_crate_understand_each_other(
         bits in 3u32..7,
@@ -291,7 +291,7 @@ proptest! {
     }
 }
 
-/// A sender that was told of a full ring is told when there is room: once its messages are taken, without any coming back.
+/// After a full ring, a sender is notified of room once its messages are received, even without completions.
 #[test]
 fn a_full_ring_has_room_again_when_messages_were_taken() {
     let (segment, layout) = segment(64);
@@ -309,14 +309,14 @@ fn a_full_ring_has_room_again_when_messages_were_taken() {
     assert_eq!(rings.post(&two, KIND, 0, 0), Ok(()));
 }
 
-/// A receiver that sleeps has said of all that it took, so that its sender has the whole ring.
+/// A receiver that sleeps has acknowledged everything that it received, so its sender has the whole ring.
 #[test]
 fn a_receiver_that_sleeps_has_told_what_it_took() {
     let (segment, layout) = segment(64);
     let mut rings = Rings::new(&segment, 64, EPOCH, place(), &RAM);
     let mut sender = sender(&segment, &layout);
     let list = |count: usize| parts(CRATE, 1, count).iter().map(of_crate).collect::<Vec<_>>();
-    // Fewer than a quarter of the ring, after which it says so by itself.
+    // Fewer than a quarter of the ring, after which it would acknowledge by itself.
     for _ in 0..15 {
         sender.post(segment.words(), &list(1), KIND, 0).unwrap();
     }

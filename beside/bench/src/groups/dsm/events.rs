@@ -1,20 +1,20 @@
-//! What single events cost on live nodes, beside what the vNUMA paper's scheme and GiantVM need by their design.
+//! Cost of single events on live nodes, compared with the vNUMA paper's scheme and GiantVM by their design.
 
 use serde_json::{Value, json};
 
 use super::nodes::{Coherence, run};
 use crate::programs::Programs;
 
-/// An event, how to have it, and what others need for it: messages and bytes.
+/// An event, its program, and others' cost: messages and bytes.
 struct Event {
     what: &'static str,
     program: &'static str,
     arguments: &'static [&'static str],
-    /// Nodes, of which several may share a CPU: counts don't depend on that.
+    /// Number of nodes. Several may share a CPU, since counts don't depend on that.
     nodes: usize,
-    /// What the paper's scheme needs: spec dsm, section 6.2.
+    /// Cost in the vNUMA paper's scheme.
     paper: &'static str,
-    /// What GiantVM needs: spec dsm, section 3.
+    /// Cost in GiantVM.
     giantvm: &'static str,
 }
 
@@ -101,7 +101,7 @@ const EVENTS: &[Event] = &[
     },
 ];
 
-/// Has each of them, with pages moved only and with all that the protocol has.
+/// Measures each event, with page moves only and with the full protocol.
 pub(super) fn all(programs: &Programs, cpus: &[usize], quick: bool) -> anyhow::Result<Vec<Value>> {
     let mut rows = Vec::new();
     for event in EVENTS.iter().take(if quick { 4 } else { EVENTS.len() }) {
@@ -122,7 +122,7 @@ pub(super) fn all(programs: &Programs, cpus: &[usize], quick: bool) -> anyhow::R
     Ok(rows)
 }
 
-/// As a table, in Markdown: messages, bytes and stalls per event.
+/// Formats a Markdown table: messages, bytes and stalls per event.
 pub(super) fn table(rows: &[Value]) -> String {
     let mut text = String::from(
         "| event | nodes | pages are kept by | messages / bytes | stalls of loads, of stores | paper's scheme | GiantVM |\n|---|---|---|---|---|---|---|\n",

@@ -1,6 +1,6 @@
-//! Group `dsm`: programs on two nodes of one vCPU each against one node of one vCPU, ways of keeping memory the same, and what single events cost.
+//! Group `dsm`: programs on two nodes of one vCPU each against one node of one vCPU, coherence modes, and the cost of single events.
 //!
-//! Each node is a process on a CPU of its own, its threads for memory included; links are Unix sockets.
+//! Each node is a process on a CPU of its own, including its service threads. Links are Unix sockets.
 
 mod events;
 pub mod nodes;
@@ -15,19 +15,21 @@ use crate::figures::{Better, Figure, Figures, Pairs, Report, median};
 use crate::programs::Programs;
 use nodes::{Coherence, Late, Ran, run as run_nodes, run_within};
 
-/// How long a program may take where it is kept in a way that doesn't suit it, for comparison; the one that users get has to end, as anywhere.
+/// Time-out of a program in an unsuitable coherence mode, for comparison. In the default mode it must complete.
 const COMPARED: Duration = Duration::from_secs(100);
 
-/// Pairs of runs of each program, at least. A run differs from the next by up to a tenth on a machine whose memory has other users, too: with three a median moves by half of that.
+/// Minimum of pairs per program. On a machine with shared memory bandwidth, runs differ by up to a tenth. With three pairs a median
+/// varies by half of that.
 const PAIRS: usize = 5;
-/// How long pairs are taken of each program, at least. Five of EP are over in a few seconds, in which the host of this machine may have had something else to do all the time.
+/// Minimum duration of pairs per program. Five pairs of EP take a few seconds, in which the machine's host may have been busy all the
+/// time.
 const PAIRS_TIME: Duration = Duration::from_secs(60);
 
-/// Runs of two at once of each program, at least, and how long they go on, at least.
+/// Minimum of parallel runs of two, and of their duration.
 const AT_ONCE: usize = 3;
 const AT_ONCE_TIME: Duration = Duration::from_secs(30);
 
-/// A program, its name, its arguments, those for a quick look, and the speed-up that two nodes should give.
+/// A program, its name, its arguments, those for a quick run, and the required speed-up of two nodes.
 struct Job {
     program: &'static str,
     what: &'static str,
@@ -68,7 +70,7 @@ const JOBS: &[Job] = &[
     },
 ];
 
-/// Measures; see [`super::Group::run`].
+/// Measures the group; see [`super::Group::run`].
 pub fn run(quick: bool) -> anyhow::Result<Report> {
     let (host, cpus) = match super::kvm_and_cpus("dsm")? {
         Ok(both) => both,
@@ -130,7 +132,7 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
         }
     }
     for (program, what, arguments) in [
-        // Loses on two nodes whatever its pages are kept by; it is too small to be measured against one node.
+        // Slower on two nodes in every coherence mode: too small for a measurement against one node.
         ("search", "breadth-first search, 2^14 vertices, 4 roots", &["scale=14", "roots=4"][..]),
         ("producer-consumer", "producer-consumer, 2000 messages", &["messages=2000", "pace=20K"]),
         ("locks", "ticket lock, 2000 times each", &["times=2000", "outside=2K"]),
@@ -151,25 +153,26 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
     Ok(Report { group: "dsm", skipped: None, conditions, figures: figures.all, details })
 }
 
-/// Runs per second of the part that the program measures.
+/// Returns runs per second of the part that the program measures.
 fn speed(ran: &Ran) -> anyhow::Result<f64> {
     #[expect(clippy::cast_precision_loss, reason = "far below 2^53")]
     let nanoseconds = ran.number("ns")? as f64;
     Ok(1e9 / nanoseconds)
 }
 
-/// What this machine allows: two VMs of one node, at the same time and each with the whole program, by one of them alone. They share caches, memory and what else the processors
-/// share, and nothing more. Medians of some runs, by that of the pairs.
+/// The machine's limits: two VMs of one node that each run the whole program in parallel, against one of them alone. They share
+/// caches, memory and other processor resources, and nothing else. Medians of some runs, and of the pairs.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Allowed {
-    /// How often they are as fast together.
+    /// Speed-up of the two together.
     together: f64,
-    /// The same, were both as slow as the slower one of each run: a program whose two halves wait for each other once, at its end, has no more than that.
+    /// Speed-up if both were as slow as the slower one in each run: the limit of a program whose two halves synchronize once, at the
+    /// end.
     slower: f64,
 }
 
 impl Allowed {
-    /// From runs of two at once, and from those alone, all in runs per second.
+    /// Computes the limits from parallel runs of two and from single runs, all in runs per second.
     fn of(both: &[(f64, f64)], alone: &[f64]) -> Self {
         let middle = |speeds: &mut dyn Iterator<Item = f64>| {
             let mut sorted: Vec<f64> = speeds.collect();
@@ -184,7 +187,7 @@ impl Allowed {
     }
 }
 
-/// See [`Allowed`]: so many runs at least, and until so much time has passed.
+/// Measures [`Allowed`]: at least this many runs, and this long.
 fn at_once(
     least: usize,
     time: Duration,
@@ -208,7 +211,7 @@ fn at_once(
     Ok(Allowed::of(&both, &alone))
 }
 
-/// [`Allowed`] of all programs, as a table.
+/// Formats [`Allowed`] of all programs as a table.
 fn bounds_table(bounds: &[Value]) -> String {
     let mut text = String::from(
         "| program | two at once, each by itself, by one alone | were both as slow as the slower one |\n|---|---|---|\n",
@@ -225,7 +228,7 @@ fn bounds_table(bounds: &[Value]) -> String {
     text
 }
 
-/// Runs a program with its pages kept in one way; what that came to.
+/// Runs a program in one coherence mode; returns the result.
 fn compare(
     what: &str,
     coherence: Coherence,
@@ -242,7 +245,7 @@ fn compare(
     }
 }
 
-/// What a way of keeping memory the same came to in one program.
+/// Returns a coherence mode's result for one program.
 fn comparison(what: &str, coherence: Coherence, ran: &Ran) -> anyhow::Result<Value> {
     let (stalls, stalled) = ran.stalls(&["read", "write", "upgrade", "trapped"]);
     Ok(json!({
@@ -252,7 +255,7 @@ fn comparison(what: &str, coherence: Coherence, ran: &Ran) -> anyhow::Result<Val
     }))
 }
 
-/// The same as a table, in Markdown.
+/// Formats the comparison as a Markdown table.
 fn comparison_table(compared: &[Value]) -> String {
     let mut text = String::from(
         "| program | pages are kept by | time ms | stalls | stalled ms | trapped stores | messages | bytes |\n|---|---|---|---|---|---|---|---|\n",
@@ -282,7 +285,7 @@ fn comparison_table(compared: &[Value]) -> String {
 mod tests {
     use super::Allowed;
 
-    /// Two that are as fast as one alone are twice as fast together; where one of them is slower, that one is what a program of two halves waits for.
+    /// Two that are each as fast as one alone have a speed-up of two. If one is slower, a program of two halves waits for that one.
     #[test]
     fn what_a_machine_allows() {
         let even = Allowed::of(&[(1.0, 1.0)], &[1.0]);

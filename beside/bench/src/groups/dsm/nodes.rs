@@ -1,4 +1,4 @@
-//! A payload VM of one or two nodes, each a process of its own on a CPU of its own: this program, started again as a node.
+//! A payload VM of one or two nodes. Each node is a process on a CPU of its own: this program, started again as a node.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -17,37 +17,37 @@ use serde_json::{Value, json};
 
 use crate::peers;
 
-/// RAM of the VM.
+/// RAM of the VM in bytes.
 const MEMORY: u64 = 1 << 30;
-/// Longest that a run may take.
+/// Time-out of a run.
 pub(super) const RUN_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// A run took longer than it may: that of a way of keeping memory the same that a program doesn't suit.
+/// A run exceeded its time-out, in a coherence mode that doesn't suit the program.
 #[derive(Debug, thiserror::Error)]
 #[error("A run on {nodes} nodes has not ended after {} s", after.as_secs())]
 pub(super) struct Late {
     nodes: usize,
     after: Duration,
 }
-/// How this program is told to be a node.
+/// The option that starts this program as a node.
 pub const AS_NODE: &str = "--dsm-node";
 
-/// How memory is kept the same.
+/// Coherence mode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Coherence {
-    /// Pages move, that is all: plain Ivy.
+    /// Write-invalidate pages only: plain Ivy.
     Invalidate,
-    /// Also updates, but not of pages that see atomic instructions.
+    /// Also write-update pages, except pages with atomic instructions.
     Updates,
-    /// All that the protocol has.
+    /// The full protocol.
     SingleWriter,
 }
 
 impl Coherence {
-    /// All, from the plainest.
+    /// All modes, the simplest first.
     pub const ALL: [Self; 3] = [Self::Invalidate, Self::Updates, Self::SingleWriter];
 
-    /// As it is called in tables.
+    /// Returns the name in tables.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Invalidate => "invalidate",
@@ -65,7 +65,7 @@ impl Coherence {
     }
 }
 
-/// What a node's process is told.
+/// Parameters of a node's process.
 #[derive(Debug, Serialize, Deserialize)]
 struct Task {
     node: u8,
@@ -76,29 +76,29 @@ struct Task {
     cpu: usize,
 }
 
-/// What came out of a run.
+/// Results of a run.
 #[derive(Debug, Clone)]
 pub struct Ran {
     /// The program's line.
     pub line: Value,
-    /// What each node counted in the part that the program measures; empty with one node.
+    /// Each node's counters in the part that the program measures; empty with one node.
     pub nodes: Vec<Value>,
 }
 
 impl Ran {
-    /// A number of the program's line.
+    /// Returns a number of the program's line.
     pub fn number(&self, name: &str) -> anyhow::Result<u64> {
         self.line[name]
             .as_u64()
             .with_context(|| format!("The program's line has no number {name}: {}", self.line))
     }
 
-    /// The sum over nodes of what they counted under a path such as `/messages`.
+    /// Returns the sum over nodes of a counter at a path such as `/messages`.
     pub fn sum(&self, path: &str) -> u64 {
         self.nodes.iter().filter_map(|node| node.pointer(path)?.as_u64()).sum()
     }
 
-    /// Waits, and their length in nanoseconds, of these kinds.
+    /// Returns number and total length in nanoseconds of stalls of these kinds.
     pub fn stalls(&self, kinds: &[&str]) -> (u64, u64) {
         let sum = |what| kinds.iter().map(|kind| self.sum(&format!("/stalls/{kind}/{what}"))).sum();
         (sum("count"), sum("total_ns"))
@@ -118,14 +118,14 @@ impl std::io::Write for Console {
     }
 }
 
-/// Is a node, as told by [`AS_NODE`]; node 0 prints what came out.
+/// Runs as a node, with [`AS_NODE`]'s parameters. Node 0 prints the result.
 ///
 /// # Errors
-/// When the node can't run.
+/// The node can't run.
 pub fn be(task: &str) -> anyhow::Result<()> {
     let task: Task =
         serde_json::from_str(task).with_context(|| format!("{AS_NODE} is for this program's own use"))?;
-    // Threads that come later inherit it: the vCPU and those that serve memory.
+    // Later threads inherit it: the vCPU and the service threads.
     peers::pin(task.cpu)?;
     let console = Console::default();
     let vcpus = u32::try_from(task.addresses.len().max(1))?;
@@ -163,18 +163,18 @@ pub fn be(task: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Runs a program on as many nodes as CPUs are named, one vCPU each.
+/// Runs a program on one node per CPU, with one vCPU each.
 ///
 /// # Errors
-/// When it can't be run, its result is wrong, or it takes longer than [`RUN_TIMEOUT`].
+/// It can't run, its result is wrong, or it exceeds [`RUN_TIMEOUT`].
 pub fn run(cpus: &[usize], coherence: Coherence, program: &Path, arguments: &[&str]) -> anyhow::Result<Ran> {
     run_within(RUN_TIMEOUT, cpus, coherence, program, arguments)
 }
 
-/// As [`run`], with another patience.
+/// As [`run`], with another time-out.
 ///
 /// # Errors
-/// As [`run`]; [`Late`] when it takes longer.
+/// As [`run`]; [`Late`] on time-out.
 pub(super) fn run_within(
     patience: Duration,
     cpus: &[usize],
@@ -217,11 +217,12 @@ pub(super) fn run_within(
     Ok(Ran { line, nodes: counted })
 }
 
-/// Processes of nodes; those that run are killed with it.
+/// Processes of nodes. Dropping it kills running ones.
 struct Nodes(Vec<Child>);
 
 impl Nodes {
-    /// Waits for all. What node 0 printed, which is less than a pipe holds. (Sleeps until they end: to look now and then would take time from what is measured.)
+    /// Waits for all nodes. Returns node 0's output, which fits in a pipe. (Sleeps until they end, since polling would disturb the
+    /// measurement.)
     fn output(&mut self, patience: Duration) -> anyhow::Result<String> {
         let deadline = Instant::now() + patience;
         for child in &self.0 {
@@ -246,7 +247,7 @@ impl Nodes {
 impl Drop for Nodes {
     fn drop(&mut self) {
         for child in &mut self.0 {
-            // Fails when it has ended, as it should have.
+            // Fails if it has already ended.
             let _ = child.kill();
             let _ = child.wait();
         }

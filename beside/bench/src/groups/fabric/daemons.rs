@@ -1,5 +1,5 @@
-//! Two host daemons, a namespace and a CPU each, with a VM each: what `causeway host` does between hosts. The VMs are monitors without KVM
-//! in this process (`host::testing`): vfio-user, a driver on guest RAM, and programs that post and poll there.
+//! Two host daemons, each with a namespace, a CPU and a VM: the work of `causeway host` between hosts. The VMs are monitors without
+//! KVM in this process (`host::testing`): vfio-user, a driver on guest RAM, and programs that post and poll there.
 
 use std::ops::Range;
 use std::path::Path;
@@ -18,24 +18,24 @@ use crate::outside::process;
 use crate::outside::tcp::per_gib;
 use crate::peers::pin;
 
-/// Bytes of an RDMA write where bandwidth is measured.
+/// Bytes of an RDMA write in bandwidth measurements.
 const MESSAGE: u32 = 1 << 20;
-/// Writes outstanding there, each from and to its own part of the buffers.
+/// Outstanding writes, each with its own part of the buffers.
 const OUTSTANDING: u32 = 8;
 const PAGE: u32 = 4096;
-/// Longest that anything may take.
+/// Time-out of each step.
 const STEP_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// What the daemons are started with.
+/// Parameters of the daemons.
 #[derive(Debug, Clone, Copy)]
 pub struct Setup {
-    /// With a cluster key.
+    /// Whether they use a cluster key.
     pub encrypted: bool,
-    /// `mtu` of the directory.
+    /// `mtu` of the directory file.
     pub mtu: u32,
     /// First UDP port.
     pub port: u16,
-    /// CPU of each host: its daemon's engine and its program share it.
+    /// CPU of each host, which its daemon's engine and its program share.
     pub cpus: [usize; 2],
 }
 
@@ -45,7 +45,7 @@ struct Side {
     guest: Guest,
     endpoint: Endpoint,
     cpu: usize,
-    // RAM goes last.
+    // RAM is dropped last.
     _machine: Machine,
 }
 
@@ -63,7 +63,7 @@ fn gid(last: u8) -> [u8; 16] {
 }
 
 impl Daemons {
-    /// Starts and connects them.
+    /// Starts and connects the daemons.
     pub fn start(program: &Path, link: &Link, setup: Setup) -> anyhow::Result<Self> {
         let folder = host_daemon::folder()?;
         let at = |name: &str| folder.path().join(name);
@@ -103,8 +103,8 @@ impl Daemons {
         Ok(Self { sides: [a, b], seed: 0, _folder: folder })
     }
 
-    /// Writes of 1 MiB from the first VM's memory into the second's, several outstanding, for about `during`. All that lies there
-    /// afterwards is compared.
+    /// Writes messages of 1 MiB from the first VM's memory to the second's, several outstanding, for about `during`. Then compares
+    /// all of the target.
     pub fn bandwidth(&mut self, during: Duration) -> anyhow::Result<Bandwidth> {
         self.seed = self.seed.wrapping_add(1);
         let [a, b] = &self.sides;
@@ -116,7 +116,7 @@ impl Daemons {
         let (writes, took, used) = std::thread::scope(|scope| {
             let program = scope.spawn(|| -> anyhow::Result<(u64, Duration, Duration)> {
                 pin(a.cpu)?;
-                // Once over all of it first: sessions, congestion windows and page tables are warm.
+                // A first pass over all of it warms up sessions, congestion windows and page tables.
                 a.write_all(b, u64::from(OUTSTANDING), Duration::ZERO)?;
                 let before = [a.used()?, b.used()?];
                 let own = process::by_this_thread();
@@ -142,8 +142,8 @@ impl Daemons {
         Ok(Bandwidth { gigabytes: bytes / took.as_secs_f64() / 1e9, cpu_per_gib: per_gib(used, bytes) })
     }
 
-    /// Microseconds there and back: the first VM's program writes 8 bytes into the second's memory, whose program sees them and writes them
-    /// back; each sees only what lies in its memory. Every round's bytes are checked.
+    /// Measures the round trip in microseconds. The first VM's program writes 8 bytes to the second's memory, whose program polls for
+    /// them and writes them back. Each program polls only its own memory. Every round's bytes are checked.
     pub fn round_trip(&mut self, rounds: u32) -> anyhow::Result<f64> {
         let ready = Barrier::new(2);
         let [a, b] = &self.sides;
@@ -168,7 +168,7 @@ impl Daemons {
     }
 }
 
-/// The bytes of the page at `offset`.
+/// Returns the bytes of the page at `offset`.
 fn pattern(seed: u8, offset: u32) -> [u8; PAGE as usize] {
     let mut page = [0; PAGE as usize];
     for (at, word) in (offset..).step_by(4).zip(page.chunks_exact_mut(4)) {
@@ -182,10 +182,10 @@ impl Side {
         let last = u8::try_from(host + 1).unwrap_or(u8::MAX);
         let ram = u64::from(MESSAGE) * u64::from(OUTSTANDING) + (4 << 20);
         let machine = Machine::with_ram(&format!("vm{last}"), "s0", ram);
-        // Doorbells are memory while there is work, and trap otherwise: as in a VM.
+        // Doorbells are memory under load, and trap otherwise, as in a VM.
         let monitor = machine.connect(daemon.socket(), true);
         let mut guest = Guest::new(&machine);
-        // 268 ms: nothing is lost on this link, and a program may be without its CPU for a while.
+        // 268 ms: this link loses nothing, and a program may be without its CPU for a while.
         guest.timeout = 16;
         guest.probe(&monitor, gid(last));
         let endpoint = guest.endpoint(&monitor, 1, MESSAGE * OUTSTANDING / PAGE);
@@ -202,7 +202,7 @@ impl Side {
         self.guest.post_write_from(&self.monitor, &self.endpoint, wr_id, from, to)
     }
 
-    /// Takes a completion if there is one.
+    /// Polls a completion.
     fn take(&self) -> anyhow::Result<Option<u64>> {
         let Some(entry) = self.guest.take(&self.endpoint) else { return Ok(None) };
         if entry.status.get() != 0 {
@@ -211,7 +211,7 @@ impl Side {
         Ok(Some(entry.wr_id.get()))
     }
 
-    /// Writes until `least` are done and `during` is over; returns how many.
+    /// Writes until at least `least` writes are complete and `during` is over; returns the number.
     fn write_all(&self, to: &Side, least: u64, during: Duration) -> anyhow::Result<u64> {
         let began = Instant::now();
         let (mut posted, mut done) = (0_u64, 0_u64);
@@ -237,12 +237,12 @@ impl Side {
             if last.elapsed() > STEP_TIMEOUT {
                 bail!("No write completed within {STEP_TIMEOUT:?}, {} are outstanding", posted - done);
             }
-            // The daemon has this CPU, too.
+            // The daemon shares this CPU.
             std::thread::yield_now();
         }
     }
 
-    /// Half of the game. Own bytes lie in the first page, the other's arrive in the second.
+    /// One side of the ping-pong. Its own bytes are in the first page, the other's arrive in the second.
     fn ping_pong(&self, other: &Side, first: bool, rounds: u32) -> anyhow::Result<Duration> {
         let (mut posted, mut done) = (0_u64, 0_u64);
         let began = Instant::now();

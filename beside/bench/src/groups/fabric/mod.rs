@@ -1,6 +1,6 @@
-//! Group `fabric`: RDMA between hosts. Two `causeway host` daemons in two network namespaces, joined by a veth pair, carry RDMA writes from
-//! the memory of one VM into that of another, encrypted and plain; beside them, in turns and over the same link, TCP (iperf3, qperf) and
-//! UCX over TCP. Each host has one CPU, for its daemon and its program alike, and so have the peers.
+//! Group `fabric`: RDMA between hosts. Two `causeway host` daemons in two network namespaces, connected by a veth pair, transport
+//! RDMA writes between two VMs' memory, encrypted and plain. The peers run in turns over the same link: TCP (iperf3, qperf) and UCX
+//! over TCP. Each host has one CPU for its daemon and its program, and so have the peers.
 
 mod daemons;
 
@@ -16,20 +16,20 @@ use crate::outside::link::Link;
 pub use crate::outside::tcp::Bandwidth;
 use crate::outside::tcp::{PROGRAMS, Peers};
 
-/// MTU of the link, and payload of our packets on it.
+/// MTU of the link, and payload of the daemons' packets on it.
 const LINKS: [(u32, u32); 2] = [(9000, 4096), (1500, 1376)];
 const PORT: u16 = 4792;
 const ROUNDS: u32 = 20_000;
 
-/// What one turn measured of one way to transfer.
+/// Result of one way to transfer in one turn.
 #[derive(Debug, Clone, Copy)]
 struct Turn {
     bandwidth: Bandwidth,
-    /// Microseconds; absent where it isn't measured.
+    /// Microseconds; absent if not measured.
     round_trip: Option<f64>,
 }
 
-/// Measures; see [`crate::groups::Group::run`].
+/// Measures the group; see [`crate::groups::Group::run`].
 pub fn run(quick: bool) -> anyhow::Result<Report> {
     let mut conditions = Conditions::now(None, "4 KiB");
     let skip = |reason: String, conditions| Ok(super::skipped("fabric", reason, conditions));
@@ -45,7 +45,7 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
         return skip(format!("peers are missing: install {}", missing.join(", ")), conditions);
     }
     let program = crate::programs::causeway()?;
-    // Not at real-time priority: peers that poll at it keep the kernel's own network threads, for which they wait, from running.
+    // Not at real-time priority: polling peers would starve the kernel's network threads, for which they wait.
     conditions.scheduling = "ordinary, both sides";
     let mut figures = Vec::new();
     for (mtu, payload) in LINKS {
@@ -57,7 +57,7 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
     Ok(Report { group: "fabric", skipped: None, conditions, figures, details: serde_json::Value::Null })
 }
 
-/// What is measured, in the order of a turn's results.
+/// The measured ways, in the order of a turn's results.
 const OURS: [&str; 2] = ["plain", "encrypted"];
 const PEERS: [&str; 3] = ["iperf3, one TCP stream", "qperf, TCP", "UCX over TCP, tagged messages"];
 
@@ -76,7 +76,7 @@ fn measure(
     // The first turn warms up and isn't counted.
     for number in 0..=if quick { 1 } else { 7 } {
         let of = |way: usize| -> anyhow::Result<Turn> {
-            // Started anew each time: daemons poll on after the last request, and would take time from whoever is measured next.
+            // Restarted each time: daemons poll for a while after the last request, which would disturb the next measurement.
             let ours = |encrypted: bool| -> anyhow::Result<Turn> {
                 let setup = Setup { encrypted, mtu: payload, port: PORT, cpus };
                 let mut daemons = Daemons::start(program, &link, setup)?;
@@ -97,7 +97,7 @@ fn measure(
                 }
             }
         };
-        // Another one begins each time.
+        // Each turn starts with another way.
         let mut turn = [None; 5];
         for step in 0..turn.len() {
             let way = (step + number) % turn.len();

@@ -1,9 +1,10 @@
-//! A VM moves while a peer writes into it by RDMA faster than the link of its migration takes. Three daemons and a cluster service in this process,
-//! fabric over loopback; both sides are the monitors' own migration over sockets that carry no more than the link; the VM's monitor is the tests' (no
-//! KVM, no guest that works by itself). What is measured is the peer: bytes that are complete, before the move, in it and after it.
+//! A VM migrates while a peer writes to it by RDMA faster than the migration's link. Three daemons and a cluster service run in this
+//! process, with the fabric over loopback. Both sides use the monitors' own migration code, over sockets that are limited to the
+//! link's rate. The VM's monitor is the tests' (no KVM, no running guest). The measurement is the peer's: bytes of completed writes
+//! before, during and after the migration.
 //!
-//! Pages reach the migration as copies that are made when they are asked for, and a machine at the end: the pause has two such copies, which a monitor's
-//! hasn't.
+//! Pages reach the migration as copies on request, and finally into a machine. So the blackout contains two copies that a monitor
+//! doesn't make.
 
 use std::net::{SocketAddr, UdpSocket};
 use std::os::fd::OwnedFd;
@@ -37,44 +38,44 @@ use vfio_user_protocol::client::Client;
 use vfio_user_protocol::migration::DeviceState;
 use virtio_devices::block::DiskContent;
 
-/// RAM of the VM that moves, and its buffer that is written again and again.
+/// RAM of the migrating VM in bytes, and its buffer that the peer overwrites.
 const RAM: u64 = 48 << 20;
 const BUFFER_PAGES: u32 = 8192;
 /// Bytes of a write.
 const WRITE: u32 = 64 << 10;
 const AT_ONCE: usize = 16;
 const PAGE: usize = 4096;
-/// How long it is measured before and after.
+/// Duration of the measurements before and after.
 const STEADY: Duration = Duration::from_secs(2);
-/// The migration's link takes such a part of what the peer writes before, and no more than so many bytes per second.
+/// The link's rate: a part of the peer's rate before, with a limit in bytes per second.
 const PART: f64 = 0.25;
 const FASTEST_LINK: f64 = 100e6;
-/// How much a link may make up for.
+/// Longest idle time for which a link may catch up.
 const BURST: Duration = Duration::from_millis(5);
 const STEP_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// One move.
+/// One migration.
 #[derive(Debug, Clone, Serialize)]
 pub struct Sample {
-    /// Bytes per second that the migration's link takes.
+    /// Rate of the migration's link in bytes per second.
     pub link: u64,
-    /// Bytes per second that the peer wrote, in two seconds before the move.
+    /// The peer's rate in bytes per second, in two seconds before the migration.
     pub before: f64,
-    /// While it was copied, without the pause.
+    /// The peer's rate during pre-copy, without the blackout.
     pub during: f64,
-    /// Of that, in rounds in which it was held back.
+    /// Of that, the rate in rounds with throttling.
     pub held: f64,
-    /// How long those were, seconds.
+    /// Duration of these rounds in seconds.
     pub held_for: f64,
-    /// In two seconds after it.
+    /// The peer's rate in two seconds after the migration.
     pub after: f64,
-    /// How long it was copied, seconds.
+    /// Duration of pre-copy in seconds.
     pub copied_for: f64,
-    /// How long the VM stood still, seconds.
+    /// The blackout in seconds.
     pub pause: f64,
-    /// Rounds of copying.
+    /// Number of rounds.
     pub rounds: usize,
-    /// The most by which peers were held back, per cent.
+    /// Strongest throttling in per cent.
     pub held_back: u8,
     /// Bytes that the migration sent.
     pub sent: u64,
@@ -117,7 +118,7 @@ fn ram() -> anyhow::Result<GuestRam> {
     Ok(GuestRam::allocate(&RamLayout::new(&[RAM])?, &RamOptions::default())?)
 }
 
-/// The VM as its source has it.
+/// The VM at its source.
 struct Mover {
     machine: Machine,
     monitor: Monitor,
@@ -215,7 +216,7 @@ impl Departing for Mover {
     }
 }
 
-/// Its devices where it comes to.
+/// Its devices at the destination.
 struct There {
     monitor: Monitor,
     begun: AtomicBool,
@@ -245,7 +246,7 @@ impl Devices for There {
     }
 }
 
-/// Takes the VM in; its memory and devices as they are there.
+/// Receives the VM into its memory and devices at the destination.
 fn arrive(
     socket: &Path,
     ends: Vec<OwnedFd>,
@@ -277,12 +278,12 @@ fn arrive(
     for vector in &there.monitor.vectors {
         rustix::io::write(vector, &1_u64.to_ne_bytes())?;
     }
-    // A source whose daemon has told it already may have hung up.
+    // The source's daemon may have notified it already, and it may have closed the connection.
     let _ = landing.running();
     Ok((machine, there))
 }
 
-/// Both ends of a stream that carries at most so many bytes per second to the second one.
+/// Returns both ends of a stream that is limited to `rate` bytes per second towards the second.
 fn link(rate: u64) -> anyhow::Result<(OwnedFd, OwnedFd)> {
     let (a, a_inner) = UnixStream::pair()?;
     let (b, b_inner) = UnixStream::pair()?;
@@ -292,14 +293,14 @@ fn link(rate: u64) -> anyhow::Result<(OwnedFd, OwnedFd)> {
     Ok((a.into(), b.into()))
 }
 
-/// Carries bytes until one end goes.
+/// Relays bytes until one end closes.
 fn relay(mut from: UnixStream, mut to: UnixStream, rate: Option<u64>) {
     use std::io::{Read as _, Write as _};
     let mut buffer = vec![0; 16 << 10];
     let mut free_at = Instant::now();
     while let Ok(read @ 1..) = from.read(&mut buffer) {
         if let Some(rate) = rate {
-            // What wasn't used counts for a moment only, so that a late wake-up can be made up for.
+            // Unused time counts briefly, so that a late wake-up is compensated.
             let earliest = Instant::now().checked_sub(BURST).unwrap_or(free_at);
             free_at = free_at.max(earliest) + Duration::from_nanos(read as u64 * 1_000_000_000 / rate);
             std::thread::sleep(free_at.saturating_duration_since(Instant::now()));
@@ -320,7 +321,7 @@ struct Writer {
 }
 
 impl Writer {
-    /// Writes all over a buffer until it is told to end; counts bytes that are complete. A failed write is an error.
+    /// Overwrites a buffer until the end; counts bytes of completed writes. A failed write is an error.
     fn run(&self, target: (u64, u32), complete: &AtomicU64, over: &AtomicBool) -> anyhow::Result<()> {
         let places = u64::from(BUFFER_PAGES) * PAGE as u64 / u64::from(WRITE);
         let mut number = 0;
@@ -339,7 +340,7 @@ impl Writer {
     }
 }
 
-/// What was complete when, every few milliseconds.
+/// Completed bytes, every few milliseconds.
 type Seen = Vec<(Instant, u64)>;
 
 fn sample(complete: &AtomicU64, over: &AtomicBool) -> Seen {
@@ -351,7 +352,7 @@ fn sample(complete: &AtomicU64, over: &AtomicBool) -> Seen {
     seen
 }
 
-/// Bytes that were complete, and seconds, in rounds in which peers were held back.
+/// Returns completed bytes and seconds of rounds with throttling.
 fn held(seen: &Seen, began: Instant, timeline: &MigrationTimeline) -> (u64, f64) {
     let at = |ms: u64| {
         let when = began + Duration::from_millis(ms);
@@ -370,10 +371,10 @@ fn rate(bytes: u64, time: f64) -> f64 {
     super::float(bytes) / time.max(1e-9)
 }
 
-/// Moves a VM from one host to another while a third one's writes into it, over a link that takes a part of that.
+/// Migrates a VM between two hosts while a third host's VM writes to it, over a link with a part of that rate.
 ///
 /// # Errors
-/// When it doesn't converge, a write fails, or a host doesn't do its part.
+/// It doesn't converge, a write fails, or a host fails.
 pub fn converge() -> anyhow::Result<Sample> {
     let folder = tempfile::tempdir()?;
     let mut config = cluster::ServerConfig::new("127.0.0.1:0".parse()?, folder.path().join("cluster.redb"));
@@ -401,7 +402,7 @@ pub fn converge() -> anyhow::Result<Sample> {
         let machine = Machine::with_ram(name, "blue", ram);
         let monitor = machine.connect(daemon.socket(), true);
         let mut guest = Guest::new(&machine);
-        // A quarter of a second: a crowded machine may take longer than a millisecond.
+        // A quarter of a second: a crowded machine may delay a packet by more than a millisecond.
         guest.timeout = 16;
         guest.probe(&monitor, gid(last));
         let endpoint = guest.endpoint(&monitor, 1, pages);
@@ -425,7 +426,7 @@ pub fn converge() -> anyhow::Result<Sample> {
     }
     guest.connect(&monitor, &endpoint, its_endpoint.qp.1, gid(2));
     its_guest.connect(&its_monitor, &its_endpoint, endpoint.qp.1, gid(1));
-    // Pages of zeroes would go over the link as next to nothing.
+    // Pages of zeros would be sent as nearly nothing.
     its_guest.fill(&its_endpoint.buffer, 0xA7);
     let target = (endpoint.buffer.address, endpoint.buffer.rkey);
 
@@ -477,7 +478,7 @@ pub fn converge() -> anyhow::Result<Sample> {
             let until = complete.load(Ordering::Relaxed);
             let there = arriving.join().map_err(|_| anyhow!("the destination panicked"))??;
             let after = steady();
-            // The VM stays until the peer has ended.
+            // The VM lives until the peer has ended.
             Ok::<_, anyhow::Error>((link_rate, before, until - from, after, timeline, began, there))
         })();
         over.store(true, Ordering::Relaxed);

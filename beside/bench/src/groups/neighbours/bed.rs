@@ -1,4 +1,4 @@
-//! Two VMs with windows onto each other, a segment, and memory for the ring that copies.
+//! Two VMs with windows onto each other, a segment, and memory for the copying ring.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -22,12 +22,12 @@ const ENTRIES: u32 = 1024;
 const LARGE_BUFFERS: u64 = 32;
 /// Buffers of 64 bytes, all of them outstanding.
 const SMALL_BUFFERS: u64 = 256;
-/// Bytes shared for the ring that copies.
+/// Shared bytes of the copying ring.
 const COPIED: u64 = 4 * MIB;
 const LARGE_SLOTS: u64 = 16;
 const SMALL_SLOTS: u64 = 1024;
 
-/// See the module.
+/// The test bed. See the module.
 pub struct Bed {
     vms: [MeasuringVm; 2],
     copied: File,
@@ -38,7 +38,7 @@ pub struct Bed {
 }
 
 impl Bed {
-    /// Starts the VMs, and shows each the other's RAM.
+    /// Starts the VMs, and maps each one's RAM in the other.
     pub fn start(program: &Path, cpus: [usize; 2]) -> anyhow::Result<Self> {
         let start = |cpu| {
             let plain = MeasuringVm::plain(program, cpu, RAM);
@@ -74,7 +74,7 @@ impl Bed {
         Ok(Self { vms, copied, free, base, segment, epoch: 0 })
     }
 
-    /// Has the first VM play the first role and the second the second; the ticks of the one that came later.
+    /// Runs the first role in the first VM and the second in the second; returns the ticks of the later one.
     pub fn play(&mut self, roles: [Role; 2], messages: u64, length: u64) -> anyhow::Result<u64> {
         self.prepare(length)?;
         let job = |role| Job::Rings { bed: self.free, role, messages, length };
@@ -82,7 +82,7 @@ impl Bed {
         self.run(jobs)
     }
 
-    /// Has the second VM read the first one's buffers, without messages.
+    /// Lets the second VM read the first one's buffers, without messages.
     pub fn read(&mut self, messages: u64, length: u64) -> anyhow::Result<u64> {
         self.prepare(length)?;
         let job = Job::Rings { bed: self.free, role: Role::Read, messages, length };
@@ -90,13 +90,13 @@ impl Bed {
         check(&ticks)
     }
 
-    /// A word that both share, 0.
+    /// Returns a shared word, set to 0.
     pub fn word(&self) -> anyhow::Result<u64> {
         self.copied.write_all_at(&[0; 64], 0)?;
         Ok(self.segment + 16 * MIB)
     }
 
-    /// Runs a job in each VM, at once.
+    /// Runs a job in each VM in parallel.
     pub fn run(&mut self, jobs: [Job; 2]) -> anyhow::Result<u64> {
         let [first, second] = &mut self.vms;
         let ticks = std::thread::scope(|scope| -> anyhow::Result<Vec<u64>> {
@@ -111,7 +111,7 @@ impl Bed {
         check(&ticks)
     }
 
-    /// A new epoch, and zeros where data are copied through.
+    /// Starts a new epoch, and zeros the memory of the copying ring.
     fn prepare(&mut self, length: u64) -> anyhow::Result<()> {
         self.epoch += 1;
         let zeros = vec![0; usize::try_from(COPIED)?];
@@ -138,7 +138,7 @@ impl Bed {
         Ok(())
     }
 
-    /// Exits of both VMs to the monitor so far.
+    /// Returns the exits of both VMs to the monitor so far.
     pub fn exits(&self) -> u64 {
         self.vms.iter().map(MeasuringVm::exits).sum()
     }
@@ -151,7 +151,7 @@ impl Bed {
     }
 }
 
-/// The shortest time; the side that came later didn't wait for the other.
+/// Returns the shorter time: the later side didn't wait for the other.
 fn check(ticks: &[u64]) -> anyhow::Result<u64> {
     if ticks.contains(&FAILED) {
         bail!("A message between the VMs was broken, or out of order");

@@ -1,8 +1,8 @@
-//! Group `neighbours`: what messages between two VMs cost that read each other's memory. Payload programs run the crate `neighbour`
-//! itself, over real windows (read-only memslots, added while they run) and a shared segment; beside them, in turns, what a
-//! core can read at best, the same by copies, cache lines, and what processes without VMs use.
+//! Group `neighbours`: the cost of messages between two VMs that read each other's memory. Payload programs run the crate `neighbour`
+//! itself, over real windows (read-only memslots, added at run time) and a shared segment. The peers run in turns: a core's best read
+//! rate, the same by copies, cache lines, and mechanisms of processes without VMs.
 //!
-//! Nobody sleeps, so doorbells don't ring: payload programs have no interrupts.
+//! No side sleeps, so no doorbells are used: payload programs have no interrupts.
 
 pub mod bed;
 mod sockets;
@@ -27,12 +27,12 @@ const LARGE_MESSAGES: u64 = 4_000;
 const SMALL_MESSAGES: u64 = 400_000;
 const ROUNDS: u64 = 20_000;
 const SOCKET_MESSAGES: u64 = 1_000;
-/// Samples of programs of others: each takes a second or so.
+/// Number of samples of other programs: each takes about a second.
 const OUTSIDE_SAMPLES: usize = 7;
-/// The largest MTU that a veth pair has.
+/// The largest MTU of a veth pair.
 const VETH_MTU: u32 = 65_535;
 
-/// Measures; see [`crate::groups::Group::run`].
+/// Measures the group; see [`crate::groups::Group::run`].
 pub fn run(quick: bool) -> anyhow::Result<Report> {
     let (host, cpus) = match super::kvm_and_cpus("neighbours")? {
         Ok(ground) => ground,
@@ -80,7 +80,7 @@ struct Session {
 }
 
 impl Session {
-    /// Messages of 64 KiB that the receiver reads where they lie.
+    /// Messages of 64 KiB that the receiver reads in place.
     fn large(&mut self) -> anyhow::Result<()> {
         let khz = self.khz;
         let rate = |ticks| gigabytes(khz, ticks, LARGE_MESSAGES * LARGE);
@@ -92,7 +92,7 @@ impl Session {
         let copies = Pairs::take(self.samples, ours, || {
             Ok(rate(bed.borrow_mut().play([Role::CopyIn, Role::CopyOut], LARGE_MESSAGES, LARGE)?))
         })?;
-        // Each sample asks for work once per VM (and twice where one VM rests); no message may add to that.
+        // Each sample requests a job once per VM (and twice if one VM is idle). Messages must add no exits.
         let samples = (self.samples as u64 + 1) * 2;
         let exits = self.bed.exits() - exits;
         if exits > 8 * samples {
@@ -152,7 +152,7 @@ impl Session {
         Ok(())
     }
 
-    /// Ours beside a peer's bandwidth of messages of 64 KiB.
+    /// Adds a figure of Causeway and a peer's bandwidth with messages of 64 KiB.
     fn beside(
         &mut self,
         name: &str,
@@ -170,7 +170,7 @@ impl Session {
         self.figures.add(Figure::new(name, what, "GB/s", Better::Higher, peer, &pairs, None))
     }
 
-    /// What processes without VMs use: sockets.
+    /// Sockets between processes without VMs.
     fn sockets(&mut self) -> anyhow::Result<()> {
         let (cpus, samples) = (self.cpus, self.samples);
         let rate = |between| sockets::rate(between, cpus, SOCKET_MESSAGES, LARGE);

@@ -1,4 +1,4 @@
-//! The peers that need no VM: sockets between two pinned threads, read and written 64 KiB at a time.
+//! Peers without VMs: sockets between two pinned threads, with reads and writes of 64 KiB.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -11,7 +11,7 @@ use anyhow::{Context, bail};
 use crate::outside::link::Link;
 use crate::peers::pin;
 
-/// Which sockets.
+/// The kind of sockets.
 #[derive(Debug, Clone, Copy)]
 pub enum Between<'a> {
     /// A pair of Unix stream sockets.
@@ -22,7 +22,7 @@ pub enum Between<'a> {
     Namespaces(&'a Link),
 }
 
-/// GB/s of `messages` messages of `length` bytes.
+/// Measures GB/s of `messages` messages of `length` bytes.
 pub fn rate(between: Between<'_>, cpus: [usize; 2], messages: u64, length: u64) -> anyhow::Result<f64> {
     let (to, from) = match between {
         Between::Unix => {

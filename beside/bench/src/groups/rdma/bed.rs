@@ -1,5 +1,5 @@
-//! Two VMs with an HCA each: a payload program posts and polls in the first, nobody runs in the second. What serves the HCAs is a `causeway host`
-//! daemon, or the engine alone on a thread of this process.
+//! Two VMs with an HCA each. A payload program posts and polls in the first; the second runs none. A `causeway host` daemon serves
+//! the HCAs, or the engine alone on a thread of this process.
 
 use std::ops::Range;
 use std::os::fd::OwnedFd;
@@ -25,38 +25,38 @@ pub const FIRST_SLOTS: u32 = 128;
 /// Send slots of each other queue pair: a page of them.
 const SEND_SLOTS: u32 = 32;
 const COMPLETIONS: u32 = 8192;
-/// The doorbell page of the program's context; the kernel has page 0.
+/// The program's doorbell page; the kernel has page 0.
 const DOORBELL_PAGE: u32 = 1;
-/// Doorbell pages that the engine alone has, as many as a device of a daemon.
+/// Doorbell pages of the engine alone, as many as a daemon's device has.
 const DOORBELL_PAGES: u64 = 512;
-/// Completions are posted and polled for so long before doorbells are memory.
+/// Writes before doorbells are memory.
 const WARM_UP_WRITES: u64 = 512;
 const WARM_UP_ROUNDS: u32 = 10_000;
-/// A measured run leaves its guest twice: to ask for work, and to say that it is done.
+/// Exits of a measured run: the request for a job, and its completion.
 const EXITS_PER_RUN: u64 = 2;
 const GIDS: [[u8; 16]; 2] = [
     [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xFF, 0xFF, 10, 0, 0, 1],
     [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xFF, 0xFF, 10, 0, 0, 2],
 ];
 
-/// What the beds are to have.
+/// Parameters of the test beds.
 #[derive(Debug, Clone, Copy)]
 pub struct Plan {
     /// Queue pairs that the program uses.
     pub queue_pairs: u32,
-    /// Queue pairs more, connected, which nobody uses.
+    /// Additional connected queue pairs that stay idle.
     pub idle: u32,
-    /// Bytes of each VM's RAM.
+    /// RAM of each VM in bytes.
     pub memory: u64,
-    /// Bytes of the buffer of each side.
+    /// Buffer of each side in bytes.
     pub buffer: u64,
 }
 
-/// A VM, and its memory as this process reaches it, by guest address.
+/// A VM, and its memory in this process by guest address.
 struct Side {
     vm: MeasuringVm,
     memory: MappedMemory,
-    /// What of it is free.
+    /// Its free range.
     free: Range<u64>,
 }
 
@@ -71,7 +71,7 @@ impl Side {
     }
 }
 
-/// Maps a range of a VM's memory here, so that it begins at `address`.
+/// Maps a range of a VM's memory, so that guest address `address` is its start.
 fn map(vm: &MeasuringVm, range: &Range<u64>, address: u64) -> anyhow::Result<MappedMemory> {
     let size = range.end - range.start;
     let (file, offset) = vm.ram_file(range.start, size)?;
@@ -79,20 +79,20 @@ fn map(vm: &MeasuringVm, range: &Range<u64>, address: u64) -> anyhow::Result<Map
     Ok(MappedMemory::default().with(MemoryRegion::map(address, size, &file, offset, true)?)?)
 }
 
-/// What serves the HCAs.
+/// The server of the HCAs.
 enum Server {
     Daemon(Box<Served>),
     Alone(EngineAlone),
 }
 
-/// A daemon and its NICs. Fields are dropped in order: connections close, then the daemon ends, then its folder goes.
+/// A daemon and its NICs. Fields are dropped in order: connections close, then the daemon ends, then its directory is removed.
 struct Served {
     nics: [Nic; 2],
     daemon: HostDaemon,
     folder: tempfile::TempDir,
 }
 
-/// The two VMs and what serves them.
+/// The two VMs and their server.
 pub struct Bed {
     server: Server,
     first: Side,
@@ -102,7 +102,7 @@ pub struct Bed {
     runs: u64,
 }
 
-/// What the drivers have made, as jobs name it.
+/// The drivers' objects, as jobs name them.
 #[derive(Debug, Clone, Copy)]
 struct Made {
     queues: u64,
@@ -114,8 +114,9 @@ struct Made {
 }
 
 impl Bed {
-    /// Starts a daemon as a user does (`causeway` is the program), VMs on the first CPU and the daemon's engine on the second, attaches a NIC to each
-    /// VM, and creates and connects all queue pairs through the devices' registers. The daemon's sockets are in `folder`, which goes with it.
+    /// Starts a daemon as a user does (`causeway` is the program), with the VMs on the first CPU and the daemon's engine on the
+    /// second. Attaches a NIC to each VM, and creates and connects all queue pairs through the devices' registers. `folder` contains
+    /// the daemon's sockets, and is removed with it.
     pub fn by_daemon(
         folder: tempfile::TempDir,
         causeway: &Path,
@@ -141,8 +142,8 @@ impl Bed {
         Ok(Self { server, first, second, made, exits: 0, runs: 0 })
     }
 
-    /// The same with the engine on a thread of this process, on the second CPU, and doorbells in the VMs' RAM. The thread rests until something is
-    /// measured.
+    /// Does the same with the engine on a thread of this process on the second CPU, and doorbells in the VMs' RAM. The thread is idle
+    /// outside of measurements.
     pub fn engine_alone(program: &Path, cpus: [usize; 2], plan: Plan) -> anyhow::Result<Self> {
         let first = Side::start(program, cpus[0], plan.memory)?;
         let second = Side::start(program, cpus[0], plan.memory)?;
@@ -161,8 +162,8 @@ impl Bed {
         Ok(Self { server, first, second, made, exits: 0, runs: 0 })
     }
 
-    /// Has the program post `operations` RDMA writes of `length` bytes, round robin over the first `queue_pairs` of its queue pairs, at
-    /// most `window` outstanding. Returns the ticks. The doorbells are memory when it begins, and the server rests when this returns.
+    /// Lets the program post `operations` RDMA writes of `length` bytes, round robin over the first `queue_pairs` queue pairs, with
+    /// at most `window` outstanding. Returns the ticks. Doorbells are memory at the start, and the server is idle at the end.
     pub fn write(
         &mut self,
         length: u32,
@@ -201,7 +202,7 @@ impl Bed {
         result
     }
 
-    /// Small writes until doorbells are memory: the last ones make no exits.
+    /// Writes until doorbells are memory: the last writes cause no exits.
     fn warm_up(&mut self, job: Job) -> anyhow::Result<()> {
         self.request(8)?;
         for _ in 0..WARM_UP_ROUNDS {
@@ -216,7 +217,7 @@ impl Bed {
         );
     }
 
-    /// Makes the request that the program posts again and again.
+    /// Creates the request that the program posts repeatedly.
     fn request(&self, length: u32) -> anyhow::Result<()> {
         let header = SendHeader {
             wr_id: 1.into(),
@@ -256,7 +257,7 @@ impl Bed {
         }
     }
 
-    /// Writes a pattern of `seed` at the source, has it written over, and says whether the target has it.
+    /// Writes a pattern of `seed` at the source, copies it by an RDMA write, and returns whether the target has it.
     pub fn verify(&mut self, length: u32, seed: u8) -> anyhow::Result<()> {
         let bytes: Vec<u8> =
             (0..length).map(|at| u8::try_from(at % 251).unwrap_or(0).wrapping_mul(seed) ^ seed).collect();
@@ -271,7 +272,7 @@ impl Bed {
         Ok(())
     }
 
-    /// Where source and target lie in this process, for the peer that copies the same pages.
+    /// Returns the addresses of source and target in this process, for the peer that copies the same pages.
     pub fn host_addresses(&self) -> anyhow::Result<(u64, u64)> {
         let Made { source, target, .. } = self.made;
         Ok((
@@ -280,13 +281,13 @@ impl Bed {
         ))
     }
 
-    /// Exits of the program's VM to the monitor in measured runs since the last call that its requests for work don't explain.
+    /// Returns the exits of the program's VM in measured runs since the last call, beyond those of its requests for jobs.
     pub fn take_exits(&mut self) -> u64 {
         let asked = EXITS_PER_RUN * std::mem::take(&mut self.runs);
         std::mem::take(&mut self.exits).saturating_sub(asked)
     }
 
-    /// The daemon, where there is one.
+    /// Returns the daemon, if any.
     pub fn daemon(&self) -> Option<&HostDaemon> {
         match &self.server {
             Server::Daemon(served) => Some(&served.daemon),
@@ -294,7 +295,7 @@ impl Bed {
         }
     }
 
-    /// Ends the VMs, and the daemon, which must end well.
+    /// Ends the VMs, and the daemon, which must end successfully.
     pub fn finish(self) -> anyhow::Result<()> {
         let Self { server, first, second, .. } = self;
         first.vm.close();
@@ -311,7 +312,7 @@ impl Bed {
     }
 }
 
-/// What one side's driver has made.
+/// Objects of one side's driver.
 struct Objects {
     context: UserContext,
     pd: u32,
@@ -319,7 +320,7 @@ struct Objects {
     buffer: Buffer,
 }
 
-/// Drives both devices: objects, connections, and the structures in the first VM's memory that its program reads.
+/// Drives both devices: creates objects, connections, and the structures in the first VM's memory for its program.
 fn make(
     registers: [&dyn Registers; 2],
     sides: [&Side; 2],
@@ -340,7 +341,7 @@ fn make(
         b.connect(&right, left.number, GIDS[0])?;
         pairs.push(left);
     }
-    // Idle ones among the others, as they would be.
+    // Spreads idle queue pairs among the others.
     let stride = usize::try_from((plan.queue_pairs + plan.idle) / plan.queue_pairs.max(1)).unwrap_or(1);
     let used = pairs.iter().step_by(stride.max(1)).take(usize::try_from(plan.queue_pairs)?);
     let templates = a.page()?;

@@ -1,5 +1,5 @@
-//! What copying out of and into a guest's memory costs (`dma`), beside `memcpy` of the same pages. Devices check what they copy out, so each byte is
-//! loaded once, by loads that the compiler can't repeat; bulk copies between guests are `memcpy` itself.
+//! Cost of copies out of and into a guest's memory (`dma`), compared with `memcpy` of the same pages. Devices check what they copy
+//! out, so each byte is loaded once, by loads that the compiler can't repeat. Bulk copies between guests are `memcpy` itself.
 
 #![allow(unsafe_code)] // The peer copies a mapping by pointer.
 
@@ -13,7 +13,7 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create
 
 use crate::peers::pin;
 
-/// Bytes of a copy, how many make a sample, and what they are called: descriptors and requests, pages, messages.
+/// Bytes of a copy, copies per sample, and description: descriptors and requests, pages, messages.
 pub const SIZES: [(u64, u64, &str); 6] = [
     (64, 200_000, "64B"),
     (256, 200_000, "256B"),
@@ -22,15 +22,15 @@ pub const SIZES: [(u64, u64, &str); 6] = [
     (64 << 10, 3_000, "64KiB"),
     (1 << 20, 150, "1MiB"),
 ];
-/// Copies from so many bytes on are to be at least half as fast as `memcpy`.
+/// Copies from this size on must be at least half as fast as `memcpy`.
 pub const LARGE_BYTES: u64 = 4 << 10;
 
-/// Bytes of the guest memory, and of the buffer beside it.
+/// Size in bytes of the guest memory, and of the buffer.
 const MEMORY: u64 = 1 << 20;
-/// Where the guest has it.
+/// Guest address of the memory.
 const ADDRESS: u64 = 1 << 20;
 
-/// Which way bytes go.
+/// Direction of a copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
     /// Out of guest memory ([`Dma::read`]).
@@ -46,7 +46,7 @@ pub struct Copies {
 }
 
 impl Copies {
-    /// Both, with all pages there.
+    /// Allocates both with all pages present.
     pub fn new() -> anyhow::Result<Self> {
         let file: OwnedFd =
             memfd_create("causeway:bench:copies", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
@@ -59,7 +59,7 @@ impl Copies {
         Ok(Self { memory, buffer })
     }
 
-    /// Ticks of `repeats` copies of `len_bytes` by `dma`, on `cpu`.
+    /// Returns ticks of `repeats` copies of `len_bytes` by `dma`, on `cpu`.
     pub fn by_dma(
         &mut self,
         cpu: usize,
@@ -83,7 +83,7 @@ impl Copies {
         })
     }
 
-    /// The same by `memcpy`.
+    /// Does the same by `memcpy`.
     pub fn by_memcpy(
         &mut self,
         cpu: usize,
@@ -100,7 +100,7 @@ impl Copies {
             let guest = std::ptr::with_exposed_provenance_mut::<u8>(guest);
             let started = tsc::start();
             for _ in 0..repeats {
-                // SAFETY: both have `len` bytes and don't overlap; nobody else uses the mapping, which lives as long as `self`.
+                // SAFETY: both have `len` bytes and don't overlap. No other code uses the mapping, which lives as long as `self`.
                 unsafe {
                     match direction {
                         Direction::Out => std::ptr::copy_nonoverlapping(
@@ -120,7 +120,7 @@ impl Copies {
     }
 }
 
-/// Runs it on a thread of its own on `cpu`.
+/// Runs a function on a thread of its own on `cpu`.
 fn on(cpu: usize, work: impl FnOnce() -> anyhow::Result<u64> + Send) -> anyhow::Result<u64> {
     let pinned = || {
         pin(cpu)?;

@@ -1,5 +1,5 @@
-//! A guest's PVRDMA driver as far as a measurement needs it: probing, objects, connecting. It uses registers and guest memory as Linux'
-//! `vmw_pvrdma` does, whatever is behind the registers; the payload program posts and polls afterwards.
+//! The parts of a guest's PVRDMA driver that a measurement needs: probe, objects, connections. It uses registers and guest memory
+//! like Linux' `vmw_pvrdma`, with any server behind the registers. The payload program posts and polls afterwards.
 
 use std::ops::Range;
 
@@ -24,19 +24,19 @@ const ACCESS: u32 = 15;
 const RECEIVE_SLOTS: u32 = 16;
 const DRIVER_VERSION: u32 = 20;
 const OLDEST_DEVICE_VERSION: u32 = 18;
-/// A 64-bit Linux guest, as the driver describes itself.
+/// Guest information of a 64-bit Linux guest.
 const GUEST_KIND: u32 = 2 | 1 << 2 | 1 << 6;
 
-/// A device's registers, as a driver reaches them.
+/// A driver's access to a device's registers.
 pub trait Registers {
-    /// Reads the register at an offset of BAR 1; ones when the device is gone.
+    /// Reads the register at an offset of BAR 1; ones if the device is gone.
     fn read(&self, offset: u64) -> u32;
-    /// Writes it. The device has acted on it when this returns.
+    /// Writes a register. The device has processed the write on return.
     fn write(&self, offset: u64, value: u32);
-    /// Takes the interrupt that comes with a command's response.
+    /// Waits for the interrupt of a command's response.
     ///
     /// # Errors
-    /// When none comes within a minute.
+    /// None arrives within a minute.
     fn await_response(&self) -> anyhow::Result<()>;
 }
 
@@ -50,14 +50,14 @@ pub struct Driver<'a> {
     response_slot: u64,
 }
 
-/// A user process's context: its handle, and where its page of doorbells lies.
+/// A user process's context: its handle, and its doorbell page.
 #[derive(Debug, Clone, Copy)]
 pub struct Context {
     pub handle: u32,
     pub doorbells: u64,
 }
 
-/// A completion queue. The first page has its indices.
+/// A completion queue. Its first page has the indices.
 #[derive(Debug, Clone)]
 pub struct CompletionQueue {
     pub handle: u32,
@@ -65,7 +65,7 @@ pub struct CompletionQueue {
     pub pages: Vec<u64>,
 }
 
-/// A queue pair. The first page has its indices, the send queue follows.
+/// A queue pair. Its first page has the indices, and the send queue follows.
 #[derive(Debug, Clone)]
 pub struct QueuePair {
     pub handle: u32,
@@ -85,7 +85,8 @@ pub struct Buffer {
 }
 
 impl<'a> Driver<'a> {
-    /// A driver that uses the pages of `pages` (guest addresses, which `memory` has too), with its doorbells at guest address `doorbells`.
+    /// Creates a driver that uses the pages `pages` (guest addresses, also in `memory`), with its doorbells at guest address
+    /// `doorbells`.
     pub fn new(
         registers: &'a dyn Registers,
         memory: MappedMemory,
@@ -95,12 +96,12 @@ impl<'a> Driver<'a> {
         Self { registers, memory, pages, doorbells, command_slot: 0, response_slot: 0 }
     }
 
-    /// A zeroed page.
+    /// Allocates a zeroed page.
     pub fn page(&mut self) -> anyhow::Result<u64> {
         self.contiguous(1)?.first().copied().context("No page was asked for")
     }
 
-    /// Zeroed pages, one behind the other.
+    /// Allocates consecutive zeroed pages.
     pub fn contiguous(&mut self, count: u32) -> anyhow::Result<Vec<u64>> {
         let (start, size) = (self.pages.start, u64::from(count) * PAGE);
         if size > self.pages.end - start {
@@ -125,7 +126,7 @@ impl<'a> Driver<'a> {
         Ok(directory)
     }
 
-    /// Describes the shared region, activates the device and gives it an address.
+    /// Describes the shared region, activates the device and sets an address.
     pub fn probe(&mut self, gid: [u8; 16]) -> anyhow::Result<()> {
         let version = self.registers.read(registers::VERSION);
         if !(OLDEST_DEVICE_VERSION..u32::MAX).contains(&version) {
@@ -164,7 +165,7 @@ impl<'a> Driver<'a> {
             gid_type: 2,
             reserved: [0; 3],
         };
-        // It has no response.
+        // This command has no response.
         self.request("bind a GID", number::CREATE_BIND, bind.as_bytes())
     }
 
@@ -205,7 +206,7 @@ impl<'a> Driver<'a> {
         Ok(T::read_from_prefix(rest).ok().context("A response is longer than its slot")?.0)
     }
 
-    /// Opens a context on the page of doorbells with that number.
+    /// Opens a context on the doorbell page with that number.
     pub fn context(&mut self, page: u32) -> anyhow::Result<Context> {
         let doorbells = self.doorbells + u64::from(page) * PAGE;
         let body = CreateContext { pfn: (doorbells / PAGE).into() };
@@ -213,14 +214,14 @@ impl<'a> Driver<'a> {
         Ok(Context { handle: made.handle.get(), doorbells })
     }
 
-    /// A protection domain.
+    /// Creates a protection domain.
     pub fn protection_domain(&mut self, context: Context) -> anyhow::Result<u32> {
         let body = Handle { handle: context.handle.into() };
         let made: Handle = self.command("make a protection domain", number::CREATE_PD, &body)?;
         Ok(made.handle.get())
     }
 
-    /// Registers a new buffer of `len_bytes`, one piece of guest memory.
+    /// Registers a new contiguous buffer of `len_bytes`.
     pub fn register(&mut self, pd: u32, len_bytes: u64) -> anyhow::Result<Buffer> {
         let pages = self.contiguous(pages_for(len_bytes))?;
         let address = pages.first().copied().context("An empty buffer can't be registered")?;
@@ -237,7 +238,7 @@ impl<'a> Driver<'a> {
         Ok(Buffer { address, len_bytes, lkey: made.lkey.get(), rkey: made.rkey.get() })
     }
 
-    /// A completion queue; `entries` is a power of two.
+    /// Creates a completion queue; `entries` is a power of two.
     pub fn completion_queue(&mut self, context: Context, entries: u32) -> anyhow::Result<CompletionQueue> {
         let pages = self.contiguous(1 + pages_for(u64::from(entries) * 64))?;
         let body = CreateCq {
@@ -251,7 +252,7 @@ impl<'a> Driver<'a> {
         Ok(CompletionQueue { handle: made.handle.get(), entries, pages })
     }
 
-    /// A reliable connection's queue pair in INIT; `send_slots` is a power of two.
+    /// Creates an RC queue pair in INIT; `send_slots` is a power of two.
     pub fn queue_pair(&mut self, pd: u32, cq: u32, send_slots: u32) -> anyhow::Result<QueuePair> {
         let send_pages = pages_for(u64::from(send_slots) * send_slot(1));
         let pages = self.contiguous(2 + send_pages)?;
@@ -286,7 +287,7 @@ impl<'a> Driver<'a> {
         Ok(qp)
     }
 
-    /// From INIT over RTR to RTS, connected to the peer's queue pair of that number.
+    /// Moves a queue pair from INIT over RTR to RTS, connected to the peer's queue pair of that number.
     pub fn connect(&mut self, qp: &QueuePair, peer: u32, peer_gid: [u8; 16]) -> anyhow::Result<()> {
         self.modify(qp, 1 | 1 << 7 | 1 << 8 | 1 << 12 | 1 << 15 | 1 << 17 | 1 << 20, |to| {
             to.state = 2.into();

@@ -1,5 +1,5 @@
-//! The engine without its daemon: a thread of this process turns it for two devices whose doorbells are always memory. No sockets, no sandbox, no
-//! change between polling and sleeping: what the daemon adds is the difference.
+//! The engine without its daemon: a thread of this process runs it for two devices whose doorbells are always memory. There are no
+//! sockets, no sandbox, and no change between polling and sleeping. The difference to the daemon is the daemon's cost.
 
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
@@ -18,29 +18,29 @@ use pvrdma::testing::Host;
 use super::driver::Registers;
 use crate::peers;
 
-/// How often the engine's thread looks for orders while it rests.
+/// Interval at which the idle engine thread polls for orders.
 const ORDER_INTERVAL: Duration = Duration::from_millis(10);
 
-/// What the engine's thread is told.
+/// Orders for the engine's thread.
 #[derive(Default)]
 struct Orders {
     run: AtomicBool,
     stop: AtomicBool,
 }
 
-/// The engine's thread. It rests until it is told to work.
+/// The engine's thread. It is idle until it is started.
 pub struct EngineAlone {
     orders: Arc<Orders>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// An engine and its two devices, before its thread has them.
+/// An engine and its two devices, before they move to its thread.
 pub struct Devices {
     host: RefCell<Host<MappedMemory>>,
     ids: [DeviceId; 2],
 }
 
-/// The registers of one of them.
+/// The registers of one device.
 pub struct DeviceRegisters<'a> {
     devices: &'a Devices,
     id: DeviceId,
@@ -48,7 +48,7 @@ pub struct DeviceRegisters<'a> {
 }
 
 impl Devices {
-    /// Two devices on the memory of two guests.
+    /// Creates two devices on the memory of two guests.
     pub fn new(memories: [MappedMemory; 2]) -> Self {
         let mut host = Host::new(EngineConfig::default());
         let mut last = 0;
@@ -59,12 +59,12 @@ impl Devices {
         Self { host: RefCell::new(host), ids }
     }
 
-    /// The registers of the first or the second.
+    /// Returns the registers of both devices.
     pub fn registers(&self) -> [DeviceRegisters<'_>; 2] {
         self.ids.map(|id| DeviceRegisters { devices: self, id, responses: Cell::new(0) })
     }
 
-    /// Gives both to a thread on `cpu`.
+    /// Moves both to a thread on `cpu`.
     pub fn serve(self, doorbells: [MappedMemory; 2], cpu: usize) -> anyhow::Result<EngineAlone> {
         let orders = Arc::new(Orders::default());
         let thread = {
@@ -88,7 +88,7 @@ impl Registers for DeviceRegisters<'_> {
     }
 
     fn await_response(&self) -> anyhow::Result<()> {
-        // A write has been acted on when it returns.
+        // The write has been processed on return.
         let host = self.devices.host.borrow();
         let raised = host.lines.get(&self.id).map_or(0, |lines| lines.raised(VECTOR_RESPONSE));
         if raised <= self.responses.replace(raised) {
@@ -99,7 +99,7 @@ impl Registers for DeviceRegisters<'_> {
 }
 
 impl EngineAlone {
-    /// Has the thread turn the engine, or rest.
+    /// Lets the thread run the engine, or idle.
     pub fn set_running(&self, run: bool) {
         self.orders.run.store(run, Ordering::SeqCst);
         if let (true, Some(thread)) = (run, &self.thread) {
@@ -120,7 +120,7 @@ impl Drop for EngineAlone {
     }
 }
 
-/// The thread: what the daemon's does while doorbells are memory.
+/// The thread's loop: that of the daemon while doorbells are memory.
 fn turn(
     mut host: Host<MappedMemory>,
     ids: [DeviceId; 2],

@@ -1,9 +1,9 @@
-//! What a guest feels of a hostile one on the same engine: its small writes, alone and beside a guest that does all that a driver and
-//! its processes can do wrongly, as fast as it can (`pvrdma::testing::hostile`).
+//! Effect of a hostile guest on another guest of the same engine. The victim makes small writes, alone and with a guest that makes
+//! all possible errors of a driver and its processes, as fast as it can (`pvrdma::testing::hostile`).
 //!
-//! One thread plays the guests and the engine in turns, so no cache line changes its CPU. What the attacker does between the engine's
-//! turns isn't counted: a real one has a CPU of its own. Its commands are among that, though the engine carries them out, so what a
-//! command holds the engine up for is not in these figures.
+//! One thread runs guests and engine in turns, so no cache line changes its CPU. The attacker's work between the engine's turns isn't
+//! counted, since a real one has its own CPU. This includes its commands, though the engine executes them. So the figures don't
+//! contain the engine's delay by commands.
 
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
@@ -17,11 +17,11 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create
 
 /// Writes per sample.
 const WRITES: usize = 2000;
-/// Acts of the attacker before each write, and between two turns of the engine while it is under way.
+/// Acts of the attacker before each write, and between two turns of the engine while it is in flight.
 const ACTS_BEFORE: u32 = 24;
 const ACTS_BETWEEN: u32 = 2;
 
-/// Nanoseconds from post to completion that half, and 99 of 100, of a victim's writes took at most.
+/// Median and 99th percentile of a victim's writes, in nanoseconds from post to completion.
 #[derive(Debug, Clone, Copy)]
 pub struct Latency {
     pub median: f64,
@@ -40,14 +40,14 @@ fn memory() -> anyhow::Result<MappedMemory> {
 }
 
 impl Neighbours {
-    /// An attacker, its peer, and two innocent guests.
+    /// Creates an attacker, its peer, and two innocent guests.
     pub fn start(seed: u64) -> anyhow::Result<Self> {
         let mut memories = (0..4).map(|_| memory()).collect::<anyhow::Result<Vec<_>>>()?;
         let mut next = || memories.pop().unwrap_or_default();
         Ok(Self(Hostile::new(&mut next, Seed(seed))))
     }
 
-    /// Has the victim write [`WRITES`] times, one after the other, with the attacker at work or not.
+    /// Lets the victim write [`WRITES`] times in sequence, with or without the attacker.
     pub fn sample(&mut self, attacked: bool) -> anyhow::Result<Latency> {
         let guests = &mut self.0;
         let mut times = Vec::with_capacity(WRITES);
@@ -68,7 +68,7 @@ impl Neighbours {
             }
             took += began.elapsed();
             times.push(took);
-            // The next one begins with queues that are looked at anew.
+            // The next sample starts with freshly polled queues.
             for _ in 0..4 {
                 guests.turn();
             }
@@ -81,7 +81,7 @@ impl Neighbours {
         Ok(Latency { median: at(50)?, p99: at(99)? })
     }
 
-    /// Requests of all guests that the engine dealt with so far, and commands of the attacker.
+    /// Returns the requests of all guests that the engine has processed, and the attacker's commands.
     pub fn tally(&self) -> (u64, u64) {
         (self.0.tally.requests, self.0.tally.commands)
     }

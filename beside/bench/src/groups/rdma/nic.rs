@@ -1,5 +1,6 @@
-//! An RDMA NIC of a host daemon in a measuring VM, by the monitor's own code: both functions are vfio-user clients (`monitor::vfio_user`) in a PCI root
-//! whose BARs are placed as in every VM, so that doorbells are memslots while the daemon polls, and exits otherwise.
+//! An RDMA NIC of a host daemon in a measuring VM, with the monitor's own code. Both functions are vfio-user clients
+//! (`monitor::vfio_user`) in a PCI root, whose BARs are placed as in every VM. So doorbells are memslots while the daemon polls, and
+//! exit otherwise.
 //!
 //! ```text
 //! program in the VM    doorbell ── memslot, or exit ─▶ bus ─▶ VfioUserFunction ─▶ causeway host
@@ -31,13 +32,13 @@ use crate::measuring_vm::MeasuringVm;
 const SLOT: u8 = 1;
 /// Functions of a NIC: Ethernet and RDMA.
 const FUNCTIONS: u8 = 2;
-/// Where BARs of 32 bits lie: below 4 GiB, where a payload machine has neither RAM nor doorbells.
+/// Window of 32-bit BARs: below 4 GiB, where a payload machine has neither RAM nor doorbells.
 const MEMORY_WINDOW: AddressRange = AddressRange { start: 0xE000_0000, len: 16 << 20 };
-/// Longest that a command, or a change of the doorbells, may take.
+/// Time-out of a command, and of a change of the doorbells.
 const TIMEOUT: Duration = Duration::from_secs(60);
 const LOOK_INTERVAL: Duration = Duration::from_millis(2);
 
-/// Bytes of a measuring VM's room that a NIC's doorbells need.
+/// Bytes of a measuring VM's room for a NIC's doorbells.
 pub const ROOM: u64 = 16 << 20;
 
 /// The NIC. Its connections close when it is dropped.
@@ -50,7 +51,8 @@ pub struct Nic {
 }
 
 impl Nic {
-    /// Asks the daemon at `socket` for a NIC of VM `name`, plugs it into the VM and switches it on, as firmware and the guest's kernel do.
+    /// Requests a NIC of VM `name` from the daemon at `socket`, plugs it into the VM, and enables it as firmware and the guest's
+    /// kernel do.
     pub fn attach(vm: &MeasuringVm, socket: &Path, name: &str) -> anyhow::Result<Self> {
         let request = NicRequest {
             vm: name.to_owned(),
@@ -98,11 +100,11 @@ impl Nic {
         Ok(Self { doorbells: doorbells.context("The RDMA device's doorbells have no address")?, ..nic })
     }
 
-    /// Memory decoding, bus mastering and MSI-X.
+    /// Enables memory decoding, bus mastering and MSI-X.
     fn switch_on(&self) -> anyhow::Result<()> {
         let mut pointer = [0];
         self.config_read(CAPABILITY_POINTER, &mut pointer)?;
-        // As many as there is room for.
+        // At most as many as there is room for.
         for _ in 0..LEGACY_CONFIG_SPACE_SIZE / 4 {
             let at = u16::from(pointer[0] & !3);
             if at < FIRST_CAPABILITY {
@@ -136,17 +138,17 @@ impl Nic {
         Ok(())
     }
 
-    /// Guest address of the doorbells.
+    /// Returns the guest address of the doorbells.
     pub fn doorbells(&self) -> u64 {
         self.doorbells
     }
 
-    /// Whether the guest's doorbells are memory, and the daemon polls.
+    /// Returns whether the guest's doorbells are memory and the daemon polls.
     fn is_polled(&self) -> bool {
         !self.rdma.mappings().is_empty()
     }
 
-    /// Waits until the daemon has stopped polling and sleeps: it takes no processor from what is measured next.
+    /// Waits until the daemon has stopped polling and sleeps, so that it doesn't disturb the next measurement.
     pub fn await_rest(&self) -> anyhow::Result<()> {
         let deadline = Instant::now() + TIMEOUT;
         while self.is_polled() {

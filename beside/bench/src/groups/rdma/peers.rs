@@ -1,4 +1,4 @@
-//! The peer of group `rdma` that is a program of ours: a bare ring in shared memory.
+//! The peer of group `rdma` in this program: a bare ring in shared memory.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
@@ -19,12 +19,12 @@ impl Line {
     }
 }
 
-/// Nanoseconds per message that a ring of 64-byte messages between two pinned threads takes: the sequence number in a slot says
-/// that it is full, nothing else is shared but a consumer's index, looked at when the ring seems full.
+/// Measures nanoseconds per message of a ring of 64-byte messages between two pinned threads. The sequence number in a slot marks it
+/// as full. The only other shared word is a consumer's index, read when the ring seems full.
 pub fn ring(cpus: [usize; 2], messages: u64) -> anyhow::Result<f64> {
     let slots: Vec<Line> = (0..SLOTS).map(|_| Line::new()).collect();
     let consumed = Line::new();
-    // Both are on their CPUs before one of them spins: at real-time priority it would keep the other from ever moving.
+    // Both are on their CPUs before one spins: at real-time priority it could keep the other from moving.
     let ready = std::sync::Barrier::new(2);
     std::thread::scope(|scope| {
         let (slots, consumed, ready) = (&slots, &consumed, &ready);

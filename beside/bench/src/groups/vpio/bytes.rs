@@ -1,4 +1,4 @@
-//! Bytes of an access by a bus as a register's value: at most four, little-endian.
+//! Converts bytes of a bus access to a register's value: at most four, little-endian.
 
 /// Answers a read.
 pub fn answer(data: &mut [u8], value: u32) {
@@ -7,7 +7,7 @@ pub fn answer(data: &mut [u8], value: u32) {
     }
 }
 
-/// How many bytes a write has, and its value.
+/// Returns a write's number of bytes, and its value.
 pub fn written(data: &[u8]) -> (usize, u32) {
     let mut value = [0; 4];
     for (into, byte) in value.iter_mut().zip(data) {

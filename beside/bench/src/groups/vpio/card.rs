@@ -1,9 +1,9 @@
-//! A Fast Ethernet card whose transmitter works: an RTL8139's registers in a page of memory, which a thread looks at as a card looks at its
-//! own. It reads frames out of the guest's memory and sends them nowhere, at 100 Mbit/s with preamble, checksum and gap.
+//! A Fast Ethernet card with a transmitter: an RTL8139's registers in a page of memory, which a thread polls as a card does its own.
+//! It reads frames from guest memory and discards them, at 100 Mbit/s with preamble, checksum and gap.
 //!
-//! The page is what a passed-through card's BAR is to a guest: loads and stores without an exit. A real card's loads take about a
-//! microsecond more. The thread that takes the card's causes for the monitor is the card's own, since two processors are all there are:
-//! [`Card::start`] has it called after each frame.
+//! For a guest the page is like a passed-through card's BAR: loads and stores without exits. A real card's loads take about a
+//! microsecond more. The card's thread also harvests the causes for the monitor, since there are only two processors:
+//! [`Card::start`]'s callback runs after each frame.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -25,18 +25,18 @@ pub const CR: u32 = 0x37;
 pub const ISR: u32 = 0x3E;
 /// Transmit descriptors.
 pub const DESCRIPTORS: u32 = 4;
-/// Bytes beside a frame on the wire: preamble, checksum, gap.
+/// Overhead bytes per frame on the wire: preamble, checksum, gap.
 const AROUND: usize = 8 + 4 + 12;
 const NANOSECONDS_PER_BYTE: u64 = 80;
 
-/// What card, thread and its users share.
+/// State shared by card, thread and users.
 pub struct Registers {
     pub page: SharedPage,
     causes: AtomicU32,
     sent: AtomicU64,
-    /// The sum of the last frame's bytes, and its length.
+    /// Checksum and length of the last frame.
     last: AtomicU64,
-    /// Frames that couldn't be read.
+    /// Number of frames that couldn't be read.
     lost: AtomicU64,
     stop: AtomicBool,
 }
@@ -51,30 +51,30 @@ impl Registers {
         self.causes.store(0, Ordering::SeqCst);
     }
 
-    /// Frames sent so far, and the last one's [`sum`].
+    /// Returns the number of sent frames, and the last one's [`sum`].
     pub fn sent(&self) -> (u64, u64) {
         (self.sent.load(Ordering::SeqCst), self.last.load(Ordering::SeqCst))
     }
 
-    /// Frames that lay outside the memory.
+    /// Returns the number of frames outside the memory.
     pub fn lost(&self) -> u64 {
         self.lost.load(Ordering::SeqCst)
     }
 }
 
-/// What tells frames apart.
+/// Returns a checksum that distinguishes frames.
 pub fn sum(frame: &[u8]) -> u64 {
     frame.iter().fold(frame.len() as u64, |sum, byte| sum.wrapping_mul(31).wrapping_add(u64::from(*byte)))
 }
 
-/// The running card; it ends when this is dropped.
+/// The running card. Dropping it ends it.
 pub struct Card {
     pub registers: Arc<Registers>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Card {
-    /// Registers without a card yet.
+    /// Creates registers without a card.
     pub fn registers() -> anyhow::Result<Arc<Registers>> {
         let registers = Registers {
             page: SharedPage::new("rtl8139").context("No page for a card's registers")?,
@@ -88,7 +88,7 @@ impl Card {
         Ok(Arc::new(registers))
     }
 
-    /// Starts it on a processor; `caused` is called in its thread when its line is up.
+    /// Starts the card on a processor. `caused` runs on its thread when its line is asserted.
     pub fn start(
         registers: &Arc<Registers>,
         memory: GuestMemorySpace,
@@ -97,7 +97,7 @@ impl Card {
     ) -> anyhow::Result<Self> {
         let its = Arc::clone(registers);
         let thread = std::thread::Builder::new().name("card".to_owned()).spawn(move || {
-            // Where it can't be, the figures say so by their spread.
+            // If pinning fails, the figures' spread shows it.
             let _ = peers::pin(cpu);
             run(&its, &memory, caused);
         })?;
@@ -109,7 +109,7 @@ impl Drop for Card {
     fn drop(&mut self) {
         self.registers.stop.store(true, Ordering::SeqCst);
         if let Some(thread) = self.thread.take() {
-            // A panic was printed where it happened.
+            // The thread has already printed its panic.
             let _ = thread.join();
         }
     }
@@ -149,7 +149,7 @@ fn run(registers: &Registers, memory: &GuestMemorySpace, caused: impl Fn()) {
     }
 }
 
-/// The card as the monitor reaches it.
+/// The monitor's access to the card.
 pub struct Host(pub Arc<Registers>);
 
 impl PhysicalDevice for Host {
@@ -182,7 +182,7 @@ impl PhysicalDevice for Host {
         Ok(())
     }
 
-    /// Its memory is the guest's, whole: what the model lets pass lies there.
+    /// The card's memory is all of the guest's, which contains what the model permits.
     fn has_iommu(&self) -> bool {
         true
     }

@@ -1,19 +1,19 @@
-//! What frames cost beside time: exits, requests that the monitor had, those of them that ran a check, time in it.
+//! Costs of frames other than time: exits, the monitor's requests, those that ran a check, time in the monitor.
 
 use serde_json::{Map, Value, json};
 use vpio::Counters;
 
-/// So far, or between two looks.
+/// Counts so far, or between two samples.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Counts {
     /// Exits to user space.
     pub exits: u64,
-    /// What the monitor has counted, and nanoseconds in it; nothing where there is none.
+    /// The monitor's counters and nanoseconds in it, if there is a monitor.
     pub monitor: Option<(Counters, u64)>,
 }
 
 impl Counts {
-    /// Per frame, since another look, of so many frames. Each of `jobs` jobs was an exit of its own.
+    /// Returns counts per frame since another sample. Each of `jobs` jobs has an exit of its own.
     pub fn per_frame(&self, before: &Self, jobs: u64, frames: u64) -> Value {
         #[expect(clippy::cast_precision_loss, reason = "far below 2^53")]
         let ratio = |part: u64, whole: u64| part as f64 / whole.max(1) as f64;
@@ -34,7 +34,7 @@ impl Counts {
     }
 }
 
-/// All of them as a table: a row per card, way, frames and mode.
+/// Formats a table: a row per card, direction, frames and mode.
 pub fn table(details: &Map<String, Value>) -> String {
     let columns = [
         ("exits_per_frame", "exits per frame"),

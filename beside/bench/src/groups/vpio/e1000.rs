@@ -1,5 +1,5 @@
-//! An e1000 that a guest drives as Linux's driver does: under its model, where its first page is read without an exit (`vpio::shown`) and the receive
-//! ring's tail is written late; passed through; and with every access trapped, as a NIC without any such care has it.
+//! An e1000 that a guest drives like Linux's driver, in three modes. Under its model: its first page is a shadow register page
+//! (`vpio::shown`), and writes of the receive tail are deferred. In passthrough. And with every access trapped, as a reference.
 
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -35,35 +35,36 @@ use crate::programs::Programs;
 
 const MEMORY: u64 = 16 << 20;
 const STATION: [u8; 6] = [0x02, 0, 0, 0, 0, 9];
-/// Bytes of the BAR.
+/// Size of the BAR in bytes.
 const BAR: u64 = 0x2_0000;
 /// Descriptors of each ring.
 const RING: u32 = 64;
-/// What Linux's driver wants to hear of.
+/// The mask that Linux's driver writes.
 const MASK: u32 = 0x9D;
 /// EOP, IFCS, RS.
 const SEND: u32 = 0x0B00_0000;
-/// Where things are, from the first free byte of memory on. A buffer has 2 KiB.
+/// Offsets from the first free byte of memory. A buffer has 2 KiB.
 const TX_RING: u64 = 0;
 const RX_RING: u64 = 0x1000;
 const STEPS: u64 = 0x2000;
 const TX_BUFFERS: u64 = 0x2_0000;
 const RX_BUFFERS: u64 = 0x4_0000;
 const BUFFER: u64 = 2048;
-/// Aims of specs/vpio.md, goal G3, which says nothing of sizes. The wire takes 81,000 long frames per second: it bounds what they can gain over trapping.
+/// Aims for all sizes (`docs/design/vpio.md`). The wire transports 81,000 long frames per second, which limits their gain over
+/// trapping.
 const AIM_OF_PASSTHROUGH: f64 = 0.95;
 const AIM_OF_TRAPPED: f64 = 3.0;
-/// How long late writes wait where nothing brings them (`monitor::nic::guarded`, its first look).
+/// Longest delay of deferred writes without another event (`monitor::nic::guarded`, its first poll).
 const LOOK: Duration = Duration::from_millis(1);
 
-/// Which way frames go.
+/// Direction of frames.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Way {
     Send,
     Receive,
 }
 
-/// Frames of so many bytes; so many go with one write of the tail and one interrupt; so many rounds of the ring make a sample.
+/// Frames of this size; frames per write of the tail and interrupt; rounds of the ring per sample.
 #[derive(Debug, Clone, Copy)]
 struct Traffic {
     way: Way,
@@ -72,8 +73,8 @@ struct Traffic {
     rounds: u64,
 }
 
-/// Alone; and 16 per interrupt, since in bulk Linux's driver takes 4,000 interrupts per second, in which the wire moves 20 long frames each, and writes the
-/// tail once for what it hands over in one go.
+/// Single frames, and 16 per interrupt. In bulk, Linux's driver gets 4,000 interrupts per second, in which the wire moves 20 long
+/// frames each. It writes the tail once per batch.
 const TRAFFIC: [Traffic; 6] = [
     Traffic { way: Way::Send, length: 1514, group: 16, rounds: 25 },
     Traffic { way: Way::Send, length: 1514, group: 1, rounds: 5 },
@@ -101,7 +102,7 @@ impl Traffic {
     }
 }
 
-/// How the guest has the card.
+/// The guest's mode of access to the card.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Mode {
     Passthrough,
@@ -109,7 +110,7 @@ enum Mode {
     Trapped,
 }
 
-/// Measures. The card has the second processor.
+/// Measures all modes. The card has the second processor.
 pub fn measure(
     programs: &Programs,
     cpus: (usize, usize),
@@ -153,7 +154,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What is between guest and card.
+/// The model between guest and card.
 struct Guarded {
     monitor: Monitor<Host>,
     guest: GuestId,
@@ -191,7 +192,7 @@ impl Guarded {
         Ok(value)
     }
 
-    /// As `monitor::nic`'s thread, after late writes were taken: masks that were told of before that, then the card's causes.
+    /// As `monitor::nic`'s thread after a drain of deferred writes: first masks that were reported before, then the card's causes.
     fn attend(&mut self, opened: Option<Access>, line: bool) -> anyhow::Result<()> {
         if let Some(opened) = opened {
             self.access(opened)?;
@@ -244,7 +245,7 @@ impl Bus {
         result.map_err(|error| lock(&self.failed).get_or_insert_with(|| format!("{error:#}")).clone()).ok()
     }
 
-    /// What the monitor has counted so far, and the nanoseconds in it.
+    /// Returns the monitor's counters so far, and the nanoseconds in it.
     fn counters(&self) -> Option<(Counters, u64)> {
         let Behind::Guarded(guarded) = &self.behind else { return None };
         let guarded = lock(guarded);
@@ -263,8 +264,9 @@ impl BusDevice for Bus {
     }
 }
 
-/// What the card's thread does for the monitor, in the order of `monitor::nic`'s: what is told of is noted, late writes are taken, then what was told of
-/// happens and causes are taken, then late writes once more, which may be older than what is shown by then.
+/// The work of the card's thread for the monitor, in `monitor::nic`'s order. It notes eventfd reports and drains deferred writes.
+/// Then it applies the reports and harvests causes. Finally it drains deferred writes again, which may be older than what the page
+/// shows by then.
 struct Attendant {
     bus: Arc<Bus>,
     told: Told,
@@ -301,7 +303,7 @@ impl Attendant {
 
 /// A VM with a card that its guest drives.
 struct Driven {
-    /// Before the VM, whose memory it reads.
+    /// Dropped before the VM, whose memory it reads.
     card: Gigabit,
     bus: Arc<Bus>,
     vm: MeasuringVm,
@@ -342,7 +344,7 @@ impl Driven {
         Ok(driven)
     }
 
-    /// Linux's order (specs/nics.md, 3.4), and its rings.
+    /// Starts the card in Linux's order, with Linux's ring sizes.
     fn start_card(&mut self) -> anyhow::Result<()> {
         let (free, base) = (self.vm.free().0, self.vm.room());
         for at in 0..u64::from(RING) {
@@ -369,7 +371,7 @@ impl Driven {
         Ok(())
     }
 
-    /// Has the guest take steps, and gives the ticks.
+    /// Lets the guest execute steps, and returns the ticks.
     fn steps(&mut self, steps: &[Step], times: u64) -> anyhow::Result<u64> {
         let at = self.vm.free().0 + STEPS;
         for (index, step) in (0u64..).zip(steps) {
@@ -386,7 +388,7 @@ impl Driven {
         }
     }
 
-    /// Frames per second. All must have gone where they should, as they were.
+    /// Measures frames per second. Every frame must arrive unchanged.
     fn rate(&mut self, traffic: Traffic) -> anyhow::Result<f64> {
         self.card.work(true);
         self.pass(Traffic { rounds: 1, ..traffic })?;
@@ -395,7 +397,7 @@ impl Driven {
         Ok(1e9 / nanoseconds(self.khz, ticks, traffic.frames()))
     }
 
-    /// The same by a card that works, in ticks.
+    /// The same with a running card, in ticks.
     fn pass(&mut self, traffic: Traffic) -> anyhow::Result<u64> {
         let Traffic { way, length, rounds, .. } = traffic;
         let frame: Vec<u8> =
@@ -408,7 +410,7 @@ impl Driven {
                 for at in 0..u64::from(RING) {
                     self.vm.write(free + TX_BUFFERS + at * BUFFER, &frame)?;
                 }
-                // The last frames' ends count as well.
+                // The last frames' completion counts as well.
                 let before = registers.sent().0;
                 let ticks = self.steps(&send(base, free, traffic)?, rounds)?;
                 (before, ticks + self.steps(&all_sent(free), 1)?)
@@ -438,7 +440,7 @@ impl Driven {
         Ok(ticks)
     }
 
-    /// What frames cost beside time.
+    /// Counts the costs of frames other than time.
     fn counted(&mut self, traffic: Traffic) -> anyhow::Result<Value> {
         self.card.work(true);
         self.pass(Traffic { rounds: 1, ..traffic })?;
@@ -489,18 +491,18 @@ fn is_done(ring: u64, at: u32) -> Step {
     Step::UntilMemory { address, mask: DONE }
 }
 
-/// Its interrupt's beginning: causes are read, the mask is closed, and that is flushed.
+/// Start of the interrupt handler: reads causes, masks, and flushes the write.
 fn begins(base: u64) -> [Step; 3] {
     [load(base, ICR), store(base, IMC, u32::MAX), load(base, STATUS)]
 }
 
-/// Its end, once the rings were looked at.
+/// End of the interrupt handling, after the poll of the rings.
 fn ends(base: u64) -> [Step; 2] {
     [store(base, IMS, MASK), load(base, STATUS)]
 }
 
-/// Linux's order of sending frames, a round of the ring (specs/nics.md, 3.4): a group is handed over with one tail, once the descriptors are the driver's
-/// again and it has heard so. The one after them has to be as well: a ring that is full reads as one that is empty.
+/// Linux's order of sending frames, one round of the ring. A batch is handed over with one write of the tail after the driver has
+/// seen its descriptors completed. The descriptor after them must be complete, too: a full ring would look empty.
 fn send(base: u64, free: u64, traffic: Traffic) -> anyhow::Result<Vec<Step>> {
     let (ring, mut steps) = (free + TX_RING, Vec::new());
     for first in (0..RING).step_by(traffic.group as usize) {
@@ -524,8 +526,8 @@ fn all_sent(free: u64) -> Vec<Step> {
     (0..RING).map(|at| is_done(free + TX_RING, at)).collect()
 }
 
-/// Linux's order of receiving frames, a round of the ring: its interrupt, what lies in the ring, buffers for what comes next with one tail, which stays one
-/// behind what the driver looks at next.
+/// Linux's order of receiving frames, one round of the ring: the interrupt, the ring's frames, and new buffers with one write of the
+/// tail, which stays one behind the next descriptor to read.
 fn receive(base: u64, free: u64, traffic: Traffic) -> Vec<Step> {
     let (ring, mut steps) = (free + RX_RING, Vec::new());
     for first in (0..RING).step_by(traffic.group as usize) {

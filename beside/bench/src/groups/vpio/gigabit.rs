@@ -1,9 +1,9 @@
-//! A gigabit card: an e1000's registers in pages of memory, which a thread looks at as a card looks at its own. It sends what its driver's ring names
-//! nowhere, and receives frames of its own making into the other ring, both at 1 Gbit/s with preamble, checksum and gap.
+//! A gigabit card: an e1000's registers in pages of memory, which a thread polls as a card does its own. It discards the frames of
+//! its driver's transmit ring, and receives generated frames into the other ring, both at 1 Gbit/s with preamble, checksum and gap.
 //!
-//! As of [`super::card`], the pages are what a passed-through card's BAR is to a guest, and the thread that takes the card's causes for the monitor is
-//! the card's own. It is called at most every [`THROTTLE`], as long as Linux's driver tells the card to keep its interrupts apart, and while the card has
-//! nothing to do.
+//! As in [`super::card`], for a guest the pages are like a passed-through card's BAR, and the card's thread also harvests the causes
+//! for the monitor. It does so at most every [`THROTTLE`], the interrupt interval that Linux's driver sets, and while the card is
+//! idle.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -29,29 +29,29 @@ pub const RCTL: u32 = 0x100;
 pub const TCTL: u32 = 0x400;
 pub const RX: u32 = 0x2800;
 pub const TX: u32 = 0x3800;
-/// From [`RX`] or [`TX`] on: where the ring is, its bytes, where the card is, where the driver is.
+/// Offsets from [`RX`] or [`TX`]: the ring's address, its size in bytes, the card's position, the driver's position.
 pub const BASE: u32 = 0x00;
 pub const LENGTH: u32 = 0x08;
 pub const HEAD: u32 = 0x10;
 pub const TAIL: u32 = 0x18;
-/// Bytes of a descriptor, and its status' place and bits: done, end of the frame.
+/// Size in bytes of a descriptor, and its status' offset and bits: done, end of packet.
 pub const DESCRIPTOR: u64 = 16;
 pub const AT_STATUS: u64 = 12;
 pub const DONE: u32 = 0x01;
 const END: u32 = 0x02;
 
-/// Where the pages begin that have registers here.
+/// Start of the pages that contain implemented registers.
 pub const PAGES: [u32; 3] = [0x0000, 0x2000, 0x3000];
 const PAGE: u32 = 4096;
-/// Bytes beside a frame on the wire: preamble, checksum, gap.
+/// Overhead bytes per frame on the wire: preamble, checksum, gap.
 const AROUND: usize = 8 + 4 + 12;
 const NANOSECONDS_PER_BYTE: u64 = 8;
-/// Between two interrupts (ITR of 195: 20,000 per second).
+/// Minimum time between two interrupts (ITR of 195: 20,000 per second).
 const THROTTLE: Duration = Duration::from_micros(50);
-/// How often an idle card looks at its rings before it lets others have its processor.
+/// Number of polls of an idle card before it yields its processor.
 const LOOKS: u32 = 64;
 
-/// What card, thread and its users share.
+/// State shared by card, thread and users.
 pub struct Registers {
     pages: [SharedPage; PAGES.len()],
     causes: AtomicU32,
@@ -59,18 +59,18 @@ pub struct Registers {
     received: AtomicU64,
     /// Frames that the wire still has for the card.
     coming: AtomicU64,
-    /// The sum of the last frame that was sent.
+    /// Checksum of the last sent frame.
     last: AtomicU64,
-    /// Frames and descriptors that couldn't be read or written.
+    /// Number of frames and descriptors that couldn't be accessed.
     lost: AtomicU64,
-    /// What comes by the wire.
+    /// The frame that arrives on the wire.
     frame: Mutex<Vec<u8>>,
     works: AtomicBool,
     stop: AtomicBool,
 }
 
 impl Registers {
-    /// Of a card that was just reset.
+    /// Creates the registers of a reset card.
     pub fn new() -> anyhow::Result<Arc<Self>> {
         let page = || SharedPage::new("e1000").context("No page for a card's registers");
         let registers = Self {
@@ -96,7 +96,7 @@ impl Registers {
         self.causes.store(0, Ordering::SeqCst);
     }
 
-    /// The page at a place of [`PAGES`].
+    /// Returns the page at a position of [`PAGES`].
     pub fn page(&self, number: usize) -> Option<&SharedPage> {
         self.pages.get(number)
     }
@@ -116,29 +116,29 @@ impl Registers {
         }
     }
 
-    /// Frames sent so far, and the last one's [`sum`].
+    /// Returns the number of sent frames, and the last one's [`sum`].
     pub fn sent(&self) -> (u64, u64) {
         (self.sent.load(Ordering::SeqCst), self.last.load(Ordering::SeqCst))
     }
 
-    /// Frames received so far.
+    /// Returns the number of received frames.
     pub fn received(&self) -> u64 {
         self.received.load(Ordering::SeqCst)
     }
 
-    /// What the card couldn't read or write.
+    /// Returns the number of failed accesses.
     pub fn lost(&self) -> u64 {
         self.lost.load(Ordering::SeqCst)
     }
 
-    /// So many of these frames come by the wire, each when the card has room for it.
+    /// Lets `many` of these frames arrive on the wire, each when the card has room.
     pub fn expect(&self, frame: &[u8], many: u64) {
         let mut place = self.frame.lock().unwrap_or_else(PoisonError::into_inner);
         frame.clone_into(&mut place);
         self.coming.store(many, Ordering::SeqCst);
     }
 
-    /// Where the card stands, for whoever waits in vain.
+    /// Returns the card's state, for time-out messages.
     pub fn state(&self) -> String {
         let ring = |at: u32| {
             let [length, head, tail] = [LENGTH, HEAD, TAIL].map(|register| self.load(at + register));
@@ -158,14 +158,15 @@ impl Registers {
     }
 }
 
-/// The running card; it ends when this is dropped.
+/// The running card. Dropping it ends it.
 pub struct Gigabit {
     pub registers: Arc<Registers>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Gigabit {
-    /// Starts it on a processor, resting. `attend` is called in its thread: with `true` when its line is up, and else while it has nothing to do.
+    /// Starts an idle card on a processor. Its thread calls `attend`: with `true` when its line is asserted, and else while it is
+    /// idle.
     pub fn start(
         registers: &Arc<Registers>,
         memory: GuestMemorySpace,
@@ -174,14 +175,14 @@ impl Gigabit {
     ) -> anyhow::Result<Self> {
         let its = Arc::clone(registers);
         let thread = std::thread::Builder::new().name("card".to_owned()).spawn(move || {
-            // Where it can't be, the figures say so by their spread.
+            // If pinning fails, the figures' spread shows it.
             let _ = peers::pin(cpu);
             Running { registers: &its, memory: &memory, wire: Instant::now(), busy: false }.run(attend);
         })?;
         Ok(Self { registers: Arc::clone(registers), thread: Some(thread) })
     }
 
-    /// Has it work, or rest: a resting card takes nothing of its processor, and does nothing.
+    /// Lets the card run or idle. An idle card uses no processor time and does nothing.
     pub fn work(&self, works: bool) {
         self.registers.works.store(works, Ordering::SeqCst);
         if let Some(thread) = &self.thread {
@@ -195,7 +196,7 @@ impl Drop for Gigabit {
         self.registers.stop.store(true, Ordering::SeqCst);
         self.work(false);
         if let Some(thread) = self.thread.take() {
-            // A panic was printed where it happened.
+            // The thread has already printed its panic.
             let _ = thread.join();
         }
     }
@@ -204,9 +205,9 @@ impl Drop for Gigabit {
 struct Running<'a> {
     registers: &'a Registers,
     memory: &'a GuestMemorySpace,
-    /// When the wire is free again.
+    /// Time at which the wire is free.
     wire: Instant,
-    /// Whether there was something for the wire ever since.
+    /// Whether there was always a frame for the wire since then.
     busy: bool,
 }
 
@@ -230,13 +231,13 @@ impl Running<'_> {
             idle = if did { 0 } else { idle + 1 };
             if idle == LOOKS {
                 idle = 0;
-                // Another thread of the same priority would wait for ever.
+                // Another thread of the same priority would wait forever.
                 std::thread::yield_now();
             }
         }
     }
 
-    /// A ring's descriptor at its head, if the card has it: its number, the one after it, and its address.
+    /// Returns a ring's descriptor at its head if the card owns it: its number, the next one's, and its address.
     fn next(&self, engine: u32, ring: u32) -> Option<(u32, u64)> {
         let registers = self.registers;
         let [head, tail, length] = [HEAD, TAIL, LENGTH].map(|register| registers.load(ring + register));
@@ -248,7 +249,8 @@ impl Running<'_> {
         Some((next, u64::from(registers.load(ring + BASE)) + u64::from(head) * DESCRIPTOR))
     }
 
-    /// Waits until the wire has taken a frame. One that was there before the wire was free follows the one before it, however late this thread is.
+    /// Waits until the wire has transmitted a frame. A frame that was ready before the wire was free follows the previous one without
+    /// a gap, even if this thread is late.
     fn wire(&mut self, length: usize) {
         let takes = Duration::from_nanos((length.max(60) + AROUND) as u64 * NANOSECONDS_PER_BYTE);
         let begin = if self.busy { self.wire } else { self.wire.max(Instant::now()) };
@@ -270,7 +272,7 @@ impl Running<'_> {
         }
     }
 
-    /// A descriptor is done: the last of its words says so, and what the driver sees first is that.
+    /// Completes a descriptor. The last word has the status, which the driver reads first.
     fn done(&self, at: u64, status: u32, (head, next): (u32, u32), cause: u32) {
         let place = GuestAddress(at + AT_STATUS);
         if self.memory.memory().store(status, place, Ordering::Release).is_err() {
@@ -313,7 +315,7 @@ impl Running<'_> {
     }
 }
 
-/// The card as the monitor reaches it.
+/// The monitor's access to the card.
 pub struct Host(pub Arc<Registers>);
 
 impl PhysicalDevice for Host {
@@ -327,7 +329,7 @@ impl PhysicalDevice for Host {
             ICR => {
                 self.0.causes.fetch_and(!value, Ordering::SeqCst);
             }
-            // A reset is over at once; there is no mask, as the line is looked at by nobody else.
+            // A reset is immediate. There is no mask, since only this thread reads the line.
             CTRL | IMS | IMC => {}
             _ => self.0.store(offset, value),
         }
@@ -347,7 +349,7 @@ impl PhysicalDevice for Host {
         Ok(())
     }
 
-    /// Its memory is the guest's, whole: what the model lets pass lies there.
+    /// The card's memory is all of the guest's, which contains what the model permits.
     fn has_iommu(&self) -> bool {
         true
     }

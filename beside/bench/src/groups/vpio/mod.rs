@@ -25,7 +25,7 @@ use crate::figures::{Figures, Report};
 use crate::peers;
 use crate::programs::Programs;
 
-/// Measures; see [`super::Group::run`].
+/// Measures the group; see [`super::Group::run`].
 pub fn run(quick: bool) -> anyhow::Result<Report> {
     let host = match super::kvm("vpio")? {
         Ok(host) => host,

@@ -1,5 +1,5 @@
-//! An NE2000 that a guest drives as Linux's ne2k-pci does, by real port instructions in a VM. The card is the reference
-//! emulation, in this process; it is under its model or bare, and writes that may be late wait in KVM's ring or leave the guest.
+//! An NE2000 that a guest drives like Linux's ne2k-pci, by real port instructions in a VM. The card is the reference emulation in
+//! this process, under its model or bare. Deferrable writes stay in KVM's ring, or exit.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
@@ -25,21 +25,21 @@ use crate::peers;
 use crate::programs::Programs;
 
 const MEMORY: u64 = 16 << 20;
-/// Where the card is.
+/// Base port of the card.
 const PORTS: u16 = 0x300;
 const COUNT: u16 = 0x20;
 const STATION: [u8; 6] = [0x02, 0, 0, 0, 0, 9];
-/// Bytes of the frames, and how many make a sample.
+/// Bytes per frame, and frames per sample.
 const FRAMES: [(usize, u64); 2] = [(60, 20), (1514, 10)];
-/// Of the longest frames, on transmission: by leaving the guest less often (specs/vpio.md, goal G3).
+/// Required ratio for the longest frames on transmission, by fewer exits (`docs/design/vpio.md`).
 const AIM: f64 = 15.0;
 
-// Offsets of registers.
+// Register offsets.
 const CR: u16 = 0x00;
 const ISR: u16 = 0x07;
 const DATA: u16 = 0x10;
 
-/// Measures.
+/// Measures all modes.
 pub fn measure(
     programs: &Programs,
     cpu: usize,
@@ -82,19 +82,19 @@ pub fn measure(
     Ok(())
 }
 
-/// What is behind the ports.
+/// The device behind the ports.
 enum Behind {
     Bare(Ne2000),
     Guarded(Box<Monitor<Ne2000>>, GuestId),
 }
 
-/// The card, what it has sent and what that took.
+/// The card, its sent frames, and the time in it.
 struct Card {
     behind: Behind,
     sent: u64,
     last: Vec<u8>,
     nanoseconds: u64,
-    /// What went wrong, once.
+    /// The first failure.
     failed: Option<String>,
 }
 
@@ -201,13 +201,13 @@ impl Driven {
         Ok(driven)
     }
 
-    /// Where the frame and the steps lie.
+    /// Returns the addresses of the frame and the steps.
     fn places(&self) -> (u64, u64) {
         let (free, _) = self.vm.free();
         (free, free + 0x1_0000)
     }
 
-    /// Has the guest take steps, and gives the ticks.
+    /// Lets the guest execute steps, and returns the ticks.
     fn steps(&mut self, steps: &[Step], times: u64) -> anyhow::Result<u64> {
         let (_, at) = self.places();
         for (index, step) in (0u64..).zip(steps) {
@@ -224,7 +224,7 @@ impl Driven {
         Ok(ticks)
     }
 
-    /// Frames per second. All must have been sent, as they were.
+    /// Measures frames per second. Every frame must be sent unchanged.
     fn rate(&mut self, length: usize, frames: u64) -> anyhow::Result<f64> {
         let (frame_at, _) = self.places();
         let mut frame = vec![0; length];
@@ -244,7 +244,7 @@ impl Driven {
         Ok(1e9 / nanoseconds(self.khz, ticks, frames))
     }
 
-    /// What frames cost beside time.
+    /// Counts the costs of frames other than time.
     fn counted(&mut self, length: usize, frames: u64) -> anyhow::Result<Value> {
         let before = self.counts();
         self.rate(length, frames)?;
@@ -265,7 +265,7 @@ fn out(offset: u16, value: u8) -> Step {
     Step::Out { port: PORTS + offset, value }
 }
 
-/// Linux's order of starting the card (specs/nics.md, 1.4).
+/// Linux's order of starting the card.
 fn start() -> Vec<Step> {
     let writes: [(u16, u8); 20] = [
         (CR, 0x21),
@@ -292,7 +292,7 @@ fn start() -> Vec<Step> {
     writes.into_iter().map(|(offset, value)| out(offset, value)).collect()
 }
 
-/// Linux's order of sending a frame and of hearing that it was sent.
+/// Linux's order of sending a frame and handling its completion.
 fn send(frame_at: u64, frame: &[u8]) -> Vec<Step> {
     let length = frame.len();
     let [low, high, ..] = length.to_le_bytes();
@@ -314,7 +314,7 @@ fn send(frame_at: u64, frame: &[u8]) -> Vec<Step> {
     let read = |offset: u16| Step::In { port: PORTS + offset };
     steps.extend([Step::Until { port: PORTS + ISR, mask: 0x40 }, out(ISR, 0x40), out(CR, 0x20), read(CR)]);
     steps.extend([out(0x05, low), out(0x06, high), out(0x04, 0x40), out(CR, 0x26), out(0x0F, 0x3F)]);
-    // Its interrupt.
+    // The interrupt handler.
     steps.extend([out(CR, 0x20), Step::Until { port: PORTS + ISR, mask: 0x02 }, read(0x04)]);
     steps.extend([out(ISR, 0x02), out(CR, 0x22), read(ISR)]);
     steps

@@ -1,5 +1,5 @@
-//! An RTL8139 that a guest drives as Linux's 8139too does, by its memory BAR: under its model, where reads are of a page (`vpio::shown`);
-//! passed through; and with every access trapped, as a NIC without any such care has it.
+//! An RTL8139 that a guest drives like Linux's 8139too, by its memory BAR, in three modes. Under its model: reads use a shadow
+//! register page (`vpio::shown`). In passthrough. And with every access trapped, as a reference.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -30,14 +30,14 @@ const MEMORY: u64 = 16 << 20;
 const STATION: [u8; 6] = [0x02, 0, 0, 0, 0, 9];
 /// Number of the memory BAR.
 const BAR: u8 = 1;
-/// Bytes of the frames, and how many rounds of [`DESCRIPTORS`] frames make a sample.
+/// Bytes per frame, and rounds of [`DESCRIPTORS`] frames per sample.
 const FRAMES: [(u32, u64); 2] = [(60, 200), (1514, 100)];
-/// Aims of specs/vpio.md, goal G3, which says nothing of sizes. The wire takes 144,000 short frames per second, and 8,100 long ones: it bounds what
-/// the long ones can gain over trapping.
+/// Aims for all sizes (`docs/design/vpio.md`). The wire transports 144,000 short frames per second and 8,100 long ones, which limits
+/// the long ones' gain over trapping.
 const AIM_OF_PASSTHROUGH: f64 = 0.95;
 const AIM_OF_TRAPPED: f64 = 3.0;
 
-/// How the guest has the card.
+/// The guest's mode of access to the card.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Mode {
     Passthrough,
@@ -45,7 +45,7 @@ enum Mode {
     Trapped,
 }
 
-/// Measures. The card has the second processor.
+/// Measures all modes. The card has the second processor.
 pub fn measure(
     programs: &Programs,
     cpus: (usize, usize),
@@ -58,7 +58,7 @@ pub fn measure(
             (Mode::Passthrough, "passed through", AIM_OF_PASSTHROUGH),
             (Mode::Trapped, "with every access leaving the guest", AIM_OF_TRAPPED),
         ] {
-            // A card at a time: each wants a processor for itself.
+            // One card at a time, since each needs a processor.
             let rate = |mode| -> anyhow::Result<f64> {
                 let mut driven = Driven::start(programs, cpus, mode)?;
                 driven.rate(length, rounds)?;
@@ -93,7 +93,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What is between guest and card.
+/// The model between guest and card.
 struct Guarded {
     monitor: Monitor<Host>,
     guest: GuestId,
@@ -125,7 +125,7 @@ impl Guarded {
         Ok(self.monitor.show(self.guest, &mut |shown| page.store(shown.offset, shown.bytes, shown.value))?)
     }
 
-    /// Does something in the monitor.
+    /// Measures the time of an action in the monitor.
     fn timed<T>(&mut self, act: impl FnOnce(&mut Self) -> T) -> T {
         let begin = Instant::now();
         let result = act(self);
@@ -141,7 +141,7 @@ impl Guarded {
         Ok(value)
     }
 
-    /// The card's causes. Nobody waits for an interrupt here, so no late write has to be taken once more before one is raised.
+    /// Harvests the card's causes. The guest uses no interrupts, so no further drain of deferred writes is needed.
     fn caused(&mut self) -> anyhow::Result<()> {
         self.monitor.interrupt()?;
         self.show()?;
@@ -188,7 +188,7 @@ impl BusDevice for Bus {
 
 /// A VM with a card that its guest drives.
 struct Driven {
-    /// Before the VM, whose memory it reads.
+    /// Dropped before the VM, whose memory it reads.
     card: Card,
     bus: Arc<Bus>,
     vm: MeasuringVm,
@@ -244,7 +244,7 @@ impl Driven {
         Ok(driven)
     }
 
-    /// Has the guest take steps, and gives the ticks.
+    /// Lets the guest execute steps, and returns the ticks.
     fn steps(&mut self, steps: &[Step], times: u64) -> anyhow::Result<u64> {
         let at = self.vm.free().0 + 0x1_0000;
         for (index, step) in (0u64..).zip(steps) {
@@ -263,7 +263,7 @@ impl Driven {
         Ok(ticks)
     }
 
-    /// Frames per second. All must have been sent, as they were.
+    /// Measures frames per second. Every frame must be sent unchanged.
     fn rate(&mut self, length: u32, rounds: u64) -> anyhow::Result<f64> {
         let frame: Vec<u8> =
             (0..length).map(|at| u8::try_from((at * 7 + length) % 251).unwrap_or(0)).collect();
@@ -272,7 +272,7 @@ impl Driven {
         }
         let before = self.card.registers.sent().0;
         let base = self.vm.room();
-        // The last frames' ends count as well.
+        // The last frames' completion counts as well.
         let ticks = self.steps(&send(base, length), rounds)? + self.steps(&all_sent(base), 1)?;
         let frames = rounds * u64::from(DESCRIPTORS);
         let (sent, last) = self.card.registers.sent();
@@ -282,7 +282,7 @@ impl Driven {
         Ok(1e9 / nanoseconds(self.khz, ticks, frames))
     }
 
-    /// What frames cost beside time.
+    /// Counts the costs of frames other than time.
     fn counted(&mut self, length: u32, rounds: u64) -> anyhow::Result<Value> {
         let before = self.counts();
         self.rate(length, rounds)?;
@@ -301,8 +301,8 @@ impl Driven {
     }
 }
 
-/// Linux's order of sending frames, a round of the descriptors, and of hearing that they were sent (specs/nics.md, 2.5): a frame is handed over
-/// once its descriptor is the driver's again; its cause is read and acknowledged, its status read.
+/// Linux's order of sending frames and handling their completion, one round of the descriptors. A frame is handed over after its
+/// descriptor was returned. The driver reads and acknowledges its cause, and reads its status.
 fn send(base: u64, length: u32) -> Vec<Step> {
     let mut steps = Vec::new();
     for at in 0..DESCRIPTORS {
