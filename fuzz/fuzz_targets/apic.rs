@@ -1,7 +1,8 @@
-//! Interrupt controllers of two nodes: register accesses of hostile vCPUs, lines, MSIs, MMIO, messages between the nodes, and those that no node sends.
+//! Interrupt controllers of two nodes: register accesses of hostile vCPUs, lines, MSIs, MMIO, messages between the nodes, and
+//! messages that no node sends.
 //!
-//! Holds: nothing panics or loops; actions of a step are bounded; a vCPU takes the highest requested vector, of a higher class than all in service
-//! and than TPR; every state that is reached is saved and restored as it was.
+//! Checked: no panic and no endless loop; the actions of a step are bounded; a vCPU accepts the highest requested vector, whose class
+//! is above all in service and above TPR; every reached state survives saving and restoring.
 
 #![no_main]
 
@@ -14,7 +15,7 @@ const APICS: usize = 3;
 
 #[derive(Debug, arbitrary::Arbitrary)]
 enum Step {
-    /// A register of the x2APIC with a value that is mostly small.
+    /// An x2APIC register with a mostly small value.
     Register {
         node: bool,
         vcpu: u8,
@@ -114,7 +115,7 @@ struct World {
 }
 
 impl World {
-    /// Delivers what the last step sent, which sends nothing but interrupts of pins in its turn.
+    /// Delivers the last step's messages, which cause only interrupts of pins.
     fn deliver(&mut self, node: usize) {
         let (mut node, mut hops) = (node, 0);
         while !self.actions.is_empty() {
@@ -135,7 +136,7 @@ impl World {
                 self.nodes[node].receive(message, &mut self.actions);
             }
             hops += 1;
-            // An end to node 0, and interrupts of its pins.
+            // An EOI to node 0, and interrupts of its pins.
             assert!(hops <= 3, "messages go round");
         }
     }

@@ -1,7 +1,7 @@
-//! Requests to a virtio disk, well-formed or not, served by the synchronous engine from a small file in memory.
+//! Requests to a virtio disk, well-formed or not. The synchronous engine serves them from a small file in memory.
 //!
-//! Holds: nothing panics or loops; the file keeps its size; nothing is written to a read-only disk; a request
-//! that is answered has a status that exists.
+//! Checked: no panic and no endless loop; the file keeps its size; a read-only disk is never written; a completed request has a valid
+//! status.
 
 #![no_main]
 
@@ -18,7 +18,7 @@ use virtio_devices::queue::Ring;
 
 /// 64 sectors.
 const DISK_BYTES: u64 = 64 * 512;
-/// Looks at the stop flag per execution: rings that overlap can feed themselves for ever.
+/// Limit of reads of the stop flag per execution: overlapping rings can feed themselves forever.
 const STOP_FLAG_READS: u32 = 100;
 const READ_ONLY_BYTE: u8 = 0x5A;
 
@@ -39,7 +39,7 @@ struct Request {
     ranges: Vec<(Sector, u8, u8)>,
     indirect: bool,
     status: Option<Address>,
-    /// Where the header lies instead of on its own.
+    /// Address of the header, instead of its own.
     header: Option<Address>,
 }
 
@@ -63,14 +63,14 @@ enum Sector {
 impl Sector {
     fn value(&self) -> u64 {
         match self {
-            // Up to a little beyond the end.
+            // Up to slightly beyond the end.
             Self::Near(near) => u64::from(*near) % 72,
             Self::Far(far) => *far,
         }
     }
 }
 
-/// Interrupts nobody.
+/// Raises no interrupts.
 struct Silent;
 
 impl VirtioInterrupt for Silent {
@@ -124,7 +124,7 @@ fn run(disks: &Disks, input: &Input) {
     let mut driver = Driver::new(guest, &input.shape, 0);
     let mut statuses = Vec::new();
     for (at, request) in (0_u64..).zip(input.requests.iter().take(8)) {
-        // Header, ranges, indirect table and status of each request on 256 bytes of their own.
+        // Header, ranges, indirect table and status of each request have 256 bytes of their own.
         let own = DATA + 0x100 * at;
         let header = request.header.map_or(own, |address| address.0);
         let status = request.status.map_or(own + 0xFF, |address| address.0);
@@ -158,7 +158,7 @@ fn run(disks: &Disks, input: &Input) {
             chain.push((own + 0x10, ranges.len() as u32, false));
         }
         let buffers = request.buffers.iter().take(5).map(|buffer| {
-            // Whole sectors most of the time.
+            // Mostly whole sectors.
             let len = if buffer.len.0 & 1 == 0 { buffer.len.0 & !0x1FF } else { buffer.len.0 };
             let writable = match request.kind {
                 Kind::In | Kind::GetId => true,

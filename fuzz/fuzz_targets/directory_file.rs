@@ -1,6 +1,6 @@
-//! The directory of hosts and VMs, as a file that anybody wrote: damaged, contradictory, or right.
+//! The directory file of hosts and VMs with any content: damaged, contradictory, or valid.
 //!
-//! Holds: a sentence or a directory; one that is taken contradicts itself nowhere.
+//! Checked: the result is an error sentence or a directory, and an accepted directory has no contradiction.
 
 #![no_main]
 
@@ -17,9 +17,9 @@ struct File {
     sockets: Option<u8>,
     hosts: Vec<(u8, u8, u16)>,
     vms: Vec<Vm>,
-    /// Bytes put in place of others.
+    /// Replaced bytes.
     damage: Vec<(u16, u8)>,
-    /// Any text behind it.
+    /// Appended text.
     text: String,
 }
 

@@ -1,7 +1,7 @@
-//! Messages of shared memory from anybody, to the parser and to a node.
+//! Hostile messages of shared memory, to the parser and to a node.
 //!
-//! Holds: bytes that parse are written again as they were; a node touches its guest's memory only, sends only messages that parse, and
-//! nothing panics or loops.
+//! Checked: parsed bytes are encoded identically; a node touches its guest's memory only, and sends only messages that parse; no
+//! panic and no endless loop.
 
 #![no_main]
 
@@ -17,7 +17,7 @@ const STEPS: usize = 60;
 
 #[derive(Debug, Arbitrary)]
 enum Step {
-    /// A message: kind, header near what is in use, bytes behind it.
+    /// A message: kind, a header near values in use, trailing bytes.
     Message {
         kind: u8,
         from: u8,
@@ -26,9 +26,9 @@ enum Step {
         need: u8,
         bytes: Vec<u8>,
     },
-    /// Bytes.
+    /// Raw bytes.
     Raw(Vec<u8>),
-    /// The node's own guest.
+    /// A fault of the node's own guest.
     Fault {
         vcpu: u8,
         page: u8,

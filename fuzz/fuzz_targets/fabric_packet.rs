@@ -1,6 +1,7 @@
-//! Packets between daemons: headers, handshakes and sealed packets, by a network that keeps, loses, repeats, changes and invents them.
+//! Packets between daemons: headers, handshakes and sealed packets, over a network that stores, loses, duplicates, changes and
+//! invents packets.
 //!
-//! Holds: what comes out was put in by the other side, unchanged, and comes out once; sessions are bounded; nothing panics.
+//! Checked: each received packet was sent by the other side, is unchanged, and is received once; sessions are bounded; no panic.
 
 #![no_main]
 
@@ -8,38 +9,38 @@ use arbitrary::Arbitrary;
 use host::transport::fuzzing::{TwoHosts, headers};
 use libfuzzer_sys::fuzz_target;
 
-/// Steps per input at most.
+/// Limit of steps per input.
 const STEPS: usize = 60;
-/// Packets that the network keeps at most.
+/// Limit of packets that the network stores.
 const KEPT: usize = 256;
 
 #[derive(Debug, Arbitrary)]
 enum Step {
-    /// A side sends a packet with a number of its own.
+    /// A side sends a packet with a unique number.
     Send { side: bool, lane: u8, padding: u8 },
-    /// The network delivers a packet that it has, and may keep it.
+    /// The network delivers a stored packet, and may keep it.
     Deliver { which: u8, keep: bool },
-    /// It delivers all that it has, in order.
+    /// The network delivers all stored packets in order.
     DeliverAll,
-    /// It delivers a changed copy.
+    /// The network delivers a changed copy.
     Change { which: u8, at: u8, mask: u8, cut: u8, longer: bool },
-    /// It delivers a packet to its sender.
+    /// The network delivers a packet to its sender.
     Reflect { which: u8 },
-    /// It invents one.
+    /// The network invents a packet.
     Invent { side: bool, socket: u8, kind: u8, bytes: Vec<u8> },
-    /// A plain packet.
+    /// An unencrypted packet.
     Plain { bytes: Vec<u8> },
     /// Time passes.
     Pass { milliseconds: u16, long: bool },
-    /// A daemon is started anew.
+    /// A daemon restarts.
     Restart { side: bool },
 }
 
 struct Network {
     hosts: TwoHosts,
-    /// Packets with the side that they are for.
+    /// Packets with their destination side.
     kept: Vec<(usize, Vec<u8>)>,
-    /// By number: for which side, its body, whether it came.
+    /// By number: destination side, body, whether it was received.
     sent: Vec<(usize, Vec<u8>, bool)>,
 }
 

@@ -1,7 +1,7 @@
-//! Kernel images as a user might be handed them: damaged bzImages, damaged ELF files, anything.
+//! Untrusted kernel images: damaged bzImages, damaged ELF files, any bytes.
 //!
-//! Holds: loading ends in a result or in one sentence; nothing is written outside of what the result names,
-//! and nothing at all after an error in a header (the dirty bitmap shows every page that was written).
+//! Checked: loading returns a result or one sentence. It writes only what the result names, and nothing after an error in a header.
+//! The dirty bitmap shows every written page.
 
 #![no_main]
 
@@ -13,9 +13,9 @@ use firmware::map::{AddressRange, RamRange};
 use libfuzzer_sys::fuzz_target;
 use machine::memory::{GuestAddress, GuestMemory, GuestMemoryBackend, GuestMemoryRegion};
 
-/// RAM that the loader is told of.
+/// RAM that the loader gets.
 const RAM: u64 = 16 << 20;
-/// RAM behind it, where a write would be too far.
+/// RAM beyond it, which detects writes out of bounds.
 const BEYOND: u64 = 1 << 20;
 /// RAM above 4 GiB, for initrds.
 const HIGH: u64 = 64 << 10;
@@ -29,7 +29,7 @@ struct Input {
     command_line: u16,
     protocol: Protocol,
     high: bool,
-    /// 0xA5: memory isn't zero. Rare, since zeroing megabytes takes long.
+    /// 0xA5: memory isn't zero. Rare, since zeroing megabytes is slow.
     contents: u8,
 }
 
@@ -105,7 +105,7 @@ fn run(fixture: &Fixture, input: &Input) {
         Base::Bytes(bytes) => bytes.clone(),
     };
     for patch in &input.patches {
-        // Most of what decides lies in the first 1 KiB.
+        // Most of the decisive bytes are in the first 1 KiB.
         let at = usize::from(patch.at);
         let at = if at < 0xC000 { at % 0x400 } else { at - 0xC000 };
         let bytes = patch.number.value().to_le_bytes();

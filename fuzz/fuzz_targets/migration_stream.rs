@@ -1,5 +1,5 @@
-//! What a stranger can send to a monitor that waits for a VM: greetings, descriptions, pages, pieces of disks and state, as frames that are
-//! well-formed unless the input breaks them; over one or two streams, to the destination as the monitor has it.
+//! A hostile source of a migration: greetings, descriptions, pages, pieces of disks and state. The frames are well-formed unless the
+//! input breaks them. They arrive over one or two streams at the monitor's destination code.
 #![no_main]
 
 use std::os::fd::OwnedFd;
@@ -22,9 +22,9 @@ use monitor::migration::state::SavedMachine;
 use rustix::net::{AddressFamily, SendFlags, SocketFlags, SocketType, send, socketpair};
 use virtio_devices::block::{Block, BlockConfig, DiskContent, EngineChoice};
 
-/// Bytes of the disk.
+/// Size of the disk in bytes.
 const DISK: u64 = 256 << 10;
-/// Bytes of RAM.
+/// Size of RAM in bytes.
 const RAM: u64 = 1 << 20;
 
 /// One frame of a stream.
@@ -55,10 +55,10 @@ enum Frame {
 /// One stream.
 #[derive(Debug, Arbitrary)]
 struct Line {
-    /// Greeted as it should be, and on the first stream offered the VM that fits.
+    /// Whether the greeting is valid, and the first stream offers the matching VM.
     proper: bool,
     frames: Vec<Frame>,
-    /// Bytes of the stream that are changed.
+    /// Changed bytes of the stream.
     changes: Vec<(u16, u8)>,
 }
 
@@ -88,7 +88,7 @@ fn shape() -> &'static Shape {
     })
 }
 
-/// Takes what comes.
+/// Accepts all disk content.
 struct There(Vec<DiskContent>);
 
 impl Devices for There {
@@ -173,11 +173,11 @@ fn encoded<T: serde::Serialize>(message: &T) -> Vec<u8> {
     message::encode(message).expect("it is small")
 }
 
-/// A socket that has all bytes of a stream, and its end. The other end is kept, so that answers can be sent.
+/// Returns a socket with all bytes of a stream, followed by its end. The other end is kept, so that responses can be sent.
 fn stream(line: &Line, number: u16, streams: u16) -> (OwnedFd, OwnedFd) {
     let (mut sender, mut bytes) = (Sender::new(), Vec::new());
     let mut put = |kind, payload: &[u8]| {
-        // What is too long for its kind isn't sent.
+        // A payload that exceeds its kind's limit isn't sent.
         let _ = sender.send(&mut bytes, kind, &[payload]);
     };
     if line.proper {
@@ -198,7 +198,7 @@ fn stream(line: &Line, number: u16, streams: u16) -> (OwnedFd, OwnedFd) {
     }
     let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
         .expect("sockets are there");
-    // What a socket doesn't take at once is cut off.
+    // Bytes that the socket doesn't accept at once are dropped.
     let mut rest = &bytes[..];
     while let Ok(sent @ 1..) = send(&ours, rest, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
         rest = &rest[sent..];
@@ -208,7 +208,7 @@ fn stream(line: &Line, number: u16, streams: u16) -> (OwnedFd, OwnedFd) {
 }
 
 fuzz_target!(|input: Input| {
-    // Answers of the destination, as its source reads them.
+    // Responses of the destination, as its source parses them.
     for frame in input.first.frames.iter().take(8) {
         match payload(frame) {
             (Kind::Accepted, bytes) => drop(message::decode::<Accepted>(&bytes, "an acceptance")),

@@ -1,8 +1,8 @@
-//! The rings of the guest module `mmnet`, in C, beside a peer that writes anything into the pair's segment.
+//! The C rings of the guest module `mmnet`, with a peer that writes anything to the pair's segment.
 //!
-//! Holds: what the module hands out lies in the sender's window, or in that of the one third that both may read; an id is handed out
-//! once at a time; what was posted comes back once. The module's own invariants, undefined behavior, and accesses outside of its tables
-//! end the process.
+//! Checked: messages that the module delivers are in the sender's window, or in that of the one third VM that both may read; an id is
+//! outstanding once at a time; each posted message completes once. A violation of the module's own invariants, undefined behavior,
+//! and accesses outside of its tables end the process.
 
 #![no_main]
 
@@ -29,7 +29,7 @@ enum Step {
         word: u16,
         value: u64,
     },
-    /// A message entry that is well-formed but for what the input says.
+    /// A message entry that is well-formed except for the input's changes.
     Entry {
         number: u8,
         slot: u8,
@@ -41,7 +41,7 @@ enum Step {
         id: u8,
         epoch: u8,
     },
-    /// A completion entry likewise.
+    /// A completion entry that is well-formed except for the input's changes.
     Completion {
         number: u8,
         id: u8,
@@ -52,7 +52,7 @@ enum Step {
         count: u8,
         epoch: u8,
     },
-    /// The module's stamp of what the peer sleeps for.
+    /// The module's stamp of the events for which the peer sleeps.
     Sleeps {
         completions: bool,
         number: u8,

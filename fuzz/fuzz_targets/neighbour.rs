@@ -1,7 +1,7 @@
-//! The segment of a pair as a broken neighbour leaves it, and the registers of the function that a guest drives.
+//! The segment of a pair after a hostile neighbour's writes, and the registers of the function that a guest drives.
 //!
-//! Holds: what is received lies in the sender's window, whole; buffers come back at most once; a connection that was
-//! found broken stays so; an honest pair in the same segment's memory, an epoch later, isn't disturbed by what is left.
+//! Checked: received messages are entirely in the sender's window; buffers complete at most once; a broken connection stays broken;
+//! the remaining content doesn't disturb a correct pair in the same segment an epoch later.
 
 #![no_main]
 
@@ -33,7 +33,7 @@ enum Step {
         word: u16,
         value: u64,
     },
-    /// A message entry that is well-formed but for what the input says.
+    /// A message entry that is well-formed except for the input's changes.
     Entry {
         number: u8,
         address: u16,
@@ -43,7 +43,7 @@ enum Step {
         id: u8,
         epoch: u8,
     },
-    /// A completion entry likewise.
+    /// A completion entry that is well-formed except for the input's changes.
     Completion {
         number: u8,
         id: u8,
@@ -81,7 +81,7 @@ fn run(input: &Input) {
     let memory: Vec<AtomicU64> = (0..layout.size() / 8).map(|_| AtomicU64::new(0)).collect();
     let words = &memory[..];
     layout.write_header(words, EPOCH, &geometry, [1, 2]).expect("enough room");
-    // This side is the second; the first is the broken neighbour.
+    // This is the second side; the first is the hostile neighbour.
     let sender = |epoch| Sender::new(words, &layout, epoch, Side::Second, own, [0; ENTRIES as usize]);
     let receiver = |epoch| Receiver::new(words, &layout, epoch, Side::First, theirs);
     let mut sending = sender(EPOCH).expect("enough room");
@@ -167,7 +167,7 @@ fn run(input: &Input) {
         assert!(found.size() <= memory.len() * 8 && header.epoch != 0);
     }
 
-    // An epoch above all that the input can have written: what is left there isn't believed.
+    // An epoch above all that the input can have written: older content is ignored.
     let later = 1 << 30;
     let clean = memory.iter().all(|word| word.load(Ordering::Relaxed) >> 32 != u64::from(later));
     if clean {

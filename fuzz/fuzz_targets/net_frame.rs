@@ -1,8 +1,8 @@
-//! Frames and control commands of a virtio network device, in both directions, over rings that the guest broke or
-//! not. The back end is in this process and refuses, delays or breaks when the input says so.
+//! Frames and control commands of a virtio network device, in both directions, over rings that the guest may have broken. The backend
+//! is in this process, and refuses, delays or fails as the input says.
 //!
-//! Holds: nothing panics or loops; what reaches the back end has a checked header and a possible length; no chain
-//! is lost, whatever went wrong (the rings say so when they are given back); queue pairs stay in range.
+//! Checked: no panic and no endless loop; frames at the backend have a checked header and a valid length; no chain is lost after any
+//! failure (the rings report that when they are dropped); queue pairs stay in range.
 
 #![no_main]
 
@@ -52,7 +52,7 @@ enum Work {
     },
 }
 
-/// A frame of the guest's.
+/// A frame from the guest.
 #[derive(Debug, arbitrary::Arbitrary)]
 struct GuestFrame {
     header: [u8; HEADER_LEN],
@@ -69,7 +69,7 @@ struct Incoming {
     long: bool,
 }
 
-/// What the back end says to a call.
+/// The backend's answer to a call.
 #[derive(Debug, Clone, Copy, arbitrary::Arbitrary)]
 enum Answer {
     Done,
@@ -150,7 +150,7 @@ impl NetChannel for Channel {
     }
 }
 
-/// A back end for the control queue.
+/// A backend for the control queue.
 struct Backend {
     failing: bool,
 }
@@ -192,7 +192,7 @@ impl NetBackend for Backend {
     }
 }
 
-/// Interrupts nobody.
+/// Raises no interrupts.
 struct Silent;
 
 impl VirtioInterrupt for Silent {
@@ -217,11 +217,11 @@ fuzz_target!(|input: Input| {
 });
 
 fn buffers(list: &[Buffer], writable: bool) -> Vec<(u64, u32, bool)> {
-    // Mostly of the right direction: the descriptors of the shape bring the others.
+    // Mostly in the right direction. The shape's descriptors yield the others.
     list.iter().map(|buffer| (buffer.address.0, buffer.len.0.max(1), writable)).collect()
 }
 
-/// What both sides agreed on: the input's choice of network features, and what its rings need.
+/// Returns the negotiated features: the input's choice of network features, and those that its rings need.
 fn features(chosen: u64, shape: &RingShape) -> u64 {
     const RINGS_AND_RESERVED: u64 = 0x3FF << 24 | 0xFF << 34;
     chosen & !RINGS_AND_RESERVED | shape.features()

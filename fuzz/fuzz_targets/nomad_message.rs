@@ -1,7 +1,7 @@
-//! Messages of migrations from anybody, to the parser, a host and the coordinator.
+//! Hostile messages of migrations, to the parser, a host and the coordinator.
 //!
-//! Holds: bytes that parse are written again as they were; whatever is said, only messages that parse leave, a host never runs a VM
-//! whose state it wasn't told has come, the coordinator knows what its records make, and nothing panics or loops.
+//! Checked: parsed bytes are encoded identically; only messages that parse are sent; a host never runs a VM before its monitor has
+//! reported the complete state; the coordinator's state follows from its records; no panic and no endless loop.
 
 #![no_main]
 
@@ -16,7 +16,7 @@ const STEPS: usize = 60;
 
 #[derive(Debug, Arbitrary)]
 enum Step {
-    /// A message: kind and ends near what is in use, a migration, and bytes behind it.
+    /// A message: kind and ends near values in use, a migration, trailing bytes.
     Message {
         kind: u8,
         from: u8,
@@ -24,9 +24,9 @@ enum Step {
         migration: u8,
         bytes: Vec<u8>,
     },
-    /// Bytes.
+    /// Raw bytes.
     Raw(Vec<u8>),
-    /// What the host's engine and monitors say.
+    /// Events of the host's engine and monitors.
     Connected {
         vm: u8,
         peer: u8,
@@ -55,7 +55,7 @@ enum Step {
     Broke {
         migration: u8,
     },
-    /// What users say.
+    /// Requests of users.
     Migrate {
         vm: u8,
         to: u8,

@@ -1,9 +1,7 @@
-//! PCI configuration space as a hostile guest uses it: any sequence of ECAM, 0xCF8 and BAR accesses, and interrupts at
-//! any moment.
+//! PCI configuration space under a hostile guest: any sequence of ECAM, 0xCF8 and BAR accesses, with interrupts at any moment.
 //!
-//! Holds: nothing panics; the recording placer never sees two BARs at one address (it panics); what
-//! configuration spaces say and what is placed agree; identities stay; no MSI-X interrupt is sent while
-//! masked (the fake vector panics), and none is lost.
+//! Checked: no panic; no two BARs have the same address (the recording placer would panic); configuration spaces and placements
+//! agree; identities don't change; no MSI-X interrupt is sent while masked (the fake vector would panic), and none is lost.
 
 #![no_main]
 
@@ -17,14 +15,14 @@ use pci::testing::{FakeFunction, FakeIntx, FakeMsi, RecordingPlacer};
 
 #[derive(Debug, arbitrary::Arbitrary)]
 enum Op {
-    /// Near registers that exist, so that most executions get somewhere.
+    /// Near registers that exist, so that most executions reach deep code.
     Config {
         target: u8,
         register: u8,
         size: u8,
         value: u32,
     },
-    /// A BAR register gets an address from a small set, so that BARs meet.
+    /// Sets a BAR register to an address from a small set, so that BARs collide.
     MoveBar {
         target: u8,
         bar: u8,
@@ -76,7 +74,7 @@ enum Op {
     Reset,
 }
 
-/// RAM in the middle of the memory window: BARs must not go there.
+/// RAM in the middle of the memory window, where no BAR may be placed.
 const RAM: AddressRange = AddressRange { start: 0xC000_4000, len: 0x1000 };
 const PLACES: [(u8, u8); 3] = [(1, 0), (1, 5), (31, 0)];
 
@@ -129,7 +127,7 @@ fn bytes(value: &[u8; 8], len: u8) -> &[u8] {
 }
 
 impl Bench {
-    /// The state that a new bench has; a reset is checked as well.
+    /// Restores the initial state, which also checks a reset.
     fn power_on(&self) {
         self.root.reset().expect("fakes can be reset");
         assert!(self.placer.placed().is_empty(), "a BAR survived a reset");
@@ -196,7 +194,7 @@ impl Bench {
             assert_eq!(u32::from_le_bytes(id), 0x5678_1234, "the identity changed");
             for place in function.places() {
                 let placed = self.placer.address(function.name(), place.layout.index);
-                // Placed where configuration space says, or refused; never anywhere else.
+                // At the address in its configuration space, or refused; never elsewhere.
                 assert!(placed.is_none() || placed == place.address, "{place:?} is at {placed:?}");
             }
             // Once everything is enabled and unmasked, nothing stays pending.
@@ -218,7 +216,7 @@ thread_local! {
 
 fuzz_target!(|ops: Vec<Op>| {
     BENCH.with(|bench| {
-        // Making functions anew would take most of the time.
+        // Creating the functions again would take most of the time.
         bench.power_on();
         for op in &ops {
             bench.apply(op);

@@ -1,8 +1,8 @@
-//! A hostile guest's driver and processes against the RDMA function: the input chooses every register, command, request and ring
-//! index, and what the engine does in between.
+//! A hostile guest's driver and processes against the RDMA function. The input chooses every register, command, request and ring
+//! index, and the engine's steps in between.
 //!
-//! Holds: nothing panics or loops; the device touches only pages that were given to it and not taken back (the oracle of
-//! `pvrdma::testing::watched`); a peer's memory changes only where it gave rights; two other guests' messages arrive unharmed.
+//! Checked: no panic and no endless loop; the device touches only pages that it was granted and that weren't revoked (the oracle of
+//! `pvrdma::testing::watched`); a peer's memory changes only with its access rights; two other guests' messages arrive intact.
 
 #![no_main]
 
@@ -14,7 +14,7 @@ use pvrdma::testing::hostile::dice::Bytes;
 use pvrdma::testing::hostile::{BASE, Hostile, PAGES};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
-/// Acts per input at most.
+/// Limit of acts per input.
 const STEPS: usize = 400;
 
 fn memory() -> MappedMemory {

@@ -1,7 +1,7 @@
-//! Packets and frames of RoCEv2 from anybody, to the parsers and to a connection.
+//! Hostile packets and frames of RoCEv2, to the parsers and to a connection.
 //!
-//! Holds: a packet that parses is written again as it was, but for reserved bits; a connection reads and writes only as far as its
-//! packets' lengths allow, answers no more packets than it has room for, and nothing panics or loops.
+//! Checked: parsed packets are encoded identically, except for reserved bits; a connection accesses only as much memory as its
+//! packets' lengths permit, and answers no more packets than its capacity; no panic and no endless loop.
 
 #![no_main]
 
@@ -18,7 +18,7 @@ const STEPS: usize = 40;
 
 #[derive(Debug, Arbitrary)]
 enum Step {
-    /// A packet: opcode, flags, PSN near the expected one, bytes behind the BTH.
+    /// A packet: opcode, flags, PSN near the expected one, bytes after the BTH.
     Packet {
         opcode: u8,
         flags: u8,
@@ -27,11 +27,11 @@ enum Step {
         far: bool,
         bytes: Vec<u8>,
     },
-    /// Bytes.
+    /// Raw bytes.
     Raw {
         bytes: Vec<u8>,
     },
-    /// A frame: right headers around bytes, with a byte changed.
+    /// A frame: valid headers around bytes, with a changed byte.
     Frame {
         bytes: Vec<u8>,
         ipv6: bool,
@@ -39,12 +39,12 @@ enum Step {
         at: u8,
         mask: u8,
     },
-    /// The own program posts.
+    /// The local program posts.
     Post {
         kind: u8,
         length: u16,
     },
-    /// A receive appears.
+    /// A receive is posted.
     Receive {
         length: u16,
     },
@@ -179,7 +179,7 @@ fuzz_target!(|steps: Vec<Step>| {
     for step in steps.into_iter().take(STEPS) {
         match step {
             Step::Packet { opcode, flags, ack, psn, far, bytes } => {
-                // What answers refer to what was sent, requests to what is expected.
+                // Responses refer to sent packets, requests to expected ones.
                 let near = if opcode & 0x1F >= 0x0D && opcode & 0x1F <= 0x12 { 100 } else { 200 };
                 let psn = u32::from(psn).wrapping_add(if far { 0x80_0000 } else { near - 3 });
                 let mut packet = vec![opcode, flags & 0xF0, 0xFF, 0xFF, 0, 0, 0, 5, u8::from(ack) << 7];

@@ -1,7 +1,7 @@
-//! A split virtqueue whose rings, descriptors and indirect tables the guest wrote as it likes.
+//! A split virtqueue whose rings, descriptors and indirect tables contain anything.
 //!
-//! Holds: nothing panics or loops; a chain that is taken lies in RAM as a whole, in every translation of it; its
-//! parts add up; the positions of the queue survive saving and restoring.
+//! Checked: no panic and no endless loop; an accepted chain is entirely in RAM, in every translation; its parts add up; the queue's
+//! positions survive saving and restoring.
 
 #![no_main]
 
@@ -10,7 +10,7 @@ use libfuzzer_sys::fuzz_target;
 use machine::memory::{Address as _, GuestMemoryBackend};
 use virtio_devices::queue::{self, GuestIoVecs, MAX_SEGMENTS, Ring, SavedQueue, total_len};
 
-/// Chains taken per execution: rings that overlap can feed themselves for ever.
+/// Limit of chains per execution: overlapping rings can feed themselves forever.
 const POPS: usize = 40;
 
 #[derive(Debug, arbitrary::Arbitrary)]
@@ -18,7 +18,7 @@ struct Input {
     shape: RingShape,
     chains: Vec<(Option<Address>, Vec<Buffer>)>,
     pokes: Vec<Poke>,
-    /// What is done with the next chain.
+    /// Operations on the next chains.
     steps: Vec<Step>,
 }
 
@@ -60,7 +60,7 @@ fn run(guest: &Guest, input: &Input) {
     let features = input.shape.features();
     let mut ring = Ring::new(driver.finish(0), features);
     if ring.check(&memory).is_err() {
-        // A device never goes on here; the ring must bear it all the same.
+        // A device never continues here, but the ring must tolerate it.
         drop(ring.pop(&memory));
         return;
     }
@@ -98,7 +98,7 @@ fn run(guest: &Guest, input: &Input) {
             }
             Step::Undo => {
                 ring.undo_pop();
-                // The same chain would come for ever.
+                // The same chain would be returned forever.
                 break;
             }
             Step::Keep => held.push((chain.head(), 0)),
@@ -122,7 +122,7 @@ fn run(guest: &Guest, input: &Input) {
                 held.push((chain.head(), 0));
             }
             Step::Poke(poke) => {
-                // The guest writes to a buffer that the device has checked: the copy stays.
+                // The guest writes to a buffer that the device has checked: the copy doesn't change.
                 guest.put(poke.address.0, &poke.bytes);
                 assert_eq!([chain.readable(), chain.writable()].concat(), all);
                 held.push((chain.head(), 0));

@@ -1,7 +1,7 @@
-//! A vmxnet3 device whose driver does what it likes, in a segment with a neighbour whose driver is Linux's.
+//! A vmxnet3 device with a hostile driver, in a segment with a neighbour whose driver is Linux's.
 //!
-//! Holds: nothing panics, loops or reaches beyond the guest's memory; a turn's work is bounded; the neighbour never sees
-//! what would be a `BUG_ON` in its driver, and its packets go on being completed, whatever the hostile one does.
+//! Checked: no panic, no endless loop and no access beyond the guest's memory; a turn's work is bounded; the neighbour never sees a
+//! state that would be a `BUG_ON` in its driver, and its packets complete independently of the hostile driver.
 
 #![no_main]
 
@@ -28,13 +28,13 @@ enum Step {
         get: bool,
         code: u8,
     },
-    /// A word in the shared area, the queue table, the group table, or a ring: each at the start of a page.
+    /// A word in the shared area, the queue table, the group table, or a ring, each at the start of a page.
     Poke {
         page: u8,
         word: u8,
         value: u32,
     },
-    /// A TX descriptor that is mostly right, and handed over.
+    /// A TX descriptor that is mostly valid, and handed over.
     Packet {
         index: u8,
         address: u16,
@@ -46,7 +46,7 @@ enum Step {
         vlan: Option<u16>,
         frame: u8,
     },
-    /// An RX descriptor that is mostly right.
+    /// An RX descriptor that is mostly valid.
     Buffer {
         ring: bool,
         index: u8,
@@ -128,7 +128,7 @@ fn run([hostile, tame]: &[Guest; 2], steps: &[Step]) {
                 memory.store_u32(at, value).expect("own memory");
             }
             Step::Packet { index, address, len, mode, header, mss, eop, vlan, frame } => {
-                // The start of a plausible frame lies at the address.
+                // The start of a plausible frame is at the address.
                 let at = frames + u64::from(address % 0x4000);
                 let ip: &[u8] = if frame & 1 == 0 {
                     &[8, 0, 0x45, 0, 0, 100, 0, 0, 0, 0, 64, 6, 0, 0, 10, 0, 0, 1, 10, 0, 0, 2]
@@ -178,7 +178,7 @@ fn run([hostile, tame]: &[Guest; 2], steps: &[Step]) {
             Step::Serve => serve(&mut segment),
         }
         let nic = segment.device(b).expect("it is plugged in");
-        // Asserts what Linux does.
+        // Asserts Linux's `BUG_ON` conditions.
         driver.receive(nic);
         assert_eq!(driver.status(), [(false, 0); 2]);
     }
@@ -190,6 +190,6 @@ fn serve(segment: &mut Segment<HeapMemory>) {
             return;
         }
     }
-    // A ring whose every entry is handed over again and again by nobody would come to an end.
+    // Even a ring whose entries are all handed over repeatedly would be processed completely.
     panic!("serving doesn't end");
 }

@@ -1,7 +1,8 @@
-//! A commodity NIC under the monitor as hostile guests use it: requests out of the description's grammar, frames, time, hand-offs.
+//! A commodity NIC under the monitor with hostile guests: requests of the description's grammar, frames, time, hand-offs.
 //!
-//! Holds: nothing panics or loops; the device's own log shows no byte outside its packet memory (NE2000) or outside the resident guest's
-//! memory (RTL8139); a refused request is refused again when its trace is replayed; a saved model comes back as it was.
+//! Checked: no panic and no endless loop; the device's own log shows no access outside its packet memory (NE2000) or outside the
+//! resident guest's memory (RTL8139); a refused request is refused again in the replay of its trace; a saved model is restored
+//! identically.
 
 #![no_main]
 
@@ -21,7 +22,7 @@ use vpio::{FailurePolicy, GuestConfig, GuestId, Monitor, Slot, Slots};
 const STEPS: usize = 200;
 const MEMORY: u64 = 0x10_0000;
 
-/// The fuzzer's bytes as choices; zeros when they are used up.
+/// The fuzzer's bytes as choices; zeros after their end.
 struct Bytes<'a>(Unstructured<'a>);
 
 impl Choices for Bytes<'_> {
@@ -122,7 +123,7 @@ fuzz_target!(|bytes: &[u8]| {
             }
         });
     } else {
-        // Without memory of its own for frames to itself the monitor starts the guests' rings anew.
+        // Without scratch memory for frames to itself, the monitor restarts the guests' rings.
         run(
             &rtl8139::RTL8139,
             Rtl8139::new([2; 6], Guarded, false),

@@ -1,6 +1,6 @@
-//! Made-up kernels that a loader accepts, to be damaged.
+//! Synthetic kernels that a loader accepts, as a base for damage.
 
-/// Where they want to be loaded.
+/// Load address.
 const KERNEL_AT: u64 = 2 << 20;
 
 /// A bzImage of protocol 2.15 (Documentation/arch/x86/boot.rst) with four setup sectors and 4 KiB of code.

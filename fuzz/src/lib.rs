@@ -1,4 +1,4 @@
-//! What several fuzz targets share: tiny guests with hostile rings, and made-up kernels.
+//! Common code of fuzz targets: small guests with hostile rings, and synthetic kernels.
 
 pub mod kernels;
 pub mod ring;

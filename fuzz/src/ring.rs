@@ -1,5 +1,5 @@
-//! A tiny guest whose driver does what the fuzzer says: 32 KiB of RAM in three regions, two of them adjacent,
-//! and rings that are well-formed unless the input breaks them.
+//! A small guest whose driver follows the fuzzer: 32 KiB of RAM in three regions, two of them adjacent, and rings that are
+//! well-formed unless the input breaks them.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -12,12 +12,12 @@ use virtio_queue::{Queue, QueueT};
 
 /// RAM: start and bytes. Between the second and the third region there is a hole.
 pub const REGIONS: [(u64, usize); 3] = [(0, 0x4000), (0x4000, 0x2000), (0x8000, 0x2000)];
-/// Where rings lie unless the input puts them elsewhere.
+/// Distance of the rings' default addresses.
 const RING_STRIDE: u64 = 0x1000;
-/// Data of well-formed requests begins here, behind the rings of one queue.
+/// Start of the data of well-formed requests, behind the rings of one queue.
 pub const DATA: u64 = 0x3000;
 
-/// Guest memory that is made once and zeroed before each execution, and the notification.
+/// Guest memory, which is zeroed before each execution, and the notification.
 pub struct Guest {
     pub space: GuestMemorySpace,
     kick: Arc<OwnedFd>,
@@ -33,7 +33,7 @@ impl Guest {
         self.space.memory().into_inner()
     }
 
-    /// All RAM is zero again.
+    /// Zeros all RAM.
     pub fn clear(&self) {
         let (memory, zeroes) = (self.memory(), [0; 0x4000]);
         for (start, len) in REGIONS {
@@ -41,9 +41,9 @@ impl Guest {
         }
     }
 
-    /// Writes as far as there is RAM.
+    /// Writes bytes where there is RAM.
     pub fn put(&self, address: u64, bytes: &[u8]) {
-        // What doesn't fit is not written: that is the input's business.
+        // Bytes outside RAM are dropped: the input chose the address.
         let _ = self.memory().write(bytes, GuestAddress(address));
     }
 }
@@ -84,7 +84,7 @@ impl<'a> Arbitrary<'a> for Length {
     }
 }
 
-/// A descriptor as the guest wrote it.
+/// A descriptor from the guest.
 #[derive(Debug, Clone, Copy, Arbitrary)]
 pub struct Descriptor {
     pub address: Address,
@@ -112,36 +112,36 @@ pub struct Buffer {
     pub writable: bool,
 }
 
-/// Bytes that the guest puts somewhere, also into its rings.
+/// Bytes that the guest writes anywhere, including its rings.
 #[derive(Debug, Arbitrary)]
 pub struct Poke {
     pub address: Address,
     pub bytes: Vec<u8>,
 }
 
-/// How a queue differs from a well-formed one.
+/// Deviations of a queue from a well-formed one.
 #[derive(Debug, Arbitrary)]
 pub struct RingShape {
     /// Power of two: 2^0 to 2^5 entries.
     pub size_log: u8,
     pub event_idx: bool,
     pub indirect: bool,
-    /// Elsewhere than where rings usually lie.
+    /// Non-default ring addresses.
     pub table: Option<Address>,
     pub available: Option<Address>,
     pub used: Option<Address>,
     /// Positions in the rings, as after a restore.
     pub position: u16,
-    /// Descriptors that are written over those of the chains.
+    /// Descriptors that overwrite those of the chains.
     pub descriptors: Vec<(u8, Descriptor)>,
     /// Heads that are made available after those of the chains.
     pub heads: Vec<u8>,
-    /// The available index is that much further than it should be.
+    /// Offset of the available index from the correct value.
     pub jump: u16,
     pub used_event: u16,
 }
 
-/// The features of a ring as [`virtio_devices::queue::Ring::new`] wants them.
+/// The features of a ring, as [`virtio_devices::queue::Ring::new`] expects them.
 impl RingShape {
     pub fn features(&self) -> u64 {
         let bit = |on: bool, bit: u32| if on { 1 << bit } else { 0 };
@@ -170,7 +170,7 @@ pub struct Driver<'a> {
 }
 
 impl<'a> Driver<'a> {
-    /// `queue` says which three pages the rings take by default.
+    /// Creates the driver. `queue` selects the three default pages of the rings.
     pub fn new(guest: &'a Guest, shape: &'a RingShape, queue: u64) -> Self {
         Self {
             guest,
@@ -183,7 +183,7 @@ impl<'a> Driver<'a> {
         }
     }
 
-    /// Makes a chain available; false when there are no descriptors left. An indirect table goes to `table`.
+    /// Makes a chain available; returns false without free descriptors. `table` is the address of an indirect table.
     pub fn push(&mut self, buffers: &[(u64, u32, bool)], table: Option<u64>) -> bool {
         let count = buffers.len() as u16;
         let needed = if table.is_some() { 1 } else { count };
@@ -217,7 +217,7 @@ impl<'a> Driver<'a> {
         true
     }
 
-    /// Writes the available ring and the input's deviations; the queue as the transport hands it over.
+    /// Writes the available ring and the input's deviations. Returns the queue as the transport passes it on.
     pub fn finish(mut self, index: u16) -> ActiveQueue {
         let shape = self.shape;
         let size = shape.size();
@@ -231,7 +231,7 @@ impl<'a> Driver<'a> {
             self.guest.put(self.available.wrapping_add(slot), &head.to_le_bytes());
             available = available.wrapping_add(1);
         }
-        // Most jumps are too far for any queue: let small ones be likely.
+        // Most jumps exceed any queue: make small ones likely.
         let jump = shape.jump.saturating_sub(0x8000);
         available = available.wrapping_add(jump);
         self.guest.put(self.available.wrapping_add(2), &available.to_le_bytes());

@@ -1,6 +1,5 @@
-//! Link arguments of the programs: a static, position-dependent ELF without start files or C library.
-//! Given here and not in `.cargo/config.toml`, so that neither the directory cargo is called from nor
-//! `RUSTFLAGS` changes them.
+//! Link arguments of the programs: a static, position-dependent ELF without start files or C library. They are here and not in
+//! `.cargo/config.toml`, so that neither cargo's working directory nor `RUSTFLAGS` changes them.
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");

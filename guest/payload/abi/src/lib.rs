@@ -1,8 +1,7 @@
-//! What a payload program and the monitor agree on; `guest/payload/README.md` tells it in prose.
+//! The ABI between a payload program and the monitor; `guest/payload/README.md` describes it.
 //!
-//! Everything is little-endian, and addresses are guest-physical and, as page tables map one to one,
-//! virtual as well. Fields are only ever appended: a program checks [`BootInfo::magic`] and
-//! [`BootInfo::version`], and reads no further than [`BootInfo::size`].
+//! Everything is little-endian. Addresses are guest-physical and, as page tables map one to one, also virtual. Fields are only ever
+//! appended. A program checks [`BootInfo::magic`] and [`BootInfo::version`], and reads no further than [`BootInfo::size`].
 
 #![no_std]
 
@@ -10,7 +9,7 @@ use core::mem::{offset_of, size_of};
 
 /// [`BootInfo::magic`]: `CAUSEWAY` in memory order.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"CAUSEWAY");
-/// [`BootInfo::version`]. Raised only when the meaning of an existing field changes.
+/// [`BootInfo::version`]. Incremented only when the meaning of an existing field changes.
 pub const VERSION: u32 = 1;
 
 /// Bytes written here go to the console, one or (`rep outsb`) many at a time.
@@ -19,32 +18,32 @@ pub const PORT_CONSOLE: u16 = 0xe9;
 pub const PORT_EXIT: u16 = 0xf4;
 /// Used by the exception stubs that the monitor installs, not by programs.
 pub const PORT_EXCEPTION: u16 = 0xf5;
-/// Any write ends this vCPU and leaves the others running.
+/// Any write ends this vCPU; the others continue.
 pub const PORT_PARK: u16 = 0xf6;
-/// vCPU 0 writes 1 here when the measured part of an SPMD program begins and 0 when it has ended. For a monitor that
-/// counts; unserved it does nothing.
+/// vCPU 0 writes 1 here when the measured part of an SPMD program begins, and 0 when it has ended. For a monitor that counts; others
+/// ignore it.
 pub const PORT_PHASE: u16 = 0xf7;
-/// Yield hint: any write yields this vCPU's processor to other threads of the host for a moment, some 100 µs. For programs that
-/// wait where vCPUs outnumber processors; a monitor that doesn't know the port does nothing.
+/// Yield hint: any write yields this vCPU's processor to other host threads for about 100 µs. For programs that wait while vCPUs
+/// outnumber processors. A monitor without the port ignores it.
 pub const PORT_PAUSE: u16 = 0xf8;
-/// First of 16 ports that a library user of the monitor may serve; unserved they read as all ones.
+/// First of 16 ports that a library user of the monitor may serve. Unserved ones read as all ones.
 pub const PORT_HOST: u16 = 0x100;
-/// Ports from [`PORT_HOST`] on that may be served.
+/// Number of ports from [`PORT_HOST`] on that may be served.
 pub const PORT_HOST_COUNT: u16 = 16;
 
-/// The lowest address at which a segment may lie: below are the monitor's tables.
+/// Lowest address of a segment; the monitor's tables are below.
 pub const LOWEST_LOAD_ADDRESS: u64 = 0x20_0000;
-/// RAM ends here at the latest and goes on at [`HIGH_RAM_START`]; devices lie between.
+/// Limit of the first part of RAM, which continues at [`HIGH_RAM_START`]. Devices are in between.
 pub const LOW_RAM_END: u64 = 0xc000_0000;
 /// Start of the second part of RAM.
 pub const HIGH_RAM_START: u64 = 0x1_0000_0000;
 /// The doorbell page.
 pub const DOORBELL_ADDRESS: u64 = 0xd000_0000;
-/// Bytes of the doorbell page.
+/// Size of the doorbell page in bytes.
 pub const DOORBELL_SIZE: u64 = 0x1000;
-/// Distance between doorbells in the page, bytes.
+/// Distance between doorbells in the page, in bytes.
 pub const DOORBELL_STRIDE: u64 = 8;
-/// Most doorbells: the upper half of the page is never one, so that an exit can be had there.
+/// Limit of doorbells. The upper half of the page never contains one, so that a program can cause an exit there.
 pub const MAX_DOORBELLS: u32 = 256;
 
 /// auxv type whose value is the address of the [`BootInfo`] (also in `rdi` at entry).
@@ -59,11 +58,11 @@ pub const MAX_RAM_REGIONS: usize = 4;
 pub struct Region {
     /// First address.
     pub start: u64,
-    /// Bytes; 0 means there is none.
+    /// Length in bytes; 0 if the range doesn't exist.
     pub size: u64,
 }
 
-/// What a vCPU is told at entry. Each vCPU has its own copy.
+/// Parameters of a vCPU at entry. Each vCPU has its own copy.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct BootInfo {
@@ -71,33 +70,32 @@ pub struct BootInfo {
     pub magic: u64,
     /// [`VERSION`].
     pub version: u32,
-    /// Bytes of this structure as the monitor knows it.
+    /// Size of this structure in bytes, as the monitor defines it.
     pub size: u32,
-    /// vCPUs of the whole VM, over all nodes.
+    /// Number of vCPUs of the whole VM, over all nodes.
     pub vcpu_count: u32,
-    /// This vCPU, 0 to `vcpu_count - 1`, unique over all nodes.
+    /// Index of this vCPU, 0 to `vcpu_count - 1`, unique over all nodes.
     pub vcpu_index: u32,
-    /// Hosts that the VM spans.
+    /// Number of nodes that the VM spans.
     pub node_count: u32,
-    /// The host that this vCPU runs on.
+    /// Index of this vCPU's node.
     pub node_index: u32,
-    /// Frequency of the time stamp counter in kHz; 0 when the host can't tell.
+    /// Frequency of the time stamp counter in kHz; 0 if unknown.
     pub tsc_khz: u64,
-    /// Valid entries of `ram`.
+    /// Number of valid entries of `ram`.
     pub ram_count: u32,
-    /// Doorbells in the page, at multiples of [`DOORBELL_STRIDE`] from its start.
+    /// Number of doorbells in the page, at multiples of [`DOORBELL_STRIDE`] from its start.
     pub doorbell_count: u32,
-    /// RAM, ascending.
+    /// RAM regions in ascending order.
     pub ram: [Region; MAX_RAM_REGIONS],
-    /// RAM that holds neither the program nor its stacks nor the monitor's tables: the program's to use.
-    /// The same for every vCPU.
+    /// RAM for the program's use: without the program, its stacks and the monitor's tables. The same for every vCPU.
     pub free: Region,
     /// This vCPU's stack.
     pub stack: Region,
-    /// The doorbell page: a 32-bit store to the start of doorbell *i* signals an eventfd without leaving the
-    /// kernel. Any other access to the page is an exit to the monitor; loads give 0, stores do nothing.
+    /// The doorbell page. A 32-bit store to the start of doorbell *i* signals an eventfd within the kernel. Any other access to the
+    /// page exits to the monitor; loads return 0, and stores have no effect.
     pub doorbell: Region,
-    /// Memory of the host that can be read here but not written; size 0 when there is none.
+    /// Host memory that is readable but not writable here; size 0 if there is none.
     pub window: Region,
 }
 
@@ -111,7 +109,7 @@ const _: () = {
 };
 
 impl BootInfo {
-    /// The bytes as they lie in guest memory.
+    /// Returns the bytes in guest memory's format.
     pub fn to_bytes(&self) -> [u8; size_of::<Self>()] {
         let mut bytes = [0; size_of::<Self>()];
         let mut at = 0;

@@ -1,16 +1,17 @@
-//! How far vCPUs' clocks are from each other.
+//! Measures the offset between vCPUs' clocks.
 //!
-//! vCPU 0 answers questions with its time; the answer with the shortest way says most (Cristian, *Probabilistic Clock Synchronization*, 1989).
+//! vCPU 0 answers requests with its time. The answer with the shortest round trip is the most accurate (Cristian, *Probabilistic
+//! Clock Synchronization*, 1989).
 
 use core::sync::atomic::{AtomicU64, Ordering};
 use payload_spmd::{PAGE, Shared, Team};
 
-/// Words that [`behind`] needs: question, answer, time; a page each, as several nodes may write them.
+/// Words that [`behind`] needs: request, answer, time. Each has its own page, as several nodes may write them.
 pub const WORDS: usize = 3 * PAGE / 8;
-/// Questions that each vCPU asks.
+/// Number of requests per vCPU.
 const QUESTIONS: u64 = 12;
 
-/// By how many nanoseconds this vCPU's clock is behind vCPU 0's, as well as that can be told; 0 if that is possible. All vCPUs call it.
+/// Returns an estimate of how many nanoseconds this vCPU's clock is behind vCPU 0's; 0 if that is possible. All vCPUs call it.
 pub fn behind(team: &Team<'_>, words: Shared<AtomicU64>) -> i64 {
     let words = words.atomics();
     let (question, answer, time) = (&words[0], &words[PAGE / 8], &words[2 * PAGE / 8]);
@@ -61,7 +62,7 @@ mod tests {
         fn phase(&self, _: bool) {}
     }
 
-    /// A clock that is an hour ahead is found to be, to a tenth of a second; one that is right is left alone.
+    /// A clock that is an hour ahead is detected, to a tenth of a second. A correct one yields 0.
     #[test]
     fn a_clock_that_is_ahead_is_found_out() {
         const HOUR: u64 = 3_600_000_000_000;

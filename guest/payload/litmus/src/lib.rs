@@ -1,5 +1,5 @@
-//! Litmus tests as machine code: the table that the host puts into the file of the program `litmus` ([`table`]), and what runs a test many
-//! times ([`runner`]). Who writes the code and judges outcomes is the host's crate `litmus`; nothing here knows what is allowed.
+//! Litmus tests as machine code: the table that the host writes into the file of the program `litmus` ([`table`]), and the loop that
+//! runs a test many times ([`runner`]). The host's crate `litmus` writes the code and judges outcomes.
 
 #![cfg_attr(not(test), no_std)]
 
@@ -7,9 +7,9 @@ mod clock;
 pub mod runner;
 pub mod table;
 
-/// Most threads of a test.
+/// Limit of a test's threads.
 pub const MOST_THREADS: usize = 4;
-/// Most locations of a test.
+/// Limit of a test's locations.
 pub const MOST_LOCATIONS: usize = 4;
-/// Most registers that a thread shows.
+/// Limit of a thread's observed registers.
 pub const MOST_OBSERVED: usize = 4;

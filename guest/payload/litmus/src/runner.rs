@@ -1,12 +1,13 @@
 //! Runs a test many times and counts its outcomes.
 //!
-//! A round is many instances of the test, each with locations of its own. All vCPUs set a part of them up, meet, run their thread for every
-//! instance in turn, meet, and look at a part of the outcomes. Which vCPU runs which thread changes from round to round. Within a round, threads meet
-//! before each instance ([`Meeting::Each`]), which makes them run at the same time, or not at all ([`Meeting::Round`]), which needs less communication
-//! and is what vCPUs that outnumber processors can do; [`Meeting::Mixed`] does both in turn. With [`Meeting::Clock`] each instance has a time at which
-//! its threads begin, so that they run at the same time without a word, also on several nodes; who is late goes on without waiting.
+//! A round consists of many instances of the test, each with its own locations. All vCPUs initialize a part of them, synchronize, run
+//! their thread for every instance in turn, synchronize, and count a part of the outcomes. The mapping of threads to vCPUs changes
+//! from round to round. Within a round, threads may synchronize before each instance ([`Meeting::Each`]), which makes them run in
+//! parallel. Or they don't ([`Meeting::Round`]), which needs less communication, and is possible if vCPUs outnumber processors.
+//! [`Meeting::Mixed`] alternates. With [`Meeting::Clock`] each instance has a start time for its threads. So they run in parallel
+//! without communication, also on several nodes. A late thread starts without waiting.
 //!
-//! Outcomes are counted apart by whether every thread was on a node of its own.
+//! Outcomes are counted separately for rounds with every thread on a node of its own.
 //!
 //! The idea is that of the tool `litmus7` (Alglave, Maranget and others, *Litmus: Running Tests against Hardware*, TACAS 2011).
 
@@ -22,13 +23,13 @@ use core::ops::Range;
 use core::sync::atomic::{AtomicU64, Ordering};
 use payload_spmd::{Heap, PAGE, Random, Refused, Shared, Team};
 
-/// One thread of one instance: addresses of the locations, and where the registers go.
+/// One thread of one instance: arguments are the addresses of the locations and the buffer for the registers.
 pub type Code = unsafe extern "sysv64" fn(*const [u64; MOST_LOCATIONS], *mut [u64; MOST_OBSERVED]);
 
-/// Values of an outcome: registers of all threads, then locations.
+/// Number of values of an outcome: registers of all threads, then locations.
 pub const VALUES: usize = MOST_THREADS * MOST_OBSERVED + MOST_LOCATIONS;
 
-/// When threads meet.
+/// When threads synchronize.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Meeting {
     /// Before each instance.
@@ -37,12 +38,12 @@ pub enum Meeting {
     Round,
     /// Before each instance in every 32nd round, otherwise as in [`Meeting::Round`].
     Mixed,
-    /// Never, but each instance begins at a time of its own, so many nanoseconds after the one before.
+    /// Never. Each instance has a start time, this many nanoseconds after the previous one.
     Clock(u64),
 }
 
 impl Meeting {
-    /// Whether threads meet before each instance of a round.
+    /// Returns whether threads synchronize before each instance of a round.
     const fn each(self, round: u64) -> bool {
         match self {
             Self::Each => true,
@@ -55,56 +56,57 @@ impl Meeting {
 /// A test ready to run.
 #[derive(Debug, Clone, Copy)]
 pub struct Test<'a> {
-    /// What the table says.
+    /// The test's record in the table.
     pub record: &'a Record,
     /// Code of each thread.
     pub code: [Option<Code>; MOST_THREADS],
 }
 
-/// From the meeting before a round to its first instance, nanoseconds: others have to hear that all have come.
+/// Nanoseconds from a round's synchronization to its first instance: all threads must see that the others have arrived.
 const LEAD: u64 = 300_000;
-/// The same where they are on other nodes.
+/// The same with threads on several nodes.
 const FAR_LEAD: u64 = 2_000_000;
 
-/// Different outcomes of one vCPU's part: `VALUES` words and a count each.
+/// Size in words of a histogram entry: the values and a count.
 const ENTRY: usize = VALUES + 1;
-/// Most different outcomes: 2-to-4-thread tests have far fewer.
+/// Limit of different outcomes: tests of 2 to 4 threads have far fewer.
 const MOST_OUTCOMES: usize = 256;
 
-/// Memory that runs of tests use one after another.
+/// Memory for runs of tests in sequence.
 #[derive(Debug, Clone, Copy)]
 pub struct Bench {
     instances: usize,
-    /// Bytes from an instance to the next, where each has a line of its own or locations share none.
+    /// Distance of instances in bytes, if each has a cache line of its own or locations share none.
     step: usize,
-    /// Bytes between the memory of two locations that don't share pages.
+    /// Distance in bytes between the memory of two locations that don't share pages.
     array: usize,
     locations: Shared<AtomicU64>,
     registers: Shared<AtomicU64>,
-    /// Each vCPU's, while it runs; nobody else uses them, so no node needs their pages but its own.
+    /// Each vCPU's registers during a run. No other vCPU uses them, so their pages stay on its node.
     own_registers: Shared<AtomicU64>,
     histograms: Shared<AtomicU64>,
     meeting: Shared<AtomicU64>,
-    /// By how many nanoseconds this vCPU's clock is behind vCPU 0's.
+    /// Nanoseconds that this vCPU's clock is behind vCPU 0's.
     behind: i64,
 }
 
-/// Words of one vCPU's histogram: how many entries, how many didn't fit, entries; whole pages.
+/// Words of one vCPU's histogram: number of entries, number of lost outcomes, entries; whole pages.
 const HISTOGRAM: usize = (2 + MOST_OUTCOMES * ENTRY).next_multiple_of(PAGE / 8);
-/// Bytes of a cache line.
+/// Size of a cache line in bytes.
 const LINE: usize = 64;
-/// Bytes of a location: the widest access.
+/// Size of a location in bytes: the widest access.
 const WIDEST: usize = 8;
 
 impl Bench {
-    /// For rounds of `instances` of tests whose locations lie across pages (`crossing`), which takes a page for each, or don't.
+    /// Allocates memory for rounds of `instances` instances. `crossing`: the tests' locations cross pages, which takes a page for
+    /// each.
     ///
     /// # Errors
-    /// When memory is short.
+    /// There isn't enough memory.
     pub fn new(heap: &mut Heap, team: &Team<'_>, instances: usize, crossing: bool) -> Result<Self, Refused> {
-        // A page more, as the last location across pages ends there.
+        // One page more, as the last location across pages ends there.
         let array = if crossing { (instances + 1) * PAGE } else { (instances * LINE).next_multiple_of(PAGE) };
-        // Nodes pass on pages, whatever lines are in them: the more instances a page has, the fewer are passed on for each.
+        // Nodes transfer whole pages, independent of cache lines. More instances per page mean fewer transfers per instance.
         let step = if several(team) { WIDEST } else { LINE };
         let behind = clock::behind(team, heap.array(clock::WORDS)?);
         Ok(Self {
@@ -120,13 +122,13 @@ impl Bench {
         })
     }
 
-    /// Where location `location` of an instance lies.
+    /// Returns the address of location `location` of an instance.
     fn address(&self, record: &Record, instance: usize, location: usize) -> *mut u8 {
         let array = location * self.array;
         let offset = match record.placement {
             Placement::Line => instance * self.step.max(MOST_LOCATIONS * WIDEST) + location * WIDEST,
             Placement::Page => {
-                // A page's quarters are the locations'.
+                // Each location has a quarter of a page.
                 let (quarter, within) = (PAGE / MOST_LOCATIONS, instance * self.step);
                 within / quarter * PAGE + location * quarter + within % quarter
             }
@@ -136,30 +138,32 @@ impl Bench {
         self.locations.address().cast::<u8>().wrapping_add(offset)
     }
 
-    /// Where a vCPU's own registers of all instances begin.
+    /// Returns the start of a vCPU's own registers of all instances.
     fn own_registers(&self, vcpu: usize) -> *mut u64 {
         self.own_registers.address().cast::<u64>().wrapping_add(vcpu * own_words(self.instances))
     }
 
-    /// Hands the registers of a thread that a vCPU ran to who counts outcomes. (Locations aren't set up so: a page that is kept by updates would
-    /// not be when threads run, and an order that fails there wouldn't be seen.)
+    /// Copies the registers of a vCPU's thread to the memory in which outcomes are counted. (Locations aren't initialized this way:
+    /// their pages wouldn't be write-update pages when threads run, so an order violation there would be missed.)
     fn show(&self, vcpu: usize, record: &Record, thread: usize) {
         let to = self.registers(record, thread, 0).cast::<u8>();
         let bytes = self.instances * shown(record, thread) * 8;
-        // SAFETY: both have room for this thread's registers of all instances; nobody else uses them until all have met.
+        // SAFETY: both have room for this thread's registers of all instances. No other code uses them until all vCPUs have
+        // synchronized.
         unsafe { copy(self.own_registers(vcpu).cast(), to, bytes) };
     }
 
-    /// Where a thread's registers of an instance are counted. Only those that it shows have room.
+    /// Returns the place in which a thread's registers of an instance are counted. Only observed registers have room.
     fn registers(&self, record: &Record, thread: usize, instance: usize) -> *mut [u64; MOST_OBSERVED] {
         let words = thread * self.instances * MOST_OBSERVED + instance * shown(record, thread);
         self.registers.address().cast::<u64>().wrapping_add(words).cast()
     }
 
-    /// Runs at least `iterations` instances of a test. All vCPUs call it; there must be one for each thread. The outcomes are valid until the next run.
+    /// Runs at least `iterations` instances of a test. All vCPUs call it, and there must be one per thread. The outcomes are valid
+    /// until the next run.
     ///
     /// # Safety
-    /// The code is what [`Code`] says: it uses the locations, and writes the registers that its record says, nothing else.
+    /// The code must be as [`Code`] says: it uses the locations, and writes only the registers in its record.
     pub unsafe fn run<'a>(
         &self,
         team: &Team<'a>,
@@ -191,7 +195,7 @@ impl Bench {
             }
             team.wait_patiently();
             let begin = self.meeting.atomics()[1].load(Ordering::Acquire).saturating_add_signed(-self.behind);
-            // Threads move on by one vCPU each round.
+            // Threads move to the next vCPU each round.
             let shift = usize::try_from(round % team.count() as u64).unwrap_or(0);
             let thread = (team.index() + shift) % team.count();
             if thread < threads
@@ -207,7 +211,7 @@ impl Bench {
                     if meeting.each(round) {
                         met_before += threads as u64;
                         self.meet(met_before);
-                        // Who came last is told nothing and is ahead; a little chance evens that out.
+                        // The last arrival is ahead of the others. A small random delay compensates that.
                         for step in 0..random.below(48) {
                             black_box(step);
                         }
@@ -218,7 +222,7 @@ impl Bench {
                             spin_loop();
                         }
                     }
-                    // SAFETY: promised by the caller; the addresses lie in the bench's memory.
+                    // SAFETY: the caller's promise; the addresses are in the bench's memory.
                     unsafe { code(&raw const addresses, registers) };
                 }
                 self.show(team.index(), record, thread);
@@ -244,7 +248,7 @@ impl Bench {
         }
     }
 
-    /// Waits until so many threads have come.
+    /// Waits until this many threads have arrived.
     fn meet(&self, all: u64) {
         let met = &self.meeting.atomics()[0];
         met.fetch_add(1, Ordering::AcqRel);
@@ -253,13 +257,13 @@ impl Bench {
         }
     }
 
-    /// Whether each thread of a round with this shift has a node of its own.
+    /// Returns whether each thread of a round with this shift has a node of its own.
     fn apart(&self, team: &Team<'_>, threads: usize, shift: usize) -> bool {
         let node = |thread: usize| team.node_of((thread + team.count() - shift) % team.count());
         (0..threads).all(|thread| (0..thread).all(|other| node(thread) != node(other)))
     }
 
-    /// Gives the locations of these instances their values.
+    /// Initializes the locations of these instances.
     fn set_up(&self, record: &Record, part: Range<usize>) {
         for (location, value) in record.initial.iter().enumerate().take(record.locations as usize) {
             let mut first = part.start;
@@ -267,14 +271,14 @@ impl Bench {
                 let count = self.evenly(record, first).min(part.end - first);
                 let start = self.address(record, first, location);
                 let step = self.address(record, first + 1, location).addr().wrapping_sub(start.addr());
-                // SAFETY: inside the locations; nobody else uses these instances now.
+                // SAFETY: inside the locations; no other code uses these instances now.
                 unsafe { store_each(start, step, count, *value) };
                 first += count;
             }
         }
     }
 
-    /// How many instances from this one on lie at the same distance from each other.
+    /// Returns the number of instances from this one on with equal distances.
     fn evenly(&self, record: &Record, first: usize) -> usize {
         match record.placement {
             Placement::Page => {
@@ -309,30 +313,30 @@ impl Bench {
     }
 }
 
-/// Whether a team is on several nodes.
+/// Returns whether a team spans several nodes.
 fn several(team: &Team<'_>) -> bool {
     team.node_of(0) != team.node_of(team.count() - 1)
 }
 
-/// How many registers a thread shows.
+/// Returns the number of a thread's observed registers.
 fn shown(record: &Record, thread: usize) -> usize {
     record.thread.get(thread).map_or(0, |thread| thread.observed as usize)
 }
 
-/// Words of one vCPU's own registers, in whole pages.
+/// Returns the words of one vCPU's own registers, in whole pages.
 const fn own_words(instances: usize) -> usize {
     (instances * MOST_OBSERVED).next_multiple_of(PAGE / 8)
 }
 
-/// Stores a value at so many places, each `step` bytes behind the one before.
+/// Stores a value at `count` places, `step` bytes apart.
 ///
-/// In a loop that loads nothing: where nodes keep a page by updates, a monitor may carry out the next stores together with one that traps, each
-/// as an update of its own, as long as it needs registers only. In a compiler's loop each would trap.
+/// The loop contains no loads. On a write-update page, a monitor may emulate the stores after a trapped one together with it, each as
+/// a separate update, while they need only registers. In a compiler's loop each would trap.
 ///
 /// # Safety
-/// Eight bytes at each place may be written, and nobody else uses them.
+/// Eight bytes at each place must be writable, and no other code uses them.
 unsafe fn store_each(start: *mut u8, step: usize, count: usize, value: u64) {
-    // SAFETY: promised by the caller.
+    // SAFETY: the caller's promise.
     unsafe {
         asm!(
             "test {count}, {count}",
@@ -352,13 +356,13 @@ unsafe fn store_each(start: *mut u8, step: usize, count: usize, value: u64) {
     };
 }
 
-/// Copies with a string instruction. Where nodes keep a page by updates, its monitor would have to carry out each plain store; this one it
-/// doesn't, and has the page come.
+/// Copies with a string instruction. On a write-update page a monitor would emulate each plain store. For a string instruction it
+/// fetches the page instead.
 ///
 /// # Safety
-/// The bytes may be read and written, and don't overlap.
+/// The bytes must be readable and writable, and must not overlap.
 unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
-    // SAFETY: promised by the caller; the direction flag is clear, as everywhere.
+    // SAFETY: the caller's promise; the direction flag is clear, as everywhere.
     unsafe {
         asm!(
             "rep movsb",
@@ -372,7 +376,7 @@ unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
 
 /// Adds to the count of an outcome.
 fn add(histogram: &[AtomicU64], values: &[u64; VALUES], count: u64) {
-    // Only the vCPU whose histogram it is writes it.
+    // Only the histogram's own vCPU writes it.
     let load = |at: usize| histogram[at].load(Ordering::Relaxed);
     let entries = usize::try_from(load(0)).unwrap_or(0);
     for entry in 0..entries {
@@ -394,7 +398,7 @@ fn add(histogram: &[AtomicU64], values: &[u64; VALUES], count: u64) {
     histogram[0].store(entries as u64 + 1, Ordering::Relaxed);
 }
 
-/// What came out of a test, on all vCPUs.
+/// A test's outcomes on all vCPUs.
 #[derive(Debug)]
 pub struct Outcomes<'a> {
     bench: Bench,
@@ -405,12 +409,12 @@ pub struct Outcomes<'a> {
 }
 
 impl Outcomes<'_> {
-    /// How often the test ran.
+    /// Returns the number of runs.
     pub fn iterations(&self) -> u64 {
         self.iterations
     }
 
-    /// How often of these every thread was on a node of its own.
+    /// Returns the number of runs with every thread on a node of its own.
     pub fn apart(&self) -> u64 {
         self.apart
     }
@@ -420,13 +424,13 @@ impl Outcomes<'_> {
         (0..self.team.count()).flat_map(which)
     }
 
-    /// Outcomes that had no room; anything but 0 makes the counts worthless.
+    /// Returns the number of outcomes without room; if it isn't 0, the counts are invalid.
     pub fn lost(&self) -> u64 {
         self.histograms().map(|(_, histogram)| histogram[1].load(Ordering::Acquire)).sum()
     }
 
-    /// Calls `each` with the values and count of every outcome of every vCPU, and whether every thread was on a node of its own; the same may
-    /// come several times.
+    /// Calls `each` with values and count of every outcome of every vCPU, and whether every thread was on a node of its own. The same
+    /// outcome may occur several times.
     pub fn for_each(&self, mut each: impl FnMut(&[u64], u64, bool)) {
         let observed: u32 =
             self.record.thread.iter().take(self.record.threads as usize).map(|thread| thread.observed).sum();
@@ -445,7 +449,7 @@ impl Outcomes<'_> {
     }
 }
 
-/// As JSON: `[[[values…],count,apart],…]`.
+/// Formats JSON: `[[[values…],count,apart],…]`.
 impl fmt::Display for Outcomes<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut first = true;
@@ -486,9 +490,9 @@ mod tests {
         fn phase(&self, _: bool) {}
     }
 
-    /// x = 0x11223344; shows x before.
+    /// x = 0x11223344; observes x before.
     unsafe extern "sysv64" fn writes(at: *const [u64; MOST_LOCATIONS], out: *mut [u64; MOST_OBSERVED]) {
-        // SAFETY: as the runner promises.
+        // SAFETY: the runner's promise.
         unsafe {
             let x = std::ptr::with_exposed_provenance_mut::<u32>((*at)[0] as usize);
             (*out)[0] = x.read_unaligned().into();
@@ -498,11 +502,11 @@ mod tests {
 
     /// y = 5, by both threads.
     unsafe extern "sysv64" fn other(at: *const [u64; MOST_LOCATIONS], _: *mut [u64; MOST_OBSERVED]) {
-        // SAFETY: as the runner promises.
+        // SAFETY: the runner's promise.
         unsafe { std::ptr::with_exposed_provenance_mut::<u32>((*at)[1] as usize).write_unaligned(5) };
     }
 
-    /// Outcomes with their counts and whether threads were apart, iterations, those apart, JSON.
+    /// Outcomes with their counts and whether threads were apart; iterations; those apart; JSON.
     type Found = (BTreeMap<(Vec<u64>, bool), u64>, u64, u64, String);
 
     fn run(placement: Placement, meeting: Meeting) -> Found {
@@ -525,7 +529,8 @@ mod tests {
         let (barrier, nodes) = (Barrier::new(), [const { AtomicU32::new(0) }; 3]);
         let found = Mutex::new((BTreeMap::new(), 0, 0, String::new()));
         let machine = Host(std::time::Instant::now());
-        // Three vCPUs for two threads, on two nodes: each is idle in every third round, and in another one, both are on the same node.
+        // Three vCPUs on two nodes for two threads: each is idle in every third round, and in another one both threads are on the
+        // same node.
         std::thread::scope(|scope| {
             for index in 0..3 {
                 let (barrier, nodes, record, found, machine) = (&barrier, &nodes, &record, &found, &machine);
@@ -536,7 +541,7 @@ mod tests {
                     let bench =
                         Bench::new(&mut heap, &team, 50, record.placement == Placement::Cross).unwrap();
                     let code = [Some(writes as Code), Some(other as Code), None, None];
-                    // SAFETY: the code above does what it should.
+                    // SAFETY: the code above fulfils the contract.
                     let outcomes = unsafe { bench.run(&team, &Test { record, code }, meeting, 120) };
                     assert_eq!(outcomes.lost(), 0);
                     if team.leads() {
@@ -553,7 +558,7 @@ mod tests {
         found.into_inner().unwrap()
     }
 
-    /// Every instance is set up, run by both threads and counted once, wherever its locations lie; they don't overlap.
+    /// Every instance is initialized, run by both threads and counted once, for any placement of its locations. They don't overlap.
     #[test]
     fn every_instance_is_run_once() {
         for placement in Placement::ALL {

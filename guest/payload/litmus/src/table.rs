@@ -9,27 +9,27 @@
 
 use crate::{MOST_LOCATIONS, MOST_OBSERVED, MOST_THREADS};
 
-/// Where the table begins in the file. Only the table may have it: programs must not name it.
+/// Start of the table in the file. It must be unique in the file, so programs must not name it.
 pub const MAGIC: [u8; 16] = *b"causeway.litmus\x01";
-/// Bytes of the header.
+/// Size of the header in bytes.
 pub const HEADER_SIZE: usize = 32;
-/// Bytes behind the header.
+/// Bytes after the header.
 pub const CAPACITY: usize = 256 << 10;
-/// Bytes of a test's name, filled up with zeros.
+/// Bytes of a test's name, padded with zeros.
 pub const NAME_SIZE: usize = 48;
-/// Bytes of a record.
+/// Size of a record in bytes.
 pub const RECORD_SIZE: usize = NAME_SIZE + 4 * 4 + 8 * MOST_LOCATIONS + 8 * MOST_THREADS;
 
-/// Where the locations of a test lie.
+/// Placement of a test's locations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Placement {
     /// In one cache line.
     Line,
-    /// In one page, each in a line of its own.
+    /// In one page, each in a cache line of its own.
     Page,
     /// Each in a page of its own.
     Pages,
-    /// Each across the boundary of two pages of its own: half of the accessed bytes on each side.
+    /// Each across the boundary of its own two pages: half of the accessed bytes on each side.
     Cross,
 }
 
@@ -37,7 +37,7 @@ impl Placement {
     /// All of them.
     pub const ALL: [Self; 4] = [Self::Line, Self::Page, Self::Pages, Self::Cross];
 
-    /// As it is called.
+    /// Returns the placement's name.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Line => "line",
@@ -60,33 +60,33 @@ impl Placement {
 /// A thread of a test.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Thread {
-    /// Where its code begins, from the end of the header.
+    /// Offset of its code from the end of the header.
     pub code: u32,
-    /// Registers that it shows.
+    /// Number of observed registers.
     pub observed: u32,
 }
 
 /// A test.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Record {
-    /// Its name, filled up with zeros.
+    /// Its name, padded with zeros.
     pub name: [u8; NAME_SIZE],
-    /// Where its locations lie.
+    /// Placement of its locations.
     pub placement: Placement,
-    /// Bytes of an access, for [`Placement::Cross`].
+    /// Size of an access in bytes, for [`Placement::Cross`].
     pub width: u32,
-    /// How many threads there are.
+    /// Number of threads.
     pub threads: u32,
-    /// How many locations there are.
+    /// Number of locations.
     pub locations: u32,
-    /// What they hold at first.
+    /// Initial values of the locations.
     pub initial: [u64; MOST_LOCATIONS],
     /// The threads.
     pub thread: [Thread; MOST_THREADS],
 }
 
 impl Record {
-    /// As it lies in the table.
+    /// Returns the bytes in the table.
     pub fn to_bytes(&self) -> [u8; RECORD_SIZE] {
         let mut bytes = [0; RECORD_SIZE];
         let mut at = 0;
@@ -106,7 +106,7 @@ impl Record {
         bytes
     }
 
-    /// The record that lies in these bytes, if it is one and its code begins within `length` bytes.
+    /// Parses a record. Returns `None` if the bytes are invalid or its code starts beyond `length` bytes.
     pub fn from_bytes(bytes: &[u8], length: usize) -> Option<Self> {
         let (name, rest) = bytes.split_first_chunk::<NAME_SIZE>()?;
         let (words, rest) = rest.split_first_chunk::<16>()?;
@@ -141,14 +141,14 @@ impl Record {
         possible.then_some(this)
     }
 
-    /// The name as text.
+    /// Returns the name as text.
     pub fn name(&self) -> &str {
         let length = self.name.iter().position(|byte| *byte == 0).unwrap_or(NAME_SIZE);
         self.name.get(..length).and_then(|name| core::str::from_utf8(name).ok()).unwrap_or("?")
     }
 }
 
-/// A name as it lies in a record, if it fits.
+/// Returns a name in a record's form, if it fits.
 pub fn name_bytes(name: &str) -> Option<[u8; NAME_SIZE]> {
     let mut bytes = [0; NAME_SIZE];
     bytes.get_mut(..name.len())?.copy_from_slice(name.as_bytes());

@@ -1,11 +1,11 @@
-//! Single accesses, repeated: ports, device memory, plain memory.
+//! Repeated single accesses: ports, device memory, plain memory.
 
 use core::arch::asm;
 
-/// Writes a byte to an I/O port `times` times and returns the ticks it took.
+/// Writes a byte to an I/O port `times` times; returns the ticks.
 ///
 /// # Safety
-/// In a VM only, with IOPL 3; the port tolerates it.
+/// In a VM only, with IOPL 3; the port must tolerate it.
 pub unsafe fn port_out(port: u16, times: u64) -> u64 {
     let started = crate::tsc::start();
     for _ in 0..times {
@@ -15,10 +15,10 @@ pub unsafe fn port_out(port: u16, times: u64) -> u64 {
     crate::tsc::end().wrapping_sub(started)
 }
 
-/// Stores 32 bits at `address` `times` times and returns the ticks it took.
+/// Stores 32 bits at `address` `times` times; returns the ticks.
 ///
 /// # Safety
-/// `address` is 4-byte aligned and may be written.
+/// `address` must be 4-byte aligned and writable.
 pub unsafe fn store(address: u64, times: u64) -> u64 {
     let started = crate::tsc::start();
     for _ in 0..times {
@@ -28,11 +28,11 @@ pub unsafe fn store(address: u64, times: u64) -> u64 {
     crate::tsc::end().wrapping_sub(started)
 }
 
-/// Follows a chain of 64-bit offsets from `base`, `times` steps (a multiple of 8, at least 8), and returns
-/// the ticks it took: each load waits for the one before.
+/// Follows a chain of 64-bit offsets from `base` for `times` steps (a multiple of 8, at least 8); returns the ticks. Each load
+/// depends on the previous one.
 ///
 /// # Safety
-/// Every offset of the chain that starts at offset 0 leads to an 8-byte word that may be read.
+/// Every offset of the chain from offset 0 must lead to a readable 8-byte word.
 pub unsafe fn chase(base: u64, times: u64) -> u64 {
     let rounds = (times / 8).max(1);
     let started = crate::tsc::start();

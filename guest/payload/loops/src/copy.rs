@@ -2,10 +2,10 @@
 
 use core::arch::asm;
 
-/// Bytes copied by one round of the unrolled variants; their lengths are multiples of it.
+/// Bytes per iteration of the unrolled variants; lengths are multiples of it.
 pub const BLOCK: u64 = 256;
 
-/// How to copy.
+/// A copy method.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Variant {
     /// `rep movsb`.
@@ -19,10 +19,10 @@ pub enum Variant {
 }
 
 impl Variant {
-    /// All of them.
+    /// All variants.
     pub const ALL: [Self; 4] = [Self::RepMovsb, Self::SseStream, Self::Avx, Self::AvxStream];
 
-    /// Its name on a command line and in results.
+    /// Returns its name on a command line and in results.
     pub fn name(self) -> &'static str {
         match self {
             Self::RepMovsb => "rep_movsb",
@@ -32,12 +32,12 @@ impl Variant {
         }
     }
 
-    /// The variant of that name.
+    /// Returns the variant of that name.
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|variant| variant.name() == name)
     }
 
-    /// Its number in a [`crate::job::Job`].
+    /// Returns its number in a [`crate::job::Job`].
     pub fn number(self) -> u64 {
         match self {
             Self::RepMovsb => 0,
@@ -47,22 +47,22 @@ impl Variant {
         }
     }
 
-    /// The variant of that number.
+    /// Returns the variant of that number.
     pub fn from_number(number: u64) -> Option<Self> {
         Self::ALL.into_iter().find(|variant| variant.number() == number)
     }
 
-    /// Whether it needs AVX.
+    /// Returns whether it needs AVX.
     pub fn needs_avx(self) -> bool {
         matches!(self, Self::Avx | Self::AvxStream)
     }
 }
 
-/// Copies `length` bytes from `source` to `target`, `repeats` times, and returns the ticks it took.
+/// Copies `length` bytes from `source` to `target` `repeats` times; returns the ticks.
 ///
 /// # Safety
-/// Both ranges are mapped, don't overlap and are nobody else's for the time; `length` is a multiple of
-/// [`BLOCK`], and both addresses of 32; the processor has what the variant needs.
+/// Both ranges must be mapped, must not overlap, and no other code may use them meanwhile. `length` must be a multiple of [`BLOCK`],
+/// and both addresses of 32. The processor must support the variant.
 pub unsafe fn repeat(variant: Variant, target: u64, source: u64, length: u64, repeats: u64) -> u64 {
     let started = crate::tsc::start();
     for _ in 0..repeats {
@@ -72,7 +72,7 @@ pub unsafe fn repeat(variant: Variant, target: u64, source: u64, length: u64, re
     crate::tsc::end().wrapping_sub(started)
 }
 
-/// As [`repeat`], once and untimed.
+/// As [`repeat`], once and without timing.
 ///
 /// # Safety
 /// As for [`repeat`].
@@ -80,7 +80,7 @@ pub unsafe fn once(variant: Variant, target: u64, source: u64, length: u64) {
     if length == 0 {
         return;
     }
-    // SAFETY: the caller vouches for the ranges; the loops below touch exactly `length` bytes at each.
+    // SAFETY: the caller vouches for the ranges. The loops below access exactly `length` bytes of each.
     unsafe {
         match variant {
             Variant::RepMovsb => asm!(

@@ -1,88 +1,87 @@
-//! A measurement as data: the host writes it into guest memory for the program `measure`, or runs it
-//! itself as the peer.
+//! A measurement as data. The host writes it into guest memory for the program `measure`, or runs it itself as the peer.
 
 use crate::{access, copy, line, rings, script, verbs};
 
-/// Bytes of a [`Job`] in memory.
+/// Size in bytes of a [`Job`] in memory.
 pub const JOB_SIZE: usize = 56;
 
-/// What to measure.
+/// A measurement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Job {
     /// [`copy::repeat`].
     Copy {
-        /// How.
+        /// The method.
         variant: copy::Variant,
-        /// Address written to.
+        /// Address of the target.
         target: u64,
-        /// Address read from.
+        /// Address of the source.
         source: u64,
         /// Bytes per copy.
         length: u64,
-        /// Copies.
+        /// Number of copies.
         repeats: u64,
     },
     /// [`line::ping_pong`].
     PingPong {
         /// Address of the word.
         address: u64,
-        /// Which side to play.
+        /// This vCPU's side.
         side: line::Side,
-        /// Rounds, of two transfers each.
+        /// Number of rounds, of two transfers each.
         rounds: u64,
     },
     /// [`access::port_out`].
     PortOut {
         /// The port.
         port: u16,
-        /// Writes.
+        /// Number of writes.
         times: u64,
     },
     /// [`access::store`].
     Store {
         /// Address.
         address: u64,
-        /// Stores.
+        /// Number of stores.
         times: u64,
     },
     /// [`access::chase`].
     Chase {
-        /// Address of the first word; offsets count from here.
+        /// Address of the first word, and base of the offsets.
         base: u64,
-        /// Loads.
+        /// Number of loads.
         times: u64,
     },
     /// [`verbs::run`].
     Verbs {
         /// Address of the array of [`verbs::SendQueue`]s.
         queues: u64,
-        /// How many.
+        /// Number of queues.
         count: u64,
         /// Address of the [`verbs::CompletionQueue`].
         completions: u64,
-        /// Requests to post.
+        /// Number of requests to post.
         operations: u64,
-        /// Most of them outstanding.
+        /// Limit of outstanding requests.
         window: u64,
     },
     /// [`rings::run`].
     Rings {
         /// Address of the [`rings::Bed`].
         bed: u64,
-        /// What to do.
+        /// This vCPU's role.
         role: rings::Role,
-        /// Messages.
+        /// Number of messages.
         messages: u64,
-        /// Bytes of each.
+        /// Bytes per message.
         length: u64,
     },
     /// [`script::run`].
     Script {
         /// Address of the first [`script::Step`].
         steps: u64,
-        /// How many.
+        /// Number of steps.
         count: u64,
-        /// How often all of them.
+        /// Number of repetitions.
         times: u64,
     },
     /// End the program.
@@ -90,7 +89,7 @@ pub enum Job {
 }
 
 impl Job {
-    /// As it lies in memory: seven 64-bit words.
+    /// Returns the format in memory: seven 64-bit words.
     pub fn to_bytes(self) -> [u8; JOB_SIZE] {
         let words: [u64; 7] = match self {
             Self::Stop => [0; 7],
@@ -116,7 +115,7 @@ impl Job {
         bytes
     }
 
-    /// The job that lies in these bytes, if it is one.
+    /// Parses a job.
     pub fn from_bytes(bytes: &[u8; JOB_SIZE]) -> Option<Self> {
         let mut words = [0_u64; 7];
         for (word, chunk) in words.iter_mut().zip(bytes.chunks_exact(8)) {
@@ -147,12 +146,12 @@ impl Job {
         })
     }
 
-    /// Runs it and returns the ticks it took.
+    /// Runs the job; returns the ticks.
     ///
     /// # Safety
-    /// As for the function that the variant names.
+    /// As for the variant's function.
     pub unsafe fn run(self) -> u64 {
-        // SAFETY: the caller vouches for what each function asks.
+        // SAFETY: the caller vouches for each function's requirements.
         unsafe {
             match self {
                 Self::Copy { variant, target, source, length, repeats } => {

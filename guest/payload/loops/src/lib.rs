@@ -1,5 +1,5 @@
-//! The measured loops. A payload in a VM and the benchmark's peer in a host process run the same
-//! instructions: the loops are assembly, so that no compiler setting comes between them.
+//! The measured loops. A payload in a VM and the benchmark's peer in a host process execute the same instructions: the loops are
+//! assembly, independent of compiler settings.
 
 #![no_std]
 #![allow(unsafe_code)] // The loops are assembly over raw addresses; that is what they measure.

@@ -1,8 +1,8 @@
-//! One cache line handed back and forth between two processors.
+//! Passes one cache line back and forth between two processors.
 
 use core::arch::asm;
 
-/// Which of the two.
+/// One of the two sides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Side {
     /// Writes odd numbers, waits for even ones.
@@ -11,12 +11,12 @@ pub enum Side {
     Second,
 }
 
-/// Hands the 64-bit word at `address` back and forth `rounds` times and returns the ticks it took. Both
-/// sides call it with the same `rounds`, the word 0 before; a round is two transfers of the line.
+/// Passes the 64-bit word at `address` back and forth `rounds` times; returns the ticks. Both sides call it with the same `rounds`,
+/// with the word 0 before. A round is two transfers of the line.
 ///
 /// # Safety
-/// `address` is mapped, 8-byte aligned, and used by the two sides only. It returns when the other side
-/// has played all rounds, and never otherwise.
+/// `address` must be mapped, 8-byte aligned, and used by the two sides only. The call returns only after the other side has played
+/// all rounds.
 pub unsafe fn ping_pong(address: u64, side: Side, rounds: u64) -> u64 {
     if rounds == 0 {
         return 0;

@@ -1,5 +1,5 @@
-//! Neighbours' rings between two VMs, the very code of the crate `neighbour`; and what they are compared with: a ring through which
-//! data are copied in and out.
+//! Neighbours' rings between two VMs, with the code of the crate `neighbour`. The reference is a ring through which data is copied in
+//! and out.
 
 use core::arch::asm;
 use core::sync::atomic::{AtomicU64, Ordering};
@@ -10,19 +10,19 @@ use neighbour::window::{Geometry, Window};
 
 use crate::copy::{self, Variant};
 
-/// What [`run`] returns when something is wrong: a message broken, or a bed that can't be.
+/// [`run`]'s result after an error: an invalid message or bed.
 pub const FAILED: u64 = u64::MAX;
-/// What [`run`] returns when the other side doesn't answer for billions of polls.
+/// [`run`]'s result if the other side doesn't respond for billions of polls.
 pub const STUCK: u64 = u64::MAX - 1;
 
-/// Polls without progress after which [`run`] gives up: a minute or more, for machines that do much else.
+/// Limit of polls without progress: a minute or more, for loaded machines.
 const MAX_IDLE_POLLS: u64 = 20_000_000_000;
-/// Messages that are answered before their buffers are given back.
+/// Messages that are answered before their buffers are completed.
 const HELD: usize = 16;
 /// Bytes before the data of a slot of the copying ring.
 const SLOT_HEADER: u64 = 128;
 
-/// What both sides share and have, as it lies in guest memory.
+/// Parameters of both sides, in guest memory's format.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Bed {
@@ -30,13 +30,13 @@ pub struct Bed {
     pub segment: u64,
     /// Entries of its rings.
     pub entries: u64,
-    /// The epoch, not 0; another one in each run.
+    /// The epoch, nonzero, different in each run.
     pub epoch: u64,
     /// Start of the first window.
     pub base: u64,
-    /// Bytes between windows.
+    /// Distance of windows in bytes.
     pub stride: u64,
-    /// Bytes of each VM's RAM, in one piece from 0.
+    /// Size of each VM's RAM in bytes, contiguous from 0.
     pub ram: u64,
     /// Own slot: 0 or 1; the peer's is the other one.
     pub slot: u64,
@@ -44,16 +44,16 @@ pub struct Bed {
     pub ids: u64,
     /// Address of the own buffers.
     pub buffers: u64,
-    /// How many there are; a power of two.
+    /// Number of buffers; a power of two.
     pub count: u64,
-    /// Address of the memory of the copying ring: zeros when a run begins.
+    /// Address of the copying ring's memory, zeroed at the start of a run.
     pub copied: u64,
     /// Slots of the copying ring; a power of two.
     pub slots: u64,
 }
 
 impl Bed {
-    /// The words as they lie in memory.
+    /// Returns the words in memory's format.
     pub fn words(&self) -> [u64; 12] {
         [
             self.segment,
@@ -72,22 +72,22 @@ impl Bed {
     }
 }
 
-/// What a side does.
+/// A side's role.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
-    /// Sends messages, as many at once as it has buffers, until all have come back.
+    /// Sends messages, as many at once as it has buffers, until all are completed.
     Send,
-    /// Reads each message where it lies, and gives it back.
+    /// Reads each message in place, and completes it.
     Receive,
-    /// Sends one and waits for the answer.
+    /// Sends a message and waits for the answer.
     Ping,
-    /// Answers.
+    /// Answers each message.
     Pong,
     /// Copies each message into a ring.
     CopyIn,
-    /// Copies each message out of it.
+    /// Copies each message out of the ring.
     CopyOut,
-    /// Reads the peer's buffers without any message: as fast as this processor can.
+    /// Reads the peer's buffers without messages, as fast as this processor can.
     Read,
 }
 
@@ -95,12 +95,12 @@ impl Role {
     const ALL: [Self; 7] =
         [Self::Send, Self::Receive, Self::Ping, Self::Pong, Self::CopyIn, Self::CopyOut, Self::Read];
 
-    /// As it lies in a job.
+    /// Returns its number in a job.
     pub fn number(self) -> u64 {
         self as u64
     }
 
-    /// The role with this number.
+    /// Returns the role of this number.
     pub fn from_number(number: u64) -> Option<Self> {
         Self::ALL.into_iter().find(|role| role.number() == number)
     }
@@ -114,22 +114,22 @@ struct Ends<'a> {
     theirs: Window,
     bed: Bed,
     message: Message,
-    /// Ids that are to be given back.
+    /// Ids to be completed.
     held: [u32; HELD],
     holds: usize,
 }
 
-/// Plays `role` for `messages` messages of `length` bytes (a multiple of 64) and returns the ticks it took ([`FAILED`], [`STUCK`]).
+/// Plays `role` for `messages` messages of `length` bytes (a multiple of 64); returns the ticks, [`FAILED`] or [`STUCK`].
 ///
 /// # Safety
-/// `bed` is the address of a [`Bed`] in which all is as it says, and the other side plays the other role.
+/// `bed` must be the address of a valid [`Bed`], and the other side must play the other role.
 pub unsafe fn run(bed: u64, role: Role, messages: u64, length: u64) -> u64 {
     // SAFETY: the caller vouches for the bed.
     let bed = unsafe { at::<Bed>(bed).read() };
-    // SAFETY: likewise for what it names.
+    // SAFETY: the caller vouches for the bed's addresses.
     let Some(mut ends) = (unsafe { ends(bed) }) else { return FAILED };
     let started = crate::tsc::start();
-    // SAFETY: likewise.
+    // SAFETY: the caller vouches for the bed's addresses.
     let result = unsafe {
         match role {
             Role::Send => ends.send(messages, length),
@@ -160,7 +160,7 @@ unsafe fn ends<'a>(bed: Bed) -> Option<Ends<'a>> {
     // SAFETY: the segment has the layout's size, and both sides use it as atomic words.
     let words = unsafe { core::slice::from_raw_parts(at::<AtomicU64>(bed.segment), layout.size() / 8) };
     let entries = usize::try_from(bed.entries).ok()?;
-    // SAFETY: the table is this side's alone.
+    // SAFETY: only this side uses the table.
     let ids = unsafe { core::slice::from_raw_parts_mut(at::<u32>(bed.ids), entries) };
     let sender = Sender::new(words, &layout, epoch, side, own, ids).ok()?;
     let receiver = Receiver::new(words, &layout, epoch, side.other(), theirs).ok()?;
@@ -188,7 +188,7 @@ impl Ends<'_> {
     /// As for [`run`].
     unsafe fn post(&mut self, number: u64, length: u64) -> Result<bool, u64> {
         let buffer = self.buffer(number, length);
-        // SAFETY: within the buffer, which is this side's until it is posted.
+        // SAFETY: within the buffer, which this side owns until it is posted.
         unsafe {
             at::<u64>(buffer).write_volatile(number);
             at::<u64>(buffer + length - 8).write_volatile(number);
@@ -202,7 +202,7 @@ impl Ends<'_> {
         }
     }
 
-    /// Takes a message and reads it in place: its id, which is to be given back, or `None` when there is none.
+    /// Receives a message and reads it in place. Returns its id for the completion, or `None` if there is no message.
     ///
     /// # Safety
     /// As for [`run`].
@@ -214,7 +214,7 @@ impl Ends<'_> {
         if u64::from(part.length) != length {
             return Err(FAILED);
         }
-        // SAFETY: `receive` has checked that it lies in the peer's window, which is mapped.
+        // SAFETY: `receive` has checked that it is in the peer's window, which is mapped.
         unsafe {
             load(part.address, length);
             let ends = [at::<u64>(part.address), at::<u64>(part.address + length - 8)];
@@ -238,7 +238,7 @@ impl Ends<'_> {
                 }
                 posted += 1;
             }
-            // Nobody sleeps here; a driver asks nevertheless, once for all that it has posted.
+            // No side sleeps here. A driver still checks once after a batch of posts.
             if self.sender.must_signal(self.words) {
                 return Err(FAILED);
             }
@@ -261,7 +261,7 @@ impl Ends<'_> {
                 self.receiver.complete(self.words, id, 0);
                 taken += 1;
             }
-            // As above: when there is nothing more, or after a while.
+            // As above: if there are no more messages, or after some.
             if (got.is_none() || taken & 15 == 0) && self.receiver.must_signal(self.words) {
                 return Err(FAILED);
             }
@@ -323,7 +323,7 @@ impl Ends<'_> {
         }
     }
 
-    /// Gives a buffer back, several at once: nobody waits for them.
+    /// Completes a buffer, in batches: no side waits for that.
     fn give_back(&mut self, id: u32) -> Result<(), u64> {
         if let Some(place) = self.held.get_mut(self.holds) {
             *place = id;
@@ -340,14 +340,14 @@ impl Ends<'_> {
     }
 
     fn slot(&self, number: u64, length: u64) -> u64 {
-        // The first 128 bytes of the memory hold how many were taken.
+        // The first 128 bytes of the memory contain the number of received messages.
         self.bed.copied + SLOT_HEADER + (number & (self.bed.slots - 1)) * (SLOT_HEADER + length)
     }
 
     /// # Safety
     /// As for [`run`].
     unsafe fn copy_in(&mut self, messages: u64, length: u64) -> Result<(), u64> {
-        // SAFETY: the memory is shared and used as this and `copy_out` do; words are atomic.
+        // SAFETY: only this function and `copy_out` use the shared memory; words are atomic.
         unsafe {
             let taken = &*at::<AtomicU64>(self.bed.copied);
             let mut seen = 0;
@@ -409,7 +409,7 @@ impl Ends<'_> {
     }
 }
 
-/// Counts turns without progress.
+/// Counts iterations without progress.
 fn waited(idle: &mut u64, progress: bool) -> Result<(), u64> {
     if progress {
         *idle = 0;
@@ -419,10 +419,10 @@ fn waited(idle: &mut u64, progress: bool) -> Result<(), u64> {
     if *idle > MAX_IDLE_POLLS { Err(STUCK) } else { Ok(()) }
 }
 
-/// Loads `length` bytes (a multiple of 64), 16 at a time, and does nothing with them.
+/// Loads `length` bytes (a multiple of 64), 16 at a time, and discards them.
 ///
 /// # Safety
-/// They may be read.
+/// They must be readable.
 #[inline]
 unsafe fn load(address: u64, length: u64) {
     let lines = length / 64;

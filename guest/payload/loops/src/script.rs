@@ -1,14 +1,14 @@
-//! A driver's accesses of its device, by ports or memory, as data: what a benchmark of devices has a guest do.
+//! A driver's accesses to its device, by ports or memory, as data: the guest's part of a device benchmark.
 
 use core::arch::asm;
 
-/// Bytes of a [`Step`] in memory.
+/// Size in bytes of a [`Step`] in memory.
 pub const STEP_SIZE: usize = 24;
 
-/// How often [`Step::Until`] looks.
+/// Limit of polls of [`Step::Until`].
 const TRIES: u32 = 1000;
-/// How often [`Step::UntilMemory`] looks: a quarter of an hour where a look costs ten nanoseconds. What it waits for may be a thread that gets no processor
-/// for as long as another one wants it, so that whoever runs this gives up first.
+/// Limit of polls of [`Step::UntilMemory`]: a quarter of an hour at ten nanoseconds each. The awaited thread may get no processor
+/// while another one needs it, so the caller's time-out comes first.
 const LOOKS: u64 = 1 << 36;
 
 /// One instruction of a driver.
@@ -18,17 +18,17 @@ pub enum Step {
     Out {
         /// The port.
         port: u16,
-        /// What is written.
+        /// The written value.
         value: u8,
     },
     /// `out dx, ax`.
     OutWord {
         /// The port.
         port: u16,
-        /// What is written.
+        /// The written value.
         value: u16,
     },
-    /// `in al, dx`; what was read is forgotten.
+    /// `in al, dx`; the value is discarded.
     In {
         /// The port.
         port: u16,
@@ -39,10 +39,10 @@ pub enum Step {
         port: u16,
         /// Address of the first word.
         address: u64,
-        /// Words of 32 bits.
+        /// Number of 32-bit words.
         words: u32,
     },
-    /// `in al, dx` until a bit of `mask` is there.
+    /// `in al, dx` until a bit of `mask` is set.
     Until {
         /// The port.
         port: u16,
@@ -53,19 +53,19 @@ pub enum Step {
     Store {
         /// The address, a multiple of the size.
         address: u64,
-        /// Bytes: 1, 2 or 4.
+        /// Size in bytes: 1, 2 or 4.
         size: u8,
-        /// What is written.
+        /// The written value.
         value: u32,
     },
-    /// `mov eax, [address]`; what was read is forgotten.
+    /// `mov eax, [address]`; the value is discarded.
     Load {
         /// The address, a multiple of the size.
         address: u64,
-        /// Bytes: 1, 2 or 4.
+        /// Size in bytes: 1, 2 or 4.
         size: u8,
     },
-    /// `mov eax, [address]` until a bit of `mask` is there.
+    /// `mov eax, [address]` until a bit of `mask` is set.
     UntilMemory {
         /// The address, a multiple of 4.
         address: u64,
@@ -75,9 +75,9 @@ pub enum Step {
 }
 
 impl Step {
-    /// As it lies in memory: three 64-bit words.
+    /// Returns the format in memory: three 64-bit words.
     pub fn to_bytes(self) -> [u8; STEP_SIZE] {
-        // A size stands where other steps have a port.
+        // A size takes the place of the port in other steps.
         let (kind, port, value, address) = match self {
             Self::Store { address, size, value } => (6, size.into(), u64::from(value), address),
             Self::Load { address, size } => (7, size.into(), 0, address),
@@ -95,7 +95,7 @@ impl Step {
         bytes
     }
 
-    /// The step that lies in these words, if it is one.
+    /// Parses a step.
     fn from_words([first, value, address]: [u64; 3]) -> Option<Self> {
         let port = u16::try_from(first >> 16).ok()?;
         Some(match first & 0xffff {
@@ -111,7 +111,7 @@ impl Step {
         })
     }
 
-    /// Whether it came to its end.
+    /// Executes the step; returns whether it completed.
     ///
     /// # Safety
     /// As for [`run`].
@@ -147,12 +147,12 @@ impl Step {
     }
 }
 
-/// Bytes of an access.
+/// Returns the size of an access in bytes.
 fn size(port: u16) -> Option<u8> {
     u8::try_from(port).ok().filter(|size| matches!(size, 1 | 2 | 4))
 }
 
-/// One instruction, whatever the compiler thinks of it.
+/// Stores with exactly one instruction.
 ///
 /// # Safety
 /// As for [`run`].
@@ -167,7 +167,7 @@ unsafe fn store(address: u64, size: u8, value: u32) {
     }
 }
 
-/// As [`store`].
+/// Loads with exactly one instruction.
 ///
 /// # Safety
 /// As for [`run`].
@@ -197,10 +197,10 @@ unsafe fn read(port: u16) -> u8 {
     value
 }
 
-/// Takes the `count` steps at `steps`, one after the other, `times` times, and returns the ticks it took; 0 when one came to no end.
+/// Executes the `count` steps at `steps` in order, `times` times; returns the ticks, or 0 if a step didn't complete.
 ///
 /// # Safety
-/// In a VM only, with IOPL 3; the ports tolerate it; steps and what they name may be read.
+/// In a VM only, with IOPL 3. The ports must tolerate it; steps and their addresses must be readable.
 pub unsafe fn run(steps: u64, count: u64, times: u64) -> u64 {
     let started = crate::tsc::start();
     for _ in 0..times {

@@ -1,62 +1,62 @@
-//! Work requests, as a verbs provider in a guest posts them and polls for their completions: rings in plain
-//! memory, one doorbell store per post. No assembly: what is measured is the device, not these instructions.
+//! Work requests as a guest's verbs provider posts them, and polls for their completions: rings in plain memory, and one doorbell
+//! store per post. No assembly: the measurement is the device's, not these instructions'.
 
 use core::ptr::{read_volatile, write_volatile};
 use core::sync::atomic::{Ordering, fence};
 
-/// What [`run`] returns when a completion says error.
+/// [`run`]'s result after a completion with an error.
 pub const FAILED: u64 = u64::MAX;
-/// What [`run`] returns when completions stay away for billions of polls.
+/// [`run`]'s result if no completion arrives for billions of polls.
 pub const STUCK: u64 = u64::MAX - 1;
 
-/// Polls without a completion after which [`run`] gives up: about ten seconds.
+/// Limit of polls without a completion: about ten seconds.
 const MAX_EMPTY_POLLS: u64 = 2_000_000_000;
 /// Doorbell flag: a send was posted.
 const SEND: u32 = 1 << 30;
 /// Doorbell flag: a poll found nothing.
 const POLL: u32 = 1 << 31;
-/// Bytes of a completion.
+/// Size of a completion in bytes.
 const COMPLETION: u64 = 64;
-/// Status within a completion.
+/// Offset of the status in a completion.
 const STATUS: u64 = 20;
 
-/// A queue pair's send side, as it lies in guest memory for [`run`].
+/// A queue pair's send side, in guest memory's format for [`run`].
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct SendQueue {
     /// Address of the first slot.
     pub slots: u64,
-    /// Address of the tail that the guest writes; the head that the device writes follows after 4 bytes.
+    /// Address of the tail that the guest writes. The head that the device writes is 4 bytes after it.
     pub indices: u64,
-    /// Slots; a power of two.
+    /// Number of slots; a power of two.
     pub entries: u32,
-    /// Bytes of a slot.
+    /// Size of a slot in bytes.
     pub slot_size: u32,
-    /// Address of the request that is posted again and again.
+    /// Address of the request that is posted repeatedly.
     pub template: u64,
-    /// Its bytes, a multiple of 16.
+    /// Its length in bytes, a multiple of 16.
     pub template_len: u32,
-    /// Handle that the doorbell carries.
+    /// Handle for the doorbell.
     pub handle: u32,
-    /// Tail as posted last; starts at the ring's.
+    /// Tail of the last post; starts at the ring's.
     pub tail: u32,
     /// Padding.
     pub reserved: [u32; 5],
 }
 
-/// A completion queue, as it lies in guest memory for [`run`].
+/// A completion queue, in guest memory's format for [`run`].
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct CompletionQueue {
     /// Address of the first entry.
     pub entries_at: u64,
-    /// Address of the tail that the device writes; the head that the guest writes follows after 4 bytes.
+    /// Address of the tail that the device writes. The head that the guest writes is 4 bytes after it.
     pub indices: u64,
-    /// Entries; a power of two.
+    /// Number of entries; a power of two.
     pub entries: u32,
-    /// Handle that the doorbell carries.
+    /// Handle for the doorbell.
     pub handle: u32,
-    /// Address of the page of doorbells that all the queues ring.
+    /// Address of the doorbell page of all queues.
     pub doorbells: u64,
 }
 
@@ -65,14 +65,14 @@ const _: () = {
     assert!(size_of::<CompletionQueue>() == 32);
 };
 
-/// Posts `operations` requests, to the `count` queues in turn, with at most `window` of them outstanding, polls the
-/// completion queue until all are complete, and returns the ticks it took ([`FAILED`], [`STUCK`]).
+/// Posts `operations` requests to the `count` queues in turn, with at most `window` outstanding, and polls the completion queue until
+/// all are complete. Returns the ticks, [`FAILED`] or [`STUCK`].
 ///
 /// # Safety
-/// `queues` is an array of `count` [`SendQueue`]s and `completions` a [`CompletionQueue`], all addresses in them are valid for what
-/// they say, and nobody else posts or polls meanwhile. `window` is at most the entries of each queue.
+/// `queues` must be an array of `count` [`SendQueue`]s and `completions` a [`CompletionQueue`], with valid addresses. No other code
+/// may post or poll meanwhile. `window` must not exceed the entries of any queue.
 pub unsafe fn run(queues: u64, count: u64, completions: u64, operations: u64, window: u64) -> u64 {
-    // SAFETY: the caller vouches for all addresses; alignment is that of the structures.
+    // SAFETY: the caller vouches for all addresses; the alignment is that of the structures.
     unsafe {
         let queues = at::<SendQueue>(queues);
         let cq = read_volatile(at::<CompletionQueue>(completions));
@@ -126,7 +126,7 @@ pub unsafe fn run(queues: u64, count: u64, completions: u64, operations: u64, wi
 /// As for [`run`].
 #[inline]
 unsafe fn post(queue: &mut SendQueue) {
-    // SAFETY: the slot lies in the ring, the template has its bytes.
+    // SAFETY: the slot is in the ring, and the template has its bytes.
     unsafe {
         let slot = queue.slots + u64::from(queue.tail & (queue.entries - 1)) * u64::from(queue.slot_size);
         let (from, to) = (at::<u128>(queue.template), at::<u128>(slot));

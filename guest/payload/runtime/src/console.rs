@@ -1,13 +1,13 @@
-//! Printing. What one call prints goes out in one piece, so that lines of several vCPUs don't mix.
+//! Console output. One call's output is written as a unit, so that lines of several vCPUs don't mix.
 
 use core::fmt::{self, Write};
 use core::hint::spin_loop;
 use core::sync::atomic::{AtomicBool, Ordering};
 
-/// Held while one vCPU prints.
+/// Locked while one vCPU prints.
 static PRINTING: AtomicBool = AtomicBool::new(false);
 
-/// Bytes gathered before they go out.
+/// Size of the output buffer in bytes.
 const PIECE: usize = 256;
 
 struct Console {
@@ -41,7 +41,7 @@ impl Write for Console {
     }
 }
 
-/// For the macros.
+/// Prints; used by the macros.
 #[doc(hidden)]
 pub fn print(arguments: fmt::Arguments<'_>) {
     while PRINTING.swap(true, Ordering::Acquire) {
@@ -51,7 +51,7 @@ pub fn print(arguments: fmt::Arguments<'_>) {
     PRINTING.store(false, Ordering::Release);
 }
 
-/// For panics, which may happen while a line is being printed and must not wait for it.
+/// Prints without the lock: a panic may happen while a line is being printed, and must not wait for it.
 #[doc(hidden)]
 pub fn print_now(arguments: fmt::Arguments<'_>) {
     let mut console = Console { piece: [0; PIECE], filled: 0 };

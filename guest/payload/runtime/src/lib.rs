@@ -1,4 +1,4 @@
-//! Entry, console, arguments and exit for payload programs, and what runs an SPMD program on all vCPUs. A program is
+//! Entry, console, arguments and exit of payload programs, and the start of an SPMD program on all vCPUs. A program is
 //!
 //! ```ignore
 //! #![no_std]
@@ -7,7 +7,7 @@
 //! fn main(vcpu: Vcpu) -> u32 { 0 }
 //! ```
 //!
-//! `main` runs on every vCPU. What vCPU 0 returns is the exit code of the VM; the others stop.
+//! `main` runs on every vCPU. The result of vCPU 0 is the exit code of the VM; the others park.
 
 #![no_std]
 
@@ -23,19 +23,19 @@ pub use payload_loops as loops;
 pub use payload_spmd::Barrier;
 pub use vcpu::Vcpu;
 
-/// A guest-physical address as a pointer: page tables map one to one.
+/// Converts a guest-physical address to a pointer: page tables map one to one.
 pub fn pointer_to<T>(address: u64) -> *mut T {
     #[expect(clippy::cast_possible_truncation, reason = "x86-64 has 64-bit pointers")]
     core::ptr::with_exposed_provenance_mut(address as usize)
 }
 
-/// Names the program's main function, `fn(Vcpu) -> u32`, and defines its panic handler.
+/// Sets the program's main function, `fn(Vcpu) -> u32`, and defines its panic handler.
 #[macro_export]
 macro_rules! entry {
     ($main:path) => {
         // Called by the runtime's `_start` on every vCPU.
         #[expect(unsafe_code, reason = "the runtime finds the program's main function by name")]
-        // SAFETY: the one definition of this name, with the signature that the runtime declares.
+        // SAFETY: the only definition of this name, with the signature that the runtime declares.
         #[unsafe(no_mangle)]
         extern "Rust" fn payload_main(vcpu: $crate::Vcpu) -> u32 {
             $main(vcpu)

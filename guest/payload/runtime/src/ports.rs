@@ -1,4 +1,4 @@
-//! I/O ports, and the ends of a vCPU and of the VM.
+//! I/O ports, and the end of a vCPU and of the VM.
 
 #![allow(unsafe_code)] // Port instructions.
 
@@ -11,15 +11,15 @@ pub const PANIC_EXIT_CODE: u32 = 101;
 /// Ends the VM with this exit code.
 pub fn exit(code: u32) -> ! {
     loop {
-        // SAFETY: the exit port has no other effect than to end the VM.
+        // SAFETY: the exit port only ends the VM.
         unsafe { asm!("out dx, eax", in("dx") PORT_EXIT, in("eax") code, options(nostack, preserves_flags)) };
     }
 }
 
-/// Ends this vCPU; the others run on.
+/// Ends this vCPU; the others continue.
 pub fn park() -> ! {
     loop {
-        // SAFETY: the park port has no other effect than to end this vCPU.
+        // SAFETY: the park port only ends this vCPU.
         unsafe { asm!("out dx, al", in("dx") PORT_PARK, in("al") 0_u8, options(nostack, preserves_flags)) };
     }
 }
@@ -27,8 +27,8 @@ pub fn park() -> ! {
 /// Reads 32 bits from a port that the host serves (`payload_abi::PORT_HOST` and on).
 pub fn read(port: u16) -> u32 {
     let value;
-    // SAFETY: ports of the payload machine reach the monitor only, which touches no memory of ours
-    // save what the program agreed on with it; memory is taken as changed by this statement.
+    // SAFETY: ports of the payload machine reach the monitor only. It touches only memory that the program has agreed on with it. The
+    // compiler assumes that this statement changes memory.
     unsafe { asm!("in eax, dx", in("dx") port, out("eax") value, options(nostack, preserves_flags)) };
     value
 }

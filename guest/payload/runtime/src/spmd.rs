@@ -7,36 +7,36 @@ use core::sync::atomic::AtomicU32;
 use payload_loops::tsc;
 use payload_spmd::{Heap, Machine, Outcome, OwnPage, Refused, Settings, Team};
 
-/// Exit code: a result was wrong.
+/// Exit code for a wrong result.
 const WRONG: u32 = 1;
-/// Exit code: the arguments, the memory or the number of vCPUs were refused.
+/// Exit code for unsuitable arguments, memory or number of vCPUs.
 const REFUSED: u32 = 2;
 
-/// vCPUs that a team has places for: more than a VM can have.
+/// Capacity of a team: more vCPUs than a VM can have.
 const MOST_VCPUS: usize = 256;
 
 static NODES: OwnPage<[AtomicU32; MOST_VCPUS]> = OwnPage([const { AtomicU32::new(0) }; MOST_VCPUS]);
 static BARRIER: OwnPage<Barrier> = OwnPage(Barrier::new());
 
-/// A program: its name, the names of its arguments, and what every vCPU runs.
+/// An SPMD program: its name, its arguments' names, and its function.
 #[derive(Debug)]
 pub struct Program {
-    /// As it is printed.
+    /// Name in the output.
     pub name: &'static str,
-    /// Arguments that it has.
+    /// Names of its arguments.
     pub arguments: &'static [&'static str],
-    /// What every vCPU runs; what vCPU 0 returns is printed.
+    /// The function of every vCPU. vCPU 0 prints its result.
     pub run: fn(&Team<'_>, &mut Heap, &Settings) -> Result<Outcome, Refused>,
 }
 
 struct PayloadMachine(Vcpu);
 
-// SAFETY: what a vCPU knows of itself is constant.
+// SAFETY: a vCPU's data about itself is constant.
 unsafe impl Sync for PayloadMachine {}
 
 impl Machine for PayloadMachine {
     fn nanoseconds(&self) -> u64 {
-        // A VM that doesn't know its frequency counts ticks, which is better than nothing to compare with.
+        // Without a known frequency the result counts ticks, which still permits comparisons.
         let (ticks, khz) = (tsc::start(), self.0.info().tsc_khz);
         if khz == 0 {
             return ticks;
@@ -53,25 +53,25 @@ impl Machine for PayloadMachine {
     }
 }
 
-/// Joins all vCPUs, and gives `program` the team, the heap and the arguments. All vCPUs call it, once.
+/// Joins all vCPUs, and calls `program` with the team and the heap. All vCPUs call it once.
 pub fn with_team<R>(vcpu: Vcpu, program: impl FnOnce(&Team<'_>, &mut Heap) -> R) -> R {
     let machine = PayloadMachine(vcpu);
     let info = vcpu.info();
     let (index, count) = (vcpu.index() as usize, vcpu.count() as usize);
     let team = Team::join(index, count, info.node_index, &NODES.0, &BARRIER.0, &machine);
     let length = usize::try_from(info.free.size).unwrap_or(usize::MAX);
-    // SAFETY: the free memory is zero at entry, and nothing else of this program uses it.
+    // SAFETY: the free memory is zero at entry, and only this program's heaps use it.
     let mut heap = unsafe { Heap::new(pointer_to(info.free.start), length) };
     program(&team, &mut heap)
 }
 
-/// Says why a program doesn't begin; returns the exit code.
+/// Prints why a program can't start; returns the exit code.
 pub fn refuse(program: &str, refused: Refused) -> u32 {
     println!("{program}: {refused}");
     REFUSED
 }
 
-/// Runs `program` on this vCPU together with all others, and prints what came out; returns the exit code.
+/// Runs `program` on this vCPU together with all others, and prints the result. Returns the exit code.
 pub fn run(vcpu: Vcpu, program: &Program) -> u32 {
     with_team(vcpu, |team, heap| {
         let outcome = Settings::parse(vcpu.arguments().skip(1), program.arguments)
@@ -89,7 +89,7 @@ pub fn run(vcpu: Vcpu, program: &Program) -> u32 {
     })
 }
 
-/// Makes a payload of an SPMD program: a [`Program`].
+/// Makes an SPMD [`Program`] a payload.
 #[macro_export]
 macro_rules! spmd_entry {
     ($program:expr) => {

@@ -1,4 +1,4 @@
-//! The first instructions.
+//! The entry code.
 
 #![allow(unsafe_code)] // Entry is assembly, and what the monitor left in memory comes as addresses.
 
@@ -26,13 +26,13 @@ global_asm!(
 );
 
 extern "C" fn start(boot: *const BootInfo, arguments: *const u64) -> ! {
-    // SAFETY: the monitor put one there for this vCPU, and nobody writes it while the VM runs.
+    // SAFETY: the monitor has written it for this vCPU, and no code changes it while the VM runs.
     let info: &'static BootInfo = unsafe { &*boot };
     if info.magic != MAGIC || info.version != VERSION || (info.size as usize) < size_of::<BootInfo>() {
         crate::println!("This program needs version {VERSION} of the payload interface, and got {info:x?}");
         crate::ports::exit(crate::ports::PANIC_EXIT_CODE);
     }
-    // SAFETY: the monitor put argc, argv and the strings there (System V ABI, process initialisation).
+    // SAFETY: the monitor has written argc, argv and the strings there (System V ABI, process initialization).
     let vcpu = unsafe { Vcpu::new(info, arguments) };
     let code = payload_main(vcpu);
     if info.vcpu_index == 0 { crate::ports::exit(code) } else { crate::ports::park() }

@@ -1,4 +1,4 @@
-//! What the compiler expects to find at link time, and the C library would have had.
+//! Symbols that the compiler expects at link time, normally from the C library.
 
 #![allow(unsafe_code)]
 // The C memory functions work on raw pointers.

@@ -1,4 +1,4 @@
-//! What a vCPU knows about itself and its machine.
+//! A vCPU's information about itself and its machine.
 
 #![allow(unsafe_code)] // Arguments lie on the stack as C strings, put there by the monitor.
 
@@ -18,27 +18,27 @@ pub struct Vcpu {
 
 impl Vcpu {
     /// # Safety
-    /// `arguments` is the address of argc, followed by argc pointers to C strings, all valid for ever.
+    /// `arguments` must be the address of argc, followed by argc pointers to C strings, all valid forever.
     pub(crate) unsafe fn new(info: &'static BootInfo, arguments: *const u64) -> Self {
         Self { info, arguments }
     }
 
-    /// What the monitor says about the machine.
+    /// Returns the monitor's description of the machine.
     pub fn info(&self) -> &'static BootInfo {
         self.info
     }
 
-    /// This vCPU, from 0.
+    /// Returns this vCPU's index, from 0.
     pub fn index(&self) -> u32 {
         self.info.vcpu_index
     }
 
-    /// vCPUs of the VM.
+    /// Returns the number of vCPUs of the VM.
     pub fn count(&self) -> u32 {
         self.info.vcpu_count
     }
 
-    /// The arguments, the program's name first. One that isn't UTF-8 reads as "?".
+    /// Returns the arguments, the program's name first. One that isn't UTF-8 reads as "?".
     pub fn arguments(&self) -> impl Iterator<Item = &'static str> + use<> {
         let at = self.arguments;
         // SAFETY: promised to `new`.
@@ -50,11 +50,11 @@ impl Vcpu {
         })
     }
 
-    /// Argument `index` (0 is the program's name) as a number, decimal or `0x` hexadecimal, with the suffixes
-    /// K, M and G; `default` when it is absent.
+    /// Returns argument `index` (0 is the program's name) as a number, decimal or `0x` hexadecimal, with the suffixes K, M and G.
+    /// Returns `default` if it is absent.
     ///
     /// # Panics
-    /// With a sentence for the user when the argument isn't a number.
+    /// The argument isn't a number; the message is a sentence for the user.
     pub fn number(&self, index: usize, default: u64) -> u64 {
         match self.arguments().nth(index) {
             None => default,
@@ -64,8 +64,8 @@ impl Vcpu {
         }
     }
 
-    /// Whether AVX instructions can be used, found out as in any user program: CPUID says that the processor has
-    /// them and that extended state is switched on, and XCR0 that this includes theirs.
+    /// Returns whether AVX instructions can be used, by the usual user space check. CPUID must report AVX and enabled extended state,
+    /// and XCR0 must include AVX state.
     pub fn has_avx(&self) -> bool {
         const OSXSAVE_AND_AVX: u32 = 1 << 27 | 1 << 28;
         const SSE_AND_AVX_STATE: u32 = 6;
@@ -81,7 +81,7 @@ impl Vcpu {
         xcr0 & SSE_AND_AVX_STATE == SSE_AND_AVX_STATE
     }
 
-    /// Ticks as nanoseconds.
+    /// Converts ticks to nanoseconds.
     pub fn nanoseconds(&self, ticks: u64) -> f64 {
         payload_loops::tsc::nanoseconds(ticks, self.info.tsc_khz)
     }

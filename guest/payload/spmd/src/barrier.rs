@@ -1,9 +1,9 @@
-//! A barrier that spins.
+//! A spinning barrier.
 
 use core::hint::spin_loop;
 use core::sync::atomic::{AtomicU32, Ordering};
 
-/// Holds vCPUs until all have come. Usable again at once; put one in a `static`.
+/// Blocks vCPUs until all have arrived. Reusable at once. Put it in a `static`.
 #[derive(Debug)]
 pub struct Barrier {
     arrived: AtomicU32,
@@ -11,18 +11,17 @@ pub struct Barrier {
 }
 
 impl Barrier {
-    /// A barrier that nobody has reached.
+    /// Creates a barrier.
     pub const fn new() -> Self {
         Self { arrived: AtomicU32::new(0), generation: AtomicU32::new(0) }
     }
 
-    /// Waits until `count` vCPUs have called this; all pass the same `count`. What was written before it is
-    /// seen after it by every one of them.
+    /// Waits until `count` vCPUs have called this; all must pass the same `count`. All of them see earlier writes afterwards.
     pub fn wait(&self, count: u32) {
         self.wait_with(count, spin_loop);
     }
 
-    /// The same; `idle` is called again and again while others are missing.
+    /// Does the same; calls `idle` repeatedly while others are missing.
     pub fn wait_with(&self, count: u32, mut idle: impl FnMut()) {
         let generation = self.generation.load(Ordering::Acquire);
         if self.arrived.fetch_add(1, Ordering::AcqRel).wrapping_add(1) >= count {
@@ -47,7 +46,7 @@ mod tests {
     use super::Barrier;
     use std::sync::atomic::{AtomicU32, Ordering};
 
-    /// Nobody passes before all have come, again and again.
+    /// No vCPU passes before all have arrived, in every round.
     #[test]
     fn all_come_before_anybody_goes() {
         let (barrier, came) = (Barrier::new(), AtomicU32::new(0));

@@ -1,4 +1,4 @@
-//! Memory that the program shares out.
+//! The program's shared memory.
 
 #![allow(unsafe_code)] // Cuts raw memory into arrays that several vCPUs use.
 
@@ -7,10 +7,10 @@ use core::marker::PhantomData;
 use core::ops::Range;
 use core::sync::atomic::{AtomicU32, AtomicU64};
 
-/// What may lie in shared arrays.
+/// Types that shared arrays may contain.
 ///
 /// # Safety
-/// All zero bits are a value of the type, and it needs no more alignment than a page.
+/// All zero bits must be a value of the type, and its alignment must not exceed a page.
 pub unsafe trait Plain: Send + Sync {}
 // SAFETY: zero is a value of each, and alignments are at most 8.
 unsafe impl Plain for u8 {}
@@ -25,8 +25,8 @@ unsafe impl Plain for AtomicU32 {}
 // SAFETY: as above.
 unsafe impl Plain for AtomicU64 {}
 
-/// What all vCPUs cut arrays from: each has a heap of its own over the same memory, and asks it for the same things in the same
-/// order, so that all get the same arrays.
+/// Allocator of shared arrays. Each vCPU has its own heap over the same memory, and makes the same requests in the same order. So all
+/// get the same arrays.
 #[derive(Debug, Clone)]
 pub struct Heap {
     next: usize,
@@ -34,24 +34,24 @@ pub struct Heap {
 }
 
 impl Heap {
-    /// Over `length` bytes from `start`.
+    /// Creates a heap over `length` bytes from `start`.
     ///
     /// # Safety
-    /// The memory is zero, stays valid while anything from the heap is used, and nothing but heaps over the same memory uses it.
+    /// The memory must be zero, must stay valid while anything from the heap is used, and only heaps over the same memory may use it.
     pub unsafe fn new(start: *mut u8, length: usize) -> Self {
         let start = start.expose_provenance();
         Self { next: start.next_multiple_of(PAGE), end: start.saturating_add(length) }
     }
 
-    /// Bytes left.
+    /// Returns the free bytes.
     pub fn left(&self) -> usize {
         self.end.saturating_sub(self.next)
     }
 
-    /// An array of zeros on pages of its own.
+    /// Allocates an array of zeros on pages of its own.
     ///
     /// # Errors
-    /// When there is not that much memory.
+    /// There isn't enough memory.
     pub fn array<T: Plain>(&mut self, length: usize) -> Result<Shared<T>, Refused> {
         let bytes = length.checked_mul(size_of::<T>()).and_then(|bytes| bytes.checked_next_multiple_of(PAGE));
         let Some(bytes) = bytes.filter(|bytes| *bytes <= self.left()) else {
@@ -64,8 +64,8 @@ impl Heap {
     }
 }
 
-/// An array that all vCPUs see. Who may use which part when is the program's affair, so its slices are unsafe; arrays of atomics
-/// are not ([`Shared::atomics`]).
+/// An array that all vCPUs see. The program decides which vCPU uses which part when, so its slices are unsafe; arrays of atomics are
+/// safe ([`Shared::atomics`]).
 #[derive(Debug)]
 pub struct Shared<T> {
     start: *mut T,
@@ -80,42 +80,42 @@ impl<T> Clone for Shared<T> {
 }
 impl<T> Copy for Shared<T> {}
 
-// SAFETY: its slices are unsafe to get, and elements may go between threads (`Plain`).
+// SAFETY: access to its slices is unsafe, and elements may move between threads (`Plain`).
 unsafe impl<T: Plain> Send for Shared<T> {}
 // SAFETY: as above.
 unsafe impl<T: Plain> Sync for Shared<T> {}
 
 impl<T: Plain> Shared<T> {
-    /// Elements.
+    /// Returns the number of elements.
     pub fn len(&self) -> usize {
         self.length
     }
 
-    /// Whether there are none.
+    /// Returns whether the array is empty.
     pub fn is_empty(&self) -> bool {
         self.length == 0
     }
 
-    /// A part, to read.
+    /// Returns a part for reading.
     ///
     /// # Safety
-    /// Nobody writes it while the slice is used.
+    /// No code may write it while the slice is used.
     ///
     /// # Panics
-    /// When the array hasn't such a part.
+    /// The array has no such part.
     pub unsafe fn read(&self, part: Range<usize>) -> &[T] {
         self.check(&part);
-        // SAFETY: inside the array, initialised as `Plain`; the caller vouches for writers.
+        // SAFETY: inside the array, initialized as `Plain`; the caller vouches for writers.
         unsafe { core::slice::from_raw_parts(self.start.add(part.start), part.len()) }
     }
 
-    /// A part, to write.
+    /// Returns a part for writing.
     ///
     /// # Safety
-    /// Nobody else reads or writes it while the slice is used.
+    /// No other code may access it while the slice is used.
     ///
     /// # Panics
-    /// When the array hasn't such a part.
+    /// The array has no such part.
     #[expect(clippy::mut_from_ref, reason = "the caller vouches that nobody else has the part")]
     pub unsafe fn write(&self, part: Range<usize>) -> &mut [T] {
         self.check(&part);
@@ -123,7 +123,7 @@ impl<T: Plain> Shared<T> {
         unsafe { core::slice::from_raw_parts_mut(self.start.add(part.start), part.len()) }
     }
 
-    /// Where it begins.
+    /// Returns the start of the array.
     pub fn address(&self) -> *mut T {
         self.start
     }
@@ -137,15 +137,15 @@ impl<T: Plain> Shared<T> {
     }
 }
 
-/// What may be read and written by several at once.
+/// Types that several vCPUs may read and write at once.
 pub trait Atomic: Plain {}
 impl Atomic for AtomicU32 {}
 impl Atomic for AtomicU64 {}
 
 impl<T: Atomic + 'static> Shared<T> {
-    /// All elements.
+    /// Returns all elements.
     pub fn atomics(&self) -> &[T] {
-        // SAFETY: atomics may be used by all at once, and the heap gives slices of them in no other way that excludes it.
+        // SAFETY: all vCPUs may use atomics at once, and the heap returns no conflicting slices of them.
         unsafe { self.read(0..self.length) }
     }
 }
@@ -156,7 +156,8 @@ mod tests {
     use crate::{PAGE, Refused};
     use std::sync::atomic::{AtomicU64, Ordering};
 
-    /// Two heaps over the same memory give the same arrays, on pages of their own; too much is refused with what is left.
+    /// Two heaps over the same memory return the same arrays, on separate pages. A request beyond the free bytes is refused, with
+    /// their number.
     #[test]
     fn heaps_that_are_asked_alike_give_the_same() {
         let mut memory = vec![0_u64; 4 * PAGE / 8];

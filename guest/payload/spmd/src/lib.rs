@@ -1,8 +1,8 @@
-//! One program, many vCPUs: who takes part ([`Team`]), how they wait for each other ([`Barrier`], [`TicketLock`], [`QueueLock`]), what
-//! memory they share ([`Heap`], [`Shared`]), what they were told ([`Settings`]) and what comes out ([`Outcome`]).
+//! SPMD programs: the participants ([`Team`]), synchronization ([`Barrier`], [`TicketLock`], [`QueueLock`]), shared memory ([`Heap`],
+//! [`Shared`]), arguments ([`Settings`]) and results ([`Outcome`]).
 //!
-//! Nothing here knows of nodes but [`Team::node_of`]: it is plain x86 code on ordinary memory, which also runs on threads of a host, and is
-//! tested so. The contract with the monitor is in `guest/payload/README.md`.
+//! Only [`Team::node_of`] refers to nodes: this is plain x86 code on ordinary memory. It also runs, and is tested, on threads of a
+//! host. The contract with the monitor is in `guest/payload/README.md`.
 
 #![cfg_attr(not(test), no_std)]
 
@@ -24,10 +24,10 @@ pub use settings::{Refused, Settings};
 pub use sums::Sums;
 pub use team::{Machine, Team};
 
-/// Bytes of a page: what vCPUs write apart lies on pages of its own.
+/// Size of a page in bytes. Data that different vCPUs write separately is on separate pages.
 pub const PAGE: usize = 4096;
 
-/// Something on a page of its own.
+/// A value on a page of its own.
 #[derive(Debug, Default)]
 #[repr(align(4096))]
 pub struct OwnPage<T>(pub T);

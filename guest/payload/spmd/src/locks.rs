@@ -1,11 +1,12 @@
-//! Two locks: a ticket lock, where all wait for one word, and a queue lock, where each waits for its own.
+//! Two locks: a ticket lock, where all waiters poll one word, and a queue lock, where each polls its own.
 //!
-//! Source of the queue lock: Mellor-Crummey and Scott, *Algorithms for Scalable Synchronization on Shared-Memory Multiprocessors* (1991).
+//! Source of the queue lock: Mellor-Crummey and Scott, *Algorithms for Scalable Synchronization on Shared-Memory Multiprocessors*
+//! (1991).
 
 use core::hint::spin_loop;
 use core::sync::atomic::{AtomicU32, Ordering};
 
-/// First come, first served; all that wait read the same word.
+/// A FIFO lock whose waiters read the same word.
 #[derive(Debug, Default)]
 pub struct TicketLock {
     next: AtomicU32,
@@ -13,17 +14,17 @@ pub struct TicketLock {
 }
 
 impl TicketLock {
-    /// A lock that nobody has.
+    /// Creates an unlocked lock.
     pub const fn new() -> Self {
         Self { next: AtomicU32::new(0), served: AtomicU32::new(0) }
     }
 
-    /// Runs `inside` while nobody else does.
+    /// Runs `inside` in mutual exclusion.
     pub fn with<R>(&self, inside: impl FnOnce() -> R) -> R {
         self.with_ticket(|_| inside())
     }
 
-    /// The same; `inside` is told its place in the order of all who had the lock, from 0 on, modulo 2^32.
+    /// Does the same; `inside` gets its ticket: its position in the order of all lock holders, from 0, modulo 2^32.
     pub fn with_ticket<R>(&self, inside: impl FnOnce(u32) -> R) -> R {
         let ticket = self.next.fetch_add(1, Ordering::Relaxed);
         while self.served.load(Ordering::Acquire) != ticket {
@@ -34,41 +35,41 @@ impl TicketLock {
         result
     }
 
-    /// Whether somebody has asked for the lock since who had this ticket did.
+    /// Returns whether another vCPU has requested the lock since the one with this ticket.
     pub fn asked_after(&self, ticket: u32) -> bool {
         self.next.load(Ordering::Relaxed) != ticket.wrapping_add(1)
     }
 }
 
-/// Where one vCPU waits for a queue lock; on a page of its own, as only the one before it writes there.
+/// A vCPU's node in a queue lock, on a page of its own, as only the predecessor writes there.
 #[derive(Debug, Default)]
 pub struct QueuePlace {
-    /// One more than the vCPU that comes next; 0: nobody yet.
+    /// Index of the successor plus one; 0: none yet.
     next: AtomicU32,
     waits: AtomicU32,
 }
 
 impl QueuePlace {
-    /// A place where nobody waits.
+    /// Creates an unused node.
     pub const fn new() -> Self {
         Self { next: AtomicU32::new(0), waits: AtomicU32::new(0) }
     }
 }
 
-/// First come, first served; each that waits reads a word of its own.
+/// A FIFO lock whose waiters each read a word of their own.
 #[derive(Debug, Default)]
 pub struct QueueLock {
-    /// One more than the vCPU that came last; 0: nobody.
+    /// Index of the last vCPU in the queue plus one; 0: none.
     last: AtomicU32,
 }
 
 impl QueueLock {
-    /// A lock that nobody has.
+    /// Creates an unlocked lock.
     pub const fn new() -> Self {
         Self { last: AtomicU32::new(0) }
     }
 
-    /// Runs `inside` on vCPU `index` while no other vCPU does. `place` gives the place of a vCPU, the same for all.
+    /// Runs `inside` on vCPU `index` in mutual exclusion. `place` returns a vCPU's node, the same for all callers.
     pub fn with<'p, R>(
         &self,
         index: usize,
@@ -90,7 +91,7 @@ impl QueueLock {
             if self.last.compare_exchange(me, 0, Ordering::Release, Ordering::Relaxed).is_ok() {
                 return result;
             }
-            // Somebody is between taking its turn and saying so.
+            // A successor has entered the queue but hasn't linked itself yet.
             while mine.next.load(Ordering::Acquire) == 0 {
                 spin_loop();
             }
@@ -106,7 +107,7 @@ mod tests {
     use super::{QueueLock, QueuePlace, TicketLock};
     use std::sync::atomic::{AtomicU64, Ordering};
 
-    /// A counter that is read and written apart loses nothing under either lock.
+    /// A counter with separate reads and writes loses nothing under either lock.
     #[test]
     fn one_at_a_time() {
         let (ticket, queue) = (TicketLock::new(), QueueLock::new());

@@ -1,16 +1,16 @@
-//! What comes out: one line of JSON.
+//! A program's result: one line of JSON.
 
 use core::fmt;
 
-/// Most figures of a program's own.
+/// Limit of a program's own figures.
 const MAX_FIGURES: usize = 12;
 
-/// A figure of a program's own.
+/// A program's own figure.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Figure {
-    /// A whole number.
+    /// An integer.
     Count(u64),
-    /// A number; one that JSON hasn't (infinity, not a number) is shown as null.
+    /// A number; a value that JSON lacks (infinity, NaN) is printed as null.
     Real(f64),
     /// A word without quotation marks, backslashes and control characters.
     Word(&'static str),
@@ -22,7 +22,7 @@ impl fmt::Display for Figure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Count(count) => write!(f, "{count}"),
-            // Debug keeps the decimal point, and gives the shortest text that reads back the same.
+            // Debug keeps the decimal point, and yields the shortest text with the same value.
             Self::Real(real) if real.is_finite() => write!(f, "{real:?}"),
             Self::Real(_) => f.write_str("null"),
             Self::Word(word) => write!(f, "\"{word}\""),
@@ -31,37 +31,37 @@ impl fmt::Display for Figure {
     }
 }
 
-/// What a program found out.
+/// A program's result.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Outcome {
-    /// Whether everything was as a serial computation says.
+    /// Whether the result equals the serial computation's.
     pub verified: bool,
-    /// What is counted in the measured part.
+    /// Name of the counted event in the measured part.
     pub event: &'static str,
-    /// How many there were.
+    /// Number of events.
     pub events: u64,
-    /// How long the measured part took, by vCPU 0's clock.
+    /// Duration of the measured part in nanoseconds, by vCPU 0's clock.
     pub nanoseconds: u64,
     figures: [Option<(&'static str, Figure)>; MAX_FIGURES],
 }
 
 impl Outcome {
-    /// `events` times `event` in `nanoseconds`, not verified yet.
+    /// Creates a result of `events` times `event` in `nanoseconds`, not verified yet.
     pub fn new(event: &'static str, events: u64, nanoseconds: u64) -> Self {
         Self { verified: false, event, events, nanoseconds, figures: [None; MAX_FIGURES] }
     }
 
-    /// With whether it is right.
+    /// Sets whether the result is correct.
     #[must_use]
     pub fn verified(mut self, verified: bool) -> Self {
         self.verified = verified;
         self
     }
 
-    /// With a figure more.
+    /// Adds a figure.
     ///
     /// # Panics
-    /// When there are too many.
+    /// There are too many figures.
     #[must_use]
     pub fn figure(mut self, name: &'static str, figure: Figure) -> Self {
         let Some(slot) = self.figures.iter_mut().find(|slot| slot.is_none()) else {
@@ -71,12 +71,12 @@ impl Outcome {
         self
     }
 
-    /// A figure.
+    /// Returns a figure.
     pub fn get(&self, name: &str) -> Option<Figure> {
         self.figures.iter().flatten().find(|(known, _)| *known == name).map(|(_, figure)| *figure)
     }
 
-    /// As the line that is printed.
+    /// Returns the line to print.
     pub fn line(&self, program: &'static str, vcpus: usize, nodes: u32) -> impl fmt::Display {
         struct Line(Outcome, &'static str, usize, u32);
         impl fmt::Display for Line {

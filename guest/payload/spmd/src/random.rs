@@ -1,16 +1,16 @@
-//! Random numbers from a seed: splitmix64. Every seed gives a good sequence, neighbouring seeds too.
+//! Random numbers from a seed: splitmix64. Every seed yields a good sequence, and so do adjacent seeds.
 
 /// An endless sequence.
 #[derive(Debug, Clone, Copy)]
 pub struct Random(u64);
 
 impl Random {
-    /// The sequence of a seed.
+    /// Creates the sequence of a seed.
     pub const fn new(seed: u64) -> Self {
         Self(seed)
     }
 
-    /// 64 random bits.
+    /// Returns 64 random bits.
     pub const fn bits(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut z = self.0;
@@ -19,12 +19,12 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// A number below `limit`, which is not 0. Uneven by at most `limit` in 2^64.
+    /// Returns a number below `limit`, which isn't 0. The bias is at most `limit` in 2^64.
     pub const fn below(&mut self, limit: u64) -> u64 {
         self.bits() % limit
     }
 
-    /// A number from 0 to less than 1.
+    /// Returns a number in [0, 1).
     #[expect(clippy::cast_precision_loss, reason = "53 bits are what a double holds")]
     pub const fn unit(&mut self) -> f64 {
         (self.bits() >> 11) as f64 / (1_u64 << 53) as f64
@@ -35,7 +35,7 @@ impl Random {
 mod tests {
     use super::Random;
 
-    /// The first values of seed 1234567, as the algorithm's author publishes them.
+    /// The first values of seed 1234567, as published by the algorithm's author.
     #[test]
     fn the_published_sequence() {
         let mut random = Random::new(1_234_567);

@@ -3,42 +3,42 @@
 use core::fmt;
 use core::ops::RangeInclusive;
 
-/// Most arguments.
+/// Limit of arguments.
 const MAX_ARGUMENTS: usize = 16;
 
-/// Why a program doesn't begin.
+/// The reason why a program can't start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Refused {
-    /// An argument that isn't `name=value` with a name of the program's.
+    /// An argument that isn't `name=value` with a known name.
     Argument {
         /// The argument.
         text: &'static str,
-        /// The names there are.
+        /// The known names.
         names: &'static [&'static str],
     },
-    /// More than [`Settings`] holds.
+    /// There are more arguments than [`Settings`] holds.
     TooMany {
-        /// How many there may be.
+        /// The limit.
         most: usize,
     },
-    /// A number that isn't one, or is out of range.
+    /// A value that isn't a number or is out of range.
     Number {
         /// The argument's name.
         name: &'static str,
         /// Its value.
         text: &'static str,
-        /// Least and most.
+        /// The minimum.
         least: u64,
-        /// Most.
+        /// The maximum.
         most: u64,
     },
-    /// A word that isn't among those that are possible.
+    /// A word that isn't among the possible ones.
     Word {
         /// The argument's name.
         name: &'static str,
         /// Its value.
         text: &'static str,
-        /// What there is.
+        /// The possible words.
         words: &'static [&'static str],
     },
     /// Too little free memory.
@@ -52,14 +52,14 @@ pub enum Refused {
     Vcpus {
         /// What the program does.
         what: &'static str,
-        /// Least.
+        /// The minimum.
         least: usize,
-        /// Most.
+        /// The maximum.
         most: usize,
-        /// How many there are.
+        /// The actual number.
         count: usize,
     },
-    /// Something else, in the program's words.
+    /// Another reason, in the program's words.
     Other(&'static str),
 }
 
@@ -100,7 +100,7 @@ impl fmt::Display for Refused {
     }
 }
 
-/// A program's arguments, all of which have names that it knows.
+/// A program's arguments, all with known names.
 #[derive(Debug, Clone, Copy)]
 pub struct Settings {
     given: [(&'static str, &'static str); MAX_ARGUMENTS],
@@ -108,10 +108,10 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// From the arguments without the program's name; `names` are those that the program has.
+    /// Parses the arguments after the program's name; `names` are the known names.
     ///
     /// # Errors
-    /// When one isn't `name=value`, its name isn't among `names`, or there are too many.
+    /// An argument isn't `name=value`, its name is unknown, or there are too many.
     pub fn parse(
         arguments: impl IntoIterator<Item = &'static str>,
         names: &'static [&'static str],
@@ -131,15 +131,15 @@ impl Settings {
         Ok(this)
     }
 
-    /// What was given last under this name.
+    /// Returns the last value of a name.
     pub fn text(&self, name: &str) -> Option<&'static str> {
         self.given.iter().take(self.count).rev().find(|(given, _)| *given == name).map(|(_, value)| *value)
     }
 
-    /// A number in a range, or `default`.
+    /// Returns a number within a range, or `default`.
     ///
     /// # Errors
-    /// When it isn't one or is out of range.
+    /// The value isn't a number or is out of range.
     pub fn number(
         &self,
         name: &'static str,
@@ -155,7 +155,7 @@ impl Settings {
         })
     }
 
-    /// A number of things in memory, or `default`.
+    /// Returns a number of objects in memory, or `default`.
     ///
     /// # Errors
     /// As for [`Settings::number`].
@@ -169,17 +169,17 @@ impl Settings {
         Ok(usize::try_from(self.number(name, default as u64, range)?).unwrap_or(default))
     }
 
-    /// The position among `words` of what was given, 0 when nothing was.
+    /// Returns the value's index in `words`, or 0 if it is absent.
     ///
     /// # Errors
-    /// When it isn't among them.
+    /// The value isn't among them.
     pub fn word(&self, name: &'static str, words: &'static [&'static str]) -> Result<usize, Refused> {
         let Some(text) = self.text(name) else { return Ok(0) };
         words.iter().position(|word| *word == text).ok_or(Refused::Word { name, text, words })
     }
 }
 
-/// Decimal or `0x` hexadecimal, with the suffixes K, M and G.
+/// Parses a decimal or `0x` hexadecimal number, with the suffixes K, M and G.
 pub fn parse_number(text: &str) -> Option<u64> {
     let (digits, shift) = match text.as_bytes().last()? {
         b'K' => (text.strip_suffix('K')?, 10),

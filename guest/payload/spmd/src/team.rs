@@ -1,49 +1,49 @@
-//! Who takes part.
+//! The participants of an SPMD program.
 
 use crate::Barrier;
 use core::cell::Cell;
 use core::ops::Range;
 use core::sync::atomic::{AtomicU32, Ordering};
 
-/// What a team asks of the machine below it.
+/// The machine's services for a team.
 pub trait Machine: Sync {
-    /// Nanoseconds since some moment. Only times of one vCPU may be subtracted.
+    /// Returns nanoseconds since some moment. Only times of one vCPU may be subtracted.
     fn nanoseconds(&self) -> u64;
-    /// The measured part begins or has ended; called by vCPU 0.
+    /// Marks the start or end of the measured part; called by vCPU 0.
     fn phase(&self, begins: bool);
-    /// Gives the processor to others for a moment, where that can be done.
+    /// Yields the processor briefly, if supported.
     fn pause(&self) {
         core::hint::spin_loop();
     }
 }
 
-/// Looks at a barrier before the processor is given away: as long as that takes.
+/// Polls of a barrier before the vCPU yields its processor: about the cost of a yield.
 const MAX_BARRIER_POLLS: u32 = 2_000;
-/// The same after a wait in which another one had the processor meanwhile, which it will have in the next one, too.
+/// The same after a wait during which another vCPU got the processor, as will happen again in the next one.
 const LITTLE_PATIENCE: u32 = 50;
-/// A processor that was given away for longer was taken by another one, nanoseconds.
+/// A longer yield means that another vCPU got the processor, in nanoseconds.
 const LONG: u64 = 150_000;
 
-/// One vCPU's view of all that run the program with it.
+/// One vCPU's view of the participants.
 #[derive(Clone)]
 pub struct Team<'a> {
     index: usize,
     count: usize,
-    /// Absent for one that works alone.
+    /// `None` for a team of one.
     barrier: Option<&'a Barrier>,
-    /// One more than the node of each vCPU; 0 while it hasn't said so.
+    /// Node of each vCPU plus one; 0 before it has joined.
     nodes: &'a [AtomicU32],
     machine: &'a dyn Machine,
-    /// Looks before the processor is given away.
+    /// Polls before the vCPU yields its processor.
     patience: Cell<u32>,
 }
 
 impl<'a> Team<'a> {
-    /// Joins vCPU `index` of `count`, which runs on node `node`, and waits until all have joined. All pass the same table, zero at first
-    /// and with a place for each vCPU, and the same barrier.
+    /// Joins vCPU `index` of `count`, which runs on node `node`, and waits until all have joined. All pass the same barrier and the
+    /// same table, initially zero, with an entry per vCPU.
     ///
     /// # Panics
-    /// When the table is too short.
+    /// The table is too short.
     pub fn join(
         index: usize,
         count: usize,
@@ -68,40 +68,40 @@ impl<'a> Team<'a> {
         team
     }
 
-    /// A team of one, for computing serially what others are compared with.
+    /// Returns a team of one, for the serial reference computation.
     #[must_use]
     pub fn alone(&self) -> Self {
         Self { index: 0, count: 1, barrier: None, ..self.clone() }
     }
 
-    /// This vCPU, from 0.
+    /// Returns this vCPU's index, from 0.
     pub fn index(&self) -> usize {
         self.index
     }
 
-    /// How many take part.
+    /// Returns the number of participants.
     pub fn count(&self) -> usize {
         self.count
     }
 
-    /// Whether this is vCPU 0, which prints and measures.
+    /// Returns whether this is vCPU 0, which prints and measures.
     pub fn leads(&self) -> bool {
         self.index == 0
     }
 
-    /// The node that a vCPU runs on.
+    /// Returns the node of a vCPU.
     pub fn node_of(&self, vcpu: usize) -> Option<u32> {
         self.nodes.get(vcpu)?.load(Ordering::Acquire).checked_sub(1)
     }
 
-    /// Waits until all have come here. What was written before it is seen after it, by all.
+    /// Waits until all have arrived. All see earlier writes afterwards.
     pub fn wait(&self) {
         if let Some(barrier) = self.barrier {
             barrier.wait(u32::try_from(self.count).unwrap_or(u32::MAX));
         }
     }
 
-    /// The same where vCPUs may outnumber processors: who has waited for long gives its processor to others.
+    /// Does the same if vCPUs may outnumber processors: a vCPU that has polled for long yields its processor.
     pub fn wait_patiently(&self) {
         let Some(barrier) = self.barrier else { return };
         let (mut looks, mut gave_way) = (0_u32, false);
@@ -118,7 +118,7 @@ impl<'a> Team<'a> {
         self.patience.set(if gave_way { LITTLE_PATIENCE } else { MAX_BARRIER_POLLS });
     }
 
-    /// One look at something that hasn't come yet, of so many: gives the processor away after many.
+    /// Counts one poll for a missing event; yields the processor after many polls.
     pub fn idle(&self, looks: &mut u32) {
         *looks = looks.saturating_add(1);
         if *looks >= MAX_BARRIER_POLLS {
@@ -128,12 +128,12 @@ impl<'a> Team<'a> {
         }
     }
 
-    /// The part of `0..length` that is this vCPU's: parts are contiguous, ascend with vCPUs, and differ by one at most.
+    /// Returns this vCPU's part of `0..length`: parts are contiguous, ascend with vCPUs, and differ by one at most.
     pub fn part(&self, length: usize) -> Range<usize> {
         self.part_of(self.index, length)
     }
 
-    /// The same for another vCPU.
+    /// Returns the part of another vCPU.
     pub fn part_of(&self, vcpu: usize, length: usize) -> Range<usize> {
         let each = length / self.count;
         let more = length % self.count;
@@ -141,7 +141,8 @@ impl<'a> Team<'a> {
         start..start + each + usize::from(vcpu < more)
     }
 
-    /// Runs the measured part: all begin together, and vCPU 0's clock says how many nanoseconds it took until all had ended. Who waits for others does so patiently.
+    /// Runs the measured part: all start together. Returns its duration in nanoseconds by vCPU 0's clock, until all have ended.
+    /// Waiting vCPUs yield their processors.
     pub fn measure(&self, part: impl FnOnce()) -> u64 {
         self.wait_patiently();
         if self.leads() {
@@ -159,14 +160,14 @@ impl<'a> Team<'a> {
         ended.saturating_sub(begun)
     }
 
-    /// Runs something on this vCPU and says how many nanoseconds it took.
+    /// Runs a function on this vCPU; returns its duration in nanoseconds.
     pub fn time(&self, part: impl FnOnce()) -> u64 {
         let begun = self.machine.nanoseconds();
         part();
         self.machine.nanoseconds().saturating_sub(begun)
     }
 
-    /// The machine's clock.
+    /// Returns the machine's clock.
     pub fn nanoseconds(&self) -> u64 {
         self.machine.nanoseconds()
     }
@@ -196,7 +197,7 @@ mod tests {
         }
     }
 
-    /// Everyone learns everyone's node, parts cover everything once and in order, and the phase is told once.
+    /// Every vCPU knows every vCPU's node. Parts cover everything once and in order. The phase is reported once.
     #[test]
     fn a_team_knows_its_members_and_shares_the_work() {
         let (barrier, machine) = (Barrier::new(), Still(Mutex::default()));
@@ -222,10 +223,11 @@ mod tests {
         assert_eq!(*machine.0.lock().unwrap(), [true, false]);
     }
 
-    /// Who has given its processor away, and had it taken, does so after few looks the next time, until nobody takes it any more.
+    /// After a yield during which another vCPU got the processor, a vCPU polls less in the next wait, until no other gets it any
+    /// more.
     #[test]
     fn patience_is_short_where_others_take_the_processor() {
-        /// Its clock goes on by `pause` with each pause; the other one comes to the barrier in the third.
+        /// Its clock advances by `pause` with each yield; the other vCPU reaches the barrier in the third.
         struct Taken<'a> {
             barrier: &'a Barrier,
             time: AtomicU64,
@@ -264,7 +266,7 @@ mod tests {
         assert_eq!(after_wait_with_pauses_of(LONG + 1), LITTLE_PATIENCE);
         assert_eq!(after_wait_with_pauses_of(LONG), MAX_BARRIER_POLLS);
         assert_eq!(machine.pauses.load(Ordering::Relaxed), 4 * 3);
-        // The four barriers of the measured part give way, too (and would never be passed here if they didn't).
+        // The four barriers of the measured part yield, too (otherwise they would never be passed here).
         team.measure(|| ());
         assert_eq!(machine.pauses.load(Ordering::Relaxed), 8 * 3);
     }

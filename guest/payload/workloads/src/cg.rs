@@ -1,7 +1,9 @@
-//! Conjugate gradients with a sparse, symmetric, positive definite matrix: each vCPU has some rows, every iteration needs the whole direction
-//! vector and two sums over all. The first iteration is done twice, and not timed the first time, as in the NAS benchmark: it is the one that fetches the matrix.
+//! Conjugate gradients with a sparse, symmetric, positive definite matrix. Each vCPU has some rows. Every iteration needs the whole
+//! direction vector and two sums over all. The first iteration runs twice, and the first time isn't timed, as in the NAS benchmark:
+//! it fetches the matrix.
 //!
-//! Source: Hestenes and Stiefel, *Methods of Conjugate Gradients for Solving Linear Systems* (1952); NPB 3, kernel CG: what is timed.
+//! Sources: Hestenes and Stiefel, *Methods of Conjugate Gradients for Solving Linear Systems* (1952); NPB 3, kernel CG, for the timed
+//! part.
 
 #![allow(unsafe_code)] // Parts of shared arrays.
 
@@ -12,8 +14,8 @@ use payload_spmd::{Figure, Heap, Outcome, Random, Refused, Settings, Shared, Sum
 /// `n`: unknowns (4096); `band`: entries off the diagonal per half row (6); `iterations` (15); `seed` (1).
 pub const NAMES: &[&str] = &["n", "band", "iterations", "seed"];
 
-/// A symmetric matrix by its diagonals: entry (i, i + offset) of each, wrapping around, is a function of i and the offset, and so is
-/// entry (i + offset, i).
+/// A symmetric matrix by its diagonals. Entry (i, i + offset), with wraparound, is a function of i and the offset, and equals entry
+/// (i + offset, i).
 struct Matrix<'a> {
     n: usize,
     offsets: &'a [usize],
@@ -23,7 +25,7 @@ struct Matrix<'a> {
 }
 
 impl Matrix<'_> {
-    /// Row `row` times a vector.
+    /// Multiplies row `row` by a vector.
     fn row(&self, row: usize, vector: &[f64]) -> f64 {
         let mut sum = self.diagonal * vector[row];
         for (offset, entries) in self.offsets.iter().zip(self.entries.chunks_exact(self.n)) {
@@ -55,19 +57,19 @@ impl Vectors {
     }
 }
 
-/// A part of nothing is nothing: with a residual of zero there is nothing left to go towards. The NAS benchmark, too, runs as many iterations as it is told to, whatever is left to do (25,
-/// few enough to leave something): so does this, and keeps the solution.
+/// Returns 0 for 0/0: with a zero residual there is no direction left. Like the NAS benchmark, this runs the requested number of
+/// iterations even then (NAS: 25, few enough to leave a residual), and keeps the solution.
 fn ratio(part: f64, whole: f64) -> f64 {
     if whole == 0.0 { 0.0 } else { part / whole }
 }
 
-/// Solves for a vector of ones; the squared length of the residual at the end.
+/// Solves for a vector of ones; returns the squared length of the final residual.
 fn solve(team: &Team<'_>, matrix: &Matrix<'_>, vectors: &Vectors, sums: &mut Sums, iterations: u64) -> f64 {
     let n = matrix.n;
     let mine = Sums::range(team, n);
     let Vectors { solution, residual, direction, image } = vectors;
-    // Each vCPU writes its own range only. What others read of its ranges is `direction`, between the barrier at the end of an iteration and that
-    // of the first sum of the next one, when nobody writes it.
+    // Each vCPU writes its own range only. Others read `direction` of it, between the barrier at the end of an iteration and that of
+    // the next one's first sum. No vCPU writes it then.
     {
         // SAFETY: own ranges.
         let [x, r, p] = [solution, residual, direction].map(|array| unsafe { array.write(mine.clone()) });
@@ -82,7 +84,7 @@ fn solve(team: &Team<'_>, matrix: &Matrix<'_>, vectors: &Vectors, sums: &mut Sum
     let mut length = sums.add(team, n, square);
     for _ in 0..iterations {
         {
-            // SAFETY: nobody writes the direction before the barrier in the sum below.
+            // SAFETY: no vCPU writes the direction before the barrier in the sum below.
             let whole = unsafe { direction.read(0..n) };
             // SAFETY: own range.
             let own = unsafe { image.write(mine.clone()) };
@@ -120,10 +122,10 @@ fn solve(team: &Team<'_>, matrix: &Matrix<'_>, vectors: &Vectors, sums: &mut Sum
     length
 }
 
-/// Runs it.
+/// Runs the workload.
 ///
 /// # Errors
-/// Arguments or memory that don't do.
+/// Unsuitable arguments or memory.
 pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outcome, Refused> {
     const MOST_OFFSETS: usize = 64;
     let n = settings.size("n", 4096, 64..=1 << 26)?;
@@ -136,7 +138,7 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
     let reference = Vectors::new(heap, n)?;
     let mut lone_sums = Sums::new(heap, 1)?;
 
-    // Everyone draws the same offsets: from near the diagonal to half the matrix away, none twice.
+    // All vCPUs draw the same offsets: from near the diagonal to half the matrix, none twice.
     let mut random = Random::new(seed);
     let mut offsets = [0; MOST_OFFSETS];
     for (index, offset) in offsets[..band].iter_mut().enumerate() {
@@ -153,10 +155,10 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
         }
     }
     team.wait();
-    // SAFETY: nobody writes them any more.
+    // SAFETY: they are no longer written.
     let entries = unsafe { entries.read(0..n * band) };
     #[expect(clippy::cast_precision_loss, reason = "at most 64")]
-    // More than all others of a row together, whose sizes are below a half: positive definite.
+    // Larger than all others of a row together, whose absolute values are below a half: positive definite.
     let diagonal = band as f64 + 1.0;
     let matrix = Matrix { n, offsets: &offsets[..band], entries, diagonal };
 
@@ -176,7 +178,7 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
     // SAFETY: all have ended.
     let (solution, reference) = unsafe { (vectors.solution.read(0..n), reference.solution.read(0..n)) };
     let same = solution.iter().zip(reference).all(|(one, other)| one.to_bits() == other.to_bits());
-    // The residual as it is, not as the iteration carries it along: rounding keeps both near each other.
+    // The actual residual, not the one that the iteration updates: rounding keeps both close.
     let mut worst = 0.0_f64;
     for row in 0..n {
         worst = worst.max((1.0 - matrix.row(row, solution)).abs());
@@ -206,7 +208,7 @@ mod tests {
         assert!(residual < 1e-6, "{residual}");
     }
 
-    /// Iterations after the residual has become nothing change nothing: the solution stays, and is no division of nothing by nothing.
+    /// Iterations after a zero residual change nothing: the solution stays, without a 0/0.
     #[test]
     fn nothing_is_left_to_do_after_the_solution() {
         let outcomes = right(run, NAMES, &["n=300", "band=2", "iterations=400"]);

@@ -11,11 +11,11 @@ use payload_spmd::{Figure, Heap, Outcome, PAGE, Refused, Settings, Team};
 /// `m`: 2^m pairs (20).
 pub const NAMES: &[&str] = &["m"];
 
-/// Pairs of a batch, as a power of two: every batch has a seed of its own and a sum of its own, so that results don't depend on how batches are dealt out.
+/// Pairs per batch, as a power of two. Every batch has its own seed and sum, so results don't depend on the distribution of batches.
 const BATCH: u32 = 10;
 /// Annuli.
 const ANNULI: usize = 10;
-/// What a batch leaves: sum of x, sum of y, counts.
+/// Figures per batch: sum of x, sum of y, counts.
 const FIGURES: usize = 2 + ANNULI;
 
 const MULTIPLIER: u64 = 1_220_703_125; // 5^13
@@ -27,7 +27,7 @@ const MASK: u64 = (1 << 46) - 1;
 struct Generator(u64);
 
 impl Generator {
-    /// After `steps` numbers.
+    /// Skips `steps` numbers.
     fn skipped(steps: u64) -> Self {
         let (mut factor, mut power, mut left) = (1_u64, MULTIPLIER, steps);
         while left > 0 {
@@ -40,7 +40,7 @@ impl Generator {
         Self(SEED.wrapping_mul(factor) & MASK)
     }
 
-    /// A number from -1 to 1.
+    /// Returns a number from -1 to 1.
     #[expect(clippy::cast_precision_loss, reason = "46 bits fit a double")]
     fn next(&mut self) -> f64 {
         self.0 = self.0.wrapping_mul(MULTIPLIER) & MASK;
@@ -48,7 +48,7 @@ impl Generator {
     }
 }
 
-/// Sums and counts of one batch.
+/// Computes sums and counts of one batch.
 fn batch(number: usize, figures: &mut [f64]) {
     figures.fill(0.0);
     let mut generator = Generator::skipped((number as u64) << (BATCH + 1));
@@ -72,7 +72,7 @@ fn batch(number: usize, figures: &mut [f64]) {
     }
 }
 
-/// The sums as published, for the sizes that are.
+/// Returns the published sums, if any.
 fn published(m: u64) -> Option<(f64, f64)> {
     match m {
         24 => Some((-3.247_834_652_034_74e3, -6.958_407_078_382_297e3)),
@@ -82,14 +82,14 @@ fn published(m: u64) -> Option<(f64, f64)> {
     }
 }
 
-/// Runs it.
+/// Runs the workload.
 ///
 /// # Errors
-/// Arguments or memory that don't do.
+/// Unsuitable arguments or memory.
 pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outcome, Refused> {
     let m = settings.number("m", 20, u64::from(BATCH)..=32)?;
     let batches = 1_usize << (m - u64::from(BATCH));
-    // Results of a vCPU on pages of its own, in the order of batches.
+    // A vCPU's results are on pages of its own, in the order of batches.
     let per_page = PAGE / size_of::<f64>();
     let most = batches.div_ceil(team.count()) * FIGURES;
     let stride = most.next_multiple_of(per_page);
@@ -141,14 +141,14 @@ mod tests {
     use crate::testing::right;
     use payload_spmd::Figure;
 
-    /// Any number of vCPUs gives the same sums to the last bit.
+    /// Any number of vCPUs yields the same sums to the last bit.
     #[test]
     fn sums_do_not_depend_on_the_team() {
         let outcomes = right(run, NAMES, &["m=15"]);
         assert!(outcomes.windows(2).all(|two| two[0].get("sum_x") == two[1].get("sum_x")));
     }
 
-    /// Class S of the benchmark: sums and number of pairs as published.
+    /// Class S of the benchmark: the published sums and number of pairs.
     #[test]
     fn class_s_is_as_published() {
         let outcome = crate::testing::run(run, NAMES, 2, &["m=24"]).unwrap();

@@ -1,4 +1,4 @@
-//! Each vCPU counts in a word of its own, and the words lie on one page (or, for comparison, apart).
+//! Each vCPU counts in its own word. The words are on one page (or, for comparison, on several).
 
 use core::sync::atomic::{AtomicU64, Ordering};
 use payload_spmd::{Figure, Heap, Outcome, Refused, Settings, Team};
@@ -6,10 +6,10 @@ use payload_spmd::{Figure, Heap, Outcome, Refused, Settings, Team};
 /// `times`: stores per vCPU (20000); `stride`: bytes between words, a multiple of 8 (8); `pace`: pauses between stores (0).
 pub const NAMES: &[&str] = &["times", "stride", "pace"];
 
-/// Runs it.
+/// Runs the workload.
 ///
 /// # Errors
-/// Arguments or memory that don't do.
+/// Unsuitable arguments or memory.
 pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outcome, Refused> {
     let times = settings.number("times", 20_000, 1..=1 << 40)?;
     let stride = settings.size("stride", 8, 8..=1 << 20)?;
@@ -26,7 +26,7 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
     let nanoseconds = team.measure(|| {
         let mut lost = 0;
         for number in 1..=times {
-            // A word of its own holds what was stored there last.
+            // A vCPU's own word contains its last store.
             lost += u64::from(mine.load(Ordering::Relaxed) != number - 1);
             mine.store(number, Ordering::Relaxed);
             crate::pause(pace);

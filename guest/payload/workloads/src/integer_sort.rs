@@ -1,23 +1,23 @@
-//! Integer sort: each vCPU counts its part of the keys; all counts say which values are whose, such that each has about as many keys; each goes through all keys and
-//! puts those with its values into their places.
+//! Integer sort. Each vCPU counts its part of the keys. From all counts, each vCPU gets a range of values with about as many keys.
+//! Then each one reads all keys, and writes those in its range to their places.
 //!
-//! So nobody writes where another one writes, but for the pages at which two vCPUs' places meet; keys are read by all, and written by nobody. A round before those that are
-//! timed fetches them, as in the NAS benchmark.
+//! So no vCPU writes another one's places, except on pages at the border of two vCPUs' places. All vCPUs read the keys, and none
+//! writes them. A round before the timed ones fetches them, as in the NAS benchmark.
 //!
-//! Source: Bailey and others, *The NAS Parallel Benchmarks* (RNR-94-007), kernel IS: what is done and the bell shape of the keys. Unlike there, the
-//! keys themselves are moved.
+//! Source: Bailey and others, *The NAS Parallel Benchmarks* (RNR-94-007), kernel IS: the task, and the bell-shaped distribution of
+//! the keys. Unlike there, the keys themselves are moved.
 
 #![allow(unsafe_code)] // Parts of shared arrays.
 
 use crate::checksum;
 use payload_spmd::{Figure, Heap, Outcome, Random, Refused, Settings, Team};
 
-/// `n`: keys (128K); `range`: they are below it (2K); `rounds` (4); `seed` (1).
+/// `n`: keys (128K); `range`: limit of keys (2K); `rounds` (4); `seed` (1).
 pub const NAMES: &[&str] = &["n", "range", "rounds", "seed"];
 
-/// Keys drawn from one seed, so that the same keys come whoever draws them.
+/// Keys drawn from one seed, so that they don't depend on the drawing vCPU.
 const CHUNK: usize = 1024;
-/// Keys of a page.
+/// Keys per page.
 const PER_PAGE: usize = 1024;
 
 /// Draws the keys of a chunk: the mean of four random numbers each.
@@ -29,8 +29,8 @@ fn draw(seed: u64, chunk: usize, range: u32, keys: &mut [u32]) {
     });
 }
 
-/// For each value that is vCPU `me`'s: where its first key goes. Which values these are: they follow one another, and have about an even part of the `n` keys.
-/// `all` gives the counts of each of `count` vCPUs.
+/// For each value of vCPU `me`, computes the place of its first key. Its values are consecutive, and have an approximately equal part
+/// of the `n` keys. `all` returns the counts of each of `count` vCPUs.
 fn lay_out<'c>(
     places: &mut [u32],
     n: usize,
@@ -45,7 +45,7 @@ fn lay_out<'c>(
     }
     let (mut before, mut first, mut end) = (0, range, range);
     for (value, place) in places.iter_mut().enumerate() {
-        // Whose the value's first key would be, were keys alone to be divided.
+        // The owner of the value's first key if only keys were divided.
         let owner = (before as usize * count / n).min(count - 1);
         if owner >= me {
             first = first.min(value);
@@ -58,10 +58,10 @@ fn lay_out<'c>(
     first..end.max(first)
 }
 
-/// Runs it.
+/// Runs the workload.
 ///
 /// # Errors
-/// Arguments or memory that don't do.
+/// Unsuitable arguments or memory.
 pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outcome, Refused> {
     let n = settings.size("n", 128 << 10, CHUNK..=1 << 30)? / CHUNK * CHUNK;
     let range = settings.size("range", 2 << 10, 2..=1 << 24)?;
@@ -71,14 +71,14 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
     let count = team.count();
     let keys = heap.array::<u32>(n)?;
     let sorted = heap.array::<u32>(n)?;
-    // Counts, and places, of each vCPU; on pages of their own.
+    // Counts and places of each vCPU, on separate pages.
     let stride = range.next_multiple_of(PER_PAGE);
     let counts = heap.array::<u32>(stride * count)?;
     let places = heap.array::<u32>(stride * count)?;
 
     let chunks = team.part(n / CHUNK);
     for chunk in chunks.clone() {
-        // SAFETY: chunks of this vCPU, which only it uses.
+        // SAFETY: chunks of this vCPU, which no other uses.
         draw(seed, chunk, limit, unsafe { keys.write(chunk * CHUNK..(chunk + 1) * CHUNK) });
     }
     let mine = chunks.start * CHUNK..chunks.end * CHUNK;
@@ -86,7 +86,7 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
     let own = me * stride..me * stride + range;
     let round = || {
         {
-            // SAFETY: own keys, and own counts, which others read between the barriers below only.
+            // SAFETY: own keys and own counts. Others read the counts only between the barriers below.
             let (keys, counts) = unsafe { (keys.read(mine.clone()), counts.write(own.clone())) };
             counts.fill(0);
             for key in keys {
@@ -96,17 +96,17 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
         team.wait();
         // SAFETY: own places.
         let places = unsafe { places.write(own.clone()) };
-        // SAFETY: nobody writes counts before the next barrier.
+        // SAFETY: no vCPU writes counts before the next barrier.
         let all = |vcpu: usize| unsafe { counts.read(vcpu * stride..vcpu * stride + range) };
         let values = lay_out(places, n, me, count, all);
         let first = u32::try_from(values.start).unwrap_or(0);
         let width = u32::try_from(values.len()).unwrap_or(0);
         let mut own_keys = [0; CHUNK];
-        // SAFETY: nobody writes keys any more.
+        // SAFETY: the keys are no longer written.
         for some in unsafe { keys.read(0..n) }.chunks(CHUNK) {
             let mut len = 0;
             for key in some {
-                // No branch: which keys are its own can't be foretold.
+                // Without a branch, as it would be unpredictable.
                 own_keys[len] = *key;
                 len += usize::from(key.wrapping_sub(first) < width);
             }
@@ -127,9 +127,9 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
     if !team.leads() {
         return Ok(outcome);
     }
-    // Serially: count the keys, drawn anew, and compare with what they make in order.
+    // Serially: count the keys, drawn again, and compare with their sorted order.
     let counts = heap.array::<u32>(range)?;
-    // SAFETY: only vCPU 0 knows it.
+    // SAFETY: only vCPU 0 uses it.
     let counts = unsafe { counts.write(0..range) };
     let mut chunk_keys = [0; CHUNK];
     let serial_ns = team.time(|| {

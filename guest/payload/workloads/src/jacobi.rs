@@ -1,5 +1,5 @@
-//! Jacobi's relaxation on a square grid: each step every inner point becomes the mean of its four neighbours. Each vCPU has some rows, and needs
-//! one row of each neighbour per step.
+//! Jacobi's relaxation on a square grid: in each step, every inner point becomes the mean of its four neighbours. Each vCPU has some
+//! rows, and needs one row of each adjacent vCPU per step.
 
 #![allow(unsafe_code)] // Parts of shared arrays.
 
@@ -9,7 +9,7 @@ use payload_spmd::{Figure, Heap, Outcome, Refused, Settings, Shared, Team};
 /// `n`: rows and columns (256); `steps` (20).
 pub const NAMES: &[&str] = &["n", "steps"];
 
-/// The grid at the start: the edge is hot and uneven, the inside cold.
+/// Initializes a row of the grid: the edge is hot and uneven, the inside cold.
 #[expect(clippy::cast_precision_loss, reason = "small numbers")]
 fn start(n: usize, row: usize, values: &mut [f64]) {
     for (column, value) in values.iter_mut().enumerate() {
@@ -18,7 +18,7 @@ fn start(n: usize, row: usize, values: &mut [f64]) {
     }
 }
 
-/// One row after a step.
+/// Computes one row of a step.
 fn step(target: &mut [f64], above: &[f64], row: &[f64], below: &[f64]) {
     let last = row.len() - 1;
     target[0] = row[0];
@@ -29,7 +29,7 @@ fn step(target: &mut [f64], above: &[f64], row: &[f64], below: &[f64]) {
     }
 }
 
-/// All steps; says which of the grids has the result.
+/// Runs all steps; returns the index of the grid with the result.
 fn relax(team: &Team<'_>, grids: &[Shared<f64>; 2], n: usize, steps: u64) -> usize {
     let mine = team.part(n - 2);
     let of = |row: usize| row * n..(row + 1) * n;
@@ -37,7 +37,7 @@ fn relax(team: &Team<'_>, grids: &[Shared<f64>; 2], n: usize, steps: u64) -> usi
     for _ in 0..steps {
         let (old, new) = (&grids[from], &grids[1 - from]);
         for row in mine.start + 1..mine.end + 1 {
-            // SAFETY: nobody writes the old grid in this step.
+            // SAFETY: no vCPU writes the old grid in this step.
             let [above, here, below] = [row - 1, row, row + 1].map(|row| unsafe { old.read(of(row)) });
             // SAFETY: only this vCPU uses this row of the new grid in this step.
             step(unsafe { new.write(of(row)) }, above, here, below);
@@ -48,17 +48,17 @@ fn relax(team: &Team<'_>, grids: &[Shared<f64>; 2], n: usize, steps: u64) -> usi
     from
 }
 
-/// Runs it.
+/// Runs the workload.
 ///
 /// # Errors
-/// Arguments or memory that don't do.
+/// Unsuitable arguments or memory.
 pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outcome, Refused> {
     let n = settings.size("n", 256, 3..=16384)?;
     let steps = settings.number("steps", 20, 1..=1 << 32)?;
     let grids: [Shared<f64>; 2] = [heap.array(n * n)?, heap.array(n * n)?];
     let reference: [Shared<f64>; 2] = [heap.array(n * n)?, heap.array(n * n)?];
     let fill = |team: &Team<'_>, grids: &[Shared<f64>; 2]| {
-        // The first and the last row belong to who has their neighbours.
+        // The first and the last row belong to the vCPUs of the adjacent rows.
         let inner = team.part(n - 2);
         let first = if team.index() == 0 { 0 } else { inner.start + 1 };
         let last = if team.index() + 1 == team.count() { n } else { inner.end + 1 };

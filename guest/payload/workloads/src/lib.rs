@@ -1,7 +1,7 @@
-//! SPMD workloads. Each has `NAMES` (its arguments) and `run`, which every vCPU calls, and compares its result with a serial computation by
-//! vCPU 0 that isn't measured.
+//! SPMD workloads. Each has `NAMES` (its arguments) and `run`, which every vCPU calls. vCPU 0 compares the result with a serial
+//! computation that isn't measured.
 //!
-//! | module | does | event |
+//! | module | work | event |
 //! |---|---|---|
 //! | [`ep`] | random pairs, no communication | pair |
 //! | [`matrix`] | matrix multiplication | multiplication |
@@ -9,11 +9,11 @@
 //! | [`cg`] | conjugate gradients with a sparse matrix | iteration |
 //! | [`integer_sort`] | counting sort | key |
 //! | [`search`] | breadth-first search in a random graph | edge |
-//! | [`producer_consumer`] | one writes, others read | message |
+//! | [`producer_consumer`] | one vCPU writes, others read | message |
 //! | [`locks`] | a counter under a ticket or a queue lock | hand-off |
-//! | [`false_sharing`] | each its own word of one page | store |
-//! | [`pages`] | many pages, each touched once by who does not have it | page |
-//! | [`storm`] | all at the same words, by stores, atomics and instructions with two pages | operation |
+//! | [`false_sharing`] | a word per vCPU in one page | store |
+//! | [`pages`] | many pages, each accessed once by a vCPU whose node has no copy | page |
+//! | [`storm`] | all vCPUs on the same words, by stores, atomics and instructions with two pages | operation |
 
 #![cfg_attr(not(test), no_std)]
 
@@ -33,14 +33,14 @@ mod testing;
 
 use core::hint::spin_loop;
 
-/// Passes about `times` pauses of the processor.
+/// Executes about `times` pause instructions.
 pub(crate) fn pause(times: u64) {
     for _ in 0..times {
         spin_loop();
     }
 }
 
-/// A checksum of numbers in order: FNV-1a over their bits, 64 at a time.
+/// Returns a checksum of numbers in order: FNV-1a over their bits, 64 at a time.
 pub(crate) fn checksum(numbers: impl IntoIterator<Item = u64>) -> u64 {
     numbers
         .into_iter()

@@ -1,19 +1,20 @@
-//! A counter under a lock that all vCPUs contend for. The counter is read and written apart, so that whoever gets in unduly loses
-//! counts; who is inside says so, and looks whether somebody else did. Without data nothing but the lock is shared, which shows what it costs alone: whether it came from another vCPU is seen
-//! from the tickets.
+//! A counter under a contended lock. The counter is read and written separately, so a violation of mutual exclusion loses counts. The
+//! lock's holder also stores its index, and checks that no other vCPU overwrites it. Without data, only the lock is shared, which
+//! shows its own cost: tickets show whether it came from another vCPU.
 
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use payload_spmd::{
     Figure, Heap, Outcome, OwnPage, QueueLock, QueuePlace, Refused, Settings, Team, TicketLock,
 };
 
-/// `kind`: ticket or queue; `times`: per vCPU (2000); `inside` and `outside`: pauses in and between (0, 0); `data`: shared or none (shared; none with tickets only);
-/// `turns`: with data=none, whether who had the lock asks again only when another one has asked for it (no).
+/// `kind`: ticket or queue; `times`: per vCPU (2000); `inside` and `outside`: pauses within and between (0, 0); `data`: shared or
+/// none (shared; none with tickets only); `turns`: with data=none, whether the last holder requests the lock again only after another
+/// vCPU has (no).
 pub const NAMES: &[&str] = &["kind", "times", "inside", "outside", "data", "turns"];
-/// Words of a page.
+/// Words per page.
 const PER_PAGE: usize = 512;
 
-/// vCPUs that can queue.
+/// Limit of vCPUs with a queue lock.
 const MAX_QUEUED_VCPUS: usize = 64;
 
 static TICKET: OwnPage<TicketLock> = OwnPage(TicketLock::new());
@@ -21,10 +22,10 @@ static QUEUE: OwnPage<QueueLock> = OwnPage(QueueLock::new());
 static PLACES: [OwnPage<QueuePlace>; MAX_QUEUED_VCPUS] =
     [const { OwnPage(QueuePlace::new()) }; MAX_QUEUED_VCPUS];
 
-/// Runs it. The locks are the program's, so there is one run at a time.
+/// Runs the workload. The locks are static, so there is one run at a time.
 ///
 /// # Errors
-/// Arguments, memory or a number of vCPUs that don't do.
+/// Unsuitable arguments, memory or number of vCPUs.
 pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outcome, Refused> {
     let queue = settings.word("kind", &["ticket", "queue"])? == 1;
     let times = settings.number("times", 2000, 1..=1 << 40)?;
@@ -48,12 +49,12 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
             count: team.count(),
         });
     }
-    // The counter, who is inside, and who was last, on a page that the lock isn't on.
+    // The counter, the current holder, and the last holder, on a page without the lock.
     let counters = heap.array::<AtomicU64>(3)?;
     let intrusions = heap.array::<AtomicU32>(1)?;
     let [counter, owner, last] = counters.atomics() else { return Err(Refused::Other("No counters")) };
     let me = team.index() as u64 + 1;
-    // How often the lock came from another vCPU; only the holder counts.
+    // Number of hand-offs from another vCPU; only the holder counts.
     let handed = heap.array::<AtomicU64>(1)?;
     let critical = || {
         if owner.swap(me, Ordering::Relaxed) != 0 {
@@ -69,9 +70,9 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
         }
         owner.store(0, Ordering::Relaxed);
     };
-    // Without data: how often each vCPU had the lock after another one, and how often at all, on a page of its own.
+    // Without data: number of hand-offs to each vCPU, and of its acquisitions, on a page of its own.
     let alone = heap.array::<AtomicU64>(PER_PAGE * team.count())?;
-    // Somebody has had its last turn, and asks no more.
+    // A vCPU has finished, and requests the lock no more.
     let ended = heap.array::<AtomicU32>(1)?;
     let nanoseconds = team.measure(|| {
         let (mut after_others, mut mine, mut next) = (0, 0, None);
@@ -89,7 +90,7 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
                 TICKET.0.with(critical);
             }
             crate::pause(outside);
-            // The ticket that it had.
+            // Its ticket.
             let had = next.unwrap_or(0_u32).wrapping_sub(1);
             while turns
                 && team.count() > 1

@@ -1,4 +1,4 @@
-//! Matrix multiplication: C = A B, each vCPU some rows of C.
+//! Matrix multiplication: C = A B; each vCPU computes some rows of C.
 
 #![allow(unsafe_code)] // Parts of shared arrays.
 
@@ -8,13 +8,13 @@ use payload_spmd::{Figure, Heap, Outcome, Random, Refused, Settings, Shared, Tea
 /// `n`: rows and columns (128); `seed` (1).
 pub const NAMES: &[&str] = &["n", "seed"];
 
-/// Row `row` of a random matrix.
+/// Fills row `row` of a random matrix.
 fn fill(row: &mut [f64], seed: u64) {
     let mut random = Random::new(seed);
     row.fill_with(|| random.unit() - 0.5);
 }
 
-/// One row of the product.
+/// Computes one row of the product.
 fn row(target: &mut [f64], left: &[f64], right: &[f64]) {
     target.fill(0.0);
     for (factor, row) in left.iter().zip(right.chunks_exact(target.len())) {
@@ -24,10 +24,10 @@ fn row(target: &mut [f64], left: &[f64], right: &[f64]) {
     }
 }
 
-/// Runs it.
+/// Runs the workload.
 ///
 /// # Errors
-/// Arguments or memory that don't do.
+/// Unsuitable arguments or memory.
 pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outcome, Refused> {
     let n = settings.size("n", 128, 1..=8192)?;
     let seed = settings.number("seed", 1, 0..=u64::MAX)?;
@@ -36,17 +36,17 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
     let reference = heap.array::<f64>(n * n)?;
     let of = |index: usize| index * n..(index + 1) * n;
 
-    // Who uses a row of A fills it; B is needed by all.
+    // The vCPU that uses a row of A fills it. All vCPUs need B.
     for (which, matrix) in (0_u64..).zip(&matrices) {
         for index in team.part(n) {
-            // SAFETY: rows of this vCPU, read by others after the barrier in `measure`.
+            // SAFETY: rows of this vCPU, which others read after the barrier in `measure`.
             fill(unsafe { matrix.write(of(index)) }, seed ^ which << 32 ^ (index as u64) << 1);
         }
     }
     let [left, right] = &matrices;
     let multiply = |team: &Team<'_>, target: &Shared<f64>| {
         for index in team.part(n) {
-            // SAFETY: A and B aren't written any more.
+            // SAFETY: A and B are no longer written.
             let (left, right) = unsafe { (left.read(of(index)), right.read(0..n * n)) };
             // SAFETY: rows of this vCPU.
             row(unsafe { target.write(of(index)) }, left, right);

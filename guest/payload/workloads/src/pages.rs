@@ -1,26 +1,27 @@
-//! One kind of access to many pages, each once, by vCPUs that don't have them: what a page costs where vCPUs share memory over a network.
+//! One kind of access to each of many pages, by vCPUs whose nodes have no copy: the cost of a page if nodes share memory over a
+//! network.
 
 use core::sync::atomic::{AtomicU64, Ordering};
 use payload_spmd::{Figure, Heap, Outcome, PAGE, Random, Refused, Settings, Team};
 
-/// `kind`: read, write or upgrade; `pages` (500); `words`: words of each page that vCPU 0 has written before, 1 to 512 (512).
+/// `kind`: read, write or upgrade; `pages` (500); `words`: words per page that vCPU 0 has written before, 1 to 512 (512).
 pub const NAMES: &[&str] = &["kind", "pages", "words"];
 
-/// What is measured.
+/// The measured access.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
-    /// The last vCPU reads what vCPU 0 has written.
+    /// The last vCPU reads data that vCPU 0 has written.
     Read,
-    /// The last vCPU writes there.
+    /// The last vCPU writes such data.
     Write,
-    /// vCPU 0 writes again what all others have read.
+    /// vCPU 0 writes data again that all others have read.
     Upgrade,
 }
 
-/// Runs it. Pages are visited in an order that doesn't go from one to the next.
+/// Runs the workload. The order of pages isn't sequential.
 ///
 /// # Errors
-/// Arguments or memory that don't do.
+/// Unsuitable arguments or memory.
 pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outcome, Refused> {
     let kind = match settings.word("kind", &["read", "write", "upgrade"])? {
         0 => Kind::Read,
@@ -32,7 +33,8 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
     let memory = heap.array::<AtomicU64>(pages * PAGE / 8)?;
     let wrong = heap.array::<AtomicU64>(1)?;
     let word = |page: usize, word: usize| &memory.atomics()[page * PAGE / 8 + word];
-    // The same order for all: a shuffle from a seed (Fisher and Yates). A vCPU's own, so that reading it costs no page of others.
+    // The same order for all: a shuffle from a seed (Fisher and Yates). Each vCPU has its own copy, so that reading it fetches no
+    // page of others.
     let order = heap.array::<AtomicU64>((pages * team.count()).next_multiple_of(PAGE / 8))?;
     let mine = &order.atomics()[pages * team.index()..pages * (team.index() + 1)];
     let mut random = Random::new(1);
@@ -45,7 +47,7 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
         mine[other].store(value, Ordering::Relaxed);
     }
     let shuffled = || mine.iter().map(|page| usize::try_from(page.load(Ordering::Relaxed)).unwrap_or(0));
-    // Numbers that no page shares, so that nothing of it looks like anything else.
+    // Unique values, so that no page equals another.
     let value = |page: usize, word: usize| (page as u64) << 32 | (word as u64) << 8 | 1;
     let fill = || {
         for page in 0..pages {
@@ -54,7 +56,7 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
             }
         }
     };
-    // What the last vCPU will find, it has never had, as nothing lies there before.
+    // The last vCPU's node has never had a copy of these pages, which were untouched before.
     if team.leads() {
         fill();
     }

@@ -1,28 +1,29 @@
 //! vCPU 0 writes messages, all others read each of them.
 //!
-//! `kind=watch`: a page with a number and data that depends on it; consumers look again and again, and never see data older than the number that they
-//! read before it, nor a number go back. `kind=ring`: a ring with a count of what each consumer has read; each message arrives whole.
+//! `kind=watch`: a page with a number and data that depends on it. Consumers poll; they must never see data that is older than a
+//! number read before, nor a decreasing number. `kind=ring`: a ring with a count of messages read per consumer; each message must
+//! arrive intact.
 
 use core::hint::spin_loop;
 use core::sync::atomic::{AtomicU64, Ordering};
 use payload_spmd::{Figure, Heap, Outcome, Refused, Settings, Shared, Team};
 
-/// `kind`: watch or ring; `messages` (2000); `words`: of a message, 8 bytes each, without its number (1); `slots` of the ring (16); `pace`: pauses between messages
-/// (0).
+/// `kind`: watch or ring; `messages` (2000); `words`: 8-byte words per message, without its number (1); `slots` of the ring (16);
+/// `pace`: pauses between messages (0).
 pub const NAMES: &[&str] = &["kind", "messages", "words", "slots", "pace"];
 
-/// Words of a page.
+/// Words per page.
 const PER_PAGE: usize = 512;
 
-/// Word `word` of message `number`.
+/// Returns word `word` of message `number`.
 fn content(number: u64, word: usize) -> u64 {
     number.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ word as u64
 }
 
-/// Runs it.
+/// Runs the workload.
 ///
 /// # Errors
-/// Arguments, memory or a number of vCPUs that don't do.
+/// Unsuitable arguments, memory or number of vCPUs.
 pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outcome, Refused> {
     let ring = settings.word("kind", &["watch", "ring"])? == 1;
     let messages = settings.number("messages", 2000, 1..=1 << 40)?;
@@ -37,7 +38,7 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
     let stride = 1 + words;
     let slots = if ring { slots } else { 1 };
     let data = heap.array::<AtomicU64>(slots * stride)?;
-    // How far each consumer has read, and what it found wrong, on a page of each.
+    // Each consumer's progress and its number of errors, on a page of its own.
     let read = heap.array::<AtomicU64>(PER_PAGE * team.count())?;
     let wrong = heap.array::<AtomicU64>(PER_PAGE * team.count())?;
 
@@ -68,12 +69,12 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
         .figure("wrong", Figure::Count(bad)))
 }
 
-/// Words last to first, then the number.
+/// Writes the words from last to first, then the number.
 fn write(data: &Shared<AtomicU64>, messages: u64, words: usize, pace: u64) {
     let data = data.atomics();
     for number in 1..=messages {
         for word in 0..words {
-            // The content is the number itself, so that a later one can be told from an earlier one.
+            // The content is the number itself, so that later messages are distinguishable from earlier ones.
             data[1 + word].store(number, Ordering::Release);
         }
         data[0].store(number, Ordering::Release);
@@ -81,7 +82,7 @@ fn write(data: &Shared<AtomicU64>, messages: u64, words: usize, pace: u64) {
     }
 }
 
-/// Looks until the last number is there. Counts how many different messages it saw, and returns how often it saw something impossible.
+/// Polls until the last number arrives. Counts the different messages it saw; returns the number of violations.
 fn watch(data: &Shared<AtomicU64>, seen: &AtomicU64, messages: u64, words: usize) -> u64 {
     let data = data.atomics();
     let (mut last, mut wrong, mut different) = (0, 0, 0);
@@ -129,7 +130,7 @@ fn produce(
     }
 }
 
-/// Reads all messages in order; returns how many words were wrong.
+/// Reads all messages in order; returns the number of wrong words.
 fn consume(data: &Shared<AtomicU64>, read: &AtomicU64, messages: u64, slots: usize, words: usize) -> u64 {
     let mut wrong = 0;
     for number in 1..=messages {

@@ -1,7 +1,8 @@
-//! Breadth-first search in a random graph with uneven degrees: level by level, each vCPU takes some vertices of the level, and vertices are claimed by
-//! compare-and-exchange.
+//! Breadth-first search in a random graph with uneven degrees. It proceeds level by level: each vCPU processes some vertices of the
+//! level, and claims vertices by compare-and-exchange.
 //!
-//! Source: the Graph500 specification: recursive-matrix graphs with parameters 0.57, 0.19, 0.19, and what makes a tree of parents right.
+//! Source: the Graph500 specification: recursive-matrix graphs with parameters 0.57, 0.19, 0.19, and the conditions of a correct
+//! parent tree.
 
 #![allow(unsafe_code)] // Parts of shared arrays.
 
@@ -13,7 +14,7 @@ pub const NAMES: &[&str] = &["scale", "degree", "roots", "seed"];
 
 /// No parent yet.
 const NONE: u32 = 0;
-/// Words of a page, so that each vCPU counts on its own.
+/// Words per page, so that each vCPU has its own page of counts.
 const PER_PAGE: usize = 512;
 
 /// The graph: neighbours of vertex v are `targets[starts[v]..starts[v + 1]]`.
@@ -33,7 +34,7 @@ impl Graph<'_> {
     }
 }
 
-/// Ends of edge `index`.
+/// Returns the ends of edge `index`.
 fn edge(seed: u64, index: u64, scale: u64) -> (u32, u32) {
     let mut random = Random::new(seed ^ index.wrapping_mul(0x9E6D_62D0_6F6A_9A9B));
     let (mut from, mut to) = (0, 0);
@@ -50,16 +51,16 @@ fn edge(seed: u64, index: u64, scale: u64) -> (u32, u32) {
     (from, to)
 }
 
-/// What one search uses.
+/// Memory of one search.
 #[derive(Clone, Copy)]
 struct Search {
-    /// One more than the parent.
+    /// Index of the parent plus one.
     parents: Shared<AtomicU32>,
-    /// Vertices of this level and of the next; those that a vCPU found are in its own part.
+    /// Vertices of this level and of the next. Each vCPU stores those that it found in its own part.
     found: [Shared<AtomicU32>; 2],
-    /// How many each vCPU found, for each of the two levels, on a page of each vCPU.
+    /// Number of vertices that each vCPU found, for both levels, on a page per vCPU.
     counts: Shared<AtomicU64>,
-    /// Bytes between the parts of two vCPUs.
+    /// Distance of two vCPUs' parts.
     stride: usize,
 }
 
@@ -74,7 +75,7 @@ impl Search {
         })
     }
 
-    /// Searches from a root; levels that there are.
+    /// Searches from a root; returns the number of levels.
     fn run(&self, team: &Team<'_>, graph: &Graph<'_>, root: u32) -> u32 {
         let parents = self.parents.atomics();
         let counts = self.counts.atomics();
@@ -98,7 +99,7 @@ impl Search {
                 return levels;
             }
             levels += 1;
-            // This vCPU's share of the level, which lies in parts one after another.
+            // This vCPU's share of the level, whose parts are consecutive.
             let share = team.part(total);
             let next = self.found[1 - now].atomics();
             let mut place = team.index() * self.stride;
@@ -130,8 +131,8 @@ impl Search {
     }
 }
 
-/// Depths of all vertices by the parents, in `depths` (1 for the root, 0 for those not reached); whether parents are a tree whose edges are in the
-/// graph and whose depths are those that a serial search finds.
+/// Computes the depths of all vertices from the parents in `depths` (1 for the root, 0 if not reached). Returns whether the parents
+/// form a tree whose edges are in the graph, with a serial search's depths.
 fn check(graph: &Graph<'_>, parents: &[AtomicU32], root: u32, depths: &mut [u32], queue: &mut [u32]) -> bool {
     depths.fill(0);
     depths[root as usize] = 1;
@@ -162,10 +163,10 @@ fn check(graph: &Graph<'_>, parents: &[AtomicU32], root: u32, depths: &mut [u32]
     })
 }
 
-/// Runs it.
+/// Runs the workload.
 ///
 /// # Errors
-/// Arguments or memory that don't do.
+/// Unsuitable arguments or memory.
 pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outcome, Refused> {
     let scale = settings.number("scale", 11, 1..=24)?;
     let degree = settings.size("degree", 8, 1..=64)?;
@@ -184,7 +185,7 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
         build(seed, scale, edges, starts, targets);
     }
     team.wait_patiently();
-    // SAFETY: nobody writes them any more.
+    // SAFETY: they are no longer written.
     let (starts, targets) = unsafe { (starts.read(0..vertices + 1), targets.read(0..2 * edges)) };
     let graph = Graph { starts, targets };
 
@@ -201,7 +202,7 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
         }
         let mut depth = 0;
         if number == 0 {
-            // The measured part is one phase for the machine below: the first search, which finds nothing in place.
+            // The measured part is one phase for the monitor: the first search, with cold caches.
             nanoseconds += team.measure(|| depth = search.run(team, &graph, root));
         } else {
             team.wait_patiently();
@@ -227,7 +228,7 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
         .figure("levels", Figure::Count(levels.into())))
 }
 
-/// The graph, undirected: each edge from both of its ends.
+/// Builds the undirected graph: each edge from both of its ends.
 fn build(seed: u64, scale: u64, edges: usize, starts: &mut [u32], targets: &mut [u32]) {
     let all = || (0..edges as u64).map(move |index| edge(seed, index, scale));
     starts.fill(0);
@@ -255,14 +256,14 @@ mod tests {
     use crate::testing::right;
     use std::sync::atomic::AtomicU32;
 
-    /// The tree is right for teams of any size, also with more vCPUs than vertices.
+    /// The tree is correct for teams of any size, also with more vCPUs than vertices.
     #[test]
     fn trees_are_right() {
         right(run, NAMES, &["scale=9", "roots=3"]);
         right(run, NAMES, &["scale=1", "degree=1", "roots=1", "seed=3"]);
     }
 
-    /// The check itself finds what is wrong: a parent that is no neighbour, one that is too deep, a vertex that was forgotten.
+    /// The check detects errors: a parent that isn't adjacent, one that is too deep, an omitted vertex.
     #[test]
     fn wrong_trees_are_found() {
         // A path 0 - 1 - 2 - 3.

@@ -1,4 +1,5 @@
-//! All vCPUs at the same words at once, for a time: what a memory protocol likes least. Shows that everybody gets on, and that nothing is lost.
+//! All vCPUs access the same words at once, for a time: the worst case of a memory protocol. Checks that every vCPU makes progress,
+//! and that no update is lost.
 
 #![allow(unsafe_code)] // Instructions with two memory operands, and accesses across pages.
 
@@ -6,18 +7,18 @@ use core::arch::asm;
 use core::sync::atomic::{AtomicU64, Ordering};
 use payload_spmd::{Figure, Heap, Outcome, PAGE, Refused, Settings, Team};
 
-/// `kind`: store (all store to one word), add (`lock xadd` on one word), move (`movsq` from page to page, both contended), cross (`lock add` and stores on words across
-/// two pages); `ms`: how long (200).
+/// `kind`: store (all store to one word), add (`lock xadd` on one word), move (`movsq` between two contended pages), cross (`lock
+/// add` and stores on words across two pages); `ms`: duration (200).
 pub const NAMES: &[&str] = &["kind", "ms"];
 
-/// Words of a page.
+/// Words per page.
 const PER_PAGE: usize = 512;
 const KINDS: &[&str] = &["store", "add", "move", "cross"];
 
-/// Runs it.
+/// Runs the workload.
 ///
 /// # Errors
-/// Arguments or memory that don't do.
+/// Unsuitable arguments or memory.
 pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outcome, Refused> {
     let kind = settings.word("kind", KINDS)?;
     let nanoseconds = settings.number("ms", 200, 1..=1 << 32)? * 1_000_000;
@@ -25,7 +26,7 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
     let done = heap.array::<AtomicU64>(PER_PAGE * team.count())?;
     let me = team.index() as u64 + 1;
     let (first, second) = (&pages.atomics()[0], &pages.atomics()[PER_PAGE]);
-    // Half of the word on each page.
+    // Half of the word is on each page.
     let across = pages.address().cast::<u8>().wrapping_add(PAGE - 4).cast::<u64>();
     if kind == 2 && team.leads() {
         first.store(1, Ordering::Relaxed);
@@ -42,15 +43,15 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
                         first.fetch_add(1, Ordering::Relaxed);
                     }
                     2 => {
-                        // The two directions in turn, and neighbours in opposite ones: each has what the other wants.
+                        // Both directions alternate, and adjacent vCPUs use opposite ones, so that each has the other's page.
                         let (from, to) = if turn & 1 == 0 { (first, second) } else { (second, first) };
-                        // SAFETY: moves one word between two that are atomics, and changes nothing else; DF is clear.
+                        // SAFETY: copies one word between two atomics, and changes nothing else; DF is clear.
                         unsafe {
                             asm!("movsq", inout("rsi") from.as_ptr() => _, inout("rdi") to.as_ptr() => _,
                                 options(nostack, preserves_flags));
                         }
                     }
-                    // SAFETY: the word lies in the two pages, and is used here only; it is only ever added to.
+                    // SAFETY: the word is in the two pages, and is used here only; the only change is addition.
                     _ => unsafe {
                         asm!("lock add qword ptr [{word}], 1", word = in(reg) across, options(nostack));
                     },
@@ -71,7 +72,7 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
     let right = match kind {
         0 => (1..=team.count() as u64).contains(&value),
         1 => value == total,
-        // They began as these, and moving makes nothing else.
+        // Their initial values; moves create no others.
         2 => [value, second.load(Ordering::Acquire)].iter().all(|word| [1, 2].contains(word)),
         _ => crossed == total,
     };

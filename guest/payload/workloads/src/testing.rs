@@ -16,7 +16,7 @@ impl Machine for Host {
 
 type Run = fn(&Team<'_>, &mut Heap, &Settings) -> Result<Outcome, Refused>;
 
-/// What vCPU 0 of a team of `count` threads finds, with 16 MiB of memory; all must agree on whether it is refused.
+/// Returns the result of vCPU 0 in a team of `count` threads, with 16 MiB of memory. All must agree whether the workload is refused.
 pub fn run(
     run: Run,
     names: &'static [&'static str],
@@ -48,7 +48,7 @@ pub fn run(
     results[0]
 }
 
-/// The same, for teams of 1, 2 and 3: each must come out right.
+/// Does the same for teams of 1, 2 and 3; each result must be correct.
 pub fn right(run_it: Run, names: &'static [&'static str], arguments: &[&'static str]) -> Vec<Outcome> {
     (1..=3)
         .map(|count| {

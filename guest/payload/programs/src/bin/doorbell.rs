@@ -1,5 +1,5 @@
-//! What leaving the guest costs: a port write and a store to device memory that go to the monitor, and a
-//! doorbell that stays in the kernel. Argument: how often each (1000).
+//! Measures the cost of leaving the guest: a port write and a store to device memory, which exit to the monitor, and a doorbell,
+//! which stays in the kernel. Argument: number of each (1000).
 
 #![no_std]
 #![no_main]
@@ -21,9 +21,9 @@ fn main(vcpu: Vcpu) -> u32 {
         let each = vcpu.nanoseconds(ticks) / times as f64 / 1000.0;
         println!("{what}: {each:.2} us");
     };
-    // SAFETY: an unserved port of the payload machine; writes do nothing.
+    // SAFETY: an unserved port of the payload machine; writes have no effect.
     show("port write, to the monitor", unsafe { access::port_out(abi::PORT_HOST, times) });
-    // SAFETY: the last word of the doorbell page is never a doorbell; stores there do nothing.
+    // SAFETY: the last word of the doorbell page is never a doorbell; stores there have no effect.
     let store = unsafe { access::store(info.doorbell.start + info.doorbell.size - 4, times) };
     show("store, to the monitor", store);
     if info.doorbell_count > 0 {

@@ -1,10 +1,13 @@
-//! Exercises for a VM that spans nodes, which check what they find. Arguments: pattern (all), rounds (1000).
+//! Exercises for a VM that spans nodes, which check their results. Arguments: pattern (all), rounds (1000).
 //!
-//! `counter`: every vCPU adds to one word; `message`: vCPU 0 writes a page and then a flag, the others read the flag and then the page;
-//! `sharing`: every vCPU counts in a word of its own, all in one page; `turns`: vCPUs write a page one after the other; `private`: every
-//! vCPU fills pages that nobody else uses. `endless` says when all vCPUs run, and counts for ever; in `alone` vCPU 0 says the same, and ends by itself after as many
-//! milliseconds as there are rounds; they aren't among `all`. Ends with 0
-//! when all was as it should be.
+//! - `counter`: every vCPU adds to one word.
+//! - `message`: vCPU 0 writes a page and then a flag; the others read the flag and then the page.
+//! - `sharing`: every vCPU counts in its own word, all in one page.
+//! - `turns`: vCPUs write a page in turn.
+//! - `private`: every vCPU fills pages that no other vCPU uses.
+//!
+//! Not in `all`: `endless` prints a line when all vCPUs run, and counts forever. `alone`: vCPU 0 prints the same, and ends after as
+//! many milliseconds as there are rounds. The exit code is 0 if all results are correct.
 
 #![no_std]
 #![no_main]
@@ -20,7 +23,7 @@ payload_runtime::entry!(main);
 const PAGE: usize = 4096;
 const WORDS: usize = PAGE / 8;
 
-/// A page of its own.
+/// A value on a page of its own.
 #[repr(align(4096))]
 struct Own<T>(T);
 
@@ -80,7 +83,7 @@ fn endless(vcpu: &Vcpu) -> ! {
     }
 }
 
-/// Memory that others have is needed no more, once it has been said.
+/// Afterwards, other vCPUs' memory is no longer needed.
 fn alone(vcpu: &Vcpu, milliseconds: u64) -> u32 {
     BARRIER.0.wait(vcpu.count());
     if vcpu.index() == 0 {
@@ -156,7 +159,7 @@ fn private(vcpu: &Vcpu, rounds: u64) {
     let words = (rounds.min(part / PAGE as u64 - 1)) * WORDS as u64;
     for pass in 0..2 {
         for word in 0..words {
-            // SAFETY: inside the part of free memory that this vCPU alone uses.
+            // SAFETY: inside the part of free memory that only this vCPU uses.
             let word_at = unsafe { AtomicU64::from_ptr(pointer_to::<u64>(start + word * 8)) };
             check(pass == 0 || word_at.load(Ordering::Relaxed) == word ^ start);
             word_at.store(word ^ start, Ordering::Relaxed);

@@ -1,4 +1,4 @@
-//! Each its own word of one page: `payload_workloads::false_sharing`.
+//! A word per vCPU in one page: `payload_workloads::false_sharing`.
 
 #![no_std]
 #![no_main]

@@ -1,5 +1,5 @@
-//! Does what must not be done, to show what the monitor says then. Argument: one of undefined, divide,
-//! unmapped, null, privileged, write-window, stack, panic.
+//! Causes an exception, to show the monitor's report. Argument: one of undefined, divide, unmapped, null, privileged, write-window,
+//! stack, panic.
 
 #![no_std]
 #![no_main]

@@ -1,4 +1,4 @@
-//! Says hello from every vCPU, and shows the arguments. `exit=N` among them sets the exit code.
+//! Prints a greeting from every vCPU, and the arguments. The argument `exit=N` sets the exit code.
 
 #![no_std]
 #![no_main]
@@ -36,13 +36,13 @@ fn main(vcpu: Vcpu) -> u32 {
     code
 }
 
-/// The first bytes of the window that are printable.
+/// Prints the printable characters at the start of the window.
 fn show_window(window: Region) {
     let mut text = [0_u8; 16];
     if window.size < 16 {
         return;
     }
-    // SAFETY: the window is mapped for reading, and at least that long.
+    // SAFETY: the window is mapped for reading, and has at least this length.
     unsafe { pointer_to::<[u8; 16]>(window.start).copy_to_nonoverlapping(&raw mut text, 1) };
     let printable = text.iter().take_while(|byte| (b' '..0x7f).contains(*byte)).count();
     if let Some(Ok(text)) = text.get(..printable).map(core::str::from_utf8) {

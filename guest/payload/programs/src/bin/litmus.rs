@@ -1,5 +1,5 @@
-//! Runs the litmus tests that the host put into this file: `payload_litmus`. Each prints a line of its own with all outcomes; what is allowed,
-//! the host knows.
+//! Runs the litmus tests that the host has written into this file: `payload_litmus`. Prints a line with all outcomes per test. The
+//! host decides which of them are allowed.
 
 #![no_std]
 #![no_main]
@@ -14,11 +14,11 @@ use payload_spmd::{Heap, Refused, Settings, Team};
 
 payload_runtime::entry!(main);
 
-/// `iterations` per test (1M); `round`: instances per round (1K); `meeting`: each, round, mixed or clock; `interval`: nanoseconds between
-/// instances by the clock (2000).
+/// `iterations` per test (1M); `round`: instances per round (1K); `meeting`: each, round, mixed or clock; `interval`: nanoseconds
+/// between instances with `clock` (2000).
 const NAMES: &[&str] = &["iterations", "round", "meeting", "interval"];
 
-// On pages of its own among the code, so that nobody writes there. The magic stands here alone: the host looks for it.
+// On separate pages among the code, so that no store changes them. The magic exists only here: the host searches for it.
 global_asm!(
     ".section .text.litmus, \"ax\"",
     ".balign 4096",
@@ -33,7 +33,7 @@ global_asm!(
 );
 
 unsafe extern "C" {
-    /// The table, as the host left it.
+    /// The table, as the host has written it.
     static litmus_table: [u8; HEADER_SIZE + CAPACITY];
 }
 
@@ -56,7 +56,7 @@ fn run(vcpu: Vcpu, team: &Team<'_>, heap: &mut Heap) -> Result<(), Refused> {
         2 => Meeting::Mixed,
         _ => Meeting::Clock(interval),
     };
-    // SAFETY: laid out above; nobody writes it while the program runs.
+    // SAFETY: laid out above; no code writes it while the program runs.
     let (header, tests) = unsafe { litmus_table.split_at(HEADER_SIZE) };
     let word = |at: usize| {
         let bytes = header.get(at..at + 4).and_then(|bytes| bytes.try_into().ok());
@@ -84,11 +84,11 @@ fn run(vcpu: Vcpu, team: &Team<'_>, heap: &mut Heap) -> Result<(), Refused> {
         let mut test = Test { record: &record, code: [None; _] };
         for (code, thread) in test.code.iter_mut().zip(&record.thread).take(threads) {
             let address = tests.as_ptr().wrapping_add(thread.code as usize);
-            // SAFETY: the host wrote a function there.
+            // SAFETY: the host has written a function there.
             *code = Some(unsafe { core::mem::transmute::<*const u8, Code>(address) });
         }
         let mut outcomes = None;
-        // SAFETY: the host's code keeps to what it is given.
+        // SAFETY: the host's code uses only its arguments.
         let ns = team.measure(|| outcomes = Some(unsafe { bench.run(team, &test, meeting, iterations) }));
         if let Some(outcomes) = outcomes.filter(|_| team.leads()) {
             println!(

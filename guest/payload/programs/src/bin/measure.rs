@@ -1,8 +1,7 @@
-//! Runs what the host asks for, one job after the other: the guest's side of `make bench`.
+//! Runs the host's jobs in sequence: the guest's side of `make bench`.
 //!
-//! vCPU *i* reads [`PORT_HOST`]` + i`; the host answers when it has written a job into the page *i* of free
-//! RAM (answer 1) or wants no more (answer 0). The ticks it took lie after the job, and the next read says
-//! that they are there. While it waits, a vCPU uses no processor.
+//! vCPU *i* reads [`PORT_HOST`]` + i`. The host answers 1 when it has written a job into page *i* of free RAM, and 0 if there are no
+//! more. The ticks are stored after the job, and the next read reports them. While it waits, a vCPU uses no processor.
 
 #![no_std]
 #![no_main]
@@ -22,12 +21,12 @@ fn main(vcpu: Vcpu) -> u32 {
     let job_at = pointer_to::<[u8; JOB_SIZE]>(page);
     let result_at = pointer_to::<u64>(page + JOB_SIZE as u64);
     while ports::read(PORT_HOST + port) == 1 {
-        // SAFETY: the page lies in free RAM; the host wrote it before it answered.
+        // SAFETY: the page is in free RAM; the host wrote it before its answer.
         let Some(job) = Job::from_bytes(&unsafe { job_at.read_volatile() }) else {
             println!("vCPU {port} was given a job that this program doesn't know");
             return 2;
         };
-        // SAFETY: the host gives addresses in free RAM, doorbells and ports that bear it.
+        // SAFETY: the host's addresses are in free RAM, and its doorbells and ports tolerate the accesses.
         let ticks = unsafe { job.run() };
         // SAFETY: aligned and in the same page.
         unsafe { result_at.write_volatile(ticks) };

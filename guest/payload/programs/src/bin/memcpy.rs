@@ -1,4 +1,4 @@
-//! Memory copy bandwidth. Arguments: size (64K), total bytes to copy (1G), variant (all of them).
+//! Measures memory copy bandwidth. Arguments: size (64K), total bytes to copy (1G), variant (all of them).
 
 #![no_std]
 #![no_main]
@@ -9,7 +9,7 @@ use payload_runtime::{Vcpu, println};
 
 payload_runtime::entry!(main);
 
-/// Buffers begin at a page of 2 MiB.
+/// Buffers start at a 2 MiB boundary.
 const ALIGNMENT: u64 = 2 << 20;
 
 fn main(vcpu: Vcpu) -> u32 {
@@ -52,8 +52,8 @@ fn main(vcpu: Vcpu) -> u32 {
             println!("{}: not on this processor", variant.name());
             continue;
         }
-        // SAFETY: both ranges lie in free RAM, which is this program's, and don't overlap; size and
-        // alignment were checked. The first copy maps the pages.
+        // SAFETY: both ranges are in free RAM, which only this program uses, and don't overlap. Size and alignment were checked. The
+        // first copy maps the pages.
         let ticks = unsafe {
             copy::once(variant, target, source, size);
             copy::repeat(variant, target, source, size, repeats)

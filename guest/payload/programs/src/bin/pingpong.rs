@@ -1,4 +1,4 @@
-//! Latency of a cache line between vCPUs 0 and 1. Argument: rounds (1M).
+//! Measures the latency of a cache line between vCPUs 0 and 1. Argument: rounds (1M).
 
 #![no_std]
 #![no_main]
@@ -10,7 +10,7 @@ use payload_runtime::{Barrier, Vcpu, println};
 
 payload_runtime::entry!(main);
 
-/// A line of its own, and the one that the prefetcher fetches with it.
+/// A cache line of its own, together with the adjacent one that the prefetcher fetches.
 #[repr(align(128))]
 struct Line(AtomicU64);
 

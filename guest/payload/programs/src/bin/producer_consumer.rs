@@ -1,4 +1,4 @@
-//! One writes, others read: `payload_workloads::producer_consumer`.
+//! One vCPU writes, the others read: `payload_workloads::producer_consumer`.
 
 #![no_std]
 #![no_main]

@@ -1,4 +1,4 @@
-//! All at the same words: `payload_workloads::storm`.
+//! All vCPUs access the same words: `payload_workloads::storm`.
 
 #![no_std]
 #![no_main]
