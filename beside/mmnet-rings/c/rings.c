@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0
-/* The rings of guest/mmnet in a process: what the rest of the module and Linux do for them. */
+/* The rings of guest/mmnet in a process, with substitutes for the rest of the module and for Linux. */
 #define _GNU_SOURCE
 #include <sys/mman.h>
 
@@ -31,7 +31,7 @@ struct guard {
 	size_t mapped;
 };
 
-/* The memory ends where the page begins that can't be touched; its size stands in a page of its own before it. */
+/* The memory ends at the inaccessible page. A page of its own before the memory holds the size. */
 void *shim_guarded(size_t bytes)
 {
 	size_t whole = (bytes + GUARD - 1) & ~(size_t)(GUARD - 1), mapped = whole + 3 * GUARD;
@@ -65,21 +65,21 @@ void rings_segment_free(void *segment)
 	shim_guarded_free(segment);
 }
 
-/* What the module's other files do. */
+/* Substitutes for the module's other files. */
 
 void neigh_queue(struct neigh *nb)
 {
-	/* The work that ends the link finds the violation. */
+	/* The work item that ends the link reads the violation. */
 	shim_must(nb->violation);
 }
 
 void neigh_link_put(struct neigh_link *link)
 {
-	/* The connection's own use is dropped by rings_end() only. */
+	/* Only rings_end() drops the connection's own reference. */
 	shim_must(!refcount_dec_and_test(&link->users) || !link->open);
 }
 
-/* The user. */
+/* Substitute for the user of the connection. */
 
 static void receive(struct neigh *nb, void *priv, const struct neigh_msg *msg)
 {
@@ -87,7 +87,7 @@ static void receive(struct neigh *nb, void *priv, const struct neigh_msg *msg)
 	struct rings_message *to;
 
 	(void)nb;
-	/* A message that isn't completed holds an id, and there are as many as entries. */
+	/* Each incomplete message holds an ID, and there are as many IDs as entries. */
 	shim_must(rings->received - rings->taken < rings->link.entries);
 	to = &rings->messages[rings->received++ & (rings->link.entries - 1)];
 	to->id = msg->id;

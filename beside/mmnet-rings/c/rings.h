@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0 */
-/* An end of a pair as the Linux module has it: what src/ffi.rs calls. */
+/* One end of a connection, run by the Linux module's ring code. src/ffi.rs declares these functions. */
 #ifndef CW_RINGS_H
 #define CW_RINGS_H
 
@@ -16,31 +16,31 @@ struct rings_message {
 
 struct rings;
 
-/* Zeroed memory for a segment, with pages that can't be touched before and behind it. */
+/* Returns zeroed memory for a segment, between inaccessible guard pages. */
 void *rings_segment(size_t bytes);
 void rings_segment_free(void *segment);
-/* extents: pairs of global start and last address of the peer's RAM. NULL when there is no memory. */
+/* extents: pairs of the first and the last global address of the peer's RAM. Returns NULL without memory. */
 struct rings *rings_new(void *segment, u32 entries, u32 epoch, u32 own, u32 peer, u64 base, u64 stride, u32 slots,
 			const u64 (*extents)[2], unsigned int count);
 void rings_free(struct rings *rings);
-/* A third VM whose window is mapped, and that the two have in common or not. */
+/* Maps the window of a third VM; common: the peer may read it, too. Returns false if the slot is unusable or memory is short. */
 bool rings_third(struct rings *rings, u32 slot, const u64 (*extents)[2], unsigned int count, bool common);
-/* Uses of its window: 1 is its own connection's. */
+/* Returns the reference count of a third VM's window. Its own connection holds one reference. */
 int rings_third_uses(const struct rings *rings, u32 slot);
 int rings_post(struct rings *rings, const struct neigh_part *parts, unsigned int count, u16 kind, u32 note, u64 cookie);
-/* One poll: what came in and what came back is kept for rings_received() and rings_sent(). True when it sleeps now. */
+/* Polls once; rings_received() and rings_sent() return the messages and completions. Returns true if the ring waits for a signal now. */
 bool rings_poll(struct rings *rings);
 bool rings_received(struct rings *rings, struct rings_message *message);
 bool rings_sent(struct rings *rings, u64 *cookie, u32 *status);
 void rings_complete(struct rings *rings, u32 id, u32 status);
 void rings_kick(struct rings *rings);
-/* The connection is over: everything that was posted comes back. */
+/* Ends the connection: completes every posted message. */
 void rings_end(struct rings *rings);
-/* Times that the peer was signalled. */
+/* Returns the number of signals to the peer. */
 u32 rings_signals(const struct rings *rings);
-/* Times that the module was told that there is room. */
+/* Returns the number of notifications that the ring has room. */
 u64 rings_rooms(const struct rings *rings);
-/* What the peer did that it must not, or NULL. */
+/* Returns the peer's violation of the protocol, or NULL. */
 const char *rings_violation(const struct rings *rings);
 
 #endif

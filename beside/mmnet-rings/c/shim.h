@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0 */
 /*
- * What the rings of guest/mmnet need of Linux, for a process. One thread at a time uses an end, so that locks only check that they are taken
- * and dropped in pairs. The words of a segment are shared with other threads: accesses to them are those of the kernel on x86-64, in the terms
- * of C11.
+ * The parts of Linux that the rings of guest/mmnet use, for a process. One thread at a time uses an end, so locks only check that lock and
+ * unlock alternate. Other threads share the words of a segment: their accesses are the kernel's on x86-64, as C11 atomics.
  */
 #ifndef CW_RINGS_SHIM_H
 #define CW_RINGS_SHIM_H
@@ -45,7 +44,7 @@ typedef u64 resource_size_t;
 	({ __typeof__(*(place)) found = old; \
 	   __atomic_compare_exchange_n(place, &found, new, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST); found; })
 
-/* A broken invariant of the module's own ends the process, as a test sees best. */
+/* A broken invariant of the module aborts the process, so that the test fails. */
 #define shim_must(condition) \
 	((condition) ? (void)0 : (fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #condition), abort()))
 #define WARN_ON_ONCE(condition) ({ bool found = (condition); shim_must(!found); found; })
@@ -128,11 +127,11 @@ struct wait_queue_head { int unused; };
 #define MAX_SKB_FRAGS 17
 #define PAGE_SHIFT 12
 #define NSEC_PER_USEC 1000U
-/* Parts are not looked into here. */
+/* The tests never access the bytes of a part. */
 #define pfn_to_page(pfn) ((struct page *)(uintptr_t)(pfn))
 #define offset_in_page(address) ((unsigned int)((address) & 4095))
 
-/* The poll doesn't look for longer than once, and time stands still. */
+/* The poll loop makes a single pass, and the clock is constant. */
 #define num_online_cpus() 1
 #define need_resched() true
 #define cpu_relax() ((void)0)
@@ -173,7 +172,7 @@ static inline u64 readq(const void *place)
 }
 
 #define GFP_KERNEL 0
-/* Zeroed, and followed by a page that can't be touched: what is written behind it ends the process. */
+/* Returns zeroed memory, followed by an inaccessible guard page: an overrun ends the process. */
 void *shim_guarded(size_t bytes);
 void shim_guarded_free(void *memory);
 #define kvcalloc(count, size, flags) shim_guarded((size_t)(count) * (size))
