@@ -9,7 +9,7 @@
 //! (parent-death signal), and the next bench removes its directory.
 //! its folder is removed by the next one.
 
-#![allow(unsafe_code)] // Only between fork and exec can a child be told to end with its parent.
+#![allow(unsafe_code)] // Between fork and exec, a child requests the signal on its parent's death.
 
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};

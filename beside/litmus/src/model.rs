@@ -263,7 +263,7 @@ impl Machine {
 pub fn outcomes(test: &Test, order: Order, memory: Memory) -> BTreeSet<Outcome> {
     let ways: Vec<Vec<Vec<Step>>> = test.threads.iter().map(|thread| expand(thread, memory)).collect();
     let mut found = BTreeSet::new();
-    // Every choice of a way per thread.
+    // Every combination of one path per thread.
     let mut choice = vec![0; ways.len()];
     loop {
         let steps: Vec<&[Step]> = ways.iter().zip(&choice).map(|(ways, way)| ways[*way].as_slice()).collect();

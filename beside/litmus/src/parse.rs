@@ -3,7 +3,7 @@
 //! ```text
 //! X86 SB                            architecture and name
 //! "store buffering"                 comments: in quotation marks, or Key=Value
-//! { x=0; uint64_t y=0; 0:ECX=5; }   what isn't named is 0
+//! { x=0; uint64_t y=0; 0:ECX=5; }   unnamed locations and registers are 0
 //!  P0          | P1          ;
 //!  MOV [x],$1  | MOV [y],$1  ;
 //!  MOV EAX,[y] | MOV EAX,[x] ;

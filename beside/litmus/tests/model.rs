@@ -1,5 +1,5 @@
 //! Checks the reference model against published results, against a second implementation, and against the axiomatic definition.
-#![allow(clippy::unwrap_used)] // Helpers of tests, which clippy does not take for tests.
+#![allow(clippy::unwrap_used)] // Clippy doesn't recognize helpers of tests as tests.
 
 use litmus::model::{Memory, Order, outcomes};
 use litmus::{Condition, Instruction, Observed, Operand, Register, Test, Width, corpus};

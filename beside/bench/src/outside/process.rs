@@ -1,6 +1,6 @@
 //! Processor time and end of other processes; a server and its client.
 
-#![allow(unsafe_code)] // wait4 is what tells what one child has used.
+#![allow(unsafe_code)] // wait4 returns one child's resource usage.
 
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};

@@ -218,8 +218,8 @@ fn an_address_alone_is_not_enough() {
 /// A way by which a guest loses the card or its memory.
 type Way = fn(&mut Table);
 
-/// A card that hasn't read what it was handed is reset before its holder loses it. It reads nothing afterwards, however
-/// late it continues. A card that ignores the reset would: the log shows it.
+/// A card with unread descriptors is reset before its holder loses it. It reads none of them after the reset. In the
+/// control, the card ignores the reset, and the log shows its reads.
 #[test]
 fn a_card_that_does_not_come_to_an_end_is_reset_first() {
     let handed_on: Way = |table| table.take(0);

@@ -1,5 +1,5 @@
 //! Integration tests of `causeway`. They form one binary, since each binary links everything.
-#![allow(clippy::unwrap_used)] // A test that can't go on has failed.
+#![allow(clippy::unwrap_used)] // A failed unwrap fails the test.
 
 mod cli;
 mod nodes;
