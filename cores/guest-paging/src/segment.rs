@@ -3,7 +3,7 @@
 use thiserror::Error;
 
 use crate::address::GuestVirtual;
-use crate::state::{CodeSize, PagingState};
+use crate::state::{CodeSize, EFER_LMA, PagingState};
 
 /// A segment register with what the processor has of its descriptor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -50,6 +50,19 @@ const EXPAND_DOWN: u8 = 1 << 2;
 const WRITABLE_OR_READABLE: u8 = 1 << 1;
 
 impl Segment {
+    /// Of CS: size of the code that runs.
+    pub fn code_size(&self, state: &PagingState) -> CodeSize {
+        if state.is_real_mode() || state.is_virtual_8086() {
+            CodeSize::Bits16
+        } else if state.efer & EFER_LMA != 0 && self.long {
+            CodeSize::Bits64
+        } else if self.default_32 {
+            CodeSize::Bits32
+        } else {
+            CodeSize::Bits16
+        }
+    }
+
     /// Linear address of the first of `bytes` bytes at `offset`.
     ///
     /// Offsets of 16- and 32-bit code are taken modulo 4 GiB; their linear addresses are 32 bits wide.
@@ -119,7 +132,7 @@ impl Segment {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::state::{CR0_PE, CR4_LA57, EFER_LMA};
+    use crate::state::{CR0_PE, CR4_LA57};
 
     const DATA: u8 = 0b0010;
 
@@ -208,10 +221,10 @@ mod tests {
     #[test]
     fn code_size_follows_mode_and_segment() {
         let segment = |long, default_32| Segment { long, default_32, ..data(0, 0) };
-        assert_eq!(long().code_size(&segment(true, false)), CodeSize::Bits64);
-        assert_eq!(long().code_size(&segment(false, true)), CodeSize::Bits32);
-        assert_eq!(protected().code_size(&segment(true, true)), CodeSize::Bits32);
-        assert_eq!(protected().code_size(&segment(false, false)), CodeSize::Bits16);
-        assert_eq!(PagingState::default().code_size(&segment(false, true)), CodeSize::Bits16);
+        assert_eq!(segment(true, false).code_size(&long()), CodeSize::Bits64);
+        assert_eq!(segment(false, true).code_size(&long()), CodeSize::Bits32);
+        assert_eq!(segment(true, true).code_size(&protected()), CodeSize::Bits32);
+        assert_eq!(segment(false, false).code_size(&protected()), CodeSize::Bits16);
+        assert_eq!(segment(false, true).code_size(&PagingState::default()), CodeSize::Bits16);
     }
 }

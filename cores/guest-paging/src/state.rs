@@ -1,7 +1,5 @@
 //! Registers that paging and segmentation depend on.
 
-use crate::segment::Segment;
-
 /// CR0.PE: protected mode.
 pub const CR0_PE: u64 = 1;
 /// CR0.WP: supervisor writes obey read-only pages.
@@ -80,19 +78,6 @@ impl CodeSize {
 }
 
 impl PagingState {
-    /// Size of the code in segment `cs`.
-    pub fn code_size(&self, cs: &Segment) -> CodeSize {
-        if self.is_real_mode() || self.is_virtual_8086() {
-            CodeSize::Bits16
-        } else if self.efer & EFER_LMA != 0 && cs.long {
-            CodeSize::Bits64
-        } else if cs.default_32 {
-            CodeSize::Bits32
-        } else {
-            CodeSize::Bits16
-        }
-    }
-
     /// Whether protected mode is off.
     pub fn is_real_mode(&self) -> bool {
         self.cr0 & CR0_PE == 0
