@@ -106,6 +106,7 @@ fn stage(stage: Option<Stage>) -> &'static str {
     match stage {
         Some(Stage::Reserving) => "reserving",
         Some(Stage::Copying) => "copying",
+        Some(Stage::Queued) => "queued",
         Some(Stage::Switching) => "switching",
         Some(Stage::Telling) => "telling",
         None => "",
@@ -151,6 +152,7 @@ pub(crate) fn state(registry: &Registry) -> proto::State {
                 }
                 .to_owned(),
                 owed: stored.owed.iter().flat_map(|owed| owed.keys()).map(|host| host.0).collect(),
+                waits_for: registry.behind(*id).map_or(0, |vm| vm.0),
             })
             .collect(),
         ..proto::State::default()

@@ -58,7 +58,7 @@ impl Refusal {
                 host(*owner)
             )),
             Refused::Busy(one, migration) => Self::Conflict(format!(
-                "VM {} can't be changed now: {migration} isn't over, and moves it or one of its peers. Wait for it, or cancel it",
+                "VM {} can't be changed now: {migration} isn't over, and moves it. Wait for it, or cancel it",
                 vm(*one)
             )),
             Refused::There(one, at) => {

@@ -23,6 +23,8 @@ pub struct Config {
     pub reserve_ms: u32,
     /// The coordinator gives up a migration whose sources haven't converged.
     pub copy_ms: u32,
+    /// The coordinator gives up a migration that has waited so long for its turn to switch over.
+    pub queue_ms: u32,
     /// A host that hasn't said in this time that it has done what was decided isn't waited for any longer: the VMs are free, and it is told when it is back.
     pub settle_ms: u32,
     /// How many hosts a host passes a message on to; 0: whoever has something to say says it to each host.
@@ -41,6 +43,7 @@ impl Default for Config {
             switch_ms: 2_000,
             reserve_ms: 2_000,
             copy_ms: 300_000,
+            queue_ms: 600_000,
             settle_ms: 10_000,
             fan: 4,
             announcements: 50,
@@ -81,4 +84,6 @@ pub enum Plant {
     ResumeInDoubt,
     /// A living daemon that the service takes for one that was started again takes its votes back.
     RenumberTakesVotesBack,
+    /// The coordinator lets a VM and its peer, of two migrations, switch over at the same time.
+    SwitchTogether,
 }

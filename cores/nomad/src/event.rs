@@ -131,6 +131,13 @@ pub enum Action {
         /// The destination.
         to: HostId,
     },
+    /// VMs that leave in a migration have to wait for a peer to move first; they are copied on. Said again while that is so.
+    Queued {
+        /// The migration.
+        migration: MigrationId,
+        /// The peer.
+        behind: VmId,
+    },
     /// Ends copying.
     EndCopy {
         /// The migration.

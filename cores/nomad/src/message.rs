@@ -6,6 +6,7 @@
 //!      │◀───────────────────────────── Reserved ──│                      │
 //!      │── Begin ─────────▶│ pre-copy ═══════════▶│                      │
 //!      │◀──── Converged ───│                      │                      │
+//!      │── Queued ────────▶│ goes on copying: a peer is in the switchover of another migration
 //!      │── Switch ────────▶│── Suspend ───────────────── tree ──────────▶│ queue pairs that face the VM stop
 //!      │                   │◀───────────────────────── Suspended ────────│
 //!      │                   │ the VM stops         │                      │
@@ -70,6 +71,13 @@ pub enum Body {
     Converged {
         /// The migration.
         migration: MigrationId,
+    },
+    /// All sources have converged, and have to wait: another migration moves a peer, and switches over first. Sources go on copying.
+    Queued {
+        /// The migration that waits.
+        migration: MigrationId,
+        /// The peer that moves first.
+        behind: VmId,
     },
     /// All sources have converged: a source is to stop its peers, then the VMs.
     Switch {
@@ -218,6 +226,9 @@ pub enum Reason {
     /// The owner isn't who it was at the beginning.
     #[error("a VM's owner changed meanwhile")]
     Epoch,
+    /// Peers' switchovers took too long.
+    #[error("it waited too long for migrations of its VMs' peers to switch over")]
+    Queue,
 }
 
 impl Body {
@@ -231,6 +242,7 @@ impl Body {
             Self::Reserved { .. } => "reserved",
             Self::Begin { .. } => "begin",
             Self::Converged { .. } => "converged",
+            Self::Queued { .. } => "queued",
             Self::Switch { .. } => "switch",
             Self::Suspend { .. } => "suspend",
             Self::Suspended { .. } => "suspended",

@@ -14,7 +14,7 @@ use crate::message::{Body, Message, Reason};
 use crate::names::{Epoch, HostId, Incarnation, MigrationId, Move, Node, Place, VmId};
 
 /// Version of the format.
-pub const VERSION: u8 = 1;
+pub const VERSION: u8 = 2;
 /// Bytes of the header.
 pub const HEADER: usize = 24;
 /// Most bytes of a message: a VM with all its peers.
@@ -80,10 +80,11 @@ fn kind(body: &Body) -> u8 {
         Body::Where { .. } => 20,
         Body::At { .. } => 21,
         Body::Gone { .. } => 22,
+        Body::Queued { .. } => 23,
     }
 }
 
-const REASONS: [Reason; 9] = [
+const REASONS: [Reason; 10] = [
     Reason::Cancelled,
     Reason::NoRoom,
     Reason::NotHere,
@@ -93,6 +94,7 @@ const REASONS: [Reason; 9] = [
     Reason::Late,
     Reason::Restarted,
     Reason::Epoch,
+    Reason::Queue,
 ];
 
 struct Writer<'a>(&'a mut Vec<u8>);
@@ -203,6 +205,10 @@ fn body(body: &Body, writer: &mut Writer<'_>) {
                 writer.u64(epoch.0);
             });
             writer.hosts(fan);
+        }
+        Body::Queued { migration, behind } => {
+            writer.u64(migration.0);
+            writer.u32(behind.0);
         }
         Body::Where { vm } => writer.u32(vm.0),
         Body::At { place } => writer.place(place),
@@ -370,6 +376,7 @@ fn parse_body(kind: u8, reader: &mut Reader<'_>) -> Result<Body, WireError> {
         20 => Body::Where { vm: reader.vm()? },
         21 => Body::At { place: reader.place()? },
         22 => Body::Gone { vm: reader.vm()?, epoch: reader.epoch()? },
+        23 => Body::Queued { migration: reader.migration()?, behind: reader.vm()? },
         kind => return Err(WireError::Field { field: "kind", value: u64::from(kind) }),
     })
 }

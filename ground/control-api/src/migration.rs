@@ -127,6 +127,9 @@ pub struct MigrationProgress {
     pub predicted_pause_ms: u64,
     /// Throttling of vCPUs in per cent of the time.
     pub throttle_percent: u8,
+    /// The peer that has to switch over first. Copying continues meanwhile, with little left to copy.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub waits_for: Option<String>,
     /// Time since the request in milliseconds.
     pub elapsed_ms: u64,
     /// The reason of a failure.

@@ -86,6 +86,9 @@ pub struct VmSummary {
     /// others.
     #[serde(default)]
     pub rdma_nics: u32,
+    /// It is copied to another host, and this VM, its peer, has to move first.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub waits_for: Option<String>,
 }
 
 /// Response to a command.

@@ -176,6 +176,12 @@ impl Registry {
         self.coordinator.stage(migration)
     }
 
+    /// The VM that has to move before a migration can switch over, since it is a peer of one of its VMs.
+    #[must_use]
+    pub fn behind(&self, migration: nomad::MigrationId) -> Option<VmId> {
+        self.coordinator.behind(migration)
+    }
+
     /// Messages of the coordinator, to be sent in this order. They may be lost.
     pub fn take_messages(&mut self) -> Vec<Message> {
         std::mem::take(&mut self.messages)
@@ -331,7 +337,6 @@ impl Registry {
         Ok(())
     }
 
-    /// Whether a host may say something: it is registered, and this is its present start.
     /// Whether a host is the one that the cluster knows, in its last start.
     ///
     /// # Errors

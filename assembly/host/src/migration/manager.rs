@@ -410,6 +410,7 @@ impl Mover {
                     return vec![Event::StreamBroke { migration }];
                 }
             }
+            Action::Queued { migration, behind } => self.wait_for(migration, behind),
             Action::EndCopy { migration } => {
                 let reason = self.why(migration);
                 for vm in keys(&self.leaving, migration) {
@@ -467,6 +468,14 @@ impl Mover {
         Vec::new()
     }
 
+    /// Another VM moves first: whoever asks what VMs of a migration wait for is told so.
+    fn wait_for(&self, migration: MigrationId, behind: VmId) {
+        let behind = self.name(behind).unwrap_or_else(|| behind.to_string());
+        for name in keys(&self.leaving, migration).into_iter().filter_map(|vm| self.name(vm)) {
+            self.phases.set_waits_for(&name, &behind);
+        }
+    }
+
     fn phase(&self, vm: VmId) -> Phase {
         self.name(vm).map(|name| self.phases.get(&name)).unwrap_or_default()
     }
@@ -514,8 +523,8 @@ impl Mover {
         self.draining.forget(Drain::Own(vm));
         self.leaving.remove(&vm);
         self.go_on(vm);
-        // It has never stopped: nobody else opens what was held when the switch-over began.
-        for peer in self.nomad.as_ref().map(|nomad| nomad.faces(vm)).unwrap_or_default() {
+        // It has never stopped: nobody else opens what was held when the switch-over began. A peer that is in a switch-over of its own is opened when that has ended.
+        for peer in self.nomad.as_ref().map(|nomad| nomad.open_faces(vm)).unwrap_or_default() {
             if let Some(place) = self.place(peer) {
                 self.open(vm, place);
             }

@@ -15,6 +15,8 @@ use crate::registry::Registry;
 
 /// An answer comes after so long at the latest.
 const LONGEST: Duration = Duration::from_secs(10);
+/// A monitor whose VM waits until another one has moved hears after so long that it does: it copies memory on, so that little is left when it is the VM's turn.
+const QUEUED: Duration = Duration::from_secs(1);
 /// A monitor whose VM moves with others hears after so long that some haven't asked.
 const GATHERING: Duration = Duration::from_secs(1);
 /// How often the service is asked whether they have.
@@ -40,7 +42,7 @@ pub(super) async fn step(
         Step::BeginTogether(wish) => return begin_together(cluster, registry, mover, vm, wish).await,
         Step::Converged(_) => {
             mover.said(vm, Said::Converged);
-            wait(mover, vm, |phase| ended(phase) || *phase == Phase::Stop).await
+            return Ok(may_stop(mover, vm, |phase| ended(phase) || *phase == Phase::Stop).await);
         }
         Step::Stopped(_) => {
             mover.said(vm, Said::Stopped);
@@ -65,6 +67,20 @@ pub(super) async fn step(
 async fn wait(mover: &MoverHandle, vm: &str, wanted: impl Fn(&Phase) -> bool) -> Phase {
     let waited = tokio::time::timeout(LONGEST, mover.phases().wait(vm, wanted)).await;
     waited.unwrap_or_else(|_| mover.phases().get(vm))
+}
+
+/// Little is left of a VM: whether it is its turn, or which one moves first.
+async fn may_stop(mover: &MoverHandle, vm: &str, wanted: impl Fn(&Phase) -> bool) -> MoveVmReply {
+    let until = Instant::now() + LONGEST;
+    loop {
+        let waited = tokio::time::timeout(QUEUED, mover.phases().wait(vm, &wanted)).await;
+        let phase = waited.unwrap_or_else(|_| mover.phases().get(vm));
+        let waits_for = mover.phases().waits_for(vm).filter(|_| !wanted(&phase));
+        if wanted(&phase) || waits_for.is_some() || Instant::now() > until {
+            let epoch = mover.phases().epoch(vm);
+            return MoveVmReply { epoch, waits_for: waits_for.unwrap_or_default(), ..reply(phase) };
+        }
+    }
 }
 
 fn reply(phase: Phase) -> MoveVmReply {

@@ -11,6 +11,7 @@ mod migrate_doubt;
 mod migrate_group;
 mod migrate_lost;
 mod migrate_pace;
+mod migrate_peers;
 mod moving;
 mod moving_hostile;
 mod several;

@@ -39,6 +39,7 @@ impl VmControl for Fake {
             uptime_seconds: 1.5,
             version: "0".into(),
             rdma_nics: 0,
+            waits_for: None,
         }
     }
     fn inspect(&self) -> Value {

@@ -61,6 +61,7 @@ impl Watch {
                 bytes_per_second: 0,
                 predicted_pause_ms: 0,
                 throttle_percent: 0,
+                waits_for: None,
                 elapsed_ms: 0,
                 problem: None,
                 timeline: None,
@@ -102,6 +103,14 @@ impl Watch {
             if let Err(error) = sent {
                 tracing::debug!(%error, "A report of the migration was not taken");
             }
+        }
+    }
+
+    /// Little is left, and another VM has to move first; `None`: not any more. Reported when it changes.
+    pub fn waits_for(&self, other: Option<String>) {
+        let known = self.lock().progress.as_ref().is_none_or(|progress| progress.waits_for == other);
+        if !known {
+            self.update(|progress| progress.waits_for = other);
         }
     }
 

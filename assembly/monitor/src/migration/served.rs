@@ -54,6 +54,17 @@ pub enum Verdict {
     GivenUp(String),
 }
 
+/// Whether the guest is to be stopped.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Turn {
+    /// Now.
+    Now,
+    /// Not yet: other VMs of the migration aren't ready.
+    Later,
+    /// Not before this VM, a peer of one of the migration's, has moved.
+    Behind(String),
+}
+
 /// How a daemon answers.
 type Asked = dyn Fn(&Step) -> Result<MoveVmReply, HostError> + Send + Sync;
 
@@ -109,18 +120,24 @@ impl Daemon {
     ) -> Self {
         let answer = move |step: &Step| {
             let (state, reason) = answer(step)?;
-            Ok(MoveVmReply { state: state.into(), reason, epoch: 3, ..MoveVmReply::default() })
+            let waits_for = if state == State::Copy { reason.clone() } else { String::new() };
+            Ok(MoveVmReply { state: state.into(), reason, epoch: 3, waits_for, ..MoveVmReply::default() })
         };
         let (client, vm, epoch) = (HostClient::new("nowhere"), String::new(), AtomicU64::new(0));
         let (doubt_after, again) = (Duration::ZERO, Duration::ZERO);
         Self { client, vm, answer: Box::new(answer), epoch, doubt_after, again }
     }
 
-    fn say(&self, step: &Step) -> Result<(State, String), HostError> {
+    fn ask(&self, step: &Step) -> Result<MoveVmReply, HostError> {
         let reply = (self.answer)(step)?;
         if reply.epoch != 0 {
             self.epoch.store(reply.epoch, Ordering::SeqCst);
         }
+        Ok(reply)
+    }
+
+    fn say(&self, step: &Step) -> Result<(State, String), HostError> {
+        let reply = self.ask(step)?;
         Ok((State::try_from(reply.state).unwrap_or(State::Pending), reply.reason))
     }
 
@@ -215,16 +232,18 @@ impl Daemon {
         }
     }
 
-    /// Little is left: whether the guest is to be stopped now. `false` after some seconds, where other VMs of the migration aren't ready.
+    /// Little is left: whether the guest is to be stopped now. Any other answer comes after some seconds.
     ///
     /// # Errors
     /// When the migration was given up.
-    pub fn may_stop(&self) -> Result<bool, MigrationError> {
-        match self.say(&Step::Converged(true)).map_err(refused)? {
-            (State::Stop, _) => Ok(true),
-            (State::Stays | State::Unknown, reason) => Err(MigrationError::GivenUp(reason)),
-            (State::Copy | State::Pending, _) => Ok(false),
-            (other, _) => Err(odd(other)),
+    pub fn may_stop(&self) -> Result<Turn, MigrationError> {
+        let reply = self.ask(&Step::Converged(true)).map_err(refused)?;
+        match State::try_from(reply.state).unwrap_or(State::Pending) {
+            State::Stop => Ok(Turn::Now),
+            State::Stays | State::Unknown => Err(MigrationError::GivenUp(reply.reason)),
+            State::Copy if !reply.waits_for.is_empty() => Ok(Turn::Behind(reply.waits_for)),
+            State::Copy | State::Pending => Ok(Turn::Later),
+            other => Err(odd(other)),
         }
     }
 

@@ -23,7 +23,7 @@ use super::policy::{Decision, Policy, RoundEnd};
 use super::postcopy::departing::{self, PostCopy};
 use super::progress::Watch;
 use super::sealed;
-use super::served::{BEGINNING, Daemon};
+use super::served::{BEGINNING, Daemon, Turn};
 use super::shape::Shape;
 
 /// How long the destination may be silent.
@@ -334,24 +334,42 @@ impl Departure<'_> {
     }
 
     /// Little is left: waits until the daemon, if there is one, says that the guest is to be stopped. Where other VMs that move together have
-    /// more to copy, memory is copied again meanwhile, so that what is left stays little. Returns what is left of before.
-    fn await_stop(&mut self, mut rest: Vec<DirtyPages>) -> Result<Vec<DirtyPages>, MigrationError> {
-        let machine = self.machine;
-        let Some(daemon) = machine.daemon() else { return Ok(rest) };
+    /// more to copy, or a peer moves first, memory is copied again meanwhile, so that what is left stays little. Returns what is left of before.
+    fn await_stop(&mut self, rest: Vec<DirtyPages>) -> Result<Vec<DirtyPages>, MigrationError> {
+        let Some(daemon) = self.machine.daemon() else { return Ok(rest) };
+        let stopped = self.await_turn(daemon, rest);
+        self.watch.waits_for(None);
+        stopped
+    }
+
+    fn await_turn(
+        &mut self,
+        daemon: &Daemon,
+        mut rest: Vec<DirtyPages>,
+    ) -> Result<Vec<DirtyPages>, MigrationError> {
         let began = Instant::now();
-        let limit = if self.together.is_empty() { Some(BEGINNING) } else { self.policy.timeout };
-        while !daemon.may_stop()? {
+        loop {
+            let behind = match daemon.may_stop()? {
+                Turn::Now => return Ok(rest),
+                Turn::Later => None,
+                Turn::Behind(other) => Some(other),
+            };
             if self.stop.is_set() {
                 return Err(MigrationError::Cancelled);
             }
+            // A VM that moves by itself, and waits for nobody, is to be stopped soon.
+            let waits = !self.together.is_empty() || behind.is_some();
+            let limit = if waits { self.policy.timeout } else { Some(BEGINNING) };
             if let Some(limit) = limit.filter(|limit| began.elapsed() > *limit) {
-                let text = format!("it waited for {} s to be stopped", limit.as_secs());
+                let first = behind.map(|other| format!(", since its peer, VM {other}, was to move first"));
+                let text =
+                    format!("it waited for {} s to be stopped{}", limit.as_secs(), first.unwrap_or_default());
                 return Err(MigrationError::GivenUp(text));
             }
-            rest = union(rest, machine.take_dirty()?);
+            self.watch.waits_for(behind);
+            rest = union(rest, self.machine.take_dirty()?);
             rest = self.rounds(rest, false)?.0;
         }
-        Ok(rest)
     }
 
     /// Copies memory while the guest runs, until what changed meanwhile is little enough, or shall come later; returns that, and whether. `present`: they are the pages that have

@@ -89,6 +89,7 @@ impl VmControl for Control {
             uptime_seconds: self.machine.started.elapsed().as_secs_f64(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
             rdma_nics: u32::try_from(description.rdma.len()).unwrap_or(u32::MAX),
+            waits_for: self.migration.progress().and_then(|progress| progress.waits_for),
         }
     }
 

@@ -506,6 +506,7 @@ impl Waiting {
             uptime_seconds: 0.0,
             version: env!("CARGO_PKG_VERSION").to_owned(),
             rdma_nics: u32::try_from(description.rdma.len()).unwrap_or(u32::MAX),
+            waits_for: None,
         };
         Self { summary, description, started, events, doubt }
     }

@@ -1,11 +1,13 @@
 //! The coordinator: who may run a VM, and how each migration is decided.
 //!
 //! ```text
-//! Reserving ─all destinations─▶ Copying ─all sources─▶ Switching ─all votes─▶ COMMIT ─all hosts─▶ finished
-//!     │                            │                       │                    │         ▲  ▲
-//!     └──── failure, restart, deadline, cancel ────────────┴──────▶ ABORT ──────┼─all hosts┘  │ all hosts
-//!                                                                     └deadline─┴─▶ released ─┘
+//! Reserving ─all destinations─▶ Copying ─all sources─▶ Queued ─no peer switches over─▶ Switching ─all votes─▶ COMMIT ─all hosts─▶ finished
+//!     │                            │                     │                               │                    │         ▲  ▲
+//!     └──── failure, restart, deadline, cancel ──────────┴───────────────────────────────┴──────▶ ABORT ──────┼─all hosts┘  │ all hosts
+//!                                                                                                   └deadline─┴─▶ released ─┘
 //! ```
+//! Peers may be copied at the same time. Their switchovers exclude each other, until all hosts have done what was decided ([`queue`]).
+//!
 //! A migration that is decided ends: hosts that don't say in time that they have done what was decided ([`Config::settle_ms`]) keep nobody. Its VMs are free, and
 //! the decision is kept for each of these hosts until it says so. It is told when it asks, when it says hello, and once in each such time.
 //!
@@ -14,6 +16,7 @@
 
 mod ledger;
 mod owed;
+mod queue;
 mod rollback;
 mod verbs;
 
@@ -60,6 +63,8 @@ pub enum Stage {
     Reserving,
     /// Most of the state to be copied.
     Copying,
+    /// The switchover of another migration, which moves a peer of one of its VMs.
+    Queued,
     /// The votes.
     Switching,
     /// It is decided: for the hosts to have done it.
@@ -108,6 +113,17 @@ struct Progress {
     unyielded: BTreeSet<HostId>,
     /// VMs that their owner doesn't have.
     lost: BTreeSet<VmId>,
+    /// While queued: the peer whose switchover is waited for, or whose turn is before.
+    behind: Option<VmId>,
+    /// Sources may have been asked to switch over.
+    switched: bool,
+}
+
+impl Progress {
+    fn new(stage: Stage, waiting: BTreeSet<HostId>) -> Self {
+        let (unyielded, lost) = (BTreeSet::new(), BTreeSet::new());
+        Self { stage, waiting, unyielded, lost, behind: None, switched: false }
+    }
 }
 
 /// The coordinator's state.
@@ -307,21 +323,21 @@ impl Coordinator {
 
     fn advance(&mut self, migration: MigrationId, actions: &mut Vec<Action>) {
         let Some(stored) = self.ledger.migrations.get(&migration) else { return };
-        let (sources, destinations) = hosts_of(&stored.moves);
+        let (sources, _) = hosts_of(&stored.moves);
         let Some(progress) = self.progress.get_mut(&migration) else { return };
         match progress.stage {
             Stage::Reserving => {
                 progress.stage = Stage::Copying;
                 progress.waiting = sources;
+                self.enter(migration, actions);
             }
             Stage::Copying => {
-                progress.stage = Stage::Switching;
-                progress.waiting = destinations;
-                progress.unyielded = sources;
+                progress.stage = Stage::Queued;
+                progress.waiting = sources;
+                self.admit(actions);
             }
-            Stage::Switching | Stage::Telling => return,
+            Stage::Queued | Stage::Switching | Stage::Telling => {}
         }
-        self.enter(migration, actions);
     }
 
     /// Says what a stage asks for, and sets its timers.
@@ -331,6 +347,7 @@ impl Coordinator {
         let after_ms = match stage {
             Stage::Reserving => self.config.reserve_ms,
             Stage::Copying => self.config.copy_ms,
+            Stage::Queued => self.config.queue_ms,
             Stage::Switching => self.config.switch_ms.saturating_mul(2),
             Stage::Telling => self.config.settle_ms,
         };
@@ -343,7 +360,7 @@ impl Coordinator {
         let Some(progress) = self.progress.get(&migration) else { return };
         let Some(stored) = self.ledger.migrations.get(&migration).cloned() else { return };
         let hosts = if progress.stage == Stage::Switching { &progress.unyielded } else { &progress.waiting };
-        let (stage, hosts) = (progress.stage, hosts.clone());
+        let (stage, hosts, behind) = (progress.stage, hosts.clone(), progress.behind);
         for host in hosts {
             let part = |is: &dyn Fn(&Move) -> HostId| {
                 stored.moves.iter().filter(|moved| is(moved) == host).copied().collect()
@@ -351,13 +368,18 @@ impl Coordinator {
             let body = match stage {
                 Stage::Reserving => Body::Reserve { migration, moves: part(&|moved| moved.to) },
                 Stage::Copying => Body::Begin { migration, moves: part(&|moved| moved.from) },
+                Stage::Queued => match behind {
+                    Some(behind) => Body::Queued { migration, behind },
+                    None => continue,
+                },
                 Stage::Switching => Body::Switch { migration },
                 Stage::Telling => self.decision_body(host, migration, &stored),
             };
             self.send(host, body, actions);
         }
         let Config { retry_ms, calm_ms, .. } = self.config;
-        let after_ms = if stage == Stage::Copying { calm_ms } else { retry_ms };
+        let calm = matches!(stage, Stage::Copying | Stage::Queued);
+        let after_ms = if calm { calm_ms } else { retry_ms };
         actions.push(Action::Timer { timer: Timer::Retry(migration), after_ms });
     }
 
@@ -396,15 +418,16 @@ impl Coordinator {
         self.write(Record::Aborted { migration }, actions);
         actions.push(Action::Ended { migration, decision: Decision::Aborted, reason: Some(reason) });
         self.tell_decision(migration, actions);
+        self.admit(actions);
     }
 
     fn tell_decision(&mut self, migration: MigrationId, actions: &mut Vec<Action>) {
         let Some(stored) = self.ledger.migrations.get(&migration) else { return };
         let (sources, destinations) = hosts_of(&stored.moves);
         let waiting = sources.union(&destinations).copied().collect();
-        let progress =
-            Progress { stage: Stage::Telling, waiting, unyielded: BTreeSet::new(), lost: BTreeSet::new() };
-        self.progress.insert(migration, progress);
+        // A coordinator that has just begun doesn't know how far it was.
+        let switched = self.progress.get(&migration).is_none_or(|before| before.switched);
+        self.progress.insert(migration, Progress { switched, ..Progress::new(Stage::Telling, waiting) });
         self.enter(migration, actions);
     }
 
@@ -424,6 +447,7 @@ impl Coordinator {
             Timer::Retry(migration) if self.is_owed(migration) => self.remind(migration, actions),
             Timer::Retry(migration) => self.say(migration, actions),
             Timer::Deadline(migration, Stage::Telling) => self.release(migration, actions),
+            Timer::Deadline(migration, Stage::Queued) => self.give_up(migration, Reason::Queue, actions),
             Timer::Deadline(migration, _) => self.give_up(migration, Reason::Late, actions),
         }
     }

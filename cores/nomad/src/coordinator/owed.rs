@@ -69,6 +69,7 @@ impl Coordinator {
             let lost = progress.lost.iter().copied().collect();
             self.progress.remove(&migration);
             self.write(Record::Finished { migration, lost }, actions);
+            self.admit(actions);
         }
     }
 
@@ -84,6 +85,7 @@ impl Coordinator {
         self.write(Record::Released { migration, owed, lost }, actions);
         let (timer, after_ms) = (Timer::Retry(migration), self.config.settle_ms);
         actions.push(Action::Timer { timer, after_ms });
+        self.admit(actions);
     }
 
     /// Whether a migration's decision is kept for hosts that haven't answered it.

@@ -40,5 +40,6 @@ impl Coordinator {
             self.progress.remove(&migration);
             self.remind(migration, actions);
         }
+        self.admit(actions);
     }
 }

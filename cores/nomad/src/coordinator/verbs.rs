@@ -3,7 +3,6 @@
 use super::{Action, Coordinator, Progress, Record, Stage};
 use crate::config::MAX_MOVES;
 use crate::names::{Epoch, HostId, MigrationId, Move, VmId};
-use std::collections::BTreeSet;
 
 /// Why a wish isn't granted.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -26,10 +25,8 @@ pub enum Refused {
     /// Nobody has heard of that host.
     #[error("{0} can't be forgotten: no such host has reported. See 'causeway cluster hosts'")]
     UnknownHost(HostId),
-    /// It, or a peer, moves already.
-    #[error(
-        "{0} can't move now: {1} isn't over, and moves it or one of its peers. Wait for it, or cancel it"
-    )]
+    /// It moves already.
+    #[error("{0} can't be changed now: {1} isn't over, and moves it. Wait for it, or cancel it")]
     Busy(VmId, MigrationId),
     /// A VM of that name is alive.
     #[error("{0} can't be started on {1}: it runs on {2}")]
@@ -40,10 +37,10 @@ pub enum Refused {
 }
 
 impl Coordinator {
-    /// Begins a migration of one VM or a group. All move, or none.
+    /// Begins a migration of one VM or a group. All move, or none. Peers of its VMs may be in another migration at the same time: the two switch over one after the other.
     ///
     /// # Errors
-    /// When it can't begin. A VM can't move while another migration moves it or one of its peers.
+    /// When it can't begin. A VM can't move while another migration moves it.
     pub fn migrate(
         &mut self,
         wishes: &[(VmId, HostId)],
@@ -64,8 +61,7 @@ impl Coordinator {
             if moves.iter().any(|moved| moved.vm == vm) {
                 return Err(Refused::Twice(vm));
             }
-            let busy = std::iter::once(vm).chain(self.ledger.peers(vm));
-            if let Some(other) = busy.filter_map(|vm| self.ledger.migration_of(vm)).next() {
+            if let Some(other) = self.ledger.migration_of(vm) {
                 return Err(Refused::Busy(vm, other));
             }
             let epoch = Epoch(owner.epoch.0.saturating_add(1));
@@ -74,8 +70,7 @@ impl Coordinator {
         let migration = MigrationId(self.ledger.last.0.saturating_add(1));
         let waiting = moves.iter().map(|moved| moved.to).collect();
         self.write(Record::Begun { migration, moves }, actions);
-        let (unyielded, lost) = (BTreeSet::new(), BTreeSet::new());
-        self.progress.insert(migration, Progress { stage: Stage::Reserving, waiting, unyielded, lost });
+        self.progress.insert(migration, Progress::new(Stage::Reserving, waiting));
         self.enter(migration, actions);
         Ok(migration)
     }
@@ -135,6 +130,7 @@ impl Coordinator {
         if up != self.ledger.links.contains(&(a, b)) {
             let record = if up { Record::Linked { a, b } } else { Record::Unlinked { a, b } };
             self.write(record, actions);
+            self.admit(actions);
         }
         Ok(())
     }

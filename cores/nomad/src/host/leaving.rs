@@ -116,6 +116,14 @@ impl Host {
         }
     }
 
+    /// The coordinator has heard that all sources have converged, and a peer moves first.
+    pub(super) fn queued(&mut self, migration: MigrationId, behind: VmId, actions: &mut Vec<Action>) {
+        let leaving = self.leaving.get(&migration);
+        if leaving.is_some_and(|leaving| matches!(&leaving.phase, Phase::Copying(left) if left.is_empty())) {
+            actions.push(Action::Queued { migration, behind });
+        }
+    }
+
     /// Stops the peers.
     pub(super) fn switch(&mut self, migration: MigrationId, actions: &mut Vec<Action>) {
         let Some(leaving) = self.leaving.get(&migration) else {

@@ -182,6 +182,13 @@ impl Host {
         self.vms.get(&vm).map(|found| found.faces.keys().copied().collect()).unwrap_or_default()
     }
 
+    /// Peers to which queue pairs of a VM of this host may send: not those that are held for a migration, be it the VM's or the peer's.
+    #[must_use]
+    pub fn open_faces(&self, vm: VmId) -> BTreeSet<VmId> {
+        let faces = self.vms.get(&vm).into_iter().flat_map(|found| &found.faces);
+        faces.filter(|(_, open)| **open).map(|(peer, _)| *peer).collect()
+    }
+
     /// Nothing goes on: no migration, no announcement, no queue pair that is held.
     #[must_use]
     pub fn is_quiet(&self) -> bool {
@@ -251,6 +258,7 @@ impl Host {
             Body::Welcome => self.greeted = true,
             Body::Reserve { migration, moves } => self.reserve(migration, moves, actions),
             Body::Begin { migration, moves } => self.begin(migration, moves, actions),
+            Body::Queued { migration, behind } => self.queued(migration, behind, actions),
             Body::Switch { migration } => self.switch(migration, actions),
             Body::Commit { migration, places } => self.commit(migration, &places, actions),
             Body::Abort { migration, places } => self.abort(migration, &places, actions),

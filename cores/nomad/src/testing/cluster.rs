@@ -561,7 +561,7 @@ impl Cluster {
                 engine.phases.insert(vm, (Answer::Pending, Epoch(0)));
                 work(Work::Copy(migration, vm));
             }
-            Action::EndCopy { .. } => {}
+            Action::EndCopy { .. } | Action::Queued { .. } => {}
             Action::Hold { migration, vm } => {
                 engine.holding.retain(|(_, other)| *other != vm);
                 engine.holding.insert((migration, vm));

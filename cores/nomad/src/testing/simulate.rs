@@ -435,6 +435,11 @@ pub fn run(seed: u64, plant: Plant) -> Result<Report, String> {
         if run.now >= migrate_at {
             let moves = wishes(&mut run.dice, &names, &run.cluster, hosts);
             let begun = run.cluster.migrate(&moves, &mut run.out);
+            if run.dice.chance(400) {
+                // Another one at the same time, of peers as often as not.
+                let moves = wishes(&mut run.dice, &names, &run.cluster, hosts);
+                run.cluster.migrate(&moves, &mut run.out);
+            }
             run.schedule();
             migrate_at = run.now + scale * u64::from(run.dice.between(1_000, 60_000));
             if let Some(migration) = begun.filter(|_| run.dice.chance(80)) {
@@ -496,6 +501,8 @@ pub enum Scene {
     Group,
     /// Two connected VMs change places, with a peer elsewhere.
     Swap,
+    /// As [`Scene::Swap`], in a migration each, at the same time.
+    Peers,
 }
 
 type Pairs = &'static [(u32, u32)];
@@ -507,13 +514,28 @@ type Pairs = &'static [(u32, u32)];
 pub fn run_with(scene: Scene, blow: Option<Blow>, plant: Plant) -> Result<Report, String> {
     let mut out = Vec::new();
     let cluster = Cluster::new(4, 30, config(plant, 0), &mut out);
-    let mut run = Run::new(Dice::new(7), cluster, out);
+    run_scene(Run::new(Dice::new(7), cluster, out), scene, blow)
+}
+
+/// A run without faults whose messages overtake each other by up to 60 ms.
+///
+/// # Errors
+/// What is wrong.
+pub fn run_slowly(scene: Scene, seed: u64, plant: Plant) -> Result<Report, String> {
+    let mut out = Vec::new();
+    let cluster = Cluster::new(4, 30, config(plant, 0), &mut out);
+    let mut run = Run::new(Dice::new(seed), cluster, out);
+    run.delays = 500;
+    run_scene(run, scene, None)
+}
+
+fn run_scene(mut run: Run, scene: Scene, blow: Option<Blow>) -> Result<Report, String> {
     run.schedule();
     while run.step(5_000) {}
     let (vms, links, moves): (&[u32], Pairs, Pairs) = match scene {
         Scene::One => (&[1, 3, 4], &[(1, 2), (1, 3), (2, 3)], &[(1, 2)]),
         Scene::Group => (&[1, 1, 2, 3], &[(1, 2), (2, 3), (3, 4), (1, 4)], &[(1, 4), (2, 4), (3, 1)]),
-        Scene::Swap => (&[1, 2, 3], &[(1, 2), (1, 3)], &[(1, 2), (2, 1)]),
+        Scene::Swap | Scene::Peers => (&[1, 2, 3], &[(1, 2), (1, 3)], &[(1, 2), (2, 1)]),
     };
     for (vm, host) in (1..).map(VmId).zip(vms) {
         run.cluster.start_vm(vm, HostId(*host), &mut run.out);
@@ -523,7 +545,10 @@ pub fn run_with(scene: Scene, blow: Option<Blow>, plant: Plant) -> Result<Report
     }
     let moves: Vec<_> = moves.iter().map(|(vm, to)| (VmId(*vm), HostId(*to))).collect();
     run.report.steps = 0;
-    run.cluster.migrate(&moves, &mut run.out).ok_or("The migration isn't begun")?;
+    let all: Vec<_> = if scene == Scene::Peers { moves.chunks(1).collect() } else { vec![&moves[..]] };
+    for moves in all {
+        run.cluster.migrate(moves, &mut run.out).ok_or("The migration isn't begun")?;
+    }
     run.schedule();
     let start = run.report.steps;
     let mut blow = blow;

@@ -2,7 +2,7 @@
 
 use std::hash::{Hash, Hasher};
 
-use super::cluster::{Cluster, Pending};
+use super::cluster::{Cluster, Pending, Work};
 use crate::config::{Config, Plant};
 use crate::names::{HostId, MigrationId, VmId};
 
@@ -46,6 +46,10 @@ pub struct Setup {
     pub links: Vec<(VmId, VmId)>,
     /// The migration.
     pub moves: Vec<(VmId, HostId)>,
+    /// Another one, asked for at the same time; empty: none.
+    pub beside: Vec<(VmId, HostId)>,
+    /// The beginning is where sources copy: what comes before happens in one order.
+    pub copying: bool,
     /// What is asked for afterwards, when the budget allows.
     pub then: Vec<(VmId, HostId)>,
     /// Faults.
@@ -118,8 +122,23 @@ impl World {
         for (one, other) in &setup.links {
             cluster.link(*one, *other, &mut out);
         }
-        let begun = cluster.migrate(&setup.moves, &mut out);
-        let verdict = if begun.is_none() { Some("the migration isn't begun".to_owned()) } else { None };
+        let all = [&setup.moves, &setup.beside].into_iter().filter(|moves| !moves.is_empty());
+        let begun = all.map(|moves| cluster.migrate(moves, &mut out)).collect::<Option<Vec<_>>>();
+        let verdict = if begun.is_none() { Some("a migration isn't begun".to_owned()) } else { None };
+        if setup.copying {
+            let mut kept = Vec::new();
+            while !out.is_empty() {
+                for pending in std::mem::take(&mut out) {
+                    match pending {
+                        Pending::Timer(..) | Pending::Deadline(..) | Pending::Work(_, _, Work::Copy(..)) => {
+                            kept.push(pending)
+                        }
+                        other => cluster.deliver(other, &mut out),
+                    }
+                }
+            }
+            out = kept;
+        }
         let mut world = Self { cluster, under_way: Vec::new(), budget: setup.budget, verdict };
         world.take_in(out);
         world
@@ -199,10 +218,10 @@ impl World {
         if self.budget.coordinator_kills > 0 {
             steps.push(Step::KillCoordinator);
         }
-        let migration = self.cluster.disk.last;
-        let over = !self.cluster.disk.migrations.contains_key(&migration);
-        if self.budget.cancels > 0 && !over {
-            steps.push(Step::Cancel(migration));
+        let migrations = &self.cluster.disk.migrations;
+        let over = migrations.is_empty();
+        if self.budget.cancels > 0 {
+            steps.extend(migrations.keys().map(|migration| Step::Cancel(*migration)));
         }
         if self.budget.more > 0 && over && !setup.then.is_empty() {
             steps.push(Step::Migrate);

@@ -9,7 +9,7 @@ mod scenarios;
 use model::explore;
 use nomad::Plant;
 use nomad::testing::world::{Budget, Setup};
-use scenarios::{NOTHING, all, budgets, one_peer, swap, two_peers};
+use scenarios::{NOTHING, all, budgets, one_peer, peers_apart, peers_cross, peers_part, swap, two_peers};
 
 /// One owner per epoch, no operation lost or repeated, queue pairs open only towards a VM that runs, the source unharmed before the
 /// commit point, and an end without further faults: whatever is lost, repeated, killed or late.
@@ -35,6 +35,18 @@ fn without_faults_all_move() {
         let found = explore(Setup { budget: NOTHING, settle: 4, ..cluster }, 300_000);
         assert!(found.fault.is_none(), "{name}: {:#?}", found.fault);
         assert!(found.complete && found.moved && !found.stayed, "{name}: {} states", found.states);
+    }
+}
+
+/// Two migrations of peers at the same time are both committed, in every order of events.
+#[test]
+fn without_faults_peers_move_at_the_same_time() {
+    for cluster in [peers_apart(), peers_cross(), peers_part()] {
+        let name = cluster.name;
+        let found = explore(Setup { budget: NOTHING, settle: 16, ..cluster }, 300_000);
+        println!("{name}: {} states, {} transitions, depth {}", found.states, found.transitions, found.depth);
+        assert!(found.fault.is_none(), "{name}: {:#?}", found.fault);
+        assert!(found.complete && found.both_moved && !found.stayed, "{name}: {} states", found.states);
     }
 }
 
@@ -122,4 +134,11 @@ fn a_guest_that_goes_on_in_doubt_is_found() {
 #[test]
 fn a_living_daemon_that_takes_its_votes_back_is_found() {
     finds(Plant::RenumberTakesVotesBack, one_peer(), Budget { renumbers: 1, ..NOTHING }, "VM 1");
+}
+
+/// The peer is stopped, and looked for, where it was.
+#[test]
+fn peers_that_switch_over_at_the_same_time_are_found() {
+    finds(Plant::SwitchTogether, peers_apart(), NOTHING, "VM");
+    finds(Plant::SwitchTogether, peers_cross(), NOTHING, "VM");
 }

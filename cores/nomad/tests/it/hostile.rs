@@ -32,7 +32,7 @@ fn moved(dice: &mut Dice) -> Move {
 fn body(dice: &mut Dice) -> Body {
     let migration = MigrationId(if dice.chance(20) { u64::MAX } else { u64::from(dice.below(5)) });
     let origin = host(dice);
-    match dice.below(22) {
+    match dice.below(23) {
         0 => Body::Hello,
         1 => Body::Welcome,
         2 => Body::Reserve { migration, moves: list(dice, moved) },
@@ -57,6 +57,7 @@ fn body(dice: &mut Dice) -> Body {
         18 => Body::Ready { after: migration, origin, hosts: list(dice, host) },
         19 => Body::Where { vm: vm(dice) },
         20 => Body::At { place: place(dice) },
+        21 => Body::Queued { migration, behind: vm(dice) },
         _ => Body::Gone { vm: vm(dice), epoch: Epoch(u64::from(dice.below(4))) },
     }
 }

@@ -37,6 +37,7 @@ fn reason() -> impl Strategy<Value = Reason> {
         Just(Reason::Late),
         Just(Reason::Restarted),
         Just(Reason::Epoch),
+        Just(Reason::Queue),
     ]
 }
 
@@ -75,6 +76,7 @@ fn body() -> impl Strategy<Value = Body> {
         (migration(), vec(place(), 0..5)).prop_map(|(migration, places)| Body::Abort { migration, places }),
         (migration(), vms()).prop_map(|(migration, lost)| Body::Settled { migration, lost }),
         migration().prop_map(|migration| Body::Outcome { migration }),
+        (migration(), vm()).prop_map(|(migration, behind)| Body::Queued { migration, behind }),
         (migration(), host(), running, hosts()).prop_map(|(after, origin, vms, fan)| Body::Running {
             after,
             origin,

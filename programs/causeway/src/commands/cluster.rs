@@ -221,12 +221,14 @@ fn migration_json(migration: &Migration, names: &Names) -> Value {
         })
         .collect();
     let owed: Vec<String> = migration.owed.iter().map(|host| names.host(*host)).collect();
+    let waits_for = (migration.waits_for != 0).then(|| names.vm(migration.waits_for));
     json!({
         "id": migration.id,
         "stage": migration.stage,
         "decision": migration.decision,
         "moves": moves,
         "kept_for": owed,
+        "waits_for": waits_for,
     })
 }
 

@@ -47,7 +47,7 @@ pub fn list(json: bool) -> anyhow::Result<()> {
     let line = |row: Row| match row.vm {
         Some(vm) => vec![
             row.name,
-            vm.state.to_string(),
+            state(&vm),
             vm.pid.to_string(),
             vm.vcpus.to_string(),
             ByteSize(vm.memory_bytes).to_string(),
@@ -59,6 +59,13 @@ pub fn list(json: bool) -> anyhow::Result<()> {
     output::print(&output::table(
         &std::iter::once(header).chain(rows.into_iter().map(line)).collect::<Vec<_>>(),
     ))
+}
+
+fn state(vm: &VmSummary) -> String {
+    match &vm.waits_for {
+        Some(other) => format!("{}, waits for {other} to move", vm.state),
+        None => vm.state.to_string(),
+    }
 }
 
 /// Formats an uptime: `3d 4h`, `5h 6m`, `7m 8s`, `9s`.
@@ -75,6 +82,28 @@ fn uptime(seconds: f64) -> String {
 
 #[cfg(test)]
 mod tests {
+    use control_api::types::VmState;
+
+    /// A VM that has to wait until a peer has moved says for which one.
+    #[test]
+    fn a_vm_that_waits_is_shown_with_what_it_waits_for() {
+        let mut vm = super::VmSummary {
+            name: "a".to_owned(),
+            pid: 1,
+            state: VmState::Running,
+            guest: String::new(),
+            vcpus: 1,
+            memory_bytes: 0,
+            uptime_seconds: 0.0,
+            version: String::new(),
+            rdma_nics: 1,
+            waits_for: None,
+        };
+        assert_eq!(super::state(&vm), "running");
+        vm.waits_for = Some("b".to_owned());
+        assert_eq!(super::state(&vm), "running, waits for b to move");
+    }
+
     #[test]
     fn uptimes_have_two_units_at_most() {
         let cases = [

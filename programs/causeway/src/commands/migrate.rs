@@ -143,6 +143,7 @@ pub fn follow(name: &str, monitor: &Packets, json: bool) -> anyhow::Result<Follo
                     asked_for = progress.pages_asked_for,
                     predicted_pause_ms = progress.predicted_pause_ms,
                     throttle_percent = progress.throttle_percent,
+                    waits_for = progress.waits_for.as_deref(),
                     "Moving"
                 );
             }

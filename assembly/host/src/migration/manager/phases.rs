@@ -52,6 +52,8 @@ struct Last {
     peers: Option<(u64, BTreeSet<String>)>,
     /// The epoch in which it runs here, or is to run here; 0: not known.
     epoch: u64,
+    /// While it is copied: the VM that moves first.
+    waits_for: Option<String>,
 }
 
 /// The phases of all VMs. Thread-safe.
@@ -80,9 +82,24 @@ impl Phases {
     pub fn set(&self, vm: &str, phase: Phase) {
         let mut all = self.all();
         make_room(&mut all, vm);
-        all.entry(vm.to_owned()).or_default().phase = phase;
+        let last = all.entry(vm.to_owned()).or_default();
+        last.phase = phase;
+        last.waits_for = None;
         drop(all);
         self.changed();
+    }
+
+    /// A VM that is copied has to wait until another one, its peer or a peer of its group, has moved.
+    pub fn set_waits_for(&self, vm: &str, other: &str) {
+        if let Some(last) = self.all().get_mut(vm).filter(|last| matches!(last.phase, Phase::Copying(_))) {
+            last.waits_for = Some(other.to_owned());
+        }
+    }
+
+    /// That other VM, by name.
+    #[must_use]
+    pub fn waits_for(&self, vm: &str) -> Option<String> {
+        self.all().get(vm)?.waits_for.clone()
     }
 
     /// A VM that leaves is about to stop: the hosts of its peers, which hold what faces it.
@@ -179,6 +196,19 @@ mod tests {
         assert_eq!(phases.get("a"), Phase::Stays("no".to_owned()), "the monitor hasn't heard of that");
         assert!(phases.begin("a", Some(2)));
         assert_eq!(phases.get("a"), Phase::Begun);
+    }
+
+    /// What a VM waits for is known while it is copied, and not when it is its turn.
+    #[test]
+    fn a_vm_waits_for_another_while_it_is_copied() {
+        let phases = Phases::default();
+        phases.set_waits_for("a", "b");
+        assert_eq!(phases.waits_for("a"), None, "it isn't copied");
+        phases.set("a", Phase::Copying(7));
+        phases.set_waits_for("a", "b");
+        assert_eq!(phases.waits_for("a").as_deref(), Some("b"));
+        phases.set("a", Phase::Stop);
+        assert_eq!(phases.waits_for("a"), None);
     }
 
     /// What has begun meanwhile isn't withdrawn.

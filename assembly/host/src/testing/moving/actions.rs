@@ -57,6 +57,7 @@ impl Cluster {
                 self.round(index, vm);
                 self.timer(0, Timed::Copied(index, migration, vm));
             }
+            Action::Queued { .. } => {}
             Action::EndCopy { migration } => {
                 let machine = &mut self.machines[index];
                 let ended: Vec<VmId> = machine

@@ -158,6 +158,58 @@ fn a_vm_that_moves_with_others_waits_for_them() {
     assert_eq!((of(0), of(1)), (b"firstlast".to_vec(), vec![3; 2 << 20]));
 }
 
+/// A peer moves first: the user sees which one, memory is copied on, and the guest is stopped when it is its turn. A cancel ends the wait.
+#[test]
+fn a_vm_waits_until_its_peer_has_moved() {
+    let waits_for = Arc::new(Mutex::new(Vec::new()));
+    let go = |cancels: bool| {
+        let watch = Arc::new(Watch::default());
+        let stop = watch.begin("there", None).unwrap();
+        let (seen, asked) = (Arc::clone(&waits_for), AtomicUsize::new(0));
+        let looked = Arc::clone(&watch);
+        let said = Daemon::answering(move |step: &Step| match step {
+            Step::Begin(_) | Step::Look(_) => Ok((State::Copy, String::new())),
+            Step::Converged(_) => {
+                seen.lock().unwrap().push(looked.progress().unwrap().waits_for);
+                match asked.fetch_add(1, Ordering::SeqCst) {
+                    0 | 1 => Ok((State::Copy, "b".to_owned())),
+                    2 if cancels => {
+                        looked.cancel().unwrap();
+                        Ok((State::Copy, "b".to_owned()))
+                    }
+                    _ => Ok((State::Stop, String::new())),
+                }
+            }
+            Step::Broken(_) => Ok((State::Stays, "it was cancelled".to_owned())),
+            _ => Ok((State::Moved, String::new())),
+        });
+        let mut machine = StandIn::new(vec![vec![5], vec![6, 7]]);
+        machine.daemon = Some(said);
+        let (to, noting) = (ram(MIB), Noting::default());
+        let (a, b, _) = wires(2, u64::MAX);
+        let here = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let theirs = Stop::default();
+                let taken = Streams::over(b, None, &theirs)
+                    .and_then(|streams| streams.take(&shape(), &to.memory(), &noting, &theirs));
+                if let Ok((mut landing, _)) = taken {
+                    let _ = landing.restored();
+                }
+            });
+            migrate(&machine, a, &request(1000, 0), &watch, &stop)
+        });
+        (here, machine, watch.progress().unwrap().waits_for)
+    };
+    let (here, _, left) = go(false);
+    let copied = here.unwrap().rounds.iter().filter(|round| !round.stopped).count();
+    assert_eq!((copied, left), (3, None), "copied again, twice, while it waited");
+    let b = || Some("b".to_owned());
+    assert_eq!(std::mem::take(&mut *waits_for.lock().unwrap()), [None, b(), b()]);
+    let (here, machine, left) = go(true);
+    assert!(matches!(here, Err(MigrationError::Cancelled)), "{here:?}");
+    assert_eq!((machine.stops.load(Ordering::SeqCst), left), (0, None), "its guest has never stopped");
+}
+
 /// A group that can't be: the guest never stands still, and nothing was copied.
 #[test]
 fn a_group_that_is_refused_stops_nobody() {

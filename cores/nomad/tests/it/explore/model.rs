@@ -9,6 +9,7 @@ struct Machine(Setup);
 
 const MOVED: &str = "a migration is committed";
 const STAYED: &str = "a migration is given up";
+const BOTH_MOVED: &str = "two migrations are committed";
 
 impl Model for Machine {
     type State = World;
@@ -31,6 +32,7 @@ impl Model for Machine {
             Property::always("invariants hold", |_, world: &World| world.verdict.is_none()),
             Property::sometimes(MOVED, |_, world: &World| world.cluster.ends.committed > 0),
             Property::sometimes(STAYED, |_, world: &World| world.cluster.ends.aborted > 0),
+            Property::sometimes(BOTH_MOVED, |_, world: &World| world.cluster.ends.committed > 1),
         ]
     }
 }
@@ -49,6 +51,8 @@ pub struct Found {
     pub moved: bool,
     /// Whether one was given up.
     pub stayed: bool,
+    /// Whether two were committed.
+    pub both_moved: bool,
     /// What is wrong, and the way there.
     pub fault: Option<(String, Vec<String>)>,
 }
@@ -64,15 +68,16 @@ pub fn explore(setup: Setup, transitions: usize) -> Found {
         .join();
     let discoveries = checker.discoveries();
     let (moved, stayed) = (discoveries.contains_key(MOVED), discoveries.contains_key(STAYED));
-    let fault =
-        discoveries.into_iter().find(|(name, _)| *name != MOVED && *name != STAYED).map(|(name, path)| {
-            let last = path.last_state();
-            if std::env::var_os("EXPLORE_STATE").is_some() {
-                eprintln!("{last:#?}");
-            }
-            let what = last.verdict.clone().unwrap_or_else(|| format!("Not so: {name}"));
-            (what, path.into_actions().iter().map(|step| format!("{step:?}")).collect())
-        });
+    let both_moved = discoveries.contains_key(BOTH_MOVED);
+    let ends = [MOVED, STAYED, BOTH_MOVED];
+    let fault = discoveries.into_iter().find(|(name, _)| !ends.contains(name)).map(|(name, path)| {
+        let last = path.last_state();
+        if std::env::var_os("EXPLORE_STATE").is_some() {
+            eprintln!("{last:#?}");
+        }
+        let what = last.verdict.clone().unwrap_or_else(|| format!("Not so: {name}"));
+        (what, path.into_actions().iter().map(|step| format!("{step:?}")).collect())
+    });
     Found {
         states: checker.unique_state_count(),
         transitions: checker.state_count(),
@@ -80,6 +85,7 @@ pub fn explore(setup: Setup, transitions: usize) -> Found {
         complete: fault.is_none() && checker.state_count() < transitions,
         moved,
         stayed,
+        both_moved,
         fault,
     }
 }

@@ -42,6 +42,8 @@ fn setup(
         links: links.iter().map(|(a, b)| (vm(a), vm(b))).collect(),
         moves: moves.iter().map(|(a, to)| (vm(a), HostId(*to))).collect(),
         then: then.iter().map(|(a, to)| (vm(a), HostId(*to))).collect(),
+        beside: Vec::new(),
+        copying: false,
         budget: NOTHING,
         config: config(),
         settle: 0,
@@ -79,9 +81,40 @@ pub fn chain() -> Setup {
     Setup { name: "chain", config: Config { fan: 1, ..plain.config }, ..plain }
 }
 
+/// Another migration is asked for at the same time, and the first one of these moves on when all is over.
+fn beside(setup: Setup, moves: &[(u32, u32)]) -> Setup {
+    let moves = moves.iter().map(|(vm, to)| (VmId(*vm), HostId(*to))).collect();
+    Setup { beside: moves, copying: true, ..setup }
+}
+
+/// Two connected VMs of two hosts move to a third one, in a migration each.
+pub fn peers_apart() -> Setup {
+    beside(setup("two peers at once", 3, &[1, 2], &[(1, 2)], &[(1, 3)], &[(1, 1)]), &[(2, 3)])
+}
+
+/// Two connected VMs change places, in a migration each.
+pub fn peers_cross() -> Setup {
+    beside(setup("two peers cross", 2, &[1, 2], &[(1, 2)], &[(1, 2)], &[(1, 1)]), &[(2, 1)])
+}
+
+/// Two connected VMs of one host go to two others, in a migration each.
+pub fn peers_part() -> Setup {
+    beside(setup("two peers part", 3, &[1, 1], &[(1, 2)], &[(1, 2)], &[(1, 1)]), &[(2, 3)])
+}
+
 /// All of them.
 pub fn all() -> Vec<Setup> {
-    vec![two_peers(), one_peer(), peers_on_both_hosts(), swap(), pair(), chain()]
+    vec![
+        two_peers(),
+        one_peer(),
+        peers_on_both_hosts(),
+        swap(),
+        pair(),
+        chain(),
+        peers_apart(),
+        peers_cross(),
+        peers_part(),
+    ]
 }
 
 /// Kinds of trouble.
