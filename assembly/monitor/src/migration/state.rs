@@ -7,8 +7,20 @@ use platform_devices::power::SavedPower;
 use platform_devices::serial::SavedSerial;
 use serde::{Deserialize, Serialize};
 
-/// Version of [`SavedMachine`]. Its parts have versions of their own.
-pub const MACHINE_STATE_VERSION: u32 = 1;
+/// Version of [`SavedMachine`], of a machine whose guest waits for something that it has asked for. Its parts have versions of their own.
+const MACHINE_STATE_VERSION: u32 = 2;
+/// Version of one whose guest doesn't: older releases restore it, too.
+const PLAIN_MACHINE_STATE_VERSION: u32 = 1;
+
+/// What a guest has asked of its machine as a whole. A power-off outweighs a reset.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum GuestRequest {
+    /// To be started anew.
+    Reset,
+    /// To be switched off.
+    PowerOff,
+}
 
 /// A PCI function and where it was.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -37,7 +49,7 @@ pub struct SavedDevices {
 /// A machine that stands still.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct SavedMachine {
-    /// [`MACHINE_STATE_VERSION`] of the writer.
+    /// Version of the layout: [`SavedMachine::version_for`] of the writer.
     pub version: u32,
     /// Whether it ran before it was stopped to be saved.
     pub running: bool,
@@ -49,9 +61,17 @@ pub struct SavedMachine {
     pub clock: SavedClock,
     /// Devices.
     pub devices: SavedDevices,
+    /// What the guest has asked for and doesn't have: whoever runs it carries that out. From version 2 on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub asked: Option<GuestRequest>,
 }
 
 impl SavedMachine {
+    /// The version of the state of a machine whose guest has asked for that.
+    pub fn version_for(asked: Option<GuestRequest>) -> u32 {
+        if asked.is_some() { MACHINE_STATE_VERSION } else { PLAIN_MACHINE_STATE_VERSION }
+    }
+
     /// As bytes: CBOR with field names.
     pub fn encode(&self) -> Result<Vec<u8>, String> {
         let mut bytes = Vec::new();
@@ -63,9 +83,9 @@ impl SavedMachine {
     pub fn decode(bytes: &[u8]) -> Result<Self, String> {
         let state: Self = ciborium::from_reader(bytes)
             .map_err(|error| format!("The VM's saved state is damaged: {error}"))?;
-        if state.version != MACHINE_STATE_VERSION {
+        if !(PLAIN_MACHINE_STATE_VERSION..=MACHINE_STATE_VERSION).contains(&state.version) {
             return Err(format!(
-                "The VM's saved state has version {}; this program restores version {MACHINE_STATE_VERSION}",
+                "The VM's saved state has version {}; this program restores versions {PLAIN_MACHINE_STATE_VERSION} to {MACHINE_STATE_VERSION}",
                 state.version
             ));
         }
@@ -112,7 +132,7 @@ mod tests {
             received: b"typed".to_vec(),
         };
         SavedMachine {
-            version: MACHINE_STATE_VERSION,
+            version: PLAIN_MACHINE_STATE_VERSION,
             running: true,
             vcpus: vec![vcpu(0), vcpu(1)],
             controller: SavedInterruptController::KernelIrqchip(Box::new(SavedKernelIrqchip {
@@ -141,6 +161,7 @@ mod tests {
                 serial: Some(serial),
                 power: SavedPower { version: 1, pending_events: 1, sleep_type: 0 },
             },
+            asked: None,
         }
     }
 
@@ -166,8 +187,25 @@ mod tests {
             let error = SavedMachine::decode(&bytes[..cut]).unwrap_err();
             assert!(error.contains("damaged"), "{error}");
         }
-        let newer = SavedMachine { version: 2, ..saved() }.encode().unwrap();
-        assert!(SavedMachine::decode(&newer).unwrap_err().contains("version 2"));
+        for version in [0, 3] {
+            let other = SavedMachine { version, ..saved() }.encode().unwrap();
+            let error = SavedMachine::decode(&other).unwrap_err();
+            assert!(error.contains(&format!("has version {version}")), "{error}");
+        }
+    }
+
+    /// What the guest has asked for comes along; a state without such a request is as older releases write and read it.
+    #[test]
+    fn what_a_guest_has_asked_for_is_part_of_the_state() {
+        for asked in [GuestRequest::Reset, GuestRequest::PowerOff].map(Some) {
+            let version = SavedMachine::version_for(asked);
+            let bytes = SavedMachine { version, asked, ..saved() }.encode().unwrap();
+            let back = SavedMachine::decode(&bytes).unwrap();
+            assert_eq!((back.version, back.asked), (2, asked));
+        }
+        let bytes = saved().encode().unwrap();
+        assert_eq!((SavedMachine::version_for(None), SavedMachine::decode(&bytes).unwrap().asked), (1, None));
+        assert!(!bytes.windows(5).any(|word| word == b"asked"));
     }
 
     proptest! {

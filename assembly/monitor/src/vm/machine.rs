@@ -207,12 +207,13 @@ impl Chassis {
             let text = "its saved state has other devices than were offered".to_owned();
             return Err(Error::BadSavedMachine(text));
         }
-        let SavedMachine { vcpus, controller, clock, devices, .. } = saved;
+        let SavedMachine { vcpus, controller, clock, devices, asked, .. } = saved;
         let machine = self.finish(sandbox, Some((&controller, &devices)), move |_| {
             Ok(vcpus.into_iter().map(|vcpu| VcpuStart::Restored(Box::new(vcpu))).collect())
         })?;
         machine.vm.restore_clock(&clock)?;
         machine.take_disks()?;
+        machine.events.remember(asked);
         *machine.state() = VmState::Paused;
         Ok(machine)
     }
@@ -291,6 +292,17 @@ impl Chassis {
     }
 }
 
+/// Who resets a machine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ResetBy {
+    /// Its guest.
+    Guest,
+    /// Its user.
+    User,
+    /// Its user, who answers for its not running elsewhere.
+    UserWithForce,
+}
+
 /// A machine with its guest. Thread-safe: the main thread and the API thread use it.
 pub struct Machine {
     /// What was asked for.
@@ -355,7 +367,8 @@ impl Machine {
         Ok(())
     }
 
-    /// Devices first, then vCPUs. Of a VM in doubt it is for the caller to know that it may run here.
+    /// Devices first, then vCPUs. Of a VM in doubt it is for the caller to know that it may run here. A guest that has asked for a reset or power-off gets that, and runs
+    /// nothing before.
     pub fn resume(&self) -> Result<(), Error> {
         let mut state = self.state();
         if matches!(*state, VmState::Paused | VmState::InDoubt) {
@@ -364,10 +377,17 @@ impl Machine {
             for (_, function) in self.root.functions() {
                 function.unquiesce()?;
             }
-            self.vcpus.resume()?;
+            if !self.events.say_again() {
+                self.vcpus.resume()?;
+            }
             *state = VmState::Running;
         }
         Ok(())
+    }
+
+    /// Whether its guest stands still for a migration, decided or not: what it has asked for goes with it.
+    pub fn is_away(&self) -> bool {
+        matches!(*self.state(), VmState::HandingOver | VmState::InDoubt)
     }
 
     /// Takes what only one host may hold. What is held already stays.
@@ -387,21 +407,25 @@ impl Machine {
         Ok(())
     }
 
-    /// Puts everything back to power-on state, loads the kernel again and runs it. One that is being handed over isn't reset, and one in doubt only if that is `forced`.
+    /// Puts everything back to power-on state, loads the kernel again and runs it. One that is being handed over isn't reset, one in doubt only by its user's `force`, and one that
+    /// is paused only by its user: what the guest asked for is kept until it goes on, here or elsewhere.
     ///
     /// `before_start` is called with all vCPUs paused in their new state: what they asked for until then is of the guest that was, what
     /// they ask for afterwards is of the new one. With an answer from it, the machine stays paused, and that is the answer.
     pub fn reset<T>(
         &self,
-        forced: bool,
+        by: ResetBy,
         before_start: impl FnOnce() -> Result<Option<T>, Error>,
     ) -> Result<Option<T>, Error> {
         let mut state = self.state();
-        if *state == VmState::HandingOver || *state == VmState::InDoubt && !forced {
-            tracing::warn!(
-                state = ?*state,
-                "A reset was dropped: the VM is being handed over, or it isn't known whether it runs elsewhere"
-            );
+        let waits = match *state {
+            VmState::HandingOver => true,
+            VmState::InDoubt => by != ResetBy::UserWithForce,
+            VmState::Paused => by == ResetBy::Guest,
+            _ => false,
+        };
+        if waits {
+            tracing::info!(state = ?*state, "A reset waits until the VM goes on, here or where it moves to");
             return Ok(None);
         }
         self.vcpus.pause()?;
@@ -425,6 +449,7 @@ impl Machine {
         if let Some(answer) = before_start()? {
             return Ok(Some(answer));
         }
+        self.events.carried_out();
         self.vcpus.resume()?;
         Ok(None)
     }

@@ -43,7 +43,7 @@ pub use threads::ThreadHook;
 use self::control::Control;
 use self::event::{Event, Events};
 use self::incoming::{Arrived, Doubt, LateMemory, ServedDevices, Switch, Waiting};
-use self::machine::{Chassis, Machine, Opened};
+use self::machine::{Chassis, Machine, Opened, ResetBy};
 use self::moving::MovingMachine;
 use self::reset_backoff::ResetBackoff;
 use crate::api::ApiListener;
@@ -183,6 +183,11 @@ fn wait(machine: &Machine, events: &mpsc::Receiver<Event>) -> Result<Outcome, Er
     loop {
         // `machine` holds a sender, so the channel can't close.
         let Ok(event) = events.recv() else { return Ok(Outcome::Stopped) };
+        if event.request().is_some() && !matches!(event, Event::Reset { .. }) && machine.is_away() {
+            // The machine's state has it; or it is said again, should the guest go on here.
+            tracing::info!(?event, "what the guest asks for goes with it");
+            continue;
+        }
         match event {
             Event::Machine(MachineEvent::PowerOff) => {
                 tracing::info!("the guest powered off");
@@ -209,7 +214,8 @@ fn wait(machine: &Machine, events: &mpsc::Receiver<Event>) -> Result<Outcome, Er
             }
             Event::Reset { forced } => {
                 tracing::info!(forced, "the API resets the machine");
-                if let Some(outcome) = reset(machine, events, Duration::ZERO, forced)? {
+                let by = if forced { ResetBy::UserWithForce } else { ResetBy::User };
+                if let Some(outcome) = reset(machine, events, Duration::ZERO, by)? {
                     return Ok(outcome);
                 }
                 backoff.restarted(Instant::now());
@@ -223,7 +229,7 @@ fn wait(machine: &Machine, events: &mpsc::Receiver<Event>) -> Result<Outcome, Er
                 } else {
                     guest_info!(log, ?event, delay_ms, "resetting the machine");
                 }
-                if let Some(outcome) = reset(machine, events, delay, false)? {
+                if let Some(outcome) = reset(machine, events, delay, ResetBy::Guest)? {
                     return Ok(outcome);
                 }
                 backoff.restarted(Instant::now());
@@ -239,25 +245,33 @@ fn reset(
     machine: &Machine,
     events: &mpsc::Receiver<Event>,
     delay: Duration,
-    forced: bool,
+    by: ResetBy,
 ) -> Result<Option<Outcome>, Error> {
     if !delay.is_zero() {
         machine.hold_vcpus()?;
-        if let Some(outcome) = drop_events(events, delay)? {
+        if let Some(outcome) = drop_events(machine, events, delay)? {
             return Ok(Some(outcome));
         }
     }
     // Requests of the guest that was: each of its vCPUs may have asked. The new one may ask for the next reset with its first instruction.
-    machine.reset(forced, || drop_events(events, Duration::ZERO))
+    machine.reset(by, || drop_events(machine, events, Duration::ZERO))
 }
 
 /// Drops, for that long, what concerns a guest that is being reset. Ends early when the VM ends, or when the API asks for a reset.
-fn drop_events(events: &mpsc::Receiver<Event>, wait: Duration) -> Result<Option<Outcome>, Error> {
+fn drop_events(
+    machine: &Machine,
+    events: &mpsc::Receiver<Event>,
+    wait: Duration,
+) -> Result<Option<Outcome>, Error> {
     let until = Instant::now() + wait;
     loop {
         match events.recv_timeout(until.saturating_duration_since(Instant::now())) {
             Err(_) => return Ok(None),
-            Ok(Event::Reset { .. }) if !wait.is_zero() => return Ok(None),
+            Ok(event @ Event::Reset { .. }) if !wait.is_zero() => {
+                // A paused machine is reset by its user only; else it is reset now, and this dropped.
+                machine.events.send(event);
+                return Ok(None);
+            }
             Ok(Event::Stop | Event::Machine(MachineEvent::ConsoleQuit) | Event::Signal(_)) => {
                 return Ok(Some(Outcome::Stopped));
             }

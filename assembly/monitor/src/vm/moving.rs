@@ -23,7 +23,7 @@ use crate::migration::served::Daemon;
 use crate::migration::service::Movable;
 use crate::migration::shape::{self, Shape};
 use crate::migration::source::Departing;
-use crate::migration::state::{MACHINE_STATE_VERSION, SavedDevices, SavedMachine, SavedPlace};
+use crate::migration::state::{SavedDevices, SavedMachine, SavedPlace};
 
 /// How long a destination that gave up may take to let go of the disks.
 const LETTING_GO: Duration = Duration::from_secs(10);
@@ -128,8 +128,10 @@ fn save(machine: &Machine, running: bool) -> Result<SavedMachine, Error> {
             });
         }
     }
+    // Its vCPUs stand still: they ask for nothing more.
+    let asked = machine.events.asked();
     Ok(SavedMachine {
-        version: MACHINE_STATE_VERSION,
+        version: SavedMachine::version_for(asked),
         running,
         vcpus: machine.vcpus.save()?,
         controller: machine
@@ -143,6 +145,7 @@ fn save(machine: &Machine, running: bool) -> Result<SavedMachine, Error> {
             serial: machine.devices.serial.as_ref().map(|serial| serial.save()),
             power: machine.devices.power.save(),
         },
+        asked,
     })
 }
 
@@ -224,7 +227,8 @@ impl Departing for MovingMachine {
         }
         let held = self.machine.vcpus.pause().and_then(|()| {
             std::thread::sleep(time);
-            self.machine.vcpus.resume()
+            // One that waits for its reset isn't to run before that.
+            if self.machine.events.asked().is_some() { Ok(()) } else { self.machine.vcpus.resume() }
         });
         if let Err(error) = held {
             tracing::warn!(error = line(&error), "The vCPUs can't be held back");

@@ -98,14 +98,14 @@ unsafe extern "C" {
 }
 
 /// Returns the bytes between two labels.
-fn code(begin: &'static u8, end: &'static u8) -> &'static [u8] {
+pub fn code(begin: &'static u8, end: &'static u8) -> &'static [u8] {
     let (begin, end) = (&raw const *begin, &raw const *end);
     // SAFETY: both labels are in the assembly above, the second behind the first, in data that never changes.
     unsafe { std::slice::from_raw_parts(begin, end.addr() - begin.addr()) }
 }
 
 /// Writes a vmlinux of these instructions: ELF with a PVH note.
-fn kernel(directory: &Path, code: &[u8]) -> PathBuf {
+pub fn kernel(directory: &Path, code: &[u8]) -> PathBuf {
     let mut file = b"\x7fELF\x02\x01\x01".to_vec();
     file.resize(16, 0);
     // Executable for x86-64, version 1, entry, two program headers at 64.
@@ -135,7 +135,7 @@ fn kernel(directory: &Path, code: &[u8]) -> PathBuf {
     path
 }
 
-fn has_kvm() -> bool {
+pub fn has_kvm() -> bool {
     let there = Path::new("/dev/kvm").exists();
     if !there {
         facilities::missing(facilities::Facility::Kvm, "small guests need /dev/kvm");
@@ -144,7 +144,7 @@ fn has_kvm() -> bool {
 }
 
 /// Returns `causeway run` in a directory of its own. `timeout` forwards signals, and ends a hanging process.
-fn run(directory: &Path, arguments: &[&str]) -> Command {
+pub fn run(directory: &Path, arguments: &[&str]) -> Command {
     let mut command = Command::new("timeout");
     command
         .args(["--signal=KILL", &HANG_LIMIT.as_secs().to_string(), env!("CARGO_BIN_EXE_causeway")])
@@ -161,7 +161,7 @@ fn run(directory: &Path, arguments: &[&str]) -> Command {
 }
 
 /// Ends the VM by a signal. Returns its status and its remaining log.
-fn end(mut vm: Child) -> (ExitStatus, String) {
+pub fn end(mut vm: Child) -> (ExitStatus, String) {
     kill_process(Pid::from_child(&vm), Signal::TERM).unwrap();
     let mut log = String::new();
     vm.stderr.take().unwrap().read_to_string(&mut log).unwrap();

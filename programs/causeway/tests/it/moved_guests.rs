@@ -1,0 +1,88 @@
+//! Guests of a few instructions that move between two monitors, by the shipped program.
+#![allow(unsafe_code)] // The guests are in this program, as assembly.
+
+use std::io::{BufRead as _, BufReader};
+use std::net::TcpListener;
+use std::process::{ChildStderr, Command};
+
+use crate::small_guests::{code, end, has_kvm, kernel, run};
+
+// 32-bit protected mode without paging, as PVH starts a guest. Nothing refers to its own address.
+std::arch::global_asm!(
+    ".pushsection .rodata",
+    ".code32",
+    // Prints the letter B, and resets, by the keyboard controller.
+    "boots_and_resets:",
+    "mov $0x3f8, %dx",
+    "mov $0x42, %al",
+    "out %al, %dx",
+    "mov $10, %al",
+    "out %al, %dx",
+    "mov $0xfe, %al",
+    "out %al, $0x64",
+    "1: hlt",
+    "jmp 1b",
+    "boots_and_resets_end:",
+    ".code64",
+    ".popsection",
+    options(att_syntax)
+);
+
+unsafe extern "C" {
+    static boots_and_resets: u8;
+    static boots_and_resets_end: u8;
+}
+
+/// Reads a log until a line has all of these words.
+fn wait_for(log: &mut BufReader<ChildStderr>, words: &[&str]) {
+    let mut all = String::new();
+    loop {
+        let mut line = String::new();
+        assert_ne!(log.read_line(&mut line).unwrap(), 0, "the VM has ended, without {words:?}: {all}");
+        if words.iter().all(|word| line.contains(word)) {
+            return;
+        }
+        all.push_str(&line);
+    }
+}
+
+/// A guest that has asked for a reset waits for it when its VM moves: it is reset where the VM goes. (The source dropped the request, and the guest waited for ever.)
+#[test]
+fn a_guest_that_waits_for_its_reset_gets_it_where_it_moves_to() {
+    if !has_kvm() {
+        return;
+    }
+    let [here, there] = [(); 2].map(|()| tempfile::tempdir().unwrap());
+    // SAFETY: the labels are data of this program.
+    let guest = kernel(here.path(), unsafe { code(&boots_and_resets, &boots_and_resets_end) });
+    let start = |directory: &tempfile::TempDir, more: &[&str]| {
+        let mut command = run(directory.path(), &["--console", "file:console", "--kernel"]);
+        let mut vm = command.arg(&guest).args(more).spawn().unwrap();
+        let log = BufReader::new(vm.stderr.take().unwrap());
+        (vm, log)
+    };
+    let (mut source, mut source_log) = start(&here, &[]);
+    let address = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).unwrap();
+    let (mut destination, mut log) = start(&there, &["--incoming", &address.to_string()]);
+    wait_for(&mut log, &["Waiting for a VM"]);
+    // From the request on it waits for almost a second, and boots in a moment: it moves while it waits.
+    wait_for(&mut source_log, &["resetting the machine", "delay_ms=800"]);
+    let moved = Command::new(env!("CARGO_BIN_EXE_causeway"))
+        .args(["migrate", "small", "--to", &address.to_string()])
+        .env("XDG_RUNTIME_DIR", here.path())
+        .output()
+        .unwrap();
+    assert!(moved.status.success(), "{}", String::from_utf8_lossy(&moved.stderr));
+    source.stderr = Some(source_log.into_inner());
+    let status = source.wait().unwrap();
+    assert!(status.success(), "{status}");
+    wait_for(&mut log, &["The VM has arrived"]);
+    // What it asked for at its source, and what it asks for then.
+    wait_for(&mut log, &["resetting the machine", "delay_ms=100"]);
+    wait_for(&mut log, &["resetting the machine", "delay_ms=200"]);
+    let console = std::fs::read_to_string(there.path().join("console")).unwrap();
+    assert!(console.contains('B'), "{console}");
+    destination.stderr = Some(log.into_inner());
+    let (status, log) = end(destination);
+    assert!(status.success(), "{status}: {log}");
+}
