@@ -136,7 +136,7 @@ fn payload(frame: &Frame) -> (Kind, Vec<u8>) {
         }
         Frame::Offer(bytes) => (Kind::Offer, bytes.clone()),
         Frame::State(bytes) => (Kind::State, bytes.clone()),
-        Frame::End(pages) => (Kind::End, encoded(&End { pages: u64::from(*pages) })),
+        Frame::End(pages) => (Kind::End, encoded(&End { standing_us: None, pages: u64::from(*pages) })),
         Frame::EndOf(bytes) => (Kind::End, bytes.clone()),
         Frame::Accepted(bytes) => (Kind::Accepted, bytes.clone()),
         Frame::Sentence(bytes) => (Kind::Refused, bytes.clone()),

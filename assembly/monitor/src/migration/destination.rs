@@ -185,6 +185,7 @@ impl Streams {
             sender: Sender::new(),
             from,
             rest: None,
+            pause: None,
         };
         match landing.take(streams, ours, memory, devices, version, stop) {
             Ok(state) => Ok((landing, state)),
@@ -203,6 +204,7 @@ pub struct Landing {
     sender: Sender,
     from: String,
     rest: Option<Rest>,
+    pause: Option<Pause>,
 }
 
 /// What only the first stream carries.
@@ -214,6 +216,23 @@ struct Control<'a> {
     memory: &'a GuestMemorySpace,
     /// Pages that come later, where the source has asked whether they may.
     late: Option<PageSet>,
+    /// Since when the guest stands still.
+    pause: Option<Pause>,
+}
+
+/// How long the guest has stood still, by clocks that run evenly: the source's until it had sent everything, this side's since that has come. What lies between, on the network,
+/// isn't measured.
+#[derive(Debug, Clone, Copy)]
+pub struct Pause {
+    at_source: Duration,
+    came: Instant,
+}
+
+impl Pause {
+    /// By now.
+    pub fn so_far(&self) -> Duration {
+        self.at_source.saturating_add(self.came.elapsed())
+    }
 }
 
 /// Disks that are copied along, as one stream's thread has them.
@@ -275,6 +294,11 @@ impl Landing {
         &self.from
     }
 
+    /// How long the guest stands still, where its source says since when; once all has come.
+    pub fn pause(&self) -> Option<Pause> {
+        self.pause
+    }
+
     /// What comes after the guest, if anything does; once.
     pub fn take_rest(&mut self) -> Option<Rest> {
         self.rest.take()
@@ -313,7 +337,7 @@ impl Landing {
 
         let mut others = others;
         let streams = others.len() + 1;
-        let mut control = Control { devices, sender: &mut self.sender, version, streams, memory, late: None };
+        let mut control = Control { devices, sender: &mut self.sender, version, streams, memory, late: None, pause: None };
         let filling = OnceLock::new();
         let disks = Disks { filling: &filling, stream: 0, stop };
         let (first, rest) = std::thread::scope(|scope| {
@@ -346,6 +370,7 @@ impl Landing {
             Ok(state)
         });
         let state = state.inspect_err(|_| filling.get().into_iter().for_each(Filling::say_incomplete))?;
+        self.pause = control.pause;
         if let Some(missing) = control.late.filter(|missing| missing.count() > 0) {
             let mut others = others
                 .into_iter()
@@ -471,6 +496,11 @@ fn fill(
                 }
                 if let (None, Some(filling)) = (&control, disks.filling.get()) {
                     filling.ended(disks.stream);
+                }
+                if let Some(control) = control {
+                    let pause =
+                        |us| Pause { at_source: Duration::from_micros(us), came: Instant::now() };
+                    control.pause = end.standing_us.map(pause);
                 }
                 return Ok(state);
             }

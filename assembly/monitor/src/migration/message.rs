@@ -90,6 +90,9 @@ pub struct Accepted {
 pub struct End {
     /// Pages that this stream carried, repeated ones counted again.
     pub pages: u64,
+    /// How long the guest has stood still by now, as the source's monotonic clock says, microseconds. Older sources don't say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub standing_us: Option<u64>,
 }
 
 /// As CBOR with field names, so that fields can be added.

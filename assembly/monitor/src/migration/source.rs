@@ -319,7 +319,9 @@ impl Departure<'_> {
         self.send_devices().map_err(standing)?;
         self.control().and_then(|control| control.send(Kind::State, &state)).map_err(standing)?;
         for stream in &mut self.streams {
-            let end = message::encode(&End { pages: stream.announced }).map_err(standing)?;
+            let standing_us = u64::try_from(stopped.elapsed().as_micros()).ok();
+            let end = End { pages: stream.announced, standing_us };
+            let end = message::encode(&end).map_err(standing)?;
             stream.send(Kind::End, &end).map_err(standing)?;
         }
         if self.post_copy.is_some() {

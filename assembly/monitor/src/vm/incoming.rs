@@ -333,7 +333,7 @@ pub fn land(
     let began = Instant::now();
     let Arrived { mut landing, saved, devices, fetching } = arrived;
     let running = saved.running;
-    let machine = match chassis.restore(sandbox, saved) {
+    let machine = match chassis.restore(sandbox, saved, landing.pause()) {
         Ok(machine) => Arc::new(machine),
         Err(error) => {
             fetching.iter().for_each(Fetching::abandon);

@@ -1,7 +1,7 @@
 //! The assembled machine: made once from a description, then run, paused, reset and taken apart.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use control_api::types::VmState;
 use firmware::MachineMap;
@@ -22,12 +22,13 @@ use pci::function::PciFunction as _;
 use pci::root::PciRoot;
 use virtio_devices::block::DiskContent;
 
-use super::boot;
+use super::{boot, clock};
 use super::devices::{Devices, OpenedDevices};
 use super::error::Error;
 use super::event::{Event, Events};
 use super::threads;
 use crate::description::{BootProtocol, Guest, HugePages, LinuxBoot, VmDescription};
+use crate::migration::destination::Pause;
 use crate::migration::shape::Shape;
 use crate::migration::state::{SavedDevices, SavedMachine};
 use crate::sandbox::{Sandbox, ThreadKind};
@@ -194,8 +195,13 @@ impl Chassis {
         })
     }
 
-    /// The machine as it was saved, paused; its RAM has come already. Disks belong to it afterwards.
-    pub fn restore(self, sandbox: &Sandbox, saved: SavedMachine) -> Result<Machine, Error> {
+    /// The machine as it was saved, paused; its RAM has come already. Disks belong to it afterwards. `pause`: since when its guest stands still, if that is known.
+    pub fn restore(
+        self,
+        sandbox: &Sandbox,
+        saved: SavedMachine,
+        pause: Option<Pause>,
+    ) -> Result<Machine, Error> {
         let ids: Vec<u32> = saved.vcpus.iter().map(|vcpu| vcpu.id).collect();
         if ids != self.shape.vcpus {
             let text = format!("its saved state has vCPUs {ids:?}, this machine has {:?}", self.shape.vcpus);
@@ -207,11 +213,21 @@ impl Chassis {
             let text = "its saved state has other devices than were offered".to_owned();
             return Err(Error::BadSavedMachine(text));
         }
-        let SavedMachine { vcpus, controller, clock, devices, asked, .. } = saved;
-        let machine = self.finish(sandbox, Some((&controller, &devices)), move |_| {
+        let SavedMachine { vcpus, controller, clock: saved_clock, devices, asked, .. } = saved;
+        let mut machine = self.finish(sandbox, Some((&controller, &devices)), move |_| {
             Ok(vcpus.into_iter().map(|vcpu| VcpuStart::Restored(Box::new(vcpu))).collect())
         })?;
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let now_ns = u64::try_from(now.as_nanos()).unwrap_or(u64::MAX);
+        let (clock, difference) = clock::bounded(&saved_clock, pause.as_ref().map(Pause::so_far), now_ns);
         machine.vm.restore_clock(&clock)?;
+        if let Some(nanoseconds) = difference {
+            tracing::warn!(
+                difference_ms = nanoseconds / 1_000_000,
+                "The hosts' wall clocks differ: the guest's clock goes on by the measured pause. Keep both by NTP"
+            );
+            machine.clock_differed = true;
+        }
         machine.take_disks()?;
         machine.events.remember(asked);
         *machine.state() = VmState::Paused;
@@ -287,6 +303,7 @@ impl Chassis {
             map: self.map,
             boot: self.boot,
             shape: self.shape,
+            clock_differed: false,
             state: Mutex::new(VmState::Starting),
         })
     }
@@ -327,6 +344,8 @@ pub struct Machine {
     pub controller: Arc<dyn InterruptController>,
     /// What the guest sees of it.
     pub shape: Shape,
+    /// It came from a host whose wall clock wasn't believed.
+    pub clock_differed: bool,
     ram: GuestRam,
     topology: CpuTopology,
     controller_at_start: SavedInterruptController,

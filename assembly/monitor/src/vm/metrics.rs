@@ -39,6 +39,12 @@ pub fn families(machine: &Machine, exits: &ExitTable) -> Vec<Family> {
         gauge("kvm_memory_bytes", "Guest RAM.", machine.description.memory.size),
         gauge("kvm_running", "1 while the vCPUs run.", u64::from(*machine.state() == VmState::Running)),
     ];
+    let mut clocks = Family::counter(
+        "migration_clock_differences_total",
+        "Arrivals from a host whose wall clock differed too much to be believed.",
+    );
+    clocks.add_count(&[], u64::from(machine.clock_differed));
+    families.push(clocks);
     families.extend(exit_families(exits));
     let mut by_metric: Vec<Family> = Vec::new();
     for (_, function) in machine.root.functions() {

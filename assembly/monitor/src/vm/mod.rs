@@ -8,6 +8,7 @@
 //! ```
 
 mod boot;
+mod clock;
 mod control;
 mod devices;
 mod error;

@@ -540,7 +540,7 @@ fn a_source_that_lies_is_refused() {
                 control.send(Kind::Block, &block);
             }
             control.send_if_heard(Kind::State, STATE);
-            control.send_if_heard(Kind::End, &message::encode(&End { pages: 0 }).unwrap());
+            control.send_if_heard(Kind::End, &message::encode(&End { pages: 0, standing_us: None }).unwrap());
             let There::No(reason) = arriving.join().unwrap() else { panic!("{expected}") };
             assert!(reason.contains(expected), "{reason}");
         });
@@ -571,7 +571,7 @@ fn a_stream_that_ends_early_is_not_waited_for() {
         let disk = WishedDisk { name: "disk0".to_owned(), bytes, device: false, named: true };
         control.send(Kind::Mirror, &message::encode(&Wish { disks: vec![disk] }).unwrap());
         control.expect(Kind::Mirror);
-        let end = message::encode(&End { pages: 0 }).unwrap();
+        let end = message::encode(&End { pages: 0, standing_us: None }).unwrap();
         other.send(Kind::End, &end);
         control.send(Kind::Settle, &[]);
         control.expect(Kind::Settled);

@@ -328,7 +328,7 @@ fn a_source_that_lies_cannot_overwrite_the_guest() {
             // Pages 5 and 6 are missing.
             control.send(Kind::Missing, &[0u64.to_le_bytes(), 0b110_0000u64.to_le_bytes()].concat());
             control.send(Kind::State, STATE);
-            let none = message::encode(&End { pages: 0 }).unwrap();
+            let none = message::encode(&End { pages: 0, standing_us: None }).unwrap();
             control.send(Kind::End, &none);
             wishes.send(Kind::End, &none);
             push.send(Kind::End, &none);
