@@ -276,33 +276,21 @@ impl Keeper {
         Ok(events)
     }
 
-    /// Begins a migration of VMs, or of a group to one host.
-    pub fn migrate(
-        &mut self,
-        wishes: &[(String, String)],
-        group: Option<(&str, &str)>,
-        now: Instant,
-    ) -> Result<MigrationId, Refusal> {
+    /// Begins a migration of VMs.
+    pub fn migrate(&mut self, wishes: &[(String, String)], now: Instant) -> Result<MigrationId, Refusal> {
         let Self { registry, hosts, .. } = self;
         let listens = |host: HostId| hosts.get(&host).is_some_and(|stream| !stream.is_closed());
-        match group {
-            Some((group, host)) => registry.migrate_group(group, host, &listens, now),
-            None => registry.migrate(wishes, &listens, now),
-        }
+        registry.migrate(wishes, &listens, now)
     }
 
     /// A VM asks to move to a host, together with others that ask for themselves. Those that haven't, and the migration once it has begun.
     pub fn migrate_together(
         &mut self,
-        wishes: &[(String, String)],
+        (vm, host): (&str, &str),
         attempt: u64,
         together: &[String],
         now: Instant,
     ) -> Result<proto::MigrateReply, Refusal> {
-        let [(vm, host)] = wishes else {
-            let text = "A VM that moves together with others asks for itself alone".to_owned();
-            return Err(Refusal::Invalid(text));
-        };
         self.registry.check_wish(vm, host, together)?;
         let begun =
             |migration: MigrationId| proto::MigrateReply { migration: migration.0, ..Default::default() };
@@ -310,7 +298,7 @@ impl Keeper {
             Told::Missing(missing) => Ok(proto::MigrateReply { migration: 0, missing }),
             Told::Begun(migration) => Ok(begun(migration)),
             Told::Complete(all) => {
-                let result = self.migrate(&all, None, now);
+                let result = self.migrate(&all, now);
                 let outcome = result.as_ref().copied().map_err(ToString::to_string);
                 self.gathering.ended(together, outcome, now);
                 result.map(begun)

@@ -123,11 +123,6 @@ pub(crate) fn state(registry: &Registry) -> proto::State {
         hosts: state.hosts.keys().filter_map(|id| host(registry, *id)).collect(),
         vms: state.vms.keys().filter_map(|id| vm(state, *id)).collect(),
         links: state.ledger.links.iter().map(|(a, b)| proto::Link { vm: a.0, peer: b.0 }).collect(),
-        groups: state
-            .groups
-            .iter()
-            .map(|(name, vms)| proto::Group { name: name.clone(), vms: vms.iter().map(|vm| vm.0).collect() })
-            .collect(),
         migrations: state
             .ledger
             .migrations

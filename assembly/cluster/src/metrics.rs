@@ -139,7 +139,6 @@ fn families(keeper: &mut Keeper) -> Vec<Family> {
         "Pairs of VMs on different hosts with connections.",
         count(state.links.len()),
     );
-    gauge("causeway_cluster_groups", "Groups.", count(state.groups.len()));
     gauge("causeway_cluster_migrations", "Migrations that aren't over.", count(state.migrations.len()));
     gauge("causeway_cluster_watchers", "Clients that follow changes.", count(keeper.watchers()));
     for (name, help, value) in [

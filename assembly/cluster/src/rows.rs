@@ -13,7 +13,7 @@
 //! | `links/ID-ID` | nothing |
 //! | `migrations/ID` | 0 undecided, 1 committed, 2 given up; VM, from, to, epoch of each move |
 //! | `owed/ID-ID` | of a migration and a host: the host's start, which hasn't said that it has done what was decided |
-//! | `groups/NAME` | VMs |
+//! | `groups/NAME` | named groups of releases before this one: passed over |
 //!
 //! IDs are 8 (hosts, VMs) or 16 hexadecimal digits.
 
@@ -55,8 +55,6 @@ pub enum Row {
     Migration(MigrationId),
     /// A host that a migration's decision is kept for.
     Owed(MigrationId, HostId),
-    /// A group.
-    Group(String),
 }
 
 /// The rows that a change touches, given the state before it.
@@ -65,13 +63,7 @@ pub fn touch(change: &Change, before: &State, rows: &mut BTreeSet<Row>) {
     match change {
         Change::Settings(_) => drop(rows.insert(Row::Settings)),
         Change::Host(host, _) => drop(rows.insert(Row::HostName(*host))),
-        Change::Vm(vm, _) => drop(rows.insert(Row::VmName(*vm))),
-        Change::VmForgotten(vm) => {
-            rows.insert(Row::VmName(*vm));
-            let with = before.groups.iter().filter(|(_, vms)| vms.contains(vm));
-            rows.extend(with.map(|(name, _)| Row::Group(name.clone())));
-        }
-        Change::Group(name, _) => drop(rows.insert(Row::Group(name.clone()))),
+        Change::Vm(vm, _) | Change::VmForgotten(vm) => drop(rows.insert(Row::VmName(*vm))),
         Change::Ledger(record) => touch_ledger(record, before, rows),
     }
 }
@@ -90,7 +82,6 @@ pub fn all(state: &State) -> BTreeSet<Row> {
     for (migration, stored) in &ledger.migrations {
         rows.extend(stored.owed.iter().flat_map(|owed| owed.keys()).map(|host| Row::Owed(*migration, *host)));
     }
-    rows.extend(state.groups.keys().cloned().map(Row::Group));
     rows
 }
 
@@ -179,7 +170,6 @@ impl Row {
             Self::Link(VmId(a), VmId(b)) => format!("links/{a:08x}-{b:08x}"),
             Self::Migration(MigrationId(id)) => format!("migrations/{id:016x}"),
             Self::Owed(MigrationId(id), HostId(host)) => format!("owed/{id:016x}-{host:08x}"),
-            Self::Group(name) => format!("groups/{name}"),
         }
     }
 
@@ -231,10 +221,6 @@ impl Row {
                     None => return Ok(None),
                 }
             }
-            Self::Group(name) => match state.groups.get(name) {
-                Some(vms) => encode(&vms.iter().map(|vm| vm.0).collect::<Vec<_>>())?,
-                None => return Ok(None),
-            },
         }))
     }
 }
@@ -309,10 +295,7 @@ pub fn read(key: &str, value: &[u8], state: &mut State) -> Result<(), StoreError
                 .get_or_insert_default()
                 .insert(HostId(number(host)?), Incarnation(decode(key, value)?));
         }
-        Some(("groups", name)) => {
-            let vms: Vec<u32> = decode(key, value)?;
-            state.groups.insert(name.to_owned(), vms.into_iter().map(VmId).collect());
-        }
+        Some(("groups", _)) => {}
         _ => return Err(unknown()),
     }
     Ok(())

@@ -302,36 +302,40 @@ impl ClusterService for Service {
 
     async fn set_group(
         &self,
-        request: Request<proto::SetGroupRequest>,
+        _: Request<proto::SetGroupRequest>,
     ) -> Result<Response<proto::SetGroupReply>, Status> {
-        let request = request.into_inner();
-        self.ask(move |keeper, now| keeper.registry.set_group(&request.name, &request.vms, now)).await?;
-        Ok(Response::new(proto::SetGroupReply {}))
+        Err(Status::failed_precondition(
+            "SetGroup is gone: the cluster service has no named groups; `causeway migrate --group` names the VMs that move together",
+        ))
     }
 
     async fn migrate(
         &self,
         request: Request<proto::MigrateRequest>,
     ) -> Result<Response<proto::MigrateReply>, Status> {
-        let request = request.into_inner();
+        let proto::MigrateRequest { wishes, speaker, together, attempt } = request.into_inner();
         let reply = self
             .ask(move |keeper, now| {
-                let begun = |id: MigrationId| proto::MigrateReply { migration: id.0, missing: Vec::new() };
-                match (request.wishes.is_empty(), request.group.is_empty()) {
-                    (false, true) => {
-                        let wishes: Vec<_> =
-                            request.wishes.into_iter().map(|wish| (wish.vm, wish.host)).collect();
-                        if request.together.is_empty() {
-                            keeper.migrate(&wishes, None, now).map(begun)
-                        } else {
-                            keeper.migrate_together(&wishes, request.attempt, &request.together, now)
-                        }
-                    }
-                    (true, false) => {
-                        keeper.migrate(&[], Some((&request.group, &request.host)), now).map(begun)
-                    }
-                    _ => Err(Refusal::Invalid("A migration is of VMs or of a group: name one".to_owned())),
+                let [wish] = &wishes[..] else {
+                    return Err(Refusal::Invalid(format!(
+                        "Migrate moves one VM, which its host's daemon asks for, and not {}: `causeway migrate --group` names the VMs that move together",
+                        wishes.len()
+                    )));
+                };
+                let (vm, host) = (wish.vm.as_str(), wish.host.as_str());
+                let Some(speaker) = speaker else {
+                    let vm: String = vm.chars().take(64).collect();
+                    return Err(Refusal::Invalid(format!(
+                        "Migrate of VM {} doesn't say which host asks: it is for the VM's daemon, of this release; `causeway migrate` on that host has it asked for",
+                        vm.escape_debug()
+                    )));
+                };
+                keeper.registry.check_asks(messages::speaker(Some(speaker))?, vm, now)?;
+                if together.is_empty() {
+                    let begun = keeper.migrate(&[(wish.vm.clone(), wish.host.clone())], now)?;
+                    return Ok(proto::MigrateReply { migration: begun.0, missing: Vec::new() });
                 }
+                keeper.migrate_together((vm, host), attempt, &together, now)
             })
             .await?;
         Ok(Response::new(reply))

@@ -1,4 +1,4 @@
-//! What the service knows: the coordinator's ledger, and what else is told of hosts, VMs and groups.
+//! What the service knows: the coordinator's ledger, and what else is told of hosts and VMs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -97,8 +97,6 @@ pub enum Change {
     Vm(VmId, AboutVm),
     /// A VM has ended. Its number isn't used again.
     VmForgotten(VmId),
-    /// A group; an empty one is none.
-    Group(String, BTreeSet<VmId>),
 }
 
 /// The state.
@@ -114,8 +112,6 @@ pub struct State {
     pub hosts: BTreeMap<HostId, AboutHost>,
     /// VMs.
     pub vms: BTreeMap<VmId, AboutVm>,
-    /// Groups by name.
-    pub groups: BTreeMap<String, BTreeSet<VmId>>,
     /// The highest number that a VM has had.
     pub last_vm: u32,
 }
@@ -131,15 +127,7 @@ impl State {
                 self.last_vm = self.last_vm.max(vm.0);
                 self.vms.insert(*vm, about.clone());
             }
-            Change::VmForgotten(vm) => {
-                self.vms.remove(vm);
-                self.groups.retain(|_, vms| {
-                    vms.remove(vm);
-                    !vms.is_empty()
-                });
-            }
-            Change::Group(name, vms) if vms.is_empty() => drop(self.groups.remove(name)),
-            Change::Group(name, vms) => drop(self.groups.insert(name.clone(), vms.clone())),
+            Change::VmForgotten(vm) => drop(self.vms.remove(vm)),
         }
     }
 
@@ -204,7 +192,7 @@ pub fn touched(changes: &[Change], state: &State) -> (BTreeSet<HostId>, BTreeSet
                 | Record::Begun { .. }
                 | Record::Aborted { .. } => {}
             },
-            Change::Settings(_) | Change::Group(..) => {}
+            Change::Settings(_) => {}
         }
     }
     (hosts, vms)

@@ -16,11 +16,9 @@
 //! | `settings` | "mtu", "sockets" | what is the same on all hosts |
 //! | `host_names` | host | [`AboutHost`], postcard |
 //! | `vm_names` | VM | [`AboutVm`], postcard |
-//! | `groups` | name | VMs, postcard |
 //!
 //! Changes of one [`Store::write`] are one transaction, and on the disk when it returns. Concurrency: one process has the file open; redb locks it.
 
-use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use nomad::coordinator::{Decision, Ledger, Owner, Record, Stored};
@@ -46,7 +44,6 @@ const LAST: TableDefinition<'_, &str, u64> = TableDefinition::new("last");
 const SETTINGS: TableDefinition<'_, &str, u64> = TableDefinition::new("settings");
 const HOST_NAMES: TableDefinition<'_, u32, &[u8]> = TableDefinition::new("host_names");
 const VM_NAMES: TableDefinition<'_, u32, &[u8]> = TableDefinition::new("vm_names");
-const GROUPS: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("groups");
 
 const UNDECIDED: u8 = 0;
 const COMMITTED: u8 = 1;
@@ -162,7 +159,6 @@ impl RedbStore {
         transaction.open_table(SETTINGS).map_err(written)?;
         transaction.open_table(HOST_NAMES).map_err(written)?;
         transaction.open_table(VM_NAMES).map_err(written)?;
-        transaction.open_table(GROUPS).map_err(written)?;
         transaction.commit().map_err(written)?;
         let state = load(&database)?;
         Ok(Self { database, state, stale: false })
@@ -216,20 +212,6 @@ fn transact(database: &Database, state: &mut State, changes: &[Change]) -> Resul
             Change::VmForgotten(vm) => {
                 let mut table = transaction.open_table(VM_NAMES).map_err(written)?;
                 table.remove(vm.0).map_err(written)?;
-                // Groups that it was in, as they are now.
-                let mut table = transaction.open_table(GROUPS).map_err(written)?;
-                table.retain(|name, _| state.groups.contains_key(name)).map_err(written)?;
-                for (name, vms) in &state.groups {
-                    table.insert(name.as_str(), encode(&numbers(vms))?.as_slice()).map_err(written)?;
-                }
-            }
-            Change::Group(name, vms) => {
-                let mut table = transaction.open_table(GROUPS).map_err(written)?;
-                if vms.is_empty() {
-                    table.remove(name.as_str()).map_err(written)?;
-                } else {
-                    table.insert(name.as_str(), encode(&numbers(vms))?.as_slice()).map_err(written)?;
-                }
             }
         }
     }
@@ -240,11 +222,6 @@ fn transact(database: &Database, state: &mut State, changes: &[Change]) -> Resul
     }
     transaction.commit().map_err(written)
 }
-
-fn numbers(vms: &BTreeSet<VmId>) -> Vec<u32> {
-    vms.iter().map(|vm| vm.0).collect()
-}
-
 fn encode(value: &impl Serialize) -> Result<Vec<u8>, StoreError> {
     postcard::to_stdvec(value)
         .map_err(|error| StoreError::Damaged(format!("a value can't be encoded ({error})")))
@@ -387,11 +364,6 @@ fn load(database: &Database) -> Result<State, StoreError> {
         let (vm, about) = row.map_err(read)?;
         let about: AboutVm = decode(about.value(), "a VM")?;
         state.vms.insert(VmId(vm.value()), about);
-    }
-    for row in transaction.open_table(GROUPS).map_err(read)?.iter().map_err(read)? {
-        let (name, vms) = row.map_err(read)?;
-        let vms: Vec<u32> = decode(vms.value(), "a group")?;
-        state.groups.insert(name.value().to_owned(), vms.into_iter().map(VmId).collect());
     }
     Ok(state)
 }

@@ -73,23 +73,22 @@ impl Registry {
         Ok(())
     }
 
-    /// Moves all VMs of a group to one host.
+    /// Whether a host may ask for a VM's move: its daemon has the VM's monitor take part. Nobody else has.
     ///
     /// # Errors
-    /// When there is no such group, or it can't begin.
-    pub fn migrate_group(
-        &mut self,
-        group: &str,
-        host: &str,
-        listens: &dyn Fn(HostId) -> bool,
-        now: Instant,
-    ) -> Result<MigrationId, Refusal> {
-        let vms = self.state().groups.get(group).ok_or_else(|| {
-            let group = group.chars().take(64).collect::<String>();
-            Refusal::Missing(format!("There is no group {}", group.escape_debug()))
-        })?;
-        let wishes: Vec<_> = vms.iter().map(|vm| (self.state().vm_name(*vm), host.to_owned())).collect();
-        self.migrate(&wishes, listens, now)
+    /// When it isn't the VM's host, or the daemon was started again since.
+    pub fn check_asks(&mut self, speaker: Speaker, vm: &str, now: Instant) -> Result<(), Refusal> {
+        self.check(speaker, now)?;
+        let id = self.vm_called(vm)?;
+        let at = self.state().ledger.vms.get(&id).map(|owner| owner.host);
+        if let Some(at) = at.filter(|at| *at != speaker.host) {
+            return Err(Refusal::Conflict(format!(
+                "VM {vm} can't move by a request of host {}: it runs on host {}, where `causeway migrate {vm} --to …` moves it",
+                self.state().host_name(speaker.host),
+                self.state().host_name(at)
+            )));
+        }
+        Ok(())
     }
 
     /// Gives a migration up, unless it is decided.

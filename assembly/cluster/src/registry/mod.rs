@@ -1,4 +1,4 @@
-//! All decisions of the service, one after the other: hosts and their leases, VMs and their epochs, connections, groups, migrations.
+//! All decisions of the service, one after the other: hosts and their leases, VMs and their epochs, connections, migrations.
 //!
 //! What concerns epochs, owners and moves is decided by `nomad`'s coordinator; this module keeps names, addresses and leases beside it, checks
 //! who speaks, and writes whatever changes, as one transaction, before anybody hears of it. It has no threads, clocks or sockets: the time comes
@@ -32,8 +32,6 @@ pub const MAX_VMS: usize = 65_536;
 pub const MAX_NICS: usize = 16;
 /// Addresses of a NIC at most.
 pub const MAX_ADDRESSES: usize = 128;
-/// Groups at most.
-pub const MAX_GROUPS: usize = 4096;
 /// Monitors of one host that may wait for VMs.
 pub const MAX_WAITING: usize = 1024;
 /// Connections that one host may report.

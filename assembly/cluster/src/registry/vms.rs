@@ -8,7 +8,7 @@ use control_api::names::check_name;
 use nomad::coordinator::Owner;
 use nomad::{Epoch, VmId};
 
-use super::{MAX_ADDRESSES, MAX_GROUPS, MAX_NICS, MAX_VMS, Registry, Speaker};
+use super::{MAX_ADDRESSES, MAX_NICS, MAX_VMS, Registry, Speaker};
 use crate::refusal::Refusal;
 use crate::state::{AboutVm, Change, Nic};
 
@@ -169,31 +169,6 @@ impl Registry {
             });
         }
         (nics, refused)
-    }
-
-    /// Makes a group, or removes it.
-    ///
-    /// # Errors
-    /// When a VM isn't there, or the name can't be one.
-    pub fn set_group(&mut self, name: &str, vms: &[String], now: Instant) -> Result<(), Refusal> {
-        self.heal(now)?;
-        check_name("group", name).map_err(|error| Refusal::Invalid(error.to_string()))?;
-        if vms.len() > nomad::config::MAX_MOVES {
-            return Err(Refusal::TooMany(format!(
-                "Group {name} can't have {} VMs: at most {} can move together",
-                vms.len(),
-                nomad::config::MAX_MOVES
-            )));
-        }
-        let members: BTreeSet<VmId> = vms.iter().map(|vm| self.vm_called(vm)).collect::<Result<_, _>>()?;
-        if members.is_empty() && !self.state().groups.contains_key(name) {
-            return Err(Refusal::Missing(format!("There is no group {name}")));
-        }
-        if self.state().groups.len() >= MAX_GROUPS && !self.state().groups.contains_key(name) {
-            return Err(Refusal::TooMany(format!("There are {MAX_GROUPS} groups already; remove one first")));
-        }
-        self.commit(vec![Change::Group(name.to_owned(), members)], Vec::new(), now)?;
-        Ok(())
     }
 
     pub(super) fn vm_called(&self, name: &str) -> Result<VmId, Refusal> {

@@ -135,7 +135,7 @@ impl Moving {
         let hosts = [service.host("h1", 1, 0).unwrap(), service.host("h2", 2, 0).unwrap()];
         let vm = service.vm(hosts[0], "a", 0, 1).unwrap();
         let [mut source, mut destination] = hosts.map(|host| Host::new(&service, host));
-        let migration = service.migrate(&[("a", "h2")]).unwrap();
+        let migration = service.migrate("a", "h2").unwrap();
         let heard = steps(&mut source, &mut destination, migration, step);
         let _streams = [source, destination];
         Self { first, second, service, hosts, vm, migration, step, heard, _streams }

@@ -60,17 +60,12 @@ struct Acknowledged {
     /// By name: number and epoch, or that it has ended.
     vms: BTreeMap<String, Option<(u32, u64)>>,
     links: BTreeSet<(u32, u32)>,
-    groups: BTreeMap<String, BTreeSet<u32>>,
 }
 
 impl Acknowledged {
     fn end(&mut self, name: &str, id: u32) {
         self.vms.insert(name.to_owned(), None);
         self.links.retain(|(a, b)| *a != id && *b != id);
-        for vms in self.groups.values_mut() {
-            vms.remove(&id);
-        }
-        self.groups.retain(|_, vms| !vms.is_empty());
     }
 
     /// One random step. Whether it was answered.
@@ -79,7 +74,7 @@ impl Acknowledged {
         let running: Vec<(String, (u32, u64))> =
             self.vms.iter().filter_map(|(name, vm)| Some((name.clone(), (*vm)?))).collect();
         let ids: Vec<u32> = running.iter().map(|(_, (id, _))| *id).collect();
-        match dice.below(6) {
+        match dice.below(5) {
             0..=2 => match service.vm(host, &name, 0, u8::try_from(dice.below(200)).unwrap()) {
                 Ok(vm) => {
                     let before = self.vms.insert(name, Some(vm)).flatten();
@@ -110,16 +105,6 @@ impl Acknowledged {
                     Err(error) => answered(&error),
                 }
             }
-            _ if !running.is_empty() => {
-                let (name, (id, _)) = &running[0];
-                match service.group("g", &[name]) {
-                    Ok(()) => {
-                        self.groups.insert("g".to_owned(), BTreeSet::from([*id]));
-                        true
-                    }
-                    Err(error) => answered(&error),
-                }
-            }
             _ => true,
         }
     }
@@ -140,11 +125,6 @@ fn found(path: &Path) -> Acknowledged {
             .map(|(vm, about)| (about.name.clone(), Some((vm.0, state.ledger.vms[vm].epoch.0))))
             .collect(),
         links: state.ledger.links.iter().map(|(a, b)| (a.0, b.0)).collect(),
-        groups: state
-            .groups
-            .iter()
-            .map(|(name, vms)| (name.clone(), vms.iter().map(|vm| vm.0).collect()))
-            .collect(),
     }
 }
 

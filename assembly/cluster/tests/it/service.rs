@@ -89,11 +89,9 @@ fn what_cannot_be_is_refused_in_a_sentence() {
     refused(service.host("h3", 3, 0).and_then(|h3| service.vm(h3, "../x", 0, 1)), "is not a VM's name");
     refused(service.heartbeat(Speaker { host: 9, incarnation: 1 }), "There is no host 9: register first");
     refused(service.end(h1, 9, 1), "The cluster has no VM 9");
-    refused(service.migrate(&[("x", "h1")]), "The cluster has no VM x");
-    refused(service.migrate(&[("x", "h9")]), "can't move to h9: no such host");
-    refused(service.migrate(&[]), "name one");
-    refused(service.group("g", &["x"]), "no VM x");
-    refused(service.group("g", &[]), "no group g");
+    refused(service.migrate("x", "h1"), "The cluster has no VM x");
+    service.vm(h1, "b", 0, 7).unwrap();
+    refused(service.migrate("b", "h9"), "can't move to h9: no such host");
     let asked = |request: proto::RegisterHostRequest| {
         service.ask("RegisterHost", async |client| client.register_host(request).await)
     };
@@ -130,7 +128,7 @@ fn a_host_that_is_silent_is_shown_so_and_keeps_its_vms() {
         service.heartbeat(h1).unwrap();
         heard() == [true, false]
     });
-    refused(service.migrate(&[("a", "h2")]), "can't move to host h2: that isn't heard of");
+    refused(service.migrate("a", "h2"), "can't move to host h2: that isn't heard of");
     wait_until("the end of h1's lease", || heard() == [false, false]);
     // It may still run there: nobody else gets it.
     assert!(service.state().unwrap().vms[0].alive);
@@ -179,7 +177,7 @@ fn watchers_see_each_change_and_those_who_lost_their_place_get_all_anew() {
     // Away for three changes, of which watchers see two.
     drop(watcher);
     service.vm(h1, "b", 0, 2).unwrap();
-    service.group("g", &["a"]).unwrap();
+    service.links(h1, &[(1, 2)]).unwrap();
     service.end(h1, 1, 1).unwrap();
     let mut watcher = Watcher::new(&service, event.instance, event.revision);
     let (mut seen, mut gone, mut last) = (Vec::new(), Vec::new(), 0);
@@ -244,14 +242,14 @@ fn the_coordinator_moves_vms_and_watchers_see_them_at_their_new_hosts() {
     service.vm(h1, "a", 0, 1).unwrap();
     service.vm(h1, "b", 0, 2).unwrap();
     // A host that doesn't take part could neither do its part nor be told how it ended.
-    refused(service.migrate(&[("a", "h2")]), "VM a can't move: host h1 doesn't take part in migrations");
+    refused(service.migrate("a", "h2"), "VM a can't move: host h1 doesn't take part in migrations");
     let (mut one, mut two) = (Host::new(&service, h1), Host::new(&service, h2));
     let mut watcher = Watcher::new(&service, 0, 0);
     assert!(watcher.next().whole);
-    let migration = service.migrate(&[("a", "h2")]).unwrap();
+    let migration = service.migrate("a", "h2").unwrap();
     let shown = &service.state().unwrap().migrations[0];
     assert_eq!((shown.id, shown.moves[0].to, shown.decision.as_str()), (migration, 2, ""));
-    refused(service.migrate(&[("a", "h2")]), "VM a can't be changed now: migration 1 isn't over");
+    refused(service.migrate("a", "h2"), "VM a can't be changed now: migration 1 isn't over");
     refused(service.end(h1, 1, 1), "isn't over");
     moves(&mut one, &mut two, migration);
     let event = watcher.next();
@@ -261,11 +259,8 @@ fn the_coordinator_moves_vms_and_watchers_see_them_at_their_new_hosts() {
     refused(service.vm(h1, "a", 1, 1), "VM a is in epoch 2 on host h2: a message of epoch 1 means nothing");
     refused(service.end(h1, 1, 1), "epoch 1");
     assert_eq!(service.vm(h2, "a", 2, 1).unwrap(), (1, 2));
-    // A group, cancelled, and one that a destination doesn't answer: the VMs stay.
-    service.group("g", &["b"]).unwrap();
-    let request =
-        proto::MigrateRequest { group: "g".to_owned(), host: "h2".to_owned(), ..Default::default() };
-    let migration = service.ask("Migrate", async |client| client.migrate(request).await).unwrap().migration;
+    // One that is cancelled: the VM stays.
+    let migration = service.migrate("b", "h2").unwrap();
     let cancel = proto::CancelMigrationRequest { migration, vm: String::new() };
     service.ask("CancelMigration", async |client| client.cancel_migration(cancel).await).unwrap();
     for host in [&mut one, &mut two] {
@@ -275,6 +270,32 @@ fn the_coordinator_moves_vms_and_watchers_see_them_at_their_new_hosts() {
     }
     wait_until("the end of the migration", || service.state().unwrap().migrations.is_empty());
     assert_eq!(service.state().unwrap().vms[1].host, 1);
+}
+
+/// A VM moves by its own daemon's request. Anybody else's could begin what no monitor takes part in, and clients of releases before, with named groups, are told what to use.
+#[test]
+fn a_move_is_for_the_vms_daemon_to_ask_for() {
+    let folder = tempfile::tempdir().unwrap();
+    let (_server, service) = start(folder.path());
+    let (h1, h2) = (service.host("h1", 1, 0).unwrap(), service.host("h2", 2, 0).unwrap());
+    service.vm(h1, "a", 0, 1).unwrap();
+    let (_one, _two) = (Host::new(&service, h1), Host::new(&service, h2));
+    let wish = || proto::Wish { vm: "a".to_owned(), host: "h2".to_owned() };
+    let ask = |wishes: Vec<proto::Wish>, speaker: Option<Speaker>| {
+        let request = proto::MigrateRequest { wishes, speaker, ..Default::default() };
+        service.ask("Migrate", async |client| client.migrate(request.clone()).await)
+    };
+    refused(ask(vec![wish()], None), "Migrate of VM a doesn't say which host asks");
+    refused(ask(vec![wish()], Some(h2)), "VM a can't move by a request of host h2: it runs on host h1");
+    let older = Speaker { incarnation: 0, ..h1 };
+    refused(ask(vec![wish()], Some(older)), "start 0");
+    // What a client's named group comes to, and several VMs of one request.
+    refused(ask(Vec::new(), Some(h1)), "Migrate moves one VM");
+    refused(ask(vec![wish(), wish()], Some(h1)), "and not 2");
+    let group = service.ask("SetGroup", async |client| client.set_group(proto::SetGroupRequest {}).await);
+    refused(group, "SetGroup is gone");
+    assert!(service.state().unwrap().migrations.is_empty());
+    ask(vec![wish()], Some(h1)).unwrap();
 }
 
 #[test]

@@ -220,7 +220,7 @@ fn a_migration_ends_one_way_when_another_takes_over() {
         let vm = format!("vm{step}");
         let (id, epoch) = both.vm(h1, &vm, 0, u8::try_from(step).unwrap()).unwrap();
         let (mut source, mut destination) = (Host::new(&both, h1), Host::new(&both, h2));
-        let migration = both.migrate(&[(&vm, "h2")]).unwrap();
+        let migration = both.migrate(&vm, "h2").unwrap();
         let heard = steps(&mut source, &mut destination, migration, step);
         leads.cut.store(true, Ordering::SeqCst);
         wait_until("the other to lead", || role(other).leads);

@@ -223,7 +223,8 @@ async fn begin(
         return Err(moves_already(vm));
     }
     let wish = cluster_proto::Wish { vm: vm.to_owned(), host };
-    let request = cluster_proto::MigrateRequest { wishes: vec![wish], ..Default::default() };
+    let speaker = Some(cluster.speaker());
+    let request = cluster_proto::MigrateRequest { wishes: vec![wish], speaker, ..Default::default() };
     match ask(cluster, &request).await {
         Ok(reply) => begun(cluster, mover, vm, reply.migration, "the destination gives it no room").await,
         Err(error) => {
@@ -247,8 +248,8 @@ async fn begin_together(
         return Err(moves_already(vm));
     }
     let wish = cluster_proto::Wish { vm: vm.to_owned(), host };
-    let request =
-        cluster_proto::MigrateRequest { wishes: vec![wish], together: vms, attempt, ..Default::default() };
+    let speaker = Some(cluster.speaker());
+    let request = cluster_proto::MigrateRequest { wishes: vec![wish], speaker, together: vms, attempt };
     let until = Instant::now() + GATHERING;
     loop {
         // Once another one has made the group complete, this host hears of it from the coordinator, whatever became of an answer of the service's.

@@ -337,7 +337,8 @@ impl Landing {
 
         let mut others = others;
         let streams = others.len() + 1;
-        let mut control = Control { devices, sender: &mut self.sender, version, streams, memory, late: None, pause: None };
+        let mut control =
+            Control { devices, sender: &mut self.sender, version, streams, memory, late: None, pause: None };
         let filling = OnceLock::new();
         let disks = Disks { filling: &filling, stream: 0, stop };
         let (first, rest) = std::thread::scope(|scope| {
@@ -498,8 +499,7 @@ fn fill(
                     filling.ended(disks.stream);
                 }
                 if let Some(control) = control {
-                    let pause =
-                        |us| Pause { at_source: Duration::from_micros(us), came: Instant::now() };
+                    let pause = |us| Pause { at_source: Duration::from_micros(us), came: Instant::now() };
                     control.pause = end.standing_us.map(pause);
                 }
                 return Ok(state);

@@ -243,7 +243,10 @@ fn destination(
         Err(error) => return There::No(super::error::line(&error)),
     };
     assert_eq!(state, STATE);
-    assert!(landing.pause().is_some_and(|pause| pause.so_far() > Duration::ZERO), "since when it stands still");
+    assert!(
+        landing.pause().is_some_and(|pause| pause.so_far() > Duration::ZERO),
+        "since when it stands still"
+    );
     if let Err(reason) = restore {
         landing.refuse(reason);
         return There::No(reason.to_owned());

@@ -22,11 +22,11 @@ use pci::function::PciFunction as _;
 use pci::root::PciRoot;
 use virtio_devices::block::DiskContent;
 
-use super::{boot, clock};
 use super::devices::{Devices, OpenedDevices};
 use super::error::Error;
 use super::event::{Event, Events};
 use super::threads;
+use super::{boot, clock};
 use crate::description::{BootProtocol, Guest, HugePages, LinuxBoot, VmDescription};
 use crate::migration::destination::Pause;
 use crate::migration::shape::Shape;

@@ -18,7 +18,7 @@ use host::transport::TransportKind;
 pub enum ClusterCommand {
     /// Run the cluster service in the foreground: where each VM is, who is connected to whom, which migrations are under way
     Serve(Box<ServeArgs>),
-    /// Show the service, groups and migrations
+    /// Show the service and migrations
     Status(AskArgs),
     /// Show the hosts, and whether they are heard of
     Hosts(AskArgs),

@@ -237,11 +237,6 @@ fn status_json(state: &State) -> Value {
     let settings = state.settings.clone().unwrap_or_default();
     let pins: BTreeMap<&str, &str> =
         settings.pins.iter().map(|pin| (pin.vm.as_str(), pin.transport.as_str())).collect();
-    let groups: BTreeMap<&str, Vec<String>> = state
-        .groups
-        .iter()
-        .map(|group| (group.name.as_str(), group.vms.iter().map(|vm| names.vm(*vm)).collect()))
-        .collect();
     json!({
         "version": state.version,
         "store": state.role.as_ref().map(|role| &role.store),
@@ -259,7 +254,6 @@ fn status_json(state: &State) -> Value {
         "vms": state.vms.len(),
         "vms_running": state.vms.iter().filter(|vm| vm.alive).count(),
         "connected_pairs": state.links.len(),
-        "groups": groups,
         "migrations": state.migrations.iter().map(|migration| migration_json(migration, &names)).collect::<Vec<_>>(),
     })
 }

@@ -104,10 +104,6 @@ pub fn changes(seed: u64, count: usize) -> Vec<Vec<Change>> {
                 one.insert(0, Change::Vm(vm, AboutVm { name: vm.to_string(), nics }));
             }
             Record::VmEnded { vm } => one.push(Change::VmForgotten(vm)),
-            _ if dice.chance(200) => {
-                let vms = (0..dice.below(4)).map(|_| VmId(dice.between(1, 6))).collect();
-                one.push(Change::Group(format!("g{}", dice.below(3)), vms));
-            }
             _ if dice.chance(50) => one.push(Change::Settings(Settings { mtu: 4096, sockets: 3 })),
             _ => {}
         }

@@ -33,8 +33,7 @@ pub trait Says {
     fn vm(&self, speaker: Speaker, name: &str, epoch: u64, address: u8) -> Result<(u32, u64), ClusterError>;
     fn end(&self, speaker: Speaker, vm: u32, epoch: u64) -> Result<(), ClusterError>;
     fn links(&self, speaker: Speaker, links: &[(u32, u32)]) -> Result<(), ClusterError>;
-    fn group(&self, name: &str, vms: &[&str]) -> Result<(), ClusterError>;
-    fn migrate(&self, wishes: &[(&str, &str)]) -> Result<u64, ClusterError>;
+    fn migrate(&self, vm: &str, host: &str) -> Result<u64, ClusterError>;
     fn cancel(&self, migration: u64) -> Result<(), ClusterError>;
 }
 
@@ -79,16 +78,14 @@ impl Says for Service {
         self.ask("ReportLinks", async |client| client.report_links(request).await).map(drop)
     }
 
-    fn group(&self, name: &str, vms: &[&str]) -> Result<(), ClusterError> {
-        let vms = vms.iter().map(|vm| (*vm).to_owned()).collect();
-        let request = proto::SetGroupRequest { name: name.to_owned(), vms };
-        self.ask("SetGroup", async |client| client.set_group(request).await).map(drop)
-    }
-
-    fn migrate(&self, wishes: &[(&str, &str)]) -> Result<u64, ClusterError> {
-        let wish = |(vm, host): &(&str, &str)| proto::Wish { vm: (*vm).to_owned(), host: (*host).to_owned() };
-        let wishes = wishes.iter().map(wish).collect();
-        let request = proto::MigrateRequest { wishes, ..Default::default() };
+    /// The VM's daemon asks; of a VM that isn't there, the first host's.
+    fn migrate(&self, vm: &str, host: &str) -> Result<u64, ClusterError> {
+        let state = self.state()?;
+        let at = state.vms.iter().find(|found| found.name == vm).map_or(1, |found| found.host);
+        let own = state.hosts.iter().find(|found| found.id == at);
+        let speaker = own.map(|host| Speaker { host: host.id, incarnation: host.incarnation });
+        let wishes = vec![proto::Wish { vm: vm.to_owned(), host: host.to_owned() }];
+        let request = proto::MigrateRequest { wishes, speaker, ..Default::default() };
         Ok(self.ask("Migrate", async |client| client.migrate(request).await)?.migration)
     }
 
