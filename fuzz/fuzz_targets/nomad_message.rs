@@ -94,7 +94,7 @@ fuzz_target!(|steps: Vec<Step>| {
     let mut actions = Vec::new();
     let (mut decided, mut written) = (Vec::new(), Ledger::default());
     for vm in &here {
-        host.step(Event::Started { vm: *vm, epoch: Epoch(1) }, &mut actions);
+        host.step(Event::Started { vm: *vm, epoch: Epoch(1), after: MigrationId(0) }, &mut actions);
     }
     for (vm, at) in [(1, 1), (2, 1), (3, 2)] {
         let _ = coordinator.started(VmId(vm), HostId(at), &mut decided);

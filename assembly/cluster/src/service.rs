@@ -138,6 +138,7 @@ impl ClusterService for Service {
             vm: registered.vm.0,
             epoch: registered.epoch.0,
             refused: registered.refused,
+            after: registered.after.0,
         }))
     }
 

@@ -16,6 +16,8 @@ pub enum Event {
         vm: VmId,
         /// Its epoch.
         epoch: Epoch,
+        /// Migrations up to this one don't concern it any more: what peers still hold for one of them goes on.
+        after: MigrationId,
     },
     /// A VM of this host has ended.
     Ended {

@@ -226,7 +226,7 @@ fn a_host_is_forgotten_and_its_vms_are_started_elsewhere() {
     assert!(crate::messages::host(&world.registry, world.hosts[1].host).is_none(), "nobody is shown it");
     let registered =
         world.registry.register_vm(world.hosts[0], "a", nomad::Epoch(0), Vec::new(), now).unwrap();
-    assert_eq!(registered.epoch, nomad::Epoch(3));
+    assert_eq!((registered.epoch, registered.after), (nomad::Epoch(3), migration), "peers' holds end");
     let old = world.registry.heartbeat(world.hosts[1], now).unwrap_err().to_string();
     assert!(old.contains("was started again since"), "{old}");
     let address = "127.0.0.2:4792".parse().unwrap();

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use control_api::names::check_name;
 use nomad::coordinator::Owner;
-use nomad::{Epoch, VmId};
+use nomad::{Epoch, MigrationId, VmId};
 
 use super::{MAX_ADDRESSES, MAX_NICS, MAX_VMS, Registry, Speaker};
 use crate::refusal::Refusal;
@@ -21,6 +21,8 @@ pub struct Registered {
     pub epoch: Epoch,
     /// Addresses that weren't taken over, a sentence each.
     pub refused: Vec<String>,
+    /// Migrations up to this one don't concern it any more.
+    pub after: MigrationId,
 }
 
 impl Registry {
@@ -72,7 +74,7 @@ impl Registry {
             let about = AboutVm { name: name.to_owned(), nics };
             self.commit(vec![Change::Vm(vm, about)], Vec::new(), now)?;
         }
-        Ok(Registered { vm, epoch: owner.epoch, refused })
+        Ok(Registered { vm, epoch: owner.epoch, refused, after: self.coordinator.last_of(vm) })
     }
 
     fn start_vm(
@@ -99,7 +101,7 @@ impl Registry {
             epoch = epoch.0,
             "A VM runs"
         );
-        Ok(Registered { vm, epoch, refused })
+        Ok(Registered { vm, epoch, refused, after: self.coordinator.last_of(vm) })
     }
 
     /// A VM has ended.

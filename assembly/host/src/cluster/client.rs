@@ -397,7 +397,7 @@ impl Link {
                         tracing::warn!(vm = name, "{refused}: this VM isn't reached there");
                     }
                     if let Some(mover) = directory.mover() {
-                        mover.started(reply.vm, reply.epoch);
+                        mover.started(reply.vm, reply.epoch, reply.after);
                     }
                     let told = Told { vm: reply.vm, epoch: reply.epoch, nics: Some(nics) };
                     self.told.insert(name, told);

@@ -46,7 +46,7 @@ enum Input {
     /// A message for this host came.
     Message(Message),
     /// A VM runs here, as the service has registered it.
-    Started { vm: VmId, epoch: Epoch },
+    Started { vm: VmId, epoch: Epoch, after: MigrationId },
     /// A VM of this host has ended.
     Ended { vm: VmId },
     /// A monitor's word on its VM.
@@ -91,9 +91,9 @@ impl MoverHandle {
         self.tell(Input::Message(message));
     }
 
-    /// A VM runs here.
-    pub fn started(&self, vm: u32, epoch: u64) {
-        self.tell(Input::Started { vm: VmId(vm), epoch: Epoch(epoch) });
+    /// A VM runs here, as the service has registered it; migrations up to the number `after` don't concern it any more.
+    pub fn started(&self, vm: u32, epoch: u64, after: u64) {
+        self.tell(Input::Started { vm: VmId(vm), epoch: Epoch(epoch), after: MigrationId(after) });
     }
 
     /// A VM of this host has ended.
@@ -230,7 +230,7 @@ impl Mover {
         match input {
             Input::Joined { host, incarnation, switch_ms } => self.joined(host, incarnation, switch_ms),
             Input::Message(message) => self.message(message),
-            Input::Started { vm, epoch } => self.step(Event::Started { vm, epoch }),
+            Input::Started { vm, epoch, after } => self.step(Event::Started { vm, epoch, after }),
             Input::Ended { vm } => {
                 self.draining.forget(Drain::Own(vm));
                 if let Some(migration) = self.leaving.remove(&vm) {

@@ -120,7 +120,7 @@ async fn claim(cluster: &ClusterDirectory, mover: &MoverHandle, vm: &str, asked:
         Claim::Undecided => pending("the cluster service hasn't decided".to_owned()),
         Claim::Here if phase != Phase::Idle => {
             // The migration thread hears of it, and has its devices go on: then this daemon says so.
-            mover.started(answer.vm, answer.epoch);
+            mover.started(answer.vm, answer.epoch, 0);
             pending("it is this host's, and goes on as soon as its devices do".to_owned())
         }
         Claim::Here => MoveVmReply { epoch: answer.epoch, ..reply(Phase::Runs) },

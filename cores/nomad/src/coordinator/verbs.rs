@@ -92,6 +92,13 @@ impl Coordinator {
         Ok(epoch)
     }
 
+    /// The last migration that a VM which runs now has behind it, or any later one that has never concerned it.
+    #[must_use]
+    pub fn last_of(&self, vm: VmId) -> MigrationId {
+        let bound = self.ledger.migration_of(vm).map(|migration| MigrationId(migration.0.saturating_sub(1)));
+        bound.unwrap_or(self.ledger.last)
+    }
+
     /// A VM has ended.
     ///
     /// # Errors

@@ -103,12 +103,12 @@ impl Host {
                 }
             }
             Event::Message(message) => self.message(message, actions),
-            Event::Started { vm, epoch } if self.vms.get(&vm).is_some_and(|found| found.epoch < epoch) => {
+            Event::Started { vm, epoch, .. } if self.vms.get(&vm).is_some_and(|found| found.epoch < epoch) => {
                 self.reclaimed(vm, epoch, actions);
             }
-            Event::Started { vm, epoch } => {
+            Event::Started { vm, epoch, after } => {
                 let faces = BTreeMap::new();
-                self.vms.entry(vm).or_insert(Vm { epoch, after: MigrationId(0), switching: None, faces });
+                self.vms.entry(vm).or_insert(Vm { epoch, after, switching: None, faces });
             }
             Event::Ended { vm } => {
                 self.vms.remove(&vm);

@@ -180,7 +180,8 @@ impl Cluster {
                     machine.engine.instances.insert(vm, instance);
                     machine.monitors.insert(vm, Monitor { guest: true, epoch, part: Part::Runs });
                 }
-                self.host(host, Event::Started { vm, epoch }, out);
+                let after = self.coordinator.last_of(vm);
+                self.host(host, Event::Started { vm, epoch, after }, out);
             }
             Err(refused) => self.fail(format!("{refused}")),
         }

@@ -159,7 +159,8 @@ impl Cluster {
         self.carry_out(actions, out);
         if let MayRun::Here(epoch) = claimed {
             self.broken.insert(vm);
-            self.host(host, Event::Started { vm, epoch }, out);
+            let after = self.coordinator.last_of(vm);
+            self.host(host, Event::Started { vm, epoch, after }, out);
         }
         self.check();
     }

@@ -84,7 +84,7 @@ fn a_host_survives_any_peers() {
         let mut host = Host::new(HostId(1), Incarnation(1), Config::default());
         let mut actions = Vec::new();
         for vm in &here {
-            host.step(Event::Started { vm: *vm, epoch: Epoch(1) }, &mut actions);
+            host.step(Event::Started { vm: *vm, epoch: Epoch(1), after: MigrationId(0) }, &mut actions);
         }
         // Far enough into two migrations that what is said means something: VM 3 has come, VM 1 is about to leave.
         let (one, two) = (MigrationId(1), MigrationId(2));

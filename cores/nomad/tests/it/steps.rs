@@ -31,6 +31,11 @@ fn sent(actions: &[Action]) -> Vec<(Node, Body)> {
     actions.iter().filter_map(message).collect()
 }
 
+/// A VM runs on a host, and has never moved.
+fn started(host: &mut Host, vm: u32, epoch: u64) -> Vec<Action> {
+    step(host, Event::Started { vm: VmId(vm), epoch: Epoch(epoch), after: MigrationId(0) })
+}
+
 fn place(vm: u32, host: u32, epoch: u64) -> Place {
     Place { vm: VmId(vm), host: HostId(host), epoch: Epoch(epoch) }
 }
@@ -69,7 +74,7 @@ fn an_unanswered_announcement_survives_the_next_migration() {
 #[test]
 fn answers_come_back_along_the_tree() {
     let mut two = host(2, 1);
-    step(&mut two, Event::Started { vm: VmId(5), epoch: Epoch(1) });
+    started(&mut two, 5, 1);
     step(&mut two, Event::Connected { vm: VmId(5), peer: place(1, 1, 1) });
     let fan = vec![HostId(3), HostId(4)];
     let suspend = Body::Suspend { migration: ONE, origin: HostId(1), vms: vec![VmId(1)], fan };
@@ -92,7 +97,7 @@ fn one_message_per_peer_host() {
     let mut one = host(1, 0);
     let mut moves = Vec::new();
     for vm in 1..=3 {
-        step(&mut one, Event::Started { vm: VmId(vm), epoch: Epoch(1) });
+        started(&mut one, vm, 1);
         for peer in 10..40 {
             step(&mut one, Event::Connected { vm: VmId(vm), peer: place(peer, 2 + peer % 3, 1) });
         }
@@ -111,7 +116,7 @@ fn one_message_per_peer_host() {
 #[test]
 fn a_newer_epoch_elsewhere_ends_a_vm_here() {
     let mut one = host(1, 0);
-    step(&mut one, Event::Started { vm: VmId(1), epoch: Epoch(4) });
+    started(&mut one, 1, 4);
     let commit = |epoch| Body::Commit { migration: ONE, places: vec![place(1, 2, epoch)] };
     let older = says(&mut one, Node::Coordinator, commit(4));
     assert!(!older.contains(&Action::Discard { vm: VmId(1) }));
@@ -122,7 +127,7 @@ fn a_newer_epoch_elsewhere_ends_a_vm_here() {
 /// A source that has voted, with VM 1 on its way to host 2.
 fn yielded() -> Host {
     let mut one = host(1, 0);
-    step(&mut one, Event::Started { vm: VmId(1), epoch: Epoch(1) });
+    started(&mut one, 1, 1);
     let moves = vec![Move { vm: VmId(1), from: HostId(1), to: HostId(2), epoch: Epoch(2) }];
     says(&mut one, Node::Coordinator, Body::Begin { migration: ONE, moves });
     step(&mut one, Event::Converged { migration: ONE, vm: VmId(1) });
@@ -159,9 +164,33 @@ fn an_abort_that_names_no_vm_runs_none_after_a_vote() {
     let actions = says(&mut one, Node::Coordinator, says_nothing);
     assert!(!actions.iter().any(|action| matches!(action, Action::Run { .. })), "{actions:?}");
     assert!(one.has_yielded(VmId(1)));
-    let again = step(&mut one, Event::Started { vm: VmId(1), epoch: Epoch(1) });
+    let again = started(&mut one, 1, 1);
     assert!(again.is_empty(), "it says what is known: {again:?}");
-    let claimed = step(&mut one, Event::Started { vm: VmId(1), epoch: Epoch(2) });
+    let claimed = started(&mut one, 1, 2);
     assert!(claimed.contains(&Action::Run { vm: VmId(1), epoch: Epoch(2) }), "{claimed:?}");
     assert!(!one.has_yielded(VmId(1)) && one.is_quiet());
+}
+
+/// A VM is lost with its host's daemon while peers are held for its migration, and is started anew: what was held for that migration goes on with the new one, and isn't held
+/// for ever.
+#[test]
+fn a_vm_that_is_started_anew_ends_what_is_held_for_it() {
+    let mut peers = host(3, 0);
+    started(&mut peers, 7, 1);
+    step(&mut peers, Event::Connected { vm: VmId(7), peer: place(1, 1, 1) });
+    let suspend = Body::Suspend { migration: ONE, origin: HostId(1), vms: vec![VmId(1)], fan: Vec::new() };
+    assert!(
+        says(&mut peers, Node::Host(HostId(1)), suspend)
+            .contains(&Action::Hold { migration: ONE, vm: VmId(1) })
+    );
+    step(&mut peers, Event::Held { migration: ONE, vm: VmId(1) });
+    // Its host's daemon was started again, and registers the VM anew.
+    let mut one = Host::new(HostId(1), Incarnation(2), Config { fan: 0, ..Config::default() });
+    step(&mut one, Event::Started { vm: VmId(1), epoch: Epoch(2), after: ONE });
+    let asks = sent(&step(&mut peers, Event::Timer(nomad::Timer::Ask(VmId(1)))));
+    let (_, question) = asks.into_iter().find(|(to, _)| *to == Node::Host(HostId(1))).unwrap();
+    let [(_, answer)] = &sent(&says(&mut one, Node::Host(HostId(3)), question))[..] else { panic!() };
+    let opened = says(&mut peers, Node::Host(HostId(1)), answer.clone());
+    assert!(opened.contains(&Action::Open { vm: VmId(7), peer: place(1, 1, 2) }), "{opened:?}");
+    assert!(peers.is_quiet());
 }

@@ -306,7 +306,8 @@ impl Cluster {
             vm,
             Vm { guest, size, cq, on, running: true, stopped_at: 0, ran: (0, 0), left: None, ends },
         );
-        self.event(on, Event::Started { vm, epoch });
+        let after = self.coordinator.last_of(vm);
+        self.event(on, Event::Started { vm, epoch, after });
     }
 
     fn connect(&mut self, one: VmId, other: VmId) {
