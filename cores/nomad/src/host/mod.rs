@@ -103,7 +103,9 @@ impl Host {
                 }
             }
             Event::Message(message) => self.message(message, actions),
-            Event::Started { vm, epoch, .. } if self.vms.get(&vm).is_some_and(|found| found.epoch < epoch) => {
+            Event::Started { vm, epoch, .. }
+                if self.vms.get(&vm).is_some_and(|found| found.epoch < epoch) =>
+            {
                 self.reclaimed(vm, epoch, actions);
             }
             Event::Started { vm, epoch, after } => {

@@ -59,6 +59,11 @@ impl PostCopy {
         Ok(Self { missing, pages, serving: None })
     }
 
+    /// Pages that weren't sent.
+    pub fn left(&self) -> u64 {
+        self.serving.as_ref().map_or(self.pages, |serving| serving.served().left)
+    }
+
     /// Payloads that tell the destination.
     pub fn announcement(&self) -> Vec<Vec<u8>> {
         encode_missing(&self.missing).collect()

@@ -53,11 +53,12 @@ impl Departure<'_> {
                 None => Err(self.doubt(error)),
                 Some(post_copy) => match post_copy.serve(self.watch, self.timeline.bytes) {
                     Ok(served) => Ok(self.served(served, committing, stopped)),
-                    Err(_) => match self.decision(Daemon::outcome, None) {
+                    Err(lost) => match self.decision(Daemon::outcome, None) {
                         Ok(Verdict::GivenUp(reason)) => {
                             self.undo(MigrationError::GivenUp(reason), Some(stopped))
                         }
-                        Ok(_) => Err(self.doubt(error)),
+                        Ok(Verdict::RunsThere) => Err(self.lost(lost)),
+                        Ok(Verdict::RunsHere) => Err(self.doubt(error)),
                         Err(error) => Err(self.doubt(error)),
                     },
                 },
@@ -136,11 +137,14 @@ impl Departure<'_> {
                 Ok(self.timeline)
             }
             (Err(_), Some(error)) => Err(self.doubt(error)),
-            (Err(error), None) => {
-                self.machine.stop_logging();
-                Err(error)
-            }
+            (Err(error), None) => Err(self.lost(error)),
         }
+    }
+
+    /// The guest runs at the destination, and pages of its memory don't come there any more.
+    fn lost(&self, error: MigrationError) -> MigrationError {
+        self.machine.stop_logging();
+        error
     }
 
     /// It isn't known where the guest runs.
@@ -164,7 +168,7 @@ impl Departure<'_> {
         error: MigrationError,
         stopped: Stopped,
     ) -> Result<MigrationTimeline, MigrationError> {
-        let late = self.post_copy.is_some();
+        let late = self.post_copy.as_ref().map(PostCopy::left);
         let error = self.give_up(error);
         let daemon = self.machine.daemon().filter(|_| self.begun);
         match (daemon, stopped) {
@@ -180,8 +184,10 @@ impl Departure<'_> {
             // It may have been decided already, or be known to be given up.
             (Some(_), Some(stopped)) => match self.decision(Daemon::give_up, None) {
                 Ok(Verdict::GivenUp(_) | Verdict::RunsHere) => {}
-                Ok(Verdict::RunsThere) if late => return Err(self.doubt(error)),
-                Ok(Verdict::RunsThere) => return self.moved(Instant::now(), stopped),
+                Ok(Verdict::RunsThere) => {
+                    let Some(left) = late else { return self.moved(Instant::now(), stopped) };
+                    return Err(self.lost(MigrationError::LostDestination { left, source: Box::new(error) }));
+                }
                 Err(unknown) => return Err(self.doubt(unknown)),
             },
         }

@@ -401,3 +401,45 @@ fn a_destination_that_lies_is_noticed() {
         assert_eq!(machine.life.load(Ordering::SeqCst), 1, "the guest isn't run here again");
     }
 }
+
+/// The stream breaks when all but the late pages are there, and the daemon says that the VM has moved: it is lost, and known to be. (It was shown as in doubt, for ever.)
+#[test]
+fn a_source_that_has_lost_its_late_pages_is_in_no_doubt() {
+    use control_api::host::proto::move_vm_reply::State;
+
+    let answers = [State::Copy, State::Stop, State::Stop, State::Moved].map(|state| Ok((state, "")));
+    let (said, _) = super::with_a_daemon::daemon(answers.to_vec());
+    let mut machine = StandIn::new(vec![(0..900).collect()]);
+    machine.daemon = Some(said);
+    machine.devices = Mutex::new(vec![Vec::new()]);
+    let (a, b, _) = wires(3, u64::MAX);
+    let watch = Watch::default();
+    let stop = watch.begin("there", None).unwrap();
+    let error = std::thread::scope(|scope| {
+        scope.spawn(move || {
+            let mut ends: Vec<Peer> = b.into_iter().map(Peer::over).collect();
+            ends.iter_mut().for_each(|end| drop(end.expect(Kind::Hello)));
+            let mut control = ends.remove(0);
+            control.expect(Kind::Offer);
+            let accepted = Accepted { version: 4, host: Some("h2".to_owned()) };
+            let accepted = message::encode(&accepted).unwrap();
+            control.send(Kind::Accepted, &accepted);
+            control.expect(Kind::Postcopy);
+            control.send(Kind::Accepted, &accepted);
+            std::thread::scope(|others| {
+                for mut end in ends {
+                    others.spawn(move || while end.receiver.receive(&mut end.connection).is_ok() {});
+                }
+                while !matches!(control.receiver.receive(&mut control.connection).unwrap(), (Kind::State, _))
+                {
+                }
+                drop(control);
+            });
+        });
+        migrate(&machine, a, &late_request(1), &watch, &stop).unwrap_err()
+    });
+    let text = crate::migration::error::line(&error);
+    assert!(matches!(error, MigrationError::LostDestination { left: 1.., .. }), "{text}");
+    assert_eq!(machine.doubts.load(Ordering::SeqCst), 0);
+    assert_eq!(machine.life.load(Ordering::SeqCst), 1, "the guest isn't run here again");
+}

@@ -14,7 +14,7 @@ use super::*;
 /// What a daemon was told, and what it answers, one after the other; the last answer stays.
 type Answers = Vec<Result<(State, &'static str), &'static str>>;
 
-fn daemon(answers: Answers) -> (Daemon, Arc<Mutex<Vec<Step>>>) {
+pub(super) fn daemon(answers: Answers) -> (Daemon, Arc<Mutex<Vec<Step>>>) {
     let heard = Arc::new(Mutex::new(Vec::new()));
     let (told, next) = (Arc::clone(&heard), AtomicUsize::new(0));
     let daemon = Daemon::answering(move |step: &Step| {
