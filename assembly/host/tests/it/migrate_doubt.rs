@@ -3,14 +3,18 @@
 
 use crate::common;
 
-use common::adding::pair;
+use std::time::Duration;
+
+use common::adding::{Adder, check, pair};
 use common::cluster::{Cluster, guest, wait_to_know};
-use common::moving::{Move, ask};
+use common::moving::{Move, ask, begin_together, together};
 use common::wait_until;
+use control_api::cluster::proto::RegisterHostRequest;
 use control_api::host::proto::ClaimVm;
 use control_api::host::proto::move_vm_reply::State;
 use control_api::host::proto::move_vm_request::Step;
 use control_api::host::{HostClient, NicRequest};
+use vfio_user_protocol::migration::DeviceState;
 
 /// A monitor attaches its VM's NIC again to a daemon that was started again.
 fn attach_again(daemon: &HostClient) {
@@ -102,4 +106,81 @@ fn a_vm_of_a_host_that_is_forgotten_is_started_elsewhere() {
     let a = guest(&one, "a", 1);
     assert_eq!(cluster.wait_for("a", 1).epoch, 3);
     drop(a);
+}
+
+/// All of a VM has come.
+fn stand_still(on_its_way: &Move<'_>) {
+    for client in [&on_its_way.monitor.ethernet, &on_its_way.monitor.rdma] {
+        client.set_device_state(DeviceState::Stop).unwrap();
+    }
+}
+
+/// How a migration ended, as a daemon says to a VM's monitor.
+fn ended(daemon: &HostClient, vm: &str, step: &Step) -> State {
+    let mut state = State::Pending;
+    wait_until("the decision", || {
+        state = ask(daemon, vm, step.clone());
+        matches!(state, State::Runs | State::Moved | State::Stays)
+    });
+    state
+}
+
+/// Somebody registers a host whose daemon lives, and has voted for a migration that isn't decided. The daemon counts as started again, and joins anew; its vote stays given, and
+/// the VM runs where that is decided: guests go on, and each operation is done once.
+#[test]
+fn a_daemon_that_lives_and_counts_as_started_again_keeps_its_vote() {
+    let cluster = Cluster::new();
+    let daemons = [1, 2, 3, 4].map(|number| cluster.daemon(number));
+    let (mut a, mut b) = pair(&cluster, &daemons[0], &daemons[1]);
+    wait_to_know(&cluster, &[&daemons[2], &daemons[3]]);
+    let mut adders = [Adder::new(&b), Adder::new(&a)];
+    let clients = [0, 1, 2, 3].map(|at: usize| HostClient::new(daemons[at].socket()));
+    let mut moves = [
+        Move::prepare(&mut a, daemons[0].socket(), daemons[2].socket()),
+        Move::prepare(&mut b, daemons[1].socket(), daemons[3].socket()),
+    ];
+    begin_together(&moves, &["h3", "h4"]);
+    moves.iter_mut().for_each(Move::round);
+    for (one, adder) in moves.iter().zip(&mut adders) {
+        adder.work(one.vm, 8);
+    }
+    assert_eq!(together(&moves, false, &Step::Converged(true)), [State::Stop; 2]);
+    moves.iter_mut().for_each(Move::stop);
+    // All of one VM is there: its source votes. The other one isn't, so that nothing is decided.
+    stand_still(&moves[0]);
+    let destination = clients[2].clone();
+    let waits = std::thread::spawn(move || ended(&destination, "a", &Step::Arrived(true)));
+    // Its vote takes a moment. Should it take longer, the migration is given up, and all holds as well.
+    std::thread::sleep(Duration::from_millis(500));
+    let host = |name: &str| cluster.state().hosts.into_iter().find(|host| host.name == name).unwrap();
+    let before = host("h1");
+    let request =
+        RegisterHostRequest { name: "h1".to_owned(), fabric_address: before.fabric_address, incarnation: 0 };
+    cluster.service.ask("RegisterHost", async |client| client.register_host(request.clone()).await).unwrap();
+    wait_until("the daemon to join anew", || host("h1").incarnation >= before.incarnation + 2);
+    stand_still(&moves[1]);
+    let other = ended(&clients[3], "b", &Step::Arrived(true));
+    let there = [waits.join().unwrap(), other];
+    let here = [0, 1].map(|at: usize| ended(&clients[at], ["a", "b"][at], &Step::Wait(true)));
+    let moved = there == [State::Runs; 2];
+    let expected = if moved { State::Moved } else { State::Stays };
+    assert_eq!(here, [expected; 2], "{there:?}");
+    assert!(moved || there == [State::Stays; 2], "one side of each: {there:?}");
+    if moved {
+        moves.into_iter().for_each(Move::land);
+    } else {
+        moves.into_iter().for_each(Move::stay);
+    }
+    wait_until("the operations of both to end", || {
+        for (vm, adder) in [&a, &b].into_iter().zip(&mut adders) {
+            adder.take(vm);
+        }
+        adders.iter().all(|adder| adder.done == adder.posted)
+    });
+    check(&a, &adders[0], &b, &adders[1]);
+    let at = if moved { [3, 4] } else { [1, 2] };
+    let state = cluster.state();
+    let of = |name: &str| state.vms.iter().find(|vm| vm.name == name).unwrap();
+    assert_eq!(["a", "b"].map(|name| of(name).host), at);
+    assert!(of("a").alive && of("b").alive);
 }

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)] // A failed unwrap fails the test.
 
 mod cli;
+mod cluster;
 mod moved_guests;
 mod nodes;
 mod nodes_contended;
