@@ -8,12 +8,14 @@ use std::time::Duration;
 use common::adding::{Adder, check, pair};
 use common::cluster::{Cluster, guest, wait_to_know};
 use common::moving::{Move, ask, begin_together, together};
+use common::vm::Vm;
 use common::wait_until;
 use control_api::cluster::proto::RegisterHostRequest;
 use control_api::host::proto::ClaimVm;
 use control_api::host::proto::move_vm_reply::State;
 use control_api::host::proto::move_vm_request::Step;
 use control_api::host::{HostClient, NicRequest};
+use host::Daemon;
 use vfio_user_protocol::migration::DeviceState;
 
 /// A monitor attaches its VM's NIC again to a daemon that was started again.
@@ -27,16 +29,28 @@ fn attach_again(daemon: &HostClient) {
     daemon.attach_nic(&nic).unwrap();
 }
 
+/// Three hosts, and two connected VMs on the first two.
+fn begin() -> (Cluster, [Daemon; 3], Vm, Vm) {
+    let cluster = Cluster::new();
+    let daemons = [1, 2, 3].map(|number| cluster.daemon(number));
+    let (a, b) = pair(&cluster, &daemons[0], &daemons[1]);
+    wait_to_know(&cluster, &[&daemons[2]]);
+    (cluster, daemons, a, b)
+}
+
+/// A VM on its way to the third host, with a first copy made.
+fn set_out<'a>(vm: &'a mut Vm, from: &Daemon, to: &Daemon) -> Move<'a> {
+    let mut on_its_way = Move::begin(vm, from.socket(), to.socket(), "h3");
+    on_its_way.round();
+    on_its_way
+}
+
 /// The source's daemon is started again after the decision, before its monitor has heard of it. That daemon knows nothing and says so; by it the service says that the VM has
 /// moved. (It said that the VM stays: the source's monitor let its guest go on, which ran at the destination.)
 #[test]
 fn a_daemon_that_was_started_again_does_not_say_that_the_vm_stays() {
-    let cluster = Cluster::new();
-    let (one, two, three) = (cluster.daemon(1), cluster.daemon(2), cluster.daemon(3));
-    let (mut a, _b) = pair(&cluster, &one, &two);
-    wait_to_know(&cluster, &[&three]);
-    let mut on_its_way = Move::begin(&mut a, one.socket(), three.socket(), "h3");
-    on_its_way.round();
+    let (cluster, [one, _two, three], mut a, _b) = begin();
+    let mut on_its_way = set_out(&mut a, &one, &three);
     let epochs = [&one, &three]
         .map(|daemon| HostClient::new(daemon.socket()).move_vm("a", Step::Look(true)).unwrap().epoch);
     assert_eq!(epochs, [1, 2], "each side hears in which epoch the VM runs there, or is to");
@@ -56,12 +70,8 @@ fn a_daemon_that_was_started_again_does_not_say_that_the_vm_stays() {
 /// The source's daemon is started again before the decision: the migration is given up, and the VM is its host's, in a new epoch that nobody else gets.
 #[test]
 fn a_vm_whose_daemon_was_started_again_is_claimed_by_its_monitor() {
-    let cluster = Cluster::new();
-    let (one, two, three) = (cluster.daemon(1), cluster.daemon(2), cluster.daemon(3));
-    let (mut a, _b) = pair(&cluster, &one, &two);
-    wait_to_know(&cluster, &[&three]);
-    let mut on_its_way = Move::begin(&mut a, one.socket(), three.socket(), "h3");
-    on_its_way.round();
+    let (cluster, [one, _two, three], mut a, _b) = begin();
+    let mut on_its_way = set_out(&mut a, &one, &three);
     assert_eq!(on_its_way.converged(), State::Stop);
     on_its_way.stop();
     drop(one);
@@ -85,12 +95,8 @@ fn a_vm_whose_daemon_was_started_again_is_claimed_by_its_monitor() {
 /// The destination is gone for good with the VM that has moved there. It is forgotten once it is silent, and the VM is started elsewhere.
 #[test]
 fn a_vm_of_a_host_that_is_forgotten_is_started_elsewhere() {
-    let cluster = Cluster::new();
-    let (one, two, three) = (cluster.daemon(1), cluster.daemon(2), cluster.daemon(3));
-    let (mut a, _b) = pair(&cluster, &one, &two);
-    wait_to_know(&cluster, &[&three]);
-    let mut on_its_way = Move::begin(&mut a, one.socket(), three.socket(), "h3");
-    on_its_way.round();
+    let (cluster, [one, _two, three], mut a, _b) = begin();
+    let mut on_its_way = set_out(&mut a, &one, &three);
     assert_eq!(on_its_way.converged(), State::Stop);
     on_its_way.stop();
     assert_eq!(on_its_way.arrived(), (State::Moved, State::Runs));

@@ -4,11 +4,11 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::engine::{Engine, Flow, Instance, State};
 use super::monitors::{Monitor, Part};
-use crate::config::{Config, Plant};
+use crate::config::Config;
 use crate::coordinator::{self, Coordinator, Decision, Ledger};
 use crate::event::{Action, Event, Timer};
 use crate::host::Host;
-use crate::message::{Body, Message};
+use crate::message::Message;
 use crate::monitor::Answer;
 use crate::names::{Epoch, HostId, Incarnation, MigrationId, Move, Node, Place, VmId};
 
@@ -222,88 +222,6 @@ impl Cluster {
         self.carry_out(actions, out);
     }
 
-    /// A host's daemon is killed, and starts again with nothing. Its monitors live.
-    pub fn kill(&mut self, id: HostId, out: &mut Vec<Pending>) {
-        let Some(machine) = self.machines.get_mut(&id) else { return };
-        let owned = self.disk.vms.iter().filter(|(_, owner)| owner.host == id).map(|(vm, _)| *vm);
-        self.excused.extend(owned);
-        let voted = self.disk.vms.keys().filter(|vm| machine.host.has_voted(**vm));
-        self.excused.extend(voted);
-        let incarnation = Incarnation(machine.host.incarnation().0 + 1);
-        machine.host = Host::new(id, incarnation, self.config);
-        machine.engine = Engine::default();
-        machine.monitors.values_mut().for_each(Monitor::lose_devices);
-        self.host(id, Event::Start, out);
-    }
-
-    /// A host fails with all that is on it, and never returns.
-    pub fn die(&mut self, id: HostId, out: &mut Vec<Pending>) {
-        let Some(machine) = self.machines.remove(&id) else { return };
-        let owned = self.disk.vms.iter().filter(|(_, owner)| owner.host == id).map(|(vm, _)| *vm);
-        self.excused.extend(owned);
-        let voted = self.disk.vms.keys().filter(|vm| machine.host.has_voted(**vm));
-        self.excused.extend(voted);
-        self.dead.insert(id);
-        out.push(Pending::Silence(id));
-    }
-
-    /// Its user has the cluster forget hosts that don't return.
-    pub fn forget_dead(&mut self, out: &mut Vec<Pending>) {
-        for host in self.dead.clone() {
-            let mut actions = Vec::new();
-            if let Err(refused) = self.coordinator.forget(host, &mut actions) {
-                self.fail(format!("{refused}"));
-            }
-            self.carry_out(actions, out);
-        }
-    }
-
-    /// The service takes a living daemon for one that was started again: somebody has registered its host, and isn't there. VMs that it hasn't voted for are counted as
-    /// those of a daemon that was killed.
-    pub fn renumber(&mut self, id: HostId, out: &mut Vec<Pending>) {
-        let Some(machine) = self.machines.get_mut(&id) else { return };
-        let believes = self.config.plant == Plant::RenumberTakesVotesBack;
-        let host = &machine.host;
-        let bound = |vm: &VmId| host.has_yielded(*vm) || host.has_voted(*vm);
-        let owned = self.disk.vms.iter().filter(|(vm, owner)| owner.host == id && !bound(vm));
-        self.excused.extend(owned.map(|(vm, _)| *vm));
-        let Engine { phases, instances, rooms, .. } = &mut machine.engine;
-        for (vm, monitor) in &mut machine.monitors {
-            if bound(vm) && !believes {
-                continue;
-            }
-            instances.remove(vm);
-            match (monitor.part, phases.get_mut(vm)) {
-                // What is decided, and not heard by the monitor, stays said.
-                (Part::Stopped(_) | Part::Voted(_), Some(said)) if said.0 == Answer::Pending => {
-                    *said = (Answer::Stays, monitor.epoch);
-                }
-                (Part::Stopped(_) | Part::Voted(_), _) => {}
-                _ => monitor.lose_devices(),
-            }
-        }
-        rooms.retain(|_, vms| !vms.is_empty() && vms.iter().all(|vm| instances.contains_key(vm)));
-        let kept: BTreeSet<VmId> = instances.keys().copied().collect();
-        machine.engine.open.retain(|(vm, _), _| kept.contains(vm));
-        machine.engine.holding.clear();
-        machine.engine.stopping.clear();
-        let incarnation = Incarnation(host.incarnation().0 + 1);
-        machine.host.renumber(id, incarnation);
-        self.host(id, Event::Start, out);
-    }
-
-    /// The coordinator is killed, and starts again with what it has written. Hosts say hello to the new one, as to any new stream.
-    pub fn kill_coordinator(&mut self, out: &mut Vec<Pending>) {
-        self.starts += 1;
-        self.coordinator = Coordinator::new(self.config, self.disk.clone());
-        self.coordinator(coordinator::Event::Start, out);
-        for (host, machine) in &self.machines {
-            let (from, to) = (Node::Host(*host), Node::Coordinator);
-            let incarnation = machine.host.incarnation();
-            out.push(Pending::Message(Message { from, incarnation, to, body: Body::Hello }));
-        }
-    }
-
     /// Whether something under way is lost with the service: what hosts have sent, to it or by it to each other.
     #[must_use]
     pub fn passes_by_service(pending: &Pending) -> bool {
@@ -379,38 +297,6 @@ impl Cluster {
         }
     }
 
-    /// Something is lost. Streams tell their sender, the rest doesn't.
-    pub fn lose(&mut self, pending: Pending, out: &mut Vec<Pending>) {
-        if let Pending::Stream { migration, from, .. } = pending
-            && let Some(machine) = self.machines.get(&from)
-        {
-            out.push(Pending::Work(from, machine.host.incarnation(), Work::Break(migration)));
-        }
-    }
-
-    /// Operations that may be sent now.
-    pub fn sends(&self, mut each: impl FnMut(Pending)) {
-        for (from, machine) in &self.machines {
-            for ((vm, peer), to) in &machine.engine.open {
-                let Some(instance) = machine.engine.instances.get(vm).filter(|vm| vm.running) else {
-                    continue;
-                };
-                if !machine.monitors.get(vm).is_some_and(|monitor| monitor.guest) {
-                    continue;
-                }
-                // Towards a VM that is gone they are sent again until the queue pair fails, which isn't modelled.
-                if self.is_lost(*peer) || self.broken.contains(vm) || self.broken.contains(peer) {
-                    continue;
-                }
-                let completed = instance.state.completed.get(peer).copied().unwrap_or(0);
-                if completed < self.operations {
-                    let (vm, peer) = (*vm, *peer);
-                    each(Pending::Data { vm, peer, number: completed + 1, from: *from, to: *to });
-                }
-            }
-        }
-    }
-
     pub(super) fn fail(&mut self, text: String) {
         self.verdict.get_or_insert(text);
     }
@@ -477,49 +363,6 @@ impl Cluster {
             self.fail(format!("{vm} comes to {to}, which has it"));
         }
         self.host(to, Event::Arrived { migration, vm }, out);
-    }
-
-    /// An operation reaches a host. Whether it was carried out, now or before.
-    fn carried_out(&mut self, vm: VmId, peer: VmId, number: u16, to: HostId) -> bool {
-        let Some(machine) = self.machines.get_mut(&to) else { return false };
-        // Queue pairs that are held take nothing in.
-        if !machine.engine.open.contains_key(&(peer, vm)) {
-            return false;
-        }
-        let Some(instance) = machine.engine.instances.get_mut(&peer).filter(|peer| peer.running) else {
-            return false;
-        };
-        let before = instance.state.carried_out.entry(vm).or_default();
-        if number <= *before {
-            return true;
-        }
-        let next = *before + 1;
-        *before = number;
-        let effects = self.flows.entry((vm, peer)).or_default();
-        let expected = effects.effects + 1;
-        effects.effects = number;
-        if number != next || number != expected {
-            self.fail(format!(
-                "operation {number} of {vm} on {peer} is carried out where {next} is next for it, and {expected} in truth"
-            ));
-        }
-        true
-    }
-
-    fn done(&mut self, vm: VmId, peer: VmId, number: u16, to: HostId) {
-        let effects = self.flows.get(&(vm, peer)).map_or(0, |flow| flow.effects);
-        let Some(machine) = self.machines.get_mut(&to) else { return };
-        let Some(instance) = machine.engine.instances.get_mut(&vm).filter(|vm| vm.running) else { return };
-        if !machine.engine.open.contains_key(&(vm, peer)) {
-            return;
-        }
-        let completed = instance.state.completed.entry(peer).or_default();
-        if number == *completed + 1 {
-            *completed = number;
-            if effects < number {
-                self.fail(format!("operation {number} of {vm} on {peer} is complete and wasn't carried out"));
-            }
-        }
     }
 
     /// Gives a host an event.
@@ -606,7 +449,7 @@ impl Cluster {
         }
     }
 
-    fn coordinator(&mut self, event: coordinator::Event, out: &mut Vec<Pending>) {
+    pub(super) fn coordinator(&mut self, event: coordinator::Event, out: &mut Vec<Pending>) {
         let mut actions = Vec::new();
         self.coordinator.step(event, &mut actions);
         self.carry_out(actions, out);

@@ -4,6 +4,8 @@
 //! | module | holds |
 //! |---|---|
 //! | [`cluster`] | hosts, coordinator, and what happens when something arrives |
+//! | `faults` | what can go wrong |
+//! | `operations` | VMs' operations on each other |
 //! | [`engine`] | what a host's HCA does, as counters |
 //! | [`monitors`] | VMs' monitors: whose guest runs |
 //! | [`check`] | what must hold, always and in the end |
@@ -14,6 +16,8 @@ pub mod check;
 pub mod cluster;
 pub mod dice;
 pub mod engine;
+mod faults;
 pub mod monitors;
+mod operations;
 pub mod simulate;
 pub mod world;

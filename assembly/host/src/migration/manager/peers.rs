@@ -1,0 +1,74 @@
+//! Peers of VMs that move: who they are, when queue pairs are held towards them, and where they go on to.
+
+use std::collections::BTreeSet;
+
+use nomad::{Event, MigrationId, Place, VmId};
+
+use super::Mover;
+use crate::cluster::Hold;
+use crate::engine::Worker;
+use crate::transport;
+
+impl Mover {
+    /// Who a VM of this host is connected with.
+    pub(super) fn look_at_faces(&mut self, vm: VmId) {
+        let Some(faces) = self.ask(move |worker| worker.faces(transport::VmId(vm.0))) else { return };
+        let faces: BTreeSet<VmId> = faces.into_iter().map(|peer| VmId(peer.0)).collect();
+        let before = self.nomad.as_ref().map(|nomad| nomad.faces(vm)).unwrap_or_default();
+        for peer in before.into_iter().filter(|peer| !faces.contains(peer)) {
+            self.step(Event::Disconnected { vm, peer });
+        }
+        for peer in faces {
+            if let Some(peer) = self.place(peer) {
+                self.step(Event::Connected { vm, peer });
+            }
+        }
+    }
+
+    /// Whose hosts will hold what faces a VM of this host.
+    pub(super) fn remember_peers(&self, migration: MigrationId, vm: VmId) {
+        let faces = self.nomad.as_ref().map(|nomad| nomad.faces(vm)).unwrap_or_default();
+        let hosts = faces.into_iter().filter_map(|peer| self.directory.host_of(transport::VmId(peer.0)));
+        if let Some(name) = self.name(vm) {
+            self.phases.set_peers(&name, migration.0, hosts.collect());
+        }
+    }
+
+    /// What was held here towards a VM goes on.
+    pub(super) fn goes_on(&mut self, vm: VmId) {
+        let Some((migration, since)) = self.held_since.remove(&vm) else { return };
+        let microseconds = u64::try_from(since.elapsed().as_micros()).unwrap_or(u64::MAX);
+        self.directory.held(Hold { migration: migration.0, vm: vm.0, microseconds });
+    }
+
+    /// Which VMs of this host are connected with a VM that is about to stop.
+    pub(super) fn look_at_facing(&mut self, vm: VmId) {
+        let Some(place) = self.place(vm) else { return };
+        let facing = self.ask(move |worker| worker.facing(transport::VmId(vm.0))).unwrap_or_default();
+        for other in facing {
+            self.step(Event::Connected { vm: VmId(other.0), peer: place });
+        }
+    }
+
+    /// Queue pairs of a VM that face others send nothing to them.
+    pub(super) fn hold_towards_peers(&self, vm: VmId) {
+        let faces = self.nomad.as_ref().map(|nomad| nomad.faces(vm)).unwrap_or_default();
+        let peers: Vec<_> = faces.into_iter().map(|peer| self.addressed(peer)).collect();
+        self.ask(move |worker| worker.hold_towards(transport::VmId(vm.0), &peers));
+    }
+
+    /// The directory says from here on that a VM is at a place.
+    pub(super) fn believe(&self, Place { vm, host, epoch }: Place) {
+        if self.directory.moved(transport::VmId(vm.0), host.0, epoch.0) {
+            self.ask(Worker::directory_changed);
+        }
+    }
+
+    pub(super) fn open(&self, vm: VmId, peer: Place) {
+        self.believe(peer);
+        let here = self.nomad.as_ref().is_some_and(|nomad| nomad.id() == peer.host);
+        let addressed = self.addressed(peer.vm);
+        let came_local = self.ask(move |worker| worker.open(transport::VmId(vm.0), &addressed, here));
+        tracing::debug!(vm = vm.0, peer = peer.vm.0, host = peer.host.0, came_local, "Queue pairs go on");
+    }
+}
