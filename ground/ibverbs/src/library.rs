@@ -100,6 +100,7 @@ library! {
 
 /// The loaded library, with its providers. It is never unloaded.
 pub struct Verbs {
+    /// The functions that it exports.
     pub functions: Functions,
     devices: Vec<*mut Device>,
     // Dropped after `functions`, which point into it.
