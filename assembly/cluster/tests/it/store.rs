@@ -33,7 +33,7 @@ fn what_is_written_is_read() {
         }
     }
     assert_eq!(kinds.len(), 11, "not all kinds of records came up");
-    assert_eq!(others.len(), 6, "not all kinds of changes came up");
+    assert_eq!(others.len(), 5, "not all kinds of changes came up");
 }
 
 /// The process that writes is killed at random: what it had said to be written is there, at most one transaction more, and no half one.

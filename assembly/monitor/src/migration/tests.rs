@@ -175,7 +175,7 @@ impl Departing for StandIn {
         // The last is what is left when they have stopped.
         let last = self.stops.load(Ordering::SeqCst) > 0;
         if last {
-            Ok(rounds.drain(..1).next().unwrap_or_default())
+            Ok(if rounds.is_empty() { Vec::new() } else { rounds.remove(0) })
         } else if rounds.len() > 1 {
             Ok(rounds.pop().unwrap_or_default())
         } else {
