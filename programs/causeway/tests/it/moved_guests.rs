@@ -4,8 +4,9 @@
 use std::io::{BufRead as _, BufReader};
 use std::net::TcpListener;
 use std::process::{ChildStderr, Command};
+use std::time::{Duration, Instant};
 
-use crate::small_guests::{code, end, has_kvm, kernel, run};
+use crate::small_guests::{HANG_LIMIT, code, end, has_kvm, kernel, run};
 
 // 32-bit protected mode without paging, as PVH starts a guest. Nothing refers to its own address.
 std::arch::global_asm!(
@@ -80,8 +81,12 @@ fn a_guest_that_waits_for_its_reset_gets_it_where_it_moves_to() {
     // What it asked for at its source, and what it asks for then.
     wait_for(&mut log, &["resetting the machine", "delay_ms=100"]);
     wait_for(&mut log, &["resetting the machine", "delay_ms=200"]);
-    let console = std::fs::read_to_string(there.path().join("console")).unwrap();
-    assert!(console.contains('B'), "{console}");
+    // The console's own thread writes the file.
+    let begin = Instant::now();
+    while !std::fs::read_to_string(there.path().join("console")).unwrap_or_default().contains('B') {
+        assert!(begin.elapsed() < HANG_LIMIT, "the guest has printed nothing");
+        std::thread::sleep(Duration::from_millis(5));
+    }
     destination.stderr = Some(log.into_inner());
     let (status, log) = end(destination);
     assert!(status.success(), "{status}: {log}");

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 
 /// Time-out of a hang.
-const HANG_LIMIT: Duration = Duration::from_secs(60);
+pub const HANG_LIMIT: Duration = Duration::from_secs(60);
 /// A guest's load address and entry.
 const LOAD_ADDRESS: u32 = 0x10_0000;
 /// Its offset in the file.
