@@ -127,6 +127,19 @@ impl Controllers {
         Ok(controllers)
     }
 
+    /// Continues from a saved state at `now_ns`, with the config that these controllers were made from, while no vCPU runs and no device interrupts. After
+    /// an error nothing has changed.
+    pub fn load(&self, saved: &SavedControllers, now_ns: u64) -> Result<(), RestoreError> {
+        let restored = Self::restore(self.config.clone(), saved, now_ns)?;
+        for (slot, restored) in self.local.iter().zip(restored.local) {
+            *lock(slot) = restored.into_inner().unwrap_or_else(PoisonError::into_inner);
+        }
+        if let (Some(io_apic), Some(restored)) = (&self.io_apic, restored.io_apic) {
+            *lock(io_apic) = restored.into_inner().unwrap_or_else(PoisonError::into_inner);
+        }
+        Ok(())
+    }
+
     /// State at `now_ns`, while no vCPU runs and no device interrupts.
     pub fn save(&self, now_ns: u64) -> SavedControllers {
         SavedControllers {

@@ -29,7 +29,7 @@
 //! | of devices | [`Controllers::set_line`], [`Controllers::assert_until_end`], [`Controllers::signal_msi`] | kicks |
 //! | of links to other nodes | [`Controllers::receive`] | kicks |
 //! | of timers | nothing: it kicks vCPU n when n's timer is due | |
-//! | of control, while all others rest | [`Controllers::save`], [`Controllers::restore`], [`Controllers::reset`] | |
+//! | of control, while all others rest | [`Controllers::save`], [`Controllers::load`], [`Controllers::reset`] | |
 //!
 //! A local APIC's registers, timer and interrupts in service change on its vCPU's thread only; others set bits of IRR and latch NMI, INIT and
 //! start-up IPIs. They are latched before [`Action::Kick`] goes out, so no wake-up is lost where the kick makes the vCPU ask once more after it came.

@@ -88,3 +88,20 @@ fn states_that_no_apic_was_in_are_refused() {
     refuse(&|io_apic| io_apic.entries[3] = 1 << 12);
     refuse(&|io_apic| io_apic.entries[3] = 1 << 50);
 }
+
+#[test]
+fn a_state_is_loaded_in_place_or_not_at_all() {
+    let source = running(config());
+    write(&source, 0, 0x830, 0x1_0000_0041);
+    set_pin(&source, 9, 2 << 56 | 0x8051);
+    let saved = source.save(0);
+    let controllers = Controllers::new(config()).unwrap();
+    let mut damaged = saved.clone();
+    damaged.local[2].spurious = 0x1FFF;
+    let before = controllers.save(0);
+    assert!(controllers.load(&damaged, 0).is_err());
+    assert_eq!(controllers.save(0), before);
+    controllers.load(&saved, 0).unwrap();
+    assert_eq!(controllers.save(0), saved);
+    assert_eq!(vectors(&controllers, 1), [0x41]);
+}
