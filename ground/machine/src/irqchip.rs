@@ -16,7 +16,7 @@ use kvm_bindings::{
 };
 
 use self::route::{IrqfdRoute, RoutingTable};
-use crate::interrupt::{InterruptController, LevelLine, MsiMessage, MsiRoute};
+use crate::interrupt::{InterruptController, IrqchipKind, LevelLine, MsiMessage, MsiRoute};
 use crate::state::{IRQCHIP_STATE_VERSION, SavedInterruptController, SavedKernelIrqchip};
 use crate::sys;
 use crate::vm::{Vm, VmError, errno};
@@ -229,7 +229,9 @@ impl InterruptController for KernelIrqchip {
     }
 
     fn restore(&self, saved: &SavedInterruptController) -> io::Result<()> {
-        let SavedInterruptController::KernelIrqchip(saved) = saved;
-        self.load(saved)
+        match saved {
+            SavedInterruptController::KernelIrqchip(saved) => self.load(saved),
+            SavedInterruptController::Monitor(_) => Err(saved.elsewhere(IrqchipKind::Kernel)),
+        }
     }
 }

@@ -4,7 +4,7 @@
 //!
 //! ```text
 //! kvm::Host --create_vm--> vm::Vm --+-- slots::Slots        memslots, dirty log
-//!                                   +-- irqchip::KernelIrqchip (interrupt::InterruptController)
+//!                                   +-- irqchip::KernelIrqchip (interrupt::InterruptController), or local_apic::LocalApics in the monitor
 //!                                   +-- ioeventfds
 //!                                   +-- late::LateWrites    writes that needn't exit
 //! memory::RamLayout -> memory::GuestRam (sealed memfds) --> Slots::add_ram
@@ -21,6 +21,7 @@ mod io_event;
 pub mod irqchip;
 pub mod kvm;
 pub mod late;
+pub mod local_apic;
 pub mod machine_check;
 pub mod memory;
 pub mod probe;

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use crate::bus::AddressSpace;
 use crate::exits::RangeNames;
+use crate::interrupt::IrqchipKind;
 use crate::kvm::{Host, HostError};
 use crate::memory::{
     Bytes, GuestAddress, GuestAddressSpace, GuestMemoryError, GuestRam, MemoryError, RamLayout, RamOptions,
@@ -173,6 +174,7 @@ impl Host {
         let watch = Arc::new(Watch::default());
         let names = RangeNames::new();
         let options = VcpuOptions {
+            local_apics: None,
             ports: Arc::new(AddressSpace::ports(Arc::clone(&names))),
             memory: Arc::new(AddressSpace::memory(Arc::clone(&names))),
             names,
@@ -183,7 +185,7 @@ impl Host {
         let topology = CpuTopology::flat(1).map_err(|error| ProbeError(Box::new(error)))?;
         let config = VcpuConfig {
             id: 0,
-            cpuid: guest_cpuid(self, &topology, 0)?,
+            cpuid: guest_cpuid(self, &topology, 0, IrqchipKind::Kernel)?,
             tells_tsc_frequency: false,
             start: VcpuStart::Registers(Box::new(registers())),
             pin_to: Vec::new(),

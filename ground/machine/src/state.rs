@@ -1,5 +1,6 @@
 //! Saved state: versioned types apart from the run-time ones.
 
+use crate::interrupt::IrqchipKind;
 use crate::x86;
 
 /// Version of [`SavedVcpu`] that this program writes.
@@ -49,6 +50,25 @@ pub struct SavedVcpu {
     pub tsc_khz: Option<u32>,
 }
 
+impl SavedInterruptController {
+    /// Where the controllers were.
+    pub fn kind(&self) -> IrqchipKind {
+        match self {
+            Self::KernelIrqchip(_) => IrqchipKind::Kernel,
+            Self::Monitor(_) => IrqchipKind::Monitor,
+        }
+    }
+
+    /// An error of kind `InvalidData`, for controllers that are in another place than these were.
+    pub fn elsewhere(&self, here: IrqchipKind) -> std::io::Error {
+        let there = self.kind();
+        let text = format!(
+            "Saved interrupt controllers were in the {there}, and this VM's are in the {here}: describe it with interrupts = \"{there}\""
+        );
+        std::io::Error::new(std::io::ErrorKind::InvalidData, text)
+    }
+}
+
 impl SavedVcpu {
     /// Leaves the time-stamp counter out: whoever is restored goes on with the one that it has.
     pub fn forget_time(&mut self) {
@@ -61,6 +81,8 @@ impl SavedVcpu {
 pub enum SavedInterruptController {
     /// [`crate::irqchip::KernelIrqchip`].
     KernelIrqchip(Box<SavedKernelIrqchip>),
+    /// Those in the monitor ([`crate::interrupt::IrqchipKind::Monitor`]), local APICs included, as the monitor encodes them.
+    Monitor(Vec<u8>),
 }
 
 /// PICs, IOAPIC and PIT of KVM.

@@ -5,7 +5,8 @@ use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
 use kvm_bindings::{
-    KVMIO, kvm_coalesced_mmio_zone, kvm_ioeventfd, kvm_irqfd, kvm_userspace_memory_region, kvm_x86_mce,
+    KVMIO, kvm_coalesced_mmio_zone, kvm_interrupt, kvm_ioeventfd, kvm_irqfd, kvm_userspace_memory_region,
+    kvm_x86_mce,
 };
 use vmm_sys_util::ioctl::{ioctl, ioctl_with_ref};
 use vmm_sys_util::{ioctl_io_nr, ioctl_iow_nr};
@@ -14,6 +15,7 @@ ioctl_iow_nr!(KVM_SET_USER_MEMORY_REGION, KVMIO, 0x46, kvm_userspace_memory_regi
 ioctl_iow_nr!(KVM_REGISTER_COALESCED_MMIO, KVMIO, 0x67, kvm_coalesced_mmio_zone);
 ioctl_iow_nr!(KVM_UNREGISTER_COALESCED_MMIO, KVMIO, 0x68, kvm_coalesced_mmio_zone);
 ioctl_iow_nr!(KVM_IRQFD, KVMIO, 0x76, kvm_irqfd);
+ioctl_iow_nr!(KVM_INTERRUPT, KVMIO, 0x86, kvm_interrupt);
 ioctl_iow_nr!(KVM_IOEVENTFD, KVMIO, 0x79, kvm_ioeventfd);
 ioctl_iow_nr!(KVM_X86_SET_MCE, KVMIO, 0x9e, kvm_x86_mce);
 ioctl_io_nr!(KVM_GET_STATS_FD, KVMIO, 0xce);
@@ -61,6 +63,13 @@ pub(crate) fn late_zone(vm: &impl AsRawFd, zone: &kvm_coalesced_mmio_zone, there
 pub(crate) fn irqfd(vm: &impl AsRawFd, irqfd: &kvm_irqfd) -> io::Result<()> {
     // SAFETY: the request takes a pointer to this struct, which outlives the call. KVM takes its own reference to the fd.
     retry(|| unsafe { ioctl_with_ref(vm, KVM_IRQFD(), irqfd) }).map(drop)
+}
+
+/// KVM_INTERRUPT of a vCPU: it takes this vector when it enters the guest next.
+pub(crate) fn interrupt(vcpu: &impl AsRawFd, vector: u8) -> io::Result<()> {
+    let request = kvm_interrupt { irq: vector.into() };
+    // SAFETY: the request takes a pointer to this struct, which outlives the call.
+    retry(|| unsafe { ioctl_with_ref(vcpu, KVM_INTERRUPT(), &request) }).map(drop)
 }
 
 /// KVM_X86_SET_MCE of a vCPU.

@@ -83,6 +83,7 @@ pub struct Vm {
     slots: Slots,
     late: LateWrites,
     kernel_irqchip: AtomicBool,
+    user_local_apics: AtomicBool,
     irq_routes: usize,
     max_vcpus: usize,
     /// Bytes of KVM_GET_XSAVE2, 4096 or more, where KVM has it.
@@ -118,6 +119,7 @@ impl Vm {
             slots: Slots::new(Arc::clone(&fd), memslots),
             late: LateWrites::default(),
             kernel_irqchip: AtomicBool::new(false),
+            user_local_apics: AtomicBool::new(false),
             irq_routes,
             max_vcpus: kvm.get_max_vcpus(),
             xcrs: fd.check_extension(Cap::Xcrs),
@@ -187,6 +189,15 @@ impl Vm {
 
     pub(crate) fn set_kernel_irqchip(&self) {
         self.kernel_irqchip.store(true, Ordering::Release);
+    }
+
+    pub(crate) fn set_user_local_apics(&self) {
+        self.user_local_apics.store(true, Ordering::Release);
+    }
+
+    /// Whether local APICs are in the monitor ([`crate::local_apic`]). Then HLT and accesses to x2APIC MSRs exit.
+    pub(crate) fn has_user_local_apics(&self) -> bool {
+        self.user_local_apics.load(Ordering::Acquire)
     }
 
     /// Whether local APICs are in the kernel. Then HLT doesn't exit.

@@ -7,6 +7,7 @@ use super::whole::{Local, Whole, vcpus_of};
 use super::{PayloadError, arguments, elf};
 use machine::bus::{AddressSpace, BusDevice};
 use machine::exits::RangeNames;
+use machine::interrupt::IrqchipKind;
 use machine::kvm::Host;
 use machine::memory::shared::SharedRam;
 use machine::memory::{
@@ -318,7 +319,7 @@ impl PayloadBuilder {
         };
         let mut configs = Vec::new();
         for index in place.vcpus.clone() {
-            let cpuid = guest_cpuid(&host, &topology, index)?;
+            let cpuid = guest_cpuid(&host, &topology, index, IrqchipKind::Kernel)?;
             let registers = start_registers(&layout, index, program.entry, Features::of(&cpuid));
             configs.push(VcpuConfig {
                 id: topology.apic_id(index),
@@ -331,6 +332,7 @@ impl PayloadBuilder {
         }
         let features: Vec<Features> = configs.iter().map(|config| Features::of(&config.cpuid)).collect();
         let options = VcpuOptions {
+            local_apics: None,
             ports: Arc::clone(&ports),
             memory: Arc::clone(&mmio),
             names,

@@ -8,7 +8,7 @@ use firmware::MachineMap;
 use firmware::image::{Image, ImageFile};
 use machine::bus::AddressSpace;
 use machine::exits::RangeNames;
-use machine::interrupt::InterruptController;
+use machine::interrupt::{InterruptController, IrqchipKind};
 use machine::irqchip::{IrqchipOptions, KernelIrqchip};
 use machine::kvm::Host;
 use machine::memory::{
@@ -111,7 +111,7 @@ impl Chassis {
             u32::from(description.cpus.cores);
             usize::from(description.cpus.sockets)
         ])?;
-        let boot_cpuid = guest_cpuid(&host, &topology, 0)?;
+        let boot_cpuid = guest_cpuid(&host, &topology, 0, IrqchipKind::Kernel)?;
         let physical_bits = boot::physical_bits(&boot_cpuid);
         let mut map =
             boot::machine_map(&description, ram.layout(), &topology, physical_bits, devices.has_console());
@@ -251,7 +251,7 @@ impl Chassis {
                 .unwrap_or_default();
             configs.push(VcpuConfig {
                 id: self.topology.apic_id(index),
-                cpuid: guest_cpuid(&self.host, &self.topology, index)?,
+                cpuid: guest_cpuid(&self.host, &self.topology, index, IrqchipKind::Kernel)?,
                 tells_tsc_frequency: true,
                 start,
                 pin_to,
@@ -266,6 +266,7 @@ impl Chassis {
                 memory: Arc::clone(&self.memory),
                 names: self.names,
                 on_event: Arc::new(move |event| vcpu_events.send(Event::Vcpu(event))),
+                local_apics: None,
                 exit_handler: None,
                 on_thread_start: Some(threads::hook(sandbox, ThreadKind::Vcpu)),
             },

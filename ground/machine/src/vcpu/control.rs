@@ -9,7 +9,7 @@
 use std::io;
 use std::os::fd::AsFd;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering, fence};
 use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -67,6 +67,13 @@ impl Drop for RunPage {
     }
 }
 
+/// The thread is in neither of the other places.
+const OUTSIDE: u8 = 0;
+/// In KVM_RUN, or about to enter it.
+const IN_GUEST: u8 = 1;
+/// In [`Control::wait_for_kick`].
+const WAITING: u8 = 2;
+
 /// What a vCPU is wanted to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Want {
@@ -100,6 +107,10 @@ pub(super) struct Control {
     attention: AtomicBool,
     /// It is to take a machine check.
     check: AtomicBool,
+    /// A local APIC outside of KVM has something for it, since it last looked.
+    kicked: AtomicBool,
+    /// Where the thread is: [`OUTSIDE`], [`IN_GUEST`] or [`WAITING`].
+    place: AtomicU8,
     page: RunPage,
 }
 
@@ -107,7 +118,15 @@ impl Control {
     pub(super) fn new(page: RunPage) -> Self {
         let state = State { want: Want::Pause, parked: false, ended: false, gone: false, command: None };
         let no = || AtomicBool::new(false);
-        Self { state: Mutex::new(state), changed: Condvar::new(), attention: no(), check: no(), page }
+        Self {
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+            attention: no(),
+            check: no(),
+            kicked: no(),
+            place: AtomicU8::new(OUTSIDE),
+            page,
+        }
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
@@ -152,6 +171,67 @@ impl Control {
     /// The same, and then not any more.
     pub(super) fn take_check(&self) -> bool {
         self.check.swap(false, Ordering::AcqRel)
+    }
+
+    /// From any thread, after an interrupt was latched. Whether the kick signal has to be sent. Kicks that the vCPU hasn't looked at are one.
+    pub(super) fn kick(&self) -> bool {
+        if self.kicked.swap(true, Ordering::SeqCst) {
+            return false;
+        }
+        self.page.set_immediate_exit(true);
+        // Against the fence in `enter_guest`: either the place is seen here, or KVM sees `immediate_exit`.
+        fence(Ordering::SeqCst);
+        match self.place.load(Ordering::SeqCst) {
+            IN_GUEST => true,
+            WAITING => {
+                // Once the lock was had, the thread either waits already or will see `kicked`.
+                drop(self.lock());
+                self.changed.notify_all();
+                false
+            }
+            _ => false,
+        }
+    }
+
+    /// On the vCPU thread, before it looks for interrupts: forgets kicks until now. Whether somebody wants something else.
+    pub(super) fn forget_kicks(&self) -> bool {
+        self.kicked.store(false, Ordering::SeqCst);
+        self.page.set_immediate_exit(false);
+        // A wish whose `immediate_exit` was just taken back is seen here.
+        fence(Ordering::SeqCst);
+        self.attention()
+    }
+
+    /// On the vCPU thread, around KVM_RUN.
+    pub(super) fn enter_guest(&self) {
+        self.place.store(IN_GUEST, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+    }
+
+    /// The end of [`Control::enter_guest`].
+    pub(super) fn leave_guest(&self) {
+        self.place.store(OUTSIDE, Ordering::SeqCst);
+    }
+
+    /// On the vCPU thread: waits for a kick, for somebody who wants something else, or until the time is over.
+    pub(super) fn wait_for_kick(&self, most: Option<Duration>) {
+        let until = most.and_then(|most| Instant::now().checked_add(most));
+        self.place.store(WAITING, Ordering::SeqCst);
+        let mut state = self.lock();
+        while !self.kicked.load(Ordering::SeqCst) && !self.attention() {
+            state = match until {
+                None => self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+                Some(until) => {
+                    let left = until.saturating_duration_since(Instant::now());
+                    if left == Duration::ZERO {
+                        break;
+                    }
+                    self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0
+                }
+            };
+        }
+        drop(state);
+        self.place.store(OUTSIDE, Ordering::SeqCst);
     }
 
     fn call_attention(&self, state: MutexGuard<'_, State>) {

@@ -17,6 +17,7 @@ use super::run::VcpuThread;
 use super::{VcpuConfig, VcpuError, VcpuEvent, VcpuExitHandler, VcpuStart};
 use crate::bus::AddressSpace;
 use crate::exits::{ExitSnapshot, RangeNames, VcpuExits};
+use crate::local_apic::{self, LocalApics};
 use crate::state::SavedVcpu;
 use crate::stats::{KernelStats, StatsReader};
 use crate::vm::{Vm, errno};
@@ -35,6 +36,8 @@ pub struct VcpuOptions {
     pub names: Arc<RangeNames>,
     /// Told of events, on the thread of the vCPU. Must not wait for vCPUs; pass it on to another thread.
     pub on_event: Arc<dyn Fn(VcpuEvent) + Send + Sync>,
+    /// The VM's local APICs, where neither KVM has them nor the VM is without.
+    pub local_apics: Option<Arc<dyn LocalApics>>,
     /// Sees port accesses and HLT first.
     pub exit_handler: Option<Arc<dyn VcpuExitHandler>>,
     /// Runs first on each vCPU thread, before any guest code: the place for its seccomp filter.
@@ -47,9 +50,11 @@ struct Member {
     control: Arc<Control>,
     exits: Arc<VcpuExits>,
     stats: StatsReader,
-    /// Gone once joined.
-    thread: Mutex<Option<JoinHandle<()>>>,
+    thread: Arc<Thread>,
 }
+
+/// Gone once joined.
+type Thread = Mutex<Option<JoinHandle<()>>>;
 
 impl Member {
     fn thread(&self) -> MutexGuard<'_, Option<JoinHandle<()>>> {
@@ -58,6 +63,44 @@ impl Member {
 
     fn kick(&self) {
         if let Some(thread) = &*self.thread() {
+            kick(thread);
+        }
+    }
+}
+
+/// Brings vCPUs to look for interrupts: out of the guest, out of HLT, out of their wait for a start-up IPI. Cheap to clone. Thread-safe, and never
+/// waits for a vCPU.
+#[derive(Clone)]
+pub struct VcpuKicks {
+    /// Ascending by id.
+    targets: Arc<[KickTarget]>,
+}
+
+struct KickTarget {
+    id: u32,
+    control: Arc<Control>,
+    thread: Arc<Thread>,
+}
+
+impl VcpuKicks {
+    fn new(members: &[Member]) -> Self {
+        let one = |member: &Member| KickTarget {
+            id: member.id,
+            control: Arc::clone(&member.control),
+            thread: Arc::clone(&member.thread),
+        };
+        let mut targets: Vec<_> = members.iter().map(one).collect();
+        targets.sort_unstable_by_key(|target| target.id);
+        Self { targets: targets.into() }
+    }
+
+    /// After something was latched for the vCPU. One that doesn't exist, or has ended, takes no notice.
+    pub fn kick(&self, vcpu: u32) {
+        let Ok(index) = self.targets.binary_search_by_key(&vcpu, |target| target.id) else { return };
+        let KickTarget { control, thread, .. } = &self.targets[index];
+        if control.kick()
+            && let Some(thread) = &*thread.lock().unwrap_or_else(PoisonError::into_inner)
+        {
             kick(thread);
         }
     }
@@ -98,6 +141,9 @@ impl VcpuManager {
             what: "given a signal handler".into(),
             source,
         })?;
+        if options.local_apics.is_some() {
+            local_apic::enable(vm).map_err(VcpuError::LocalApics)?;
+        }
         let names = Arc::clone(&options.names);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let options = Arc::new(options);
@@ -105,6 +151,9 @@ impl VcpuManager {
         for config in configs {
             // On an error, dropping `manager` ends the threads started so far.
             manager.members.push(create(vm, &config, &options, number)?);
+        }
+        if let Some(local_apics) = &options.local_apics {
+            local_apics.connect(VcpuKicks::new(&manager.members));
         }
         let until = Instant::now() + PATIENCE;
         for member in &manager.members {
@@ -219,6 +268,7 @@ impl VcpuManager {
         let member = self.member(vcpu)?;
         Self::call(member, "set the state of a vCPU", move |thread| {
             let power_on = Arc::clone(&thread.power_on);
+            thread.halted = thread.is_halted_by(&start);
             thread.vcpu().start(&power_on, &start, false)
         })??;
         member.control.lock().ended = false;
@@ -236,7 +286,7 @@ impl VcpuManager {
                 let reason = "it has stopped for an event that it reported".to_owned();
                 return Err(VcpuError::NotSaveable { vcpu: member.id, reason });
             }
-            Self::call(member, what, |thread| thread.vcpu().save())?
+            Self::call(member, what, |thread| thread.save())?
         };
         self.members.iter().map(save).collect()
     }
@@ -249,7 +299,7 @@ impl VcpuManager {
             if member.control.lock().ended {
                 return Ok(None);
             }
-            Self::call(member, what, |thread| thread.vcpu().save())?.map(Some)
+            Self::call(member, what, |thread| thread.save())?.map(Some)
         };
         self.members.iter().map(save).collect()
     }
@@ -323,7 +373,7 @@ impl Drop for VcpuManager {
 }
 
 impl VcpuThread {
-    fn vcpu(&self) -> Vcpu<'_> {
+    pub(super) fn vcpu(&self) -> Vcpu<'_> {
         Vcpu { id: self.id, fd: &self.fd, vm: &self.vm }
     }
 }
@@ -380,6 +430,9 @@ fn create(
     let vcpu = Vcpu { id, fd: &fd, vm };
     // What firmware does on every processor. As part of the power-on state it is there after a reset too.
     vcpu.enable_mtrrs()?;
+    if options.local_apics.is_some() {
+        vcpu.announce_locked_x2apic()?;
+    }
     let power_on = Arc::new(vcpu.save()?);
     vcpu.start(&power_on, &config.start, true)?;
     let stats = StatsReader::open(&fd);
@@ -395,7 +448,7 @@ fn create(
     })?;
     let control = Arc::new(Control::new(page));
     let exits = Arc::new(VcpuExits::new());
-    let thread = VcpuThread {
+    let mut thread = VcpuThread {
         id,
         fd,
         vm: Arc::clone(vm),
@@ -403,7 +456,9 @@ fn create(
         control: Arc::clone(&control),
         exits: Arc::clone(&exits),
         options: Arc::clone(options),
+        halted: false,
     };
+    thread.halted = thread.is_halted_by(&config.start);
     let pin_to = config.pin_to.clone();
     let (sender, receiver) = mpsc::sync_channel(1);
     let body = move || {
@@ -424,7 +479,7 @@ fn create(
         .spawn(body)
         .map_err(|source| VcpuError::Thread { vcpu: id, what: "started".into(), source })?;
     receiver.recv().map_err(|_| VcpuError::Panicked { vcpu: id, what: "start" })??;
-    Ok(Member { id, control, exits, stats, thread: Mutex::new(Some(handle)) })
+    Ok(Member { id, control, exits, stats, thread: Arc::new(Mutex::new(Some(handle))) })
 }
 
 fn prepare_thread(vcpu: u32, pin_to: &[usize]) -> Result<(), VcpuError> {

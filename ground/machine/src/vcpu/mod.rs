@@ -1,14 +1,16 @@
 //! vCPU threads: run loop, pause, kick, resume, stop, save and restore.
 
+mod apic;
 mod control;
 mod manager;
 mod registers;
 mod run;
 
-pub use manager::{VcpuManager, VcpuOptions};
+pub use manager::{VcpuKicks, VcpuManager, VcpuOptions};
 pub(crate) use registers::is_time;
 
 use crate::state::SavedVcpu;
+use crate::vm::VmError;
 use crate::x86::{CpuId, kvm_fpu, kvm_msr_entry, kvm_regs, kvm_sregs};
 
 /// Registers a vCPU starts with.
@@ -29,7 +31,7 @@ pub struct StartRegisters {
 pub enum VcpuStart {
     /// Runs at once with these registers.
     Registers(Box<StartRegisters>),
-    /// Power-on state; with an in-kernel interrupt controller it waits for INIT and SIPI.
+    /// Power-on state; with local APICs, in the kernel or in the monitor, it waits for INIT and SIPI.
     WaitForSipi,
     /// Goes on where another one was saved.
     Restored(Box<SavedVcpu>),
@@ -70,7 +72,7 @@ pub enum VcpuEvent {
         /// KVM_SYSTEM_EVENT_*.
         kind: u32,
     },
-    /// HLT without an in-kernel interrupt controller and no handler for it.
+    /// HLT without local APICs and no handler for it.
     Halted {
         /// vCPU.
         vcpu: u32,
@@ -196,6 +198,9 @@ pub enum VcpuError {
         /// Why.
         reason: String,
     },
+    /// KVM doesn't leave local APICs to the monitor.
+    #[error("The VM's local APICs can't be in the monitor")]
+    LocalApics(#[source] VmError),
     /// The host gave no thread, or wouldn't pin it.
     #[error("The thread of vCPU {vcpu} could not be {what}")]
     Thread {

@@ -17,6 +17,9 @@ use crate::x86::mtrr;
 const MSR_IA32_TSC: u32 = 0x10;
 const MSR_IA32_TSC_ADJUST: u32 = 0x3b;
 const MSR_IA32_TSC_DEADLINE: u32 = 0x6e0;
+const MSR_IA32_ARCH_CAPABILITIES: u32 = 0x10a;
+/// Of IA32_ARCH_CAPABILITIES.
+const XAPIC_DISABLE_STATUS_IS_THERE: u64 = 1 << 21;
 /// MSRs per ioctl.
 const MSR_BATCH: usize = 64;
 
@@ -161,6 +164,23 @@ impl Vcpu<'_> {
         Ok(())
     }
 
+    /// Announces IA32_XAPIC_DISABLE_STATUS, by which guests know that they can't leave x2APIC mode. Only where CPUID has IA32_ARCH_CAPABILITIES.
+    pub(super) fn announce_locked_x2apic(&self) -> Result<(), VcpuError> {
+        let index = MSR_IA32_ARCH_CAPABILITIES;
+        let cpuid = self.fd.get_cpuid2(KVM_MAX_CPUID_ENTRIES).map_err(self.refused("tell CPUID of"))?;
+        let has_capabilities = cpuid
+            .as_slice()
+            .iter()
+            .any(|leaf| leaf.function == 7 && leaf.index == 0 && leaf.edx & 1 << 29 != 0);
+        let mut present = self.msr_list(&[kvm_msr_entry { index, ..Default::default() }])?;
+        let read = self.fd.get_msrs(&mut present).map_err(self.refused("tell the MSRs of"))?;
+        if !has_capabilities || read != 1 {
+            return Ok(());
+        }
+        let data = present.as_slice()[0].data | XAPIC_DISABLE_STATUS_IS_THERE;
+        self.set_msrs(&[kvm_msr_entry { index, data, ..Default::default() }])
+    }
+
     /// Switches MTRRs on, with write-back as the type of all memory.
     pub(super) fn enable_mtrrs(&self) -> Result<(), VcpuError> {
         let entry = kvm_msr_entry {
@@ -252,9 +272,11 @@ impl Vcpu<'_> {
         }
         match start {
             VcpuStart::Registers(registers) => self.set_registers(registers),
-            VcpuStart::WaitForSipi if !self.vm.has_kernel_irqchip() => Err(self.bad(
-                "it can wait for SIPI only with interrupt controllers in the kernel; give it registers",
-            )),
+            // Its local APIC keeps it from running.
+            VcpuStart::WaitForSipi if self.vm.has_user_local_apics() => Ok(()),
+            VcpuStart::WaitForSipi if !self.vm.has_kernel_irqchip() => {
+                Err(self.bad("it can wait for SIPI only with a local APIC; give it registers"))
+            }
             VcpuStart::WaitForSipi => self.set_mp_state(KVM_MP_STATE_UNINITIALIZED),
             VcpuStart::Restored(saved) => self.restore(saved, false),
         }

@@ -9,8 +9,9 @@ use kvm_bindings::{
     KVM_INTERNAL_ERROR_EMULATION, KVM_INTERNAL_ERROR_EMULATION_FLAG_INSTRUCTION_BYTES,
     KVM_INTERNAL_ERROR_SIMUL_EX,
 };
-use kvm_ioctls::{VcpuExit, VcpuFd};
+use kvm_ioctls::VcpuFd;
 
+use super::apic::Ready;
 use super::control::{Control, Order};
 use super::manager::VcpuOptions;
 use super::{ExitAction, GuestRegisters, VcpuError, VcpuEvent};
@@ -32,6 +33,8 @@ pub(super) struct VcpuThread {
     pub(super) control: Arc<Control>,
     pub(super) exits: Arc<VcpuExits>,
     pub(super) options: Arc<VcpuOptions>,
+    /// In HLT, where the local APIC is outside of KVM.
+    pub(super) halted: bool,
 }
 
 impl GuestRegisters for VcpuThread {
@@ -55,7 +58,7 @@ impl GuestRegisters for VcpuThread {
 }
 
 /// Why a vCPU left the run loop.
-enum Left {
+pub(super) enum Left {
     /// Somebody wants something; port and memory accesses are complete.
     Attention,
     /// It can't or shan't go on.
@@ -63,7 +66,7 @@ enum Left {
 }
 
 /// What an exit means for the run loop.
-enum Next {
+pub(super) enum Next {
     Go,
     /// KVM_RUN was interrupted: nothing is under way.
     Interrupted,
@@ -116,6 +119,14 @@ impl VcpuThread {
                 tracing::warn!(vcpu = self.id, %error, "KVM could not note the pause in the paravirtual clock");
             }
         }
+        let local_apics = self.options.local_apics.clone();
+        if was_parked
+            && local_apics.is_some()
+            // What KVM says of interrupts is of the state before.
+            && let Left::Ended(event) = self.complete()
+        {
+            return Left::Ended(event);
+        }
         if let Some(handler) = self.options.exit_handler.clone() {
             handler.before_run(self.id, self);
         }
@@ -129,6 +140,13 @@ impl VcpuThread {
                 self.drain();
                 return left;
             }
+            if let Some(local_apics) = &local_apics {
+                match self.take_interrupts(&**local_apics) {
+                    Ready::Enter => {}
+                    Ready::LookAgain => continue,
+                    Ready::End(event) => return Left::Ended(event),
+                }
+            }
             match self.enter() {
                 Next::Go | Next::Interrupted => {}
                 Next::End(event) => return self.end(event),
@@ -138,7 +156,7 @@ impl VcpuThread {
 
     /// Enters KVM without entering the guest, so that a port or memory access whose exit was handled reaches the guest's
     /// registers. An access in several parts exits once per part.
-    fn complete(&mut self) -> Left {
+    pub(super) fn complete(&mut self) -> Left {
         loop {
             self.control.set_immediate_exit(true);
             match self.enter() {
@@ -192,15 +210,16 @@ impl VcpuThread {
     /// One KVM_RUN, and what it takes to go on.
     fn enter(&mut self) -> Next {
         let vcpu = self.id;
-        let reason = match self.fd.run() {
-            Ok(VcpuExit::MemoryFault { flags, gpa, size }) => {
+        let local_apics = self.options.local_apics.clone();
+        let reason = match self.run_once(local_apics.as_deref()) {
+            Ok(Some((flags, gpa, size))) => {
                 self.exits.count(ExitCause::MemoryFault);
                 let at = self.at();
                 return self.failed(format!(
                     "KVM found no host memory for guest address {gpa:#x} ({size:#x} bytes, flags {flags:#x}){at}"
                 ));
             }
-            Ok(_) => self.fd.get_kvm_run().exit_reason,
+            Ok(None) => self.fd.get_kvm_run().exit_reason,
             Err(error) => return self.run_error(errno(error)),
         };
         match reason {
@@ -220,9 +239,17 @@ impl VcpuThread {
                         match self.options.exit_handler.as_ref().map(|handler| handler.halt(vcpu)) {
                             Some(ExitAction::Handled) => Next::Go,
                             Some(ExitAction::Stop) => Next::End(VcpuEvent::Stopped { vcpu }),
+                            Some(ExitAction::Pass) | None if local_apics.is_some() => {
+                                self.halted = true;
+                                Next::Go
+                            }
                             Some(ExitAction::Pass) | None => Next::End(VcpuEvent::Halted { vcpu }),
                         }
                     }
+                    ExitCause::ReadMsr | ExitCause::WriteMsr => match &local_apics {
+                        Some(local_apics) => self.msr(&**local_apics, cause == ExitCause::WriteMsr),
+                        None => self.no_way_on(reason, cause),
+                    },
                     ExitCause::Intr | ExitCause::IrqWindow | ExitCause::SetTpr => Next::Go,
                     ExitCause::Shutdown => Next::End(VcpuEvent::Shutdown { vcpu, rip: self.rip() }),
                     _ => self.no_way_on(reason, cause),

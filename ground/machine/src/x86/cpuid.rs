@@ -5,10 +5,12 @@
 use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
 
 use super::topology::CpuTopology;
+use crate::interrupt::IrqchipKind;
 use crate::kvm::{Host, HostError};
 
 const LEAF_FEATURES: u32 = 1;
 const LEAF_CACHES_INTEL: u32 = 4;
+const LEAF_COUNTERS_INTEL: u32 = 0xa;
 const LEAF_TOPOLOGY: u32 = 0xb;
 const LEAF_TOPOLOGY_V2: u32 = 0x1f;
 pub(super) const LEAF_HYPERVISOR: u32 = 0x4000_0000;
@@ -17,25 +19,55 @@ const LEAF_EXTENDED_FEATURES: u32 = 0x8000_0001;
 const LEAF_SIZES: u32 = 0x8000_0008;
 const LEAF_CACHES_AMD: u32 = 0x8000_001d;
 const LEAF_TOPOLOGY_AMD: u32 = 0x8000_001e;
+const LEAF_COUNTERS_AMD: u32 = 0x8000_0022;
 const LEAF_TOPOLOGY_AMD_V2: u32 = 0x8000_0026;
 
 const ECX_VMX: u32 = 1 << 5;
+const ECX_X2APIC: u32 = 1 << 21;
 const ECX_TSC_DEADLINE: u32 = 1 << 24;
 const ECX_OSXSAVE: u32 = 1 << 27;
 const ECX_HYPERVISOR: u32 = 1 << 31;
 const EDX_HTT: u32 = 1 << 28;
 const EXTENDED_ECX_CMP_LEGACY: u32 = 1 << 1;
 const EXTENDED_ECX_SVM: u32 = 1 << 2;
+/// More counters than those that every processor has.
+const EXTENDED_ECX_COUNTERS: u32 = 1 << 23;
 
-/// The CPUID leaves for vCPU `index`: what KVM supports, with APIC id, topology, hypervisor bit, TSC-deadline timer (where
-/// KVM emulates it; needs the in-kernel APIC) and KVM's paravirtual leaves. Nested virtualisation isn't offered.
-pub fn guest_cpuid(host: &Host, topology: &CpuTopology, index: u32) -> Result<CpuId, HostError> {
+/// The CPUID leaves for vCPU `index`: what KVM supports, with APIC id, topology, hypervisor bit and KVM's paravirtual leaves. Nested virtualisation
+/// isn't offered.
+///
+/// | controllers | TSC-deadline timer | x2APIC | performance counters | KVM's paravirtual features |
+/// |---|---|---|---|---|
+/// | in the kernel | where KVM emulates it | as KVM says | as KVM says | as KVM says |
+/// | in the monitor | no | yes | no | none: Linux takes x2APIC by KVM's signature alone, and the features are clocks, events and counters that KVM writes to guest memory by itself |
+pub fn guest_cpuid(
+    host: &Host,
+    topology: &CpuTopology,
+    index: u32,
+    irqchip: IrqchipKind,
+) -> Result<CpuId, HostError> {
     let supported = host.supported_cpuid()?;
-    let leaves = adjust(supported.as_slice(), topology, index, host.has_tsc_deadline());
+    let mut leaves = adjust(supported.as_slice(), topology, index, host.has_tsc_deadline());
+    if irqchip == IrqchipKind::Monitor {
+        leave_apic_to_monitor(&mut leaves);
+    }
     CpuId::from_entries(&leaves).map_err(|error| HostError::Refused {
         what: format!("take {} CPUID leaves", leaves.len()),
         source: std::io::Error::other(format!("{error:?}")),
     })
+}
+
+fn leave_apic_to_monitor(leaves: &mut [kvm_cpuid_entry2]) {
+    for leaf in leaves {
+        match leaf.function {
+            LEAF_FEATURES => leaf.ecx = leaf.ecx & !ECX_TSC_DEADLINE | ECX_X2APIC,
+            LEAF_KVM_FEATURES | LEAF_COUNTERS_INTEL | LEAF_COUNTERS_AMD => {
+                (leaf.eax, leaf.ebx, leaf.ecx, leaf.edx) = (0, 0, 0, 0);
+            }
+            LEAF_EXTENDED_FEATURES => leaf.ecx &= !EXTENDED_ECX_COUNTERS,
+            _ => {}
+        }
+    }
 }
 
 /// Sets bits `low..low + width` of a register.
@@ -226,6 +258,27 @@ mod tests {
         assert!(!leaves.iter().any(|leaf| leaf.function == LEAF_TOPOLOGY_AMD_V2));
         assert_eq!(find(&leaves, LEAF_HYPERVISOR, 0).ebx, 1);
         assert_eq!(find(&leaves, 1, 0).ecx, ECX_HYPERVISOR);
+    }
+
+    #[test]
+    fn apics_in_the_monitor_leave_of_kvm_the_signature() {
+        let supported = [
+            vendor(b"GenuineIntel", 0xd),
+            leaf(1, 0, [0, 0, 1, 1 << 9]),
+            leaf(LEAF_HYPERVISOR, 0, [LEAF_KVM_FEATURES, 1, 2, 3]),
+            leaf(LEAF_KVM_FEATURES, 0, [0x0100_7efb, 0, 0, 1]),
+        ];
+        let mut leaves = adjust(&supported, &CpuTopology::flat(1).unwrap(), 0, true);
+        leave_apic_to_monitor(&mut leaves);
+        assert_eq!(find(&leaves, 1, 0).ecx, 1 | ECX_X2APIC | ECX_HYPERVISOR);
+        assert_eq!(find(&leaves, 1, 0).edx, 1 << 9);
+        let signature = find(&leaves, LEAF_HYPERVISOR, 0);
+        assert_eq!(
+            (signature.eax, signature.ebx, signature.ecx, signature.edx),
+            (LEAF_KVM_FEATURES, 1, 2, 3)
+        );
+        let features = find(&leaves, LEAF_KVM_FEATURES, 0);
+        assert_eq!((features.eax, features.edx), (0, 0));
     }
 
     #[test]

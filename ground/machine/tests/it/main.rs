@@ -5,6 +5,7 @@ mod apic_peer;
 mod common;
 mod guest_paging;
 mod late;
+mod local_apics;
 mod slots;
 mod state;
 mod vcpu;

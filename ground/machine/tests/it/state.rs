@@ -152,7 +152,7 @@ fn messages_reach_the_local_apic_unless_masked() {
 #[allow(unsafe_code)] // The IOAPIC's state lies in a union.
 fn pins_and_their_eventfds_reach_the_local_apic_through_restored_state() {
     let Some((guest, irqchip)) = with_irqchip() else { return };
-    let SavedInterruptController::KernelIrqchip(mut saved) = irqchip.save().unwrap();
+    let SavedInterruptController::KernelIrqchip(mut saved) = irqchip.save().unwrap() else { panic!() };
     // Pin 5: edge, vector 0x45; pin 9: level (bit 15), vector 0x49; both unmasked, to APIC 0.
     // SAFETY: the chip is an IOAPIC, so this is the union's field.
     let ioapic = unsafe { &mut saved.ioapic.chip.ioapic };
@@ -161,6 +161,8 @@ fn pins_and_their_eventfds_reach_the_local_apic_through_restored_state() {
     let saved = SavedInterruptController::KernelIrqchip(saved);
     let text = serde_json::to_string(&saved).unwrap();
     irqchip.restore(&serde_json::from_str(&text).unwrap()).unwrap();
+    let error = irqchip.restore(&SavedInterruptController::Monitor(Vec::new())).unwrap_err().to_string();
+    assert!(error.contains("were in the monitor") && error.contains("interrupts = \"monitor\""), "{error}");
 
     let edge = irqchip.edge_eventfd(5).unwrap();
     assert!(Arc::ptr_eq(&edge, &irqchip.edge_eventfd(5).unwrap()));

@@ -319,9 +319,10 @@ fn a_device_that_waits_for_its_own_vcpu_gets_an_error_instead_of_a_deadlock() {
     assert!(answers.iter().all(|answer| matches!(answer, Err(VcpuError::OwnThread(_)))), "{answers:?}");
 }
 
-fn options() -> VcpuOptions {
+pub fn options() -> VcpuOptions {
     let names = RangeNames::new();
     VcpuOptions {
+        local_apics: None,
         ports: Arc::new(AddressSpace::ports(Arc::clone(&names))),
         memory: Arc::new(AddressSpace::memory(Arc::clone(&names))),
         names,

@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use machine::bus::{AddressSpace, BusDevice};
 use machine::exits::RangeNames;
+use machine::interrupt::IrqchipKind;
 use machine::kvm::Host;
+use machine::local_apic::LocalApics;
 use machine::memory::{Bytes, GuestAddress, GuestAddressSpace, GuestRam, RamLayout, RamOptions};
 use machine::slots::SlotId;
 use machine::vcpu::{
@@ -95,7 +97,7 @@ pub fn config(host: &Host, vcpus: u32, index: u32, start: VcpuStart) -> VcpuConf
     let topology = CpuTopology::flat(vcpus).unwrap();
     VcpuConfig {
         id: topology.apic_id(index),
-        cpuid: guest_cpuid(host, &topology, index).unwrap(),
+        cpuid: guest_cpuid(host, &topology, index, IrqchipKind::Kernel).unwrap(),
         tells_tsc_frequency: true,
         start,
         pin_to: Vec::new(),
@@ -112,6 +114,17 @@ impl Guest {
 
     /// The same with RAM and states of one's choice; `prepare` runs before vCPUs are created.
     pub fn with(host: Host, ram: GuestRam, starts: Vec<VcpuStart>, prepare: impl FnOnce(&Arc<Vm>)) -> Self {
+        Self::with_local_apics(host, ram, starts, None, prepare)
+    }
+
+    /// The same with local APICs outside of KVM.
+    pub fn with_local_apics(
+        host: Host,
+        ram: GuestRam,
+        starts: Vec<VcpuStart>,
+        local_apics: Option<Arc<dyn LocalApics>>,
+        prepare: impl FnOnce(&Arc<Vm>),
+    ) -> Self {
         let vm = host.create_vm().unwrap();
         prepare(&vm);
         let ram_slots = vm.slots().add_ram(&ram).unwrap();
@@ -120,6 +133,7 @@ impl Guest {
         let memory = Arc::new(AddressSpace::memory(Arc::clone(&names)));
         let (sender, events) = mpsc::channel();
         let options = VcpuOptions {
+            local_apics,
             ports: Arc::clone(&ports),
             memory: Arc::clone(&memory),
             names,
