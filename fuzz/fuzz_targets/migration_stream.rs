@@ -7,6 +7,7 @@ use std::sync::OnceLock;
 
 use arbitrary::Arbitrary;
 use libfuzzer_sys::fuzz_target;
+use machine::interrupt::IrqchipKind;
 use machine::memory::{GuestAddressSpace, GuestRam, RamLayout, RamOptions};
 use monitor::migration::MigrationError;
 use monitor::migration::connection::Stop;
@@ -84,6 +85,7 @@ fn shape() -> &'static Shape {
         windows: Vec::new(),
         console: false,
         devices: vec![ShapeDevice { name: "disk0".to_owned(), device_id: 2, queues: vec![256] }],
+        interrupts: IrqchipKind::Kernel,
         cpuid: Vec::new(),
     })
 }

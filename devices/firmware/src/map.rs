@@ -63,6 +63,8 @@ pub struct MachineMap {
     pub pci_routes: Vec<PciRoute>,
     /// Power registers.
     pub power: PowerPorts,
+    /// Whether local APICs have x2APIC mode only: their tables are those of x2APICs then.
+    pub x2apic: bool,
     /// Whether COM1 is a console.
     pub console: bool,
 }

@@ -9,7 +9,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
-use monitor::description::{BootProtocol, ByteSize, CpuList, OnReboot, SandboxMode, written};
+use monitor::description::{BootProtocol, ByteSize, CpuList, IrqchipKind, OnReboot, SandboxMode, written};
 use monitor::dsm::NodeAddress;
 
 use crate::run::flags;
@@ -425,6 +425,9 @@ pub struct RunArgs {
     /// With --incoming: take encrypted streams only, with the cluster key in this file (`causeway key FILE` makes one; `causeway migrate --key`)
     #[arg(long, value_name = "FILE", requires = "incoming")]
     pub incoming_key: Option<PathBuf>,
+    /// Interrupt controllers: in the kernel, or in the monitor (x2APIC only)  [default: kernel]
+    #[arg(long, value_name = "WHERE", value_parser = flags::interrupts, conflicts_with = "payload")]
+    pub interrupts: Option<IrqchipKind>,
     /// Confinement: on, log (show what would be refused) or off  [default: on]
     #[arg(long, value_parser = flags::sandbox)]
     pub sandbox: Option<SandboxMode>,

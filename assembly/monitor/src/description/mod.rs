@@ -25,6 +25,7 @@ pub mod written;
 pub use cpu_list::CpuList;
 pub use error::{DescriptionError, Invalid, Key};
 pub use mac::MacAddress;
+pub use machine::interrupt::IrqchipKind;
 pub use one_or_many::OneOrMany;
 pub use positions::Positions;
 pub use size::ByteSize;

@@ -104,7 +104,7 @@ fn the_manuals_example_is_valid_and_uses_every_key_of_the_file() {
     let example = manual.split("```toml\n").nth(1).and_then(|rest| rest.split("```").next()).unwrap();
     check(example).unwrap();
     for key in
-        ["hugepages", "pin", "api_socket", "on_reboot", "direct", "host_node", "distances", "mtu", "cid"]
+        ["hugepages", "pin", "api_socket", "interrupts", "on_reboot", "direct", "host_node", "mtu", "cid"]
     {
         assert!(example.contains(&format!("{key} = ")), "{key}");
     }
@@ -120,6 +120,8 @@ fn one_line_is_enough() {
     assert_eq!(vm.numa.len(), 1);
     assert_eq!(vm.numa[0].cpus.to_string(), "0");
     assert_eq!((vm.rng, vm.sandbox, vm.on_reboot), (true, SandboxMode::On, OnReboot::Restart));
+    assert_eq!(vm.interrupts, IrqchipKind::Kernel);
+    assert_eq!(valid("kernel = \"k\"\ninterrupts = \"monitor\"").interrupts, IrqchipKind::Monitor);
     assert_eq!(vm.console, Console::Stdio);
 }
 
@@ -264,6 +266,14 @@ const WRONG: &[(&str, &str)] = &[
     ("kernel = \"k\"\nconsole = \"file:\"", "line 2, console: the path is empty"),
     ("kernel = \"k\"\nsandbox = true", "line 2, sandbox: "),
     ("kernel = \"k\"\nsandbox = \"maybe\"", "line 2, sandbox: Unknown value `maybe`; allowed: `on`, `log`"),
+    (
+        "kernel = \"k\"\ninterrupts = \"host\"",
+        "line 2, interrupts: Unknown value `host`; allowed: `kernel` or `monitor`",
+    ),
+    (
+        "interrupts = \"monitor\"\n[payload]\nprogram = \"p\"",
+        "line 1, interrupts: a payload has no interrupt controllers",
+    ),
     ("kernel = \"k\"\non_reboot = \"halt\"", "line 2, on_reboot: Unknown value `halt`"),
     ("kernel = \"k\"\nkernel = \"k\"", "vm.toml, line 2"),
     ("kernel = ", "vm.toml, line 1"),

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use firmware::layout::MINIMUM_RAM;
+use machine::interrupt::IrqchipKind;
 use machine::x86::{CpuTopology, HIGHEST_APIC_ID, MOST_VCPUS, TopologyError};
 
 use super::vm::{
@@ -79,6 +80,7 @@ pub fn validate(vm: &written::Vm) -> Result<VmDescription, Invalid> {
         guest: guest(vm)?,
         vsock: vm.vsock.as_ref().map(vsock).transpose()?,
         rng,
+        interrupts: interrupts(vm)?,
         sandbox: vm.sandbox.unwrap_or(SandboxMode::On),
         on_reboot: vm.on_reboot.unwrap_or(OnReboot::Restart),
         name,
@@ -95,6 +97,17 @@ pub fn validate(vm: &written::Vm) -> Result<VmDescription, Invalid> {
         console_limit_bytes,
         api_socket,
     })
+}
+
+fn interrupts(vm: &written::Vm) -> Result<IrqchipKind, Invalid> {
+    match vm.interrupts {
+        Some(kind) if vm.payload.is_some() => {
+            let problem =
+                format!("a payload has no interrupt controllers, in the {kind} or elsewhere; leave it out");
+            Err(Invalid::new(Key::root("interrupts"), problem))
+        }
+        kind => Ok(kind.unwrap_or_default()),
+    }
 }
 
 pub(super) fn quoted(text: &str) -> String {

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use machine::interrupt::IrqchipKind;
 use serde::Serialize;
 
 use super::{CpuList, MacAddress};
@@ -44,6 +45,8 @@ pub struct VmDescription {
     pub console_limit_bytes: u64,
     /// Path of the API socket; `None`: the program chooses (`NAME.sock` in the runtime directory).
     pub api_socket: Option<PathBuf>,
+    /// Where its interrupt controllers are; a payload has none.
+    pub interrupts: IrqchipKind,
     /// Confinement of the monitor process.
     pub sandbox: SandboxMode,
     /// What a guest's reboot does.

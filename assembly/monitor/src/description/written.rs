@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use machine::interrupt::IrqchipKind;
 use serde::Deserialize;
 
 use super::{
@@ -57,6 +58,8 @@ pub struct Vm {
     pub console_limit: Option<ByteSize>,
     /// Path of the API socket.
     pub api_socket: Option<PathBuf>,
+    /// Interrupt controllers: in the `kernel`, or in the `monitor`. Default `kernel`.
+    pub interrupts: Option<IrqchipKind>,
     /// `on`, `log` or `off`.
     pub sandbox: Option<SandboxMode>,
     /// `restart` or `stop`.

@@ -1,5 +1,6 @@
 //! What a guest sees of its machine: it must be the same at both ends, whatever hosts and files are behind it.
 
+use machine::interrupt::IrqchipKind;
 use machine::x86::kvm_cpuid_entry2;
 use serde::{Deserialize, Serialize};
 
@@ -38,6 +39,9 @@ pub struct Shape {
     pub console: bool,
     /// Devices, in the order of their slots.
     pub devices: Vec<ShapeDevice>,
+    /// Where its interrupt controllers are. Releases that don't say had them in the kernel.
+    #[serde(default)]
+    pub interrupts: IrqchipKind,
     /// CPUID leaves of the first vCPU.
     pub cpuid: Vec<kvm_cpuid_entry2>,
 }
@@ -87,6 +91,12 @@ impl Shape {
                 "its devices are {}, here are {}; describe them as at the source, in the same order",
                 list(&offered.devices),
                 list(&self.devices)
+            ));
+        }
+        if offered.interrupts != self.interrupts {
+            return Some(format!(
+                "its interrupt controllers are in the {}, here they are in the {}; give --interrupts {0} as at the source",
+                offered.interrupts, self.interrupts
             ));
         }
         missing_features(&self.cpuid, &offered.cpuid)
@@ -173,6 +183,7 @@ pub(crate) mod tests {
             windows: vec![(0xc000_0000, 1 << 28)],
             console: true,
             devices: vec![ShapeDevice { name: "disk0".to_owned(), device_id: 2, queues: vec![256] }],
+            interrupts: IrqchipKind::Kernel,
             cpuid: vec![leaf(0, 0x444d_4163), leaf(1, 0b111)],
         }
     }
@@ -195,6 +206,7 @@ pub(crate) mod tests {
             (Shape { windows: vec![], ..shape() }, "PCI windows"),
             (Shape { console: false, ..shape() }, "serial port"),
             (Shape { devices: vec![], ..shape() }, "devices are , here are disk0 (1 queues)"),
+            (Shape { interrupts: IrqchipKind::Monitor, ..shape() }, "give --interrupts monitor"),
             (Shape { cpuid: vec![leaf(0, 1)], ..shape() }, "different makers"),
             (
                 Shape { cpuid: vec![leaf(0, 0x444d_4163), leaf(1, 0b1111)], ..shape() },

@@ -55,7 +55,7 @@ pub struct SavedMachine {
     pub running: bool,
     /// vCPUs in order of creation.
     pub vcpus: Vec<SavedVcpu>,
-    /// PICs and IOAPIC.
+    /// PICs and IOAPIC in the kernel, or local APICs and IOAPIC in the monitor.
     pub controller: SavedInterruptController,
     /// KVM's paravirtual clock.
     pub clock: SavedClock,

@@ -11,7 +11,7 @@ use std::collections::BTreeSet;
 
 use super::ThreadKind;
 use super::device_syscalls::{
-    CONSOLE, SPAWNERS, VCPUS, end, nic_access, served_access, served_watcher, workers,
+    CONSOLE, SPAWNERS, VCPUS, end, irqchip, nic_access, served_access, served_watcher, workers,
 };
 use crate::description::VmDescription;
 
@@ -140,8 +140,8 @@ pub(super) fn allowed(kind: ThreadKind, vm: &VmDescription) -> BTreeSet<i64> {
 }
 
 fn parts(kind: ThreadKind, vm: &VmDescription) -> Vec<&'static [i64]> {
-    let vcpu = || vec![BASE, VCPU, VCPUS, served_access(vm), nic_access(vm)];
-    let devices = || [vec![BASE, SPAWN, SPAWNERS], workers(vm)].concat();
+    let vcpu = || vec![BASE, VCPU, VCPUS, served_access(vm), nic_access(vm), irqchip(vm)];
+    let devices = || [vec![BASE, SPAWN, SPAWNERS, irqchip(vm)], workers(vm)].concat();
     match kind {
         ThreadKind::DeviceWorker => devices(),
         ThreadKind::Vcpu => vcpu(),
@@ -159,6 +159,7 @@ fn parts(kind: ThreadKind, vm: &VmDescription) -> Vec<&'static [i64]> {
         ]
         .concat(),
         ThreadKind::Signals => vec![BASE, SIGNALS],
+        ThreadKind::Interrupts => vec![BASE, irqchip(vm), crate::vm::LISTENER_SYSCALLS],
         ThreadKind::Node => vec![BASE, SPAWN, SPAWNERS, VCPU, VCPUS, MAIN, super::node::SYSCALLS],
         ThreadKind::Main => {
             let migration = parts(ThreadKind::Migration, vm);

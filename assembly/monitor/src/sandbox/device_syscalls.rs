@@ -1,5 +1,6 @@
 //! System calls that device modules publish for their threads; only for devices that the VM has.
 
+use machine::interrupt::IrqchipKind;
 use virtio_devices::{block, net, rng, vsock, worker};
 
 use crate::description::{NetBackend, VmDescription};
@@ -59,6 +60,14 @@ pub(super) fn served_access(vm: &VmDescription) -> &'static [i64] {
 /// Threads that access commodity NICs.
 pub(super) fn nic_access(vm: &VmDescription) -> &'static [i64] {
     if vm.nics.is_empty() { &[] } else { crate::nic::SYSCALLS }
+}
+
+/// Threads that use interrupt controllers in this process.
+pub(super) fn irqchip(vm: &VmDescription) -> &'static [i64] {
+    match vm.interrupts {
+        IrqchipKind::Kernel => &[],
+        IrqchipKind::Monitor => crate::vm::IRQCHIP_SYSCALLS,
+    }
 }
 
 /// Threads that reconnect to servers of such devices.

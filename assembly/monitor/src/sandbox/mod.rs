@@ -52,6 +52,8 @@ pub enum ThreadKind {
     Console,
     /// Waits for signals that end the VM.
     Signals,
+    /// Delivers interrupts that eventfds and timers signal.
+    Interrupts,
     /// Supervises a device that another process serves.
     VfioUser,
     /// Migrates the VM to or from another monitor.
@@ -62,13 +64,14 @@ pub enum ThreadKind {
 
 impl ThreadKind {
     /// Kinds of a VM with one node.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Main,
         Self::Vcpu,
         Self::DeviceWorker,
         Self::Api,
         Self::Console,
         Self::Signals,
+        Self::Interrupts,
         Self::VfioUser,
         Self::Migration,
     ];

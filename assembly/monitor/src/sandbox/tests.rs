@@ -348,6 +348,17 @@ fn a_node_may_connect_and_start_nothing() {
 }
 
 #[test]
+fn timers_are_set_only_for_local_apics_in_the_monitor() {
+    let call = libc::SYS_timerfd_settime;
+    for (interrupts, expected) in [("kernel", false), ("monitor", true)] {
+        let vm = describe(&format!("kernel = \"k\"\ninterrupts = \"{interrupts}\""));
+        for kind in [ThreadKind::Vcpu, ThreadKind::Interrupts, ThreadKind::Api, ThreadKind::Main] {
+            assert_eq!(super::allow_lists::allowed(kind, &vm).contains(&call), expected, "{kind:?}");
+        }
+    }
+}
+
+#[test]
 fn a_device_that_the_vm_has_not_widens_nothing() {
     let without = describe("kernel = \"k\"");
     let with = describe("kernel = \"k\"\n[vsock]\ncid = 3\nsocket = \"s\"\n[[disks]]\npath = \"d\"");

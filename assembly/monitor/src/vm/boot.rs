@@ -3,6 +3,7 @@
 use firmware::layout;
 use firmware::map::{AddressRange, Cpu, MachineMap, PciWindows, PowerPorts, RamRange, default_pci_routes};
 use firmware::registers::{BootRegisters, Segment, TableRegister};
+use machine::interrupt::IrqchipKind;
 use machine::memory::RamLayout;
 use machine::vcpu::StartRegisters;
 use machine::x86::{CpuId, CpuTopology, kvm_dtable, kvm_regs, kvm_segment, kvm_sregs};
@@ -56,6 +57,7 @@ pub fn machine_map(
             events: port(power::EVENTS),
         },
         console,
+        x2apic: description.interrupts == IrqchipKind::Monitor,
     }
 }
 

@@ -115,6 +115,7 @@ impl VmControl for Control {
             "platform": platform,
             "pci": machine.root.inspect(),
             "vcpus": vcpus::inspect(&machine.vcpus),
+            "irqchip": vcpus::inspect_irqchip(machine),
             "exits": self.exits(),
             "sandbox": self.sandbox,
             "post_copy": self.fetching.as_ref().map_or(Value::Null, |fetching| metrics::post_copy_tree(&fetching.report())),

@@ -8,8 +8,7 @@ use firmware::MachineMap;
 use firmware::image::{Image, ImageFile};
 use machine::bus::AddressSpace;
 use machine::exits::RangeNames;
-use machine::interrupt::{InterruptController, IrqchipKind};
-use machine::irqchip::{IrqchipOptions, KernelIrqchip};
+use machine::interrupt::InterruptController;
 use machine::kvm::Host;
 use machine::memory::{
     GuestAddressSpace, GuestRam, HostNuma, NumaMode, PageSize, RamLayout, RamOptions, Readers,
@@ -25,6 +24,7 @@ use virtio_devices::block::DiskContent;
 use super::devices::{Devices, OpenedDevices};
 use super::error::Error;
 use super::event::{Event, Events};
+use super::irqchip::Irqchip;
 use super::threads;
 use super::{boot, clock};
 use crate::description::{BootProtocol, Guest, HugePages, LinuxBoot, VmDescription};
@@ -74,8 +74,7 @@ pub struct Chassis {
     boot: BootFiles,
     devices: OpenedDevices,
     ram: GuestRam,
-    controller: Arc<dyn InterruptController>,
-    controller_at_start: SavedInterruptController,
+    irqchip: Irqchip,
     names: Arc<RangeNames>,
     ports: Arc<AddressSpace>,
     memory: Arc<AddressSpace>,
@@ -91,17 +90,11 @@ impl Chassis {
         opened: Opened,
         events: Events,
         started: Instant,
+        sandbox: &Sandbox,
     ) -> Result<Self, Error> {
         let Opened { host, vm, boot, devices } = opened;
         let ram = allocate_ram(&description)?;
         vm.slots().add_ram(&ram)?;
-
-        let irqchip = KernelIrqchip::create(&vm, IrqchipOptions { pit: false })?;
-        let controller: Arc<dyn InterruptController> = irqchip;
-        let controller_at_start = controller.save().map_err(|source| Error::Monitor {
-            what: "read the interrupt controllers' initial state",
-            source,
-        })?;
 
         let names = RangeNames::new();
         let ports = Arc::new(AddressSpace::ports(Arc::clone(&names)));
@@ -111,7 +104,9 @@ impl Chassis {
             u32::from(description.cpus.cores);
             usize::from(description.cpus.sockets)
         ])?;
-        let boot_cpuid = guest_cpuid(&host, &topology, 0, IrqchipKind::Kernel)?;
+        let kind = description.interrupts;
+        let irqchip = Irqchip::create(kind, &vm, &topology, &memory, sandbox)?;
+        let boot_cpuid = guest_cpuid(&host, &topology, 0, kind)?;
         let physical_bits = boot::physical_bits(&boot_cpuid);
         let mut map =
             boot::machine_map(&description, ram.layout(), &topology, physical_bits, devices.has_console());
@@ -138,6 +133,7 @@ impl Chassis {
             windows: windows.map(|window| (window.start, window.len)).collect(),
             console: devices.has_console(),
             devices: devices.shapes(),
+            interrupts: kind,
             cpuid: boot_cpuid.as_slice().to_vec(),
         };
         Ok(Self {
@@ -149,8 +145,7 @@ impl Chassis {
             boot,
             devices,
             ram,
-            controller,
-            controller_at_start,
+            irqchip,
             names,
             ports,
             memory,
@@ -251,7 +246,7 @@ impl Chassis {
                 .unwrap_or_default();
             configs.push(VcpuConfig {
                 id: self.topology.apic_id(index),
-                cpuid: guest_cpuid(&self.host, &self.topology, index, IrqchipKind::Kernel)?,
+                cpuid: guest_cpuid(&self.host, &self.topology, index, self.description.interrupts)?,
                 tells_tsc_frequency: true,
                 start,
                 pin_to,
@@ -266,21 +261,22 @@ impl Chassis {
                 memory: Arc::clone(&self.memory),
                 names: self.names,
                 on_event: Arc::new(move |event| vcpu_events.send(Event::Vcpu(event))),
-                local_apics: None,
+                local_apics: self.irqchip.local_apics(),
                 exit_handler: None,
                 on_thread_start: Some(threads::hook(sandbox, ThreadKind::Vcpu)),
             },
         )?;
         // Local APICs first, so that what the IOAPIC has pending reaches them; then devices, which assert their lines.
-        if let Some((controller, _)) = saved {
-            self.controller
-                .restore(controller)
+        let controller = self.irqchip.controller();
+        if let Some((saved, _)) = saved {
+            controller
+                .restore(saved)
                 .map_err(|source| Error::Monitor { what: "restore the interrupt controllers", source })?;
         }
         let (devices, root) = self.devices.plug(
             &self.vm,
             &self.ram,
-            &self.controller,
+            &controller,
             &self.ports,
             &self.memory,
             &self.map,
@@ -299,8 +295,8 @@ impl Chassis {
             started: self.started,
             ram: self.ram,
             topology: self.topology,
-            controller: self.controller,
-            controller_at_start: self.controller_at_start,
+            controller,
+            irqchip: self.irqchip,
             map: self.map,
             boot: self.boot,
             shape: self.shape,
@@ -343,13 +339,14 @@ pub struct Machine {
     pub started: Instant,
     /// Interrupt controllers.
     pub controller: Arc<dyn InterruptController>,
+    /// The same, by where they are.
+    pub irqchip: Irqchip,
     /// What the guest sees of it.
     pub shape: Shape,
     /// It came from a host whose wall clock wasn't believed.
     pub clock_differed: bool,
     ram: GuestRam,
     topology: CpuTopology,
-    controller_at_start: SavedInterruptController,
     map: MachineMap,
     boot: BootFiles,
     state: Mutex<VmState>,
@@ -458,7 +455,7 @@ impl Machine {
         self.root.reset()?;
         self.devices.reset();
         self.controller
-            .restore(&self.controller_at_start)
+            .reset()
             .map_err(|source| Error::Monitor { what: "reset the interrupt controllers", source })?;
         let registers = load(&self.ram, &self.map, &self.boot, &self.description, firmware::prepare)?;
         for index in (0..self.topology.vcpus()).rev() {

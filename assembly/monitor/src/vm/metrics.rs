@@ -46,6 +46,7 @@ pub fn families(machine: &Machine, exits: &ExitTable) -> Vec<Family> {
     clocks.add_count(&[], u64::from(machine.clock_differed));
     families.push(clocks);
     families.extend(exit_families(exits));
+    families.extend(machine.irqchip.monitor().into_iter().flat_map(|irqchip| irqchip.counts().families()));
     let mut by_metric: Vec<Family> = Vec::new();
     for (_, function) in machine.root.functions() {
         let tree = function.inspect();

@@ -16,8 +16,10 @@ mod event;
 mod incoming;
 mod inherited;
 mod interrupts;
+mod irqchip;
 mod machine;
 mod metrics;
+mod monitor_irqchip;
 mod moving;
 mod placer;
 mod reset_backoff;
@@ -38,6 +40,8 @@ use telemetry::{guest_info, guest_warn};
 
 pub use error::Error;
 pub use incoming::Incoming;
+pub use monitor_irqchip::MonitorIrqchip;
+pub(crate) use monitor_irqchip::{LISTENER_SYSCALLS, SYSCALLS as IRQCHIP_SYSCALLS};
 pub use placer::MachinePlacer;
 pub use threads::ThreadHook;
 
@@ -94,7 +98,7 @@ pub fn run(
     // From here on threads are made, and nothing is opened.
     let signals = signals(&events, sandbox.thread_filter(ThreadKind::Signals))?;
     let guest = machine::linux(&description)?.kernel.display().to_string();
-    let mut chassis = Chassis::assemble(description, opened, events.clone(), started)?;
+    let mut chassis = Chassis::assemble(description, opened, events.clone(), started, &sandbox)?;
     let api_filter = sandbox.thread_filter(ThreadKind::Api);
     let prepare = move || api_filter.apply_or_end();
     let watch = Arc::new(Watch::default());
@@ -289,7 +293,7 @@ fn describe(event: &VcpuEvent) -> String {
         VcpuEvent::Failed { vcpu, what } => format!("vCPU {vcpu}: {what}"),
         VcpuEvent::Panicked { vcpu, what } => format!("the monitor's thread of vCPU {vcpu} panicked: {what}"),
         VcpuEvent::Halted { vcpu } => {
-            format!("vCPU {vcpu} halted without an interrupt controller to wake it")
+            format!("vCPU {vcpu} halted without a local APIC to wake it")
         }
         VcpuEvent::SystemEvent { vcpu, kind } => format!("vCPU {vcpu} reported system event {kind}"),
         VcpuEvent::Shutdown { vcpu, .. } => format!("vCPU {vcpu} shut down"),

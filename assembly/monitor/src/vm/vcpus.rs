@@ -4,6 +4,8 @@ use ::machine::state::SavedVcpu;
 use ::machine::vcpu::{VcpuError, VcpuManager};
 use serde_json::{Value, json};
 
+use super::machine::Machine;
+
 /// Registers and pending interrupts of all vCPUs while paused; a word on how to get them otherwise.
 pub(super) fn inspect(vcpus: &VcpuManager) -> Value {
     match vcpus.save() {
@@ -11,6 +13,18 @@ pub(super) fn inspect(vcpus: &VcpuManager) -> Value {
         Err(VcpuError::NotPaused(_)) => json!("running; pause the VM to see registers"),
         Err(error) => json!(error.to_string()),
     }
+}
+
+/// Where the interrupt controllers are; of those in the monitor, their registers while paused.
+pub(super) fn inspect_irqchip(machine: &Machine) -> Value {
+    let registers = machine.irqchip.monitor().map(|irqchip| {
+        if machine.vcpus.is_paused() {
+            irqchip.inspect()
+        } else {
+            json!("running; pause the VM to see registers")
+        }
+    });
+    json!({ "place": machine.description.interrupts, "registers": registers })
 }
 
 fn hex(value: u64) -> Value {

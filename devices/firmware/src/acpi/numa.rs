@@ -22,11 +22,27 @@ fn cpu_affinity(apic_id: u8, node: u32) -> [u8; 16] {
     bytes
 }
 
+/// Processor local x2APIC affinity (5.2.16.3), which the crate lacks.
+fn x2apic_affinity(apic_id: u8, node: u32) -> [u8; 24] {
+    let mut bytes = [0u8; 24];
+    bytes[0] = 2;
+    bytes[1] = 24;
+    bytes[4..8].copy_from_slice(&node.to_le_bytes());
+    bytes[8..12].copy_from_slice(&u32::from(apic_id).to_le_bytes());
+    // Enabled.
+    bytes[12] = 1;
+    bytes
+}
+
 pub(super) fn srat(map: &MachineMap) -> Vec<u8> {
     // Reserved: 1 for backward compatibility, then eight zeroes.
     let mut body = vec![1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
     for cpu in &map.cpus {
-        body.extend_from_slice(&cpu_affinity(cpu.apic_id, cpu.node));
+        if map.x2apic {
+            body.extend_from_slice(&x2apic_affinity(cpu.apic_id, cpu.node));
+        } else {
+            body.extend_from_slice(&cpu_affinity(cpu.apic_id, cpu.node));
+        }
     }
     for ram in &map.ram {
         MemoryAffinity::new(ram.node, ram.range.start, ram.range.len).enabled().to_aml_bytes(&mut body);

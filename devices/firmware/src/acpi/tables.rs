@@ -5,7 +5,7 @@ use acpi_tables::gas::{AccessSize, AddressSpace, GAS};
 use acpi_tables::madt::{EnabledStatus, IoApic, LocalInterruptController, MADT, ProcessorLocalApic};
 use acpi_tables::mcfg::MCFG;
 use acpi_tables::{Aml, AmlSink, aml_as_bytes};
-use zerocopy::little_endian::U16;
+use zerocopy::little_endian::{U16, U32};
 use zerocopy::{Immutable, IntoBytes};
 
 use super::{OEM_ID, OEM_REVISION, OEM_TABLE_ID, to_bytes};
@@ -54,21 +54,71 @@ struct LocalApicNmi {
 }
 aml_as_bytes!(LocalApicNmi);
 
+/// Processor local x2APIC structure (5.2.12.12), which the crate lacks.
+#[derive(Clone, IntoBytes, Immutable)]
+#[repr(C, packed)]
+struct LocalX2Apic {
+    kind: u8,
+    length: u8,
+    reserved: U16,
+    apic_id: U32,
+    flags: U32,
+    processor_uid: U32,
+}
+aml_as_bytes!(LocalX2Apic);
+
+/// Local x2APIC NMI structure (5.2.12.13), which the crate lacks.
+#[derive(Clone, IntoBytes, Immutable)]
+#[repr(C, packed)]
+struct LocalX2ApicNmi {
+    kind: u8,
+    length: u8,
+    flags: U16,
+    processor_uid: U32,
+    lint: u8,
+    reserved: [u8; 3],
+}
+aml_as_bytes!(LocalX2ApicNmi);
+
 pub(super) fn madt(map: &MachineMap) -> Vec<u8> {
     let local_apic = LocalInterruptController::Address(address32(layout::LOCAL_APIC));
     let mut madt = MADT::new(OEM_ID, OEM_TABLE_ID, OEM_REVISION, local_apic);
     for (uid, cpu) in (0u8..).zip(&map.cpus) {
-        madt.add_structure(ProcessorLocalApic::new(uid, cpu.apic_id, EnabledStatus::Enabled));
+        if map.x2apic {
+            madt.add_structure(LocalX2Apic {
+                kind: 9,
+                length: 16,
+                reserved: U16::new(0),
+                apic_id: U32::new(cpu.apic_id.into()),
+                // Enabled.
+                flags: U32::new(1),
+                processor_uid: U32::new(uid.into()),
+            });
+        } else {
+            madt.add_structure(ProcessorLocalApic::new(uid, cpu.apic_id, EnabledStatus::Enabled));
+        }
     }
     madt.add_structure(IoApic::new(layout::IO_APIC_ID, address32(layout::IO_APIC), 0));
-    madt.add_structure(LocalApicNmi {
-        kind: 4,
-        length: 6,
-        // All processors.
-        processor_uid: 0xff,
-        flags: U16::new(0),
-        lint: 1,
-    });
+    if map.x2apic {
+        madt.add_structure(LocalX2ApicNmi {
+            kind: 10,
+            length: 12,
+            flags: U16::new(0),
+            // All processors.
+            processor_uid: U32::new(u32::MAX),
+            lint: 1,
+            reserved: [0; 3],
+        });
+    } else {
+        madt.add_structure(LocalApicNmi {
+            kind: 4,
+            length: 6,
+            // All processors.
+            processor_uid: 0xff,
+            flags: U16::new(0),
+            lint: 1,
+        });
+    }
     to_bytes(&madt)
 }
 

@@ -24,6 +24,7 @@ fn machine(cpus: u8, node_sizes: &[u64], node_distances: Vec<Vec<u8>>) -> Machin
             sleep_status: 0x605,
             events: 0x608,
         },
+        x2apic: false,
         console: true,
     }
 }
@@ -102,6 +103,31 @@ fn the_madt_lists_254_cpus_one_io_apic_and_the_nmi_line() {
         rest = &rest[usize::from(len)..];
     }
     assert_eq!(kinds, [254, 1, 0, 0, 1]);
+}
+
+#[test]
+fn x2apics_have_entries_of_their_own() {
+    let distances = vec![vec![10, 20], vec![20, 10]];
+    let tables = tables(&MachineMap { x2apic: true, ..machine(3, &[GIB, GIB], distances) });
+    let mut rest = &tables["APIC"][44..];
+    let mut kinds = Vec::new();
+    while let [kind, len, ..] = *rest {
+        match kind {
+            9 => {
+                let id = kinds.len() as u64;
+                assert_eq!((number(rest, 4, 4), number(rest, 8, 4), number(rest, 12, 4)), (id, 1, id));
+            }
+            10 => assert_eq!((number(rest, 4, 4), rest[8]), (0xffff_ffff, 1)),
+            _ => assert_eq!(kind, 1),
+        }
+        kinds.push((kind, len));
+        rest = &rest[usize::from(len)..];
+    }
+    assert_eq!(kinds, [(9, 16), (9, 16), (9, 16), (1, 12), (10, 12)]);
+    for (id, cpu) in tables["SRAT"][48..48 + 3 * 24].chunks(24).enumerate() {
+        let fields = (number(cpu, 0, 2), number(cpu, 4, 4), number(cpu, 8, 4), number(cpu, 12, 4));
+        assert_eq!(fields, (24 << 8 | 2, id as u64 % 2, id as u64, 1));
+    }
 }
 
 #[test]

@@ -71,7 +71,7 @@ fn merge(vm: &mut written::Vm, args: RunArgs) -> BTreeSet<&'static str> {
         };
     }
     take!(name, kernel, cmdline, protocol, cpus, pin, memory, hugepages, rng, vsock, console, api_socket);
-    take!(console_limit, sandbox, on_reboot);
+    take!(console_limit, interrupts, sandbox, on_reboot);
     if !args.initrd.is_empty() {
         vm.initrd = Some(OneOrMany(args.initrd));
         set.insert("initrd");

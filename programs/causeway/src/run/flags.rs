@@ -2,7 +2,9 @@
 
 use std::path::PathBuf;
 
-use monitor::description::{BootProtocol, NicPermission, NicPolicy, OnReboot, SandboxMode, written};
+use monitor::description::{
+    BootProtocol, IrqchipKind, NicPermission, NicPolicy, OnReboot, SandboxMode, written,
+};
 
 use super::options::Options;
 
@@ -23,6 +25,11 @@ pub fn protocol(text: &str) -> Result<BootProtocol, String> {
 /// `--sandbox`.
 pub fn sandbox(text: &str) -> Result<SandboxMode, String> {
     one_of(text, &[("on", SandboxMode::On), ("log", SandboxMode::Log), ("off", SandboxMode::Off)])
+}
+
+/// `--interrupts`.
+pub fn interrupts(text: &str) -> Result<IrqchipKind, String> {
+    one_of(text, &[("kernel", IrqchipKind::Kernel), ("monitor", IrqchipKind::Monitor)])
 }
 
 /// `--on-reboot`.

@@ -333,6 +333,7 @@ fn flag() -> impl Strategy<Value = Vec<String>> {
         Just("--sandbox"),
         Just("--protocol"),
         Just("--on-reboot"),
+        Just("--interrupts"),
         Just("--cmdline"),
         Just("--api-socket"),
         Just("--rng"),

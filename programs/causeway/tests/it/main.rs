@@ -9,3 +9,4 @@ mod nodes_contended;
 mod own_faults;
 mod payload_programs;
 mod small_guests;
+mod small_guests_interrupts;

@@ -9,10 +9,10 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-/// Time-out of a hang.
+/// What takes longer hangs.
 pub const HANG_LIMIT: Duration = Duration::from_secs(60);
-/// A guest's load address and entry.
-const LOAD_ADDRESS: u32 = 0x10_0000;
+/// Where a guest is loaded and begins.
+pub const LOAD_ADDRESS: u32 = 0x10_0000;
 /// Its offset in the file.
 const FILE_OFFSET: u64 = 0x1000;
 
@@ -104,16 +104,26 @@ pub fn code(begin: &'static u8, end: &'static u8) -> &'static [u8] {
     unsafe { std::slice::from_raw_parts(begin, end.addr() - begin.addr()) }
 }
 
-/// Writes a vmlinux of these instructions: ELF with a PVH note.
+/// A vmlinux of these instructions: ELF with a PVH note, which begins in 32-bit mode.
 pub fn kernel(directory: &Path, code: &[u8]) -> PathBuf {
+    elf(directory, code, LOAD_ADDRESS, 2)
+}
+
+/// The same without the note: it begins in 64-bit mode, at `entry`.
+pub fn kernel64(directory: &Path, code: &[u8], entry: u32) -> PathBuf {
+    elf(directory, code, entry, 1)
+}
+
+/// With the first `headers` of a segment to load and a PVH note.
+fn elf(directory: &Path, code: &[u8], entry: u32, headers: u8) -> PathBuf {
     let mut file = b"\x7fELF\x02\x01\x01".to_vec();
     file.resize(16, 0);
-    // Executable for x86-64, version 1, entry, two program headers at 64.
+    // Executable for x86-64, version 1, entry, program headers at 64.
     file.extend([2, 0, 62, 0, 1, 0, 0, 0]);
-    file.extend(u64::from(LOAD_ADDRESS).to_le_bytes());
+    file.extend(u64::from(entry).to_le_bytes());
     file.extend(64u64.to_le_bytes());
     file.extend([0; 12]);
-    file.extend([64, 0, 56, 0, 2, 0, 0, 0, 0, 0, 0, 0]);
+    file.extend([64, 0, 56, 0, headers, 0, 0, 0, 0, 0, 0, 0]);
     let mut header = |kind: u32, offset: u64, address: u64, len: u64| {
         file.extend(kind.to_le_bytes());
         file.extend(5u32.to_le_bytes());
@@ -143,11 +153,16 @@ pub fn has_kvm() -> bool {
     there
 }
 
-/// Returns `causeway run` in a directory of its own. `timeout` forwards signals, and ends a hanging process.
+/// `causeway run` in a directory of its own. `timeout` passes signals on, and ends what hangs.
 pub fn run(directory: &Path, arguments: &[&str]) -> Command {
+    run_within(HANG_LIMIT, directory, arguments)
+}
+
+/// The same with another limit.
+pub fn run_within(limit: Duration, directory: &Path, arguments: &[&str]) -> Command {
     let mut command = Command::new("timeout");
     command
-        .args(["--signal=KILL", &HANG_LIMIT.as_secs().to_string(), env!("CARGO_BIN_EXE_causeway")])
+        .args(["--signal=KILL", &limit.as_secs().to_string(), env!("CARGO_BIN_EXE_causeway")])
         .args(["--log-level", "info", "run", "--name", "small", "--memory", "64M", "--rng=off"])
         .args(arguments)
         .current_dir(directory)

@@ -23,6 +23,7 @@ use host::cluster::ClusterConfig;
 use host::testing::driver::{Endpoint, Guest};
 use host::testing::monitor::{Machine, Monitor};
 use host::{DaemonConfig, DirectorySource, FabricConfig};
+use machine::interrupt::IrqchipKind;
 use machine::memory::{Bytes as _, GuestAddress, GuestAddressSpace as _, GuestMemorySpace, GuestRam};
 use machine::memory::{RamLayout, RamOptions};
 use machine::slots::DirtyPages;
@@ -110,6 +111,7 @@ fn shape() -> Shape {
         windows: Vec::new(),
         console: false,
         devices: Vec::new(),
+        interrupts: IrqchipKind::Kernel,
         cpuid: Vec::new(),
     }
 }
