@@ -11,6 +11,10 @@ use crate::{EventSink, MachineEvent, ResetCause};
 pub const KEYBOARD_CONTROLLER: u16 = 0x60;
 /// Number of ports at [`KEYBOARD_CONTROLLER`].
 pub const KEYBOARD_CONTROLLER_PORTS: u64 = 5;
+/// Ports of an 8254 timer: three counters, and their control.
+pub const TIMER: u16 = 0x40;
+/// Ports taken at [`TIMER`].
+pub const TIMER_PORTS: u64 = 4;
 /// POST code port. Linux writes it as a delay with `io_delay=0x80`.
 pub const POST_PORT: u16 = 0x80;
 /// Alternative delay port.
@@ -99,6 +103,19 @@ impl BusDevice for ResetControl {
             _ => self.pci.write(offset, data),
         }
     }
+}
+
+/// Where an 8254 timer would be. Its counters read as 0, so that Linux finds at its first look that they don't count down: with ones, as of an unclaimed port,
+/// it looks 100,000 times (`quick_pit_calibrate` in arch/x86/kernel/tsc.c). Guests that know another clock don't look.
+#[derive(Debug, Default)]
+pub struct AbsentTimer;
+
+impl BusDevice for AbsentTimer {
+    fn read(&self, _offset: u64, data: &mut [u8]) {
+        data.fill(0);
+    }
+
+    fn write(&self, _offset: u64, _data: &[u8]) {}
 }
 
 /// A port whose writes do nothing. A device of its own makes them cheap and counts them by name.

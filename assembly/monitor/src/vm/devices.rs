@@ -12,7 +12,7 @@ use pci::root::{
     AddressRange, CONFIG_PORTS_LEN, CONFIG_PORTS_START, FunctionAddress, PciRoot, RootConfig, Windows,
 };
 use platform_devices::console::{Console, ConsoleBackend};
-use platform_devices::legacy::{self, DelayPort, KeyboardReset, ResetControl};
+use platform_devices::legacy::{self, AbsentTimer, DelayPort, KeyboardReset, ResetControl};
 use platform_devices::power::{self, PowerRegisters};
 use platform_devices::serial::Serial;
 use platform_devices::{EventSink, eventfd_interrupt};
@@ -191,6 +191,10 @@ impl OpenedDevices {
         )?;
         for port in [legacy::POST_PORT, legacy::DELAY_PORT] {
             ports.insert(port.into(), 1, "delay", Arc::new(DelayPort))?;
+        }
+        // Only then guests have no clock of KVM's to learn frequencies from.
+        if map.x2apic {
+            ports.insert(legacy::TIMER.into(), legacy::TIMER_PORTS, "no-timer", Arc::new(AbsentTimer))?;
         }
         let serial = match self.console {
             Some(mut console) => {
