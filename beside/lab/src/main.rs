@@ -250,6 +250,9 @@ struct OptionArgs {
     /// Who runs the guests, to try the lab itself: causeway, microvm or q35.
     #[arg(long)]
     monitor: Option<String>,
+    /// Where guests' interrupt controllers are, in `boot`: kernel (default) or monitor.
+    #[arg(long)]
+    interrupts: Option<String>,
     /// What guests do RDMA through: pvrdma (default), or rxe over virtio-net to compare with.
     #[arg(long)]
     device: Option<String>,
@@ -268,6 +271,7 @@ impl From<OptionArgs> for scenario::Options {
             cpus: a.cpus,
             ends: a.ends,
             monitor: a.monitor,
+            interrupts: a.interrupts,
             device: a.device,
             only: a.only,
         }

@@ -31,6 +31,8 @@ pub struct Options {
     pub ends: Vec<String>,
     /// The guests' monitor, if a scenario supports another: `causeway`, `microvm` or `q35`.
     pub monitor: Option<String>,
+    /// Where guests' interrupt controllers are, in scenario `boot`: `kernel` or `monitor`.
+    pub interrupts: Option<String>,
     /// The guests' RDMA device: `pvrdma` or `rxe`.
     pub device: Option<String>,
     /// Filter: only the parts of a scenario whose names contain one of these.
@@ -41,6 +43,21 @@ impl Options {
     /// Returns the guests' monitor.
     pub fn vmm(&self) -> Result<Vmm> {
         Vmm::parse(self.monitor.as_deref().unwrap_or("causeway"))
+    }
+
+    /// Whether guests' interrupt controllers are in their monitor.
+    pub fn interrupts_in_monitor(&self) -> Result<bool> {
+        match (self.interrupts.as_deref().unwrap_or("kernel"), self.vmm()?) {
+            ("kernel", _) => Ok(false),
+            ("monitor", Vmm::Causeway) => Ok(true),
+            ("monitor", other) => bail!(
+                "Interrupt controllers can't be in {}; leave --interrupts or --monitor out",
+                other.name()
+            ),
+            (other, _) => {
+                bail!("Interrupt controllers can't be in {other:?}; they can in kernel and monitor")
+            }
+        }
     }
 
     /// Returns the guests' RDMA device.
@@ -56,6 +73,7 @@ impl Options {
     /// Rejects invalid values before anything is booted.
     pub fn check(&self) -> Result<()> {
         self.vmm()?;
+        self.interrupts_in_monitor()?;
         self.rdma_device()?;
         if let Some(end) = self.ends.iter().find(|e| !["poweroff", "reboot", "button"].contains(&e.as_str()))
         {
