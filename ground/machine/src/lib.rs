@@ -19,6 +19,7 @@ pub mod exits;
 pub mod interrupt;
 mod io_event;
 pub mod irqchip;
+mod irqchip_kind;
 pub mod kvm;
 pub mod late;
 pub mod local_apic;

@@ -1,6 +1,6 @@
 //! Saved state: versioned types apart from the run-time ones.
 
-use crate::interrupt::IrqchipKind;
+use crate::irqchip_kind::IrqchipKind;
 use crate::x86;
 
 /// Version of [`SavedVcpu`] that this program writes.
