@@ -26,7 +26,7 @@ use crate::store::StoreError;
 use crate::term::Term;
 
 /// Wait before a store that doesn't answer is asked again.
-const AGAIN: Duration = Duration::from_millis(200);
+const RETRY_INTERVAL: Duration = Duration::from_millis(200);
 /// Wait after this instance couldn't lead although it was elected.
 const UNFIT: Duration = Duration::from_secs(1);
 
@@ -70,7 +70,7 @@ pub(crate) fn run(
             }
             Err(error) => {
                 election.away(&error);
-                if election.stopped(AGAIN) {
+                if election.stopped(RETRY_INTERVAL) {
                     return;
                 }
             }
@@ -130,7 +130,7 @@ impl Election<'_> {
         }
         // Where the member that is asked is lost meanwhile, the others say next whether the store answers.
         let waited = self.kv.wait_gone(&self.key, entry.modified, self.within());
-        Ok(if waited.is_ok() { Duration::ZERO } else { AGAIN })
+        Ok(if waited.is_ok() { Duration::ZERO } else { RETRY_INTERVAL })
     }
 
     fn campaign(&mut self) -> Result<Duration, KvError> {
@@ -222,7 +222,7 @@ impl Election<'_> {
         let mut wait = every;
         loop {
             // A term that somebody else has ended is seen soon.
-            let slice = wait.min(AGAIN);
+            let slice = wait.min(RETRY_INTERVAL);
             if self.stopped(slice) {
                 return true;
             }
@@ -245,7 +245,7 @@ impl Election<'_> {
                             "{error}: this instance of the cluster service leads for {left:.1?} more without"
                         );
                     }
-                    wait = AGAIN.min(left);
+                    wait = RETRY_INTERVAL.min(left);
                 }
             }
         }

@@ -14,7 +14,7 @@ const STALE: Duration = Duration::from_secs(3);
 /// What came of it is kept for so long, for those who haven't heard of it.
 const KEPT: Duration = Duration::from_secs(30);
 /// Groups that gather at a time.
-const MOST: usize = 1024;
+const MAX_GATHERING_GROUPS: usize = 1024;
 
 /// What came of it: the migration, or why it can't be.
 type Outcome = Result<MigrationId, String>;
@@ -80,9 +80,9 @@ impl Gathering {
                 "VM {vm} can't move in this group: VM {other} has asked to move together with others"
             )));
         }
-        if self.0.len() >= MOST && !self.0.contains_key(&names) {
+        if self.0.len() >= MAX_GATHERING_GROUPS && !self.0.contains_key(&names) {
             return Err(Refusal::TooMany(format!(
-                "{MOST} groups of VMs wait to move already; try again later"
+                "{MAX_GATHERING_GROUPS} groups of VMs wait to move already; try again later"
             )));
         }
         let group = self.0.entry(names.clone()).or_default();

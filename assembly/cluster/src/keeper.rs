@@ -30,7 +30,7 @@ const MAX_WATCHERS: usize = 8192;
 /// Messages that may wait for one host; what is beyond is lost, and said again by the protocol.
 const MESSAGES: usize = 256;
 /// A database that can't be written is tried again after this long.
-const AGAIN: Duration = Duration::from_millis(500);
+const WRITE_RETRY_INTERVAL: Duration = Duration::from_millis(500);
 
 type Job = Box<dyn FnOnce(&mut Keeper, Instant) + Send>;
 
@@ -141,7 +141,7 @@ impl Keeper {
         while !self.ending {
             if !self.term.holds() {
                 // Its end comes soon; nothing is due until then.
-                not_before = not_before.max(Instant::now() + AGAIN);
+                not_before = not_before.max(Instant::now() + WRITE_RETRY_INTERVAL);
             }
             let next = self.registry.next().map(|at| at.max(not_before));
             let job = match next {
@@ -163,7 +163,7 @@ impl Keeper {
                     error = &error as &dyn std::error::Error,
                     "The cluster's state can't be written"
                 );
-                not_before = now + AGAIN;
+                not_before = now + WRITE_RETRY_INTERVAL;
             }
             self.deliver();
         }

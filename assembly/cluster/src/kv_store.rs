@@ -31,7 +31,7 @@ use crate::term::Term;
 /// One request takes no longer.
 const REQUEST: Duration = Duration::from_secs(2);
 /// A store that doesn't answer is asked again after this long.
-const AGAIN: Duration = Duration::from_millis(50);
+const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 /// A change is sent so often, where it is certain each time that nothing has come of it.
 const ATTEMPTS: u32 = 3;
 
@@ -252,7 +252,7 @@ impl KvStore {
             match found {
                 Ok(Some(found)) => return Ok(found),
                 Ok(None) => {}
-                Err(StoreError::Kv(KvError::Away { .. })) => std::thread::sleep(AGAIN),
+                Err(StoreError::Kv(KvError::Away { .. })) => std::thread::sleep(RETRY_INTERVAL),
                 Err(error) => return Err(error),
             }
         }

@@ -19,7 +19,7 @@ use crate::neighbours::Neighbours;
 use crate::registry::{NicInfo, NicKey, NicSpec, Registry, RegistryError};
 
 /// How long an attach waits for the NIC's last monitor, which may have died this instant.
-const PATIENCE: Duration = Duration::from_secs(1);
+const DETACH_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The service.
 #[derive(Debug, Clone)]
@@ -142,7 +142,7 @@ impl HostService for Service {
                     let reply = proto::AttachNicReply { functions: reply.functions, mac: reply.mac };
                     return Ok(Response::new(reply));
                 }
-                Err(RegistryError::InUse { .. }) if asked.elapsed() < PATIENCE => {
+                Err(RegistryError::InUse { .. }) if asked.elapsed() < DETACH_TIMEOUT => {
                     tokio::time::sleep(Duration::from_millis(20)).await;
                 }
                 Err(error) => {

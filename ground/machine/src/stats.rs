@@ -26,7 +26,7 @@ pub enum KernelStats {
 pub const SYSCALLS: &[i64] = &[libc::SYS_pread64];
 
 /// Descriptors past this count, or names longer than this, are not those of any KVM.
-const MOST: u32 = 4096;
+const MAX_DESCRIPTORS_AND_NAME_BYTES: u32 = 4096;
 
 struct Field {
     name: String,
@@ -81,7 +81,8 @@ fn read_fields(file: &impl FileExt) -> io::Result<Vec<Field>> {
     file.read_exact_at(&mut header, 0)?;
     let (name_size, count) = (word(&header, 4), word(&header, 8));
     let (descriptors, data) = (u64::from(word(&header, 16)), u64::from(word(&header, 20)));
-    if name_size == 0 || name_size > MOST || count > MOST {
+    if name_size == 0 || name_size > MAX_DESCRIPTORS_AND_NAME_BYTES || count > MAX_DESCRIPTORS_AND_NAME_BYTES
+    {
         return Err(io::Error::new(
             io::ErrorKind::InvalidData,
             format!("header with {count} descriptors and names of {name_size} bytes"),

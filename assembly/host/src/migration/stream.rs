@@ -15,13 +15,13 @@ use nomad::objects::{Kind, Object, Piece, Total};
 /// The version that is written, and the only one that is read.
 pub const VERSION: u16 = 1;
 /// Bytes of a record at most: an object and its head.
-const MOST: usize = nomad::objects::MAX_OBJECT + 64;
+const MAX_RECORD_BYTES: usize = nomad::objects::MAX_OBJECT + 64;
 
 /// A stream isn't one.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum StreamError {
     /// A length that no record has.
-    #[error("A record of a device's state has {0} bytes; 1 to {MOST} are possible")]
+    #[error("A record of a device's state has {0} bytes; 1 to {MAX_RECORD_BYTES} are possible")]
     Length(usize),
     /// A record that means nothing.
     #[error("A record of a device's state can't be read: its {0} is wrong")]
@@ -128,7 +128,7 @@ impl Reader {
         let mut at = 0;
         while let Some(head) = self.waiting.get(at..).and_then(|rest| rest.first_chunk::<4>()) {
             let length = usize::try_from(u32::from_le_bytes(*head)).unwrap_or(usize::MAX);
-            if length == 0 || length > MOST {
+            if length == 0 || length > MAX_RECORD_BYTES {
                 return Err(StreamError::Length(length));
             }
             let Some(record) = self.waiting.get(at + 4..at + 4 + length) else { break };

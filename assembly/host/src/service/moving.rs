@@ -14,13 +14,13 @@ use crate::migration::manager::{MoverHandle, Phase, Said};
 use crate::registry::Registry;
 
 /// An answer comes after so long at the latest.
-const LONGEST: Duration = Duration::from_secs(10);
+const MAX_ANSWER_DELAY: Duration = Duration::from_secs(10);
 /// A monitor whose VM waits until another one has moved hears after so long that it does: it copies memory on, so that little is left when it is the VM's turn.
 const QUEUED: Duration = Duration::from_secs(1);
 /// A monitor whose VM moves with others hears after so long that some haven't asked.
 const GATHERING: Duration = Duration::from_secs(1);
 /// How often the service is asked whether they have.
-const AGAIN: Duration = Duration::from_millis(100);
+const SERVICE_POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// How long hosts' reports of what they held are waited for.
 const REPORTS: Duration = Duration::from_secs(1);
@@ -65,13 +65,13 @@ pub(super) async fn step(
 }
 
 async fn wait(mover: &MoverHandle, vm: &str, wanted: impl Fn(&Phase) -> bool) -> Phase {
-    let waited = tokio::time::timeout(LONGEST, mover.phases().wait(vm, wanted)).await;
+    let waited = tokio::time::timeout(MAX_ANSWER_DELAY, mover.phases().wait(vm, wanted)).await;
     waited.unwrap_or_else(|_| mover.phases().get(vm))
 }
 
 /// Little is left of a VM: whether it is its turn, or which one moves first.
 async fn may_stop(mover: &MoverHandle, vm: &str, wanted: impl Fn(&Phase) -> bool) -> MoveVmReply {
-    let until = Instant::now() + LONGEST;
+    let until = Instant::now() + MAX_ANSWER_DELAY;
     loop {
         let waited = tokio::time::timeout(QUEUED, mover.phases().wait(vm, &wanted)).await;
         let phase = waited.unwrap_or_else(|_| mover.phases().get(vm));
@@ -189,7 +189,7 @@ async fn peers(cluster: &ClusterDirectory, mover: &MoverHandle, vm: &str) -> Mov
         if all || Instant::now() > until {
             return answer;
         }
-        tokio::time::sleep(AGAIN).await;
+        tokio::time::sleep(SERVICE_POLL_INTERVAL).await;
     }
 }
 
@@ -273,7 +273,7 @@ async fn begin_together(
         if Instant::now() > until {
             return Ok(MoveVmReply { state: State::Pending.into(), reason, ..MoveVmReply::default() });
         }
-        tokio::time::sleep(AGAIN).await;
+        tokio::time::sleep(SERVICE_POLL_INTERVAL).await;
     }
 }
 

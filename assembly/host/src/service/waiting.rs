@@ -13,8 +13,8 @@ use tonic::codegen::tokio_stream::Stream;
 use crate::cluster::{ClusterDirectory, Waits};
 
 /// A monitor that has just begun to wait may not be known yet: whoever looks for it waits so long.
-const PATIENCE: Duration = Duration::from_secs(2);
-const AGAIN: Duration = Duration::from_millis(100);
+const NEW_MONITOR_TIMEOUT: Duration = Duration::from_secs(2);
+const RETRY_INTERVAL: Duration = Duration::from_millis(100);
 
 pub(super) fn no_cluster() -> Status {
     Status::failed_precondition(
@@ -55,7 +55,7 @@ pub(super) async fn find(
 ) -> Result<proto::FindWaitingReply, Status> {
     let service = cluster.service();
     let asked = cluster_proto::FindWaitingRequest { vm: request.vm.clone(), host: request.host.clone() };
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + NEW_MONITOR_TIMEOUT;
     loop {
         let found = async {
             let mut client = service.connect().await?;
@@ -63,7 +63,9 @@ pub(super) async fn find(
         };
         match found.await {
             Ok(reply) => return Ok(proto::FindWaitingReply { address: reply.address }),
-            Err(error) if error.is_refusal() && Instant::now() < until => tokio::time::sleep(AGAIN).await,
+            Err(error) if error.is_refusal() && Instant::now() < until => {
+                tokio::time::sleep(RETRY_INTERVAL).await
+            }
             Err(ClusterError::Refused { reason, .. }) => return Err(Status::not_found(reason)),
             Err(error) => {
                 let text = format!("Where a monitor waits on host {} isn't known: {error}", request.host);

@@ -17,7 +17,7 @@ const LENGTH: u32 = 16 << 10;
 /// Writes that are posted before completions are taken.
 const MOST_AT_ONCE: usize = 16;
 /// For what must happen, however busy the machine is.
-const PATIENCE: Duration = Duration::from_secs(60);
+const HANG_LIMIT: Duration = Duration::from_secs(60);
 
 /// Writes into a peer's buffer for a while, as much as its queue takes. How many writes were complete.
 fn write_for(time: Duration, from: &Vm, to: &Vm, outstanding: &mut u64) -> u64 {
@@ -40,7 +40,7 @@ fn write_for(time: Duration, from: &Vm, to: &Vm, outstanding: &mut u64) -> u64 {
 
 /// Writes until some more are complete.
 fn complete_some(from: &Vm, to: &Vm, outstanding: &mut u64) {
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + HANG_LIMIT;
     let mut done = 0;
     // Those that were posted before, and one more.
     let wanted = *outstanding + 1;
@@ -74,7 +74,7 @@ fn peers_of_a_vm_that_leaves_write_less() {
         complete_some(&b, on_its_way.vm, &mut outstanding);
         assert_eq!(counted(&daemons[1], "b", counter), before, "{expected}: nobody is held back");
         assert!(rdma.hold_back(99).unwrap());
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + HANG_LIMIT;
         while counted(&daemons[1], "b", counter) == before {
             assert!(Instant::now() < until, "{expected}: nobody holds it back");
             write_for(Duration::from_millis(100), &b, on_its_way.vm, &mut outstanding);

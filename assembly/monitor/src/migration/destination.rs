@@ -29,7 +29,7 @@ use super::sealed;
 use super::shape::Shape;
 
 /// How long the source may be silent, once it has said something.
-const PATIENCE: Duration = Duration::from_secs(60);
+const SOURCE_SILENCE_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long a new stream may take to say what it is, and all streams to come.
 const GREETING: Duration = Duration::from_secs(10);
 
@@ -145,7 +145,7 @@ fn greet(fd: OwnedFd, key: Option<&ClusterKey>, stop: &Stop) -> Result<(Hello, u
         })?,
         (kind, _) => return Err(MigrationError::Protocol(format!("{kind:?} before a greeting"))),
     };
-    connection.set_patience(PATIENCE);
+    connection.set_patience(SOURCE_SILENCE_TIMEOUT);
     Ok((hello, version, Stream { connection, receiver }))
 }
 

@@ -39,7 +39,7 @@ const WITHDRAWAL_TIMEOUT: Duration = Duration::from_secs(60);
 const GATHERING: Duration = Duration::from_secs(45);
 /// How long a VM that moves by itself may have to wait until it is to be stopped.
 pub(super) const BEGINNING: Duration = Duration::from_secs(120);
-const AGAIN: Duration = Duration::from_millis(200);
+const DECISION_RETRY_INTERVAL: Duration = Duration::from_millis(200);
 /// How often the daemon is asked, while memory is copied, whether the migration is still under way.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
@@ -109,7 +109,7 @@ impl Daemon {
         let client = HostClient::new(socket);
         let (asked, name) = (client.clone(), vm.clone());
         let answer = move |step: &Step| asked.move_vm(&name, step.clone());
-        let (epoch, doubt_after, again) = (AtomicU64::new(0), DOUBT_AFTER, AGAIN);
+        let (epoch, doubt_after, again) = (AtomicU64::new(0), DOUBT_AFTER, DECISION_RETRY_INTERVAL);
         Self { client, vm, answer: Box::new(answer), epoch, doubt_after, again }
     }
 

@@ -27,7 +27,7 @@ use super::served::{BEGINNING, Daemon, Turn};
 use super::shape::Shape;
 
 /// How long the destination may be silent.
-const PATIENCE: Duration = Duration::from_secs(60);
+const DESTINATION_SILENCE_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long a broken stream's reason is waited for.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 /// vCPUs are held back for a part of each such time.
@@ -98,7 +98,7 @@ pub fn migrate(
     stop: &Stop,
 ) -> Result<MigrationTimeline, MigrationError> {
     let connect = |fd| Stream {
-        connection: Connection::new(fd, stop.clone(), PATIENCE),
+        connection: Connection::new(fd, stop.clone(), DESTINATION_SILENCE_TIMEOUT),
         sender: Sender::new(),
         announced: 0,
     };

@@ -18,11 +18,11 @@ const ALL_ENDS: u64 = 60_000_000;
 /// In half of the random runs a switch-over may take so long, so that there are many, and in the others as long as in the product.
 const QUICK_SWITCH_MS: u32 = 150;
 /// A user, and a monitor with a fault, wait so long.
-const PATIENCE: u64 = 60_000_000;
+const MAX_WAIT_US: u64 = 60_000_000;
 /// The service gives a host up that it hasn't heard of for so long.
 const LEASE: u64 = 6_000_000;
 /// An operation that isn't answered is sent again.
-const AGAIN: u64 = 4_000;
+const RETRY_INTERVAL_US: u64 = 4_000;
 
 /// What is done to one participant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -250,13 +250,13 @@ impl Run {
         self.unheard.retain(|one, _| doubt.contains(one) || voted.contains(one));
         let now = self.now;
         for one in &doubt {
-            if now - *self.unheard.entry(*one).or_insert(now) > PATIENCE {
+            if now - *self.unheard.entry(*one).or_insert(now) > MAX_WAIT_US {
                 self.cluster.resume(one.0, one.1);
             }
         }
         for one in voted {
             let since = *self.unheard.entry(one).or_insert(now);
-            if now - since > PATIENCE && self.cluster.config.plant == Plant::VoteTakenBack {
+            if now - since > MAX_WAIT_US && self.cluster.config.plant == Plant::VoteTakenBack {
                 self.cluster.lose_patience(one.0, one.1, &mut self.out);
             }
         }
@@ -272,7 +272,7 @@ impl Run {
         for data in ready {
             let Pending::Data { vm, peer, .. } = &data else { continue };
             let last = self.sent.entry((*vm, *peer)).or_default();
-            if *last == 0 || self.now >= *last + AGAIN || self.dice.chance(300) {
+            if *last == 0 || self.now >= *last + RETRY_INTERVAL_US || self.dice.chance(300) {
                 *last = self.now.max(1);
                 self.out.push(data);
             }

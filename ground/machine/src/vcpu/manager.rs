@@ -24,7 +24,7 @@ use crate::vm::{Vm, errno};
 use crate::x86::{kvm_regs, kvm_sregs, with_tsc_frequency};
 
 /// How long a device handler may keep a vCPU from pausing.
-const PATIENCE: Duration = Duration::from_secs(10);
+const PAUSE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// What vCPU threads work with.
 pub struct VcpuOptions {
@@ -155,7 +155,7 @@ impl VcpuManager {
         if let Some(local_apics) = &options.local_apics {
             local_apics.connect(VcpuKicks::new(&manager.members));
         }
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + PAUSE_TIMEOUT;
         for member in &manager.members {
             if !member.control.wait_parked(until) {
                 return Err(stuck(member.id));
@@ -195,7 +195,7 @@ impl VcpuManager {
     pub fn pause(&self) -> Result<(), VcpuError> {
         let mut life = self.change("pause its VM")?;
         self.ask_all(Want::Pause);
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + PAUSE_TIMEOUT;
         for member in &self.members {
             if !member.control.wait_parked(until) {
                 return Err(stuck(member.id));
@@ -332,7 +332,7 @@ impl VcpuManager {
         let mut life = self.life();
         *life = Life::Stopped;
         self.ask_all(Want::Stop);
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + PAUSE_TIMEOUT;
         let mut result = Ok(());
         for member in &self.members {
             if !member.control.wait_gone(until) {
@@ -379,7 +379,7 @@ impl VcpuThread {
 }
 
 fn stuck(vcpu: u32) -> VcpuError {
-    VcpuError::Stuck { vcpu, seconds: PATIENCE.as_secs() }
+    VcpuError::Stuck { vcpu, seconds: PAUSE_TIMEOUT.as_secs() }
 }
 
 fn check(vm: &Vm, configs: &[VcpuConfig]) -> Result<(), VcpuError> {

@@ -25,7 +25,7 @@ pub const STREAMS: u8 = 2;
 /// Time-out of a connection to the destination.
 const CONNECT: Duration = Duration::from_secs(10);
 /// Interval of progress messages about a disk.
-const AGAIN: Duration = Duration::from_secs(5);
+const DISK_MESSAGE_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Migrates a VM, or cancels its migration.
 pub fn migrate(args: &MigrateArgs, json: bool) -> anyhow::Result<ExitCode> {
@@ -129,7 +129,7 @@ pub fn follow(name: &str, monitor: &Packets, json: bool) -> anyhow::Result<Follo
             phase
                 if !json
                     && (shown != Some((phase, progress.round))
-                        || (progress.disk_bytes_left > 0 && said.elapsed() >= AGAIN)) =>
+                        || (progress.disk_bytes_left > 0 && said.elapsed() >= DISK_MESSAGE_INTERVAL)) =>
             {
                 shown = Some((phase, progress.round));
                 said = Instant::now();

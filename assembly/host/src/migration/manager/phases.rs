@@ -6,7 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use tokio::sync::watch;
 
 /// VMs that are remembered at most.
-const MOST: usize = 4096;
+const MAX_REMEMBERED_VMS: usize = 4096;
 
 /// Where a VM is in a migration.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -171,7 +171,7 @@ impl Phases {
 
 /// Forgets migrations that are over where another VM's has no room.
 fn make_room(all: &mut HashMap<String, Last>, vm: &str) {
-    if all.len() >= MOST && !all.contains_key(vm) {
+    if all.len() >= MAX_REMEMBERED_VMS && !all.contains_key(vm) {
         all.retain(|_, last| last.phase != Phase::Idle && !last.phase.is_end());
     }
 }
