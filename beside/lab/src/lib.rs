@@ -44,6 +44,7 @@ mod shell;
 pub mod topology;
 pub mod traffic;
 mod transcript;
+pub mod tutorial;
 mod unfinished;
 pub mod walks_probe;
 

@@ -33,6 +33,9 @@ enum Verb {
         /// What guests do RDMA through: pvrdma (default) or rxe.
         #[arg(long)]
         device: Option<String>,
+        /// Only the hosts for these parts of the scenario; may be given again.
+        #[arg(long)]
+        only: Vec<String>,
         /// Files to put into the hosts' /share/bin.
         #[arg(long)]
         bin: Vec<PathBuf>,
@@ -388,9 +391,9 @@ fn real_main(cli: Cli) -> Result<ExitCode> {
             scenario::run(scenario::find(&cli.name)?, &cli.options.into())?;
             Ok(ExitCode::SUCCESS)
         }
-        Some(Verb::Shell { scenario, host, device, bin }) => {
+        Some(Verb::Shell { scenario, host, device, only, bin }) => {
             lab::need_terminal()?;
-            let options = scenario::Options { device, ..scenario::Options::default() };
+            let options = scenario::Options { device, only, ..scenario::Options::default() };
             options.check()?;
             let scenario = scenario.as_deref().map(scenario::find).transpose()?;
             let topology = scenario.map_or_else(Topology::single, |s| (s.topology)(&options));

@@ -49,6 +49,7 @@ mod rdma_tools;
 mod rdma_ulp;
 mod rdma_verbs;
 mod rdma_wire;
+mod tutorials;
 mod vpio_attacks;
 mod vpio_handoff;
 mod vpio_nics;
@@ -67,6 +68,7 @@ pub const ALL: &[Scenario] = &[
     demo::SCENARIO,
     dsm_rdma::SCENARIO,
     host::SCENARIO,
+    tutorials::SCENARIO,
     migrate::SCENARIO,
     migrate_hosts::SCENARIO,
     migrate_mirror::SCENARIO,
