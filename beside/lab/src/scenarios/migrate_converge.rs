@@ -33,10 +33,10 @@ const LENGTH: u32 = 8 << 20;
 /// Seconds between two lines of perftest.
 const EVERY: u32 = 3;
 
-/// Returns the command of an endless perftest with periodic output. Its queue pairs retransmit after 2 s: emulated hosts may stall that long.
+/// Returns the command of an endless perftest with periodic output.
 fn perftest(m: &Member<'_>, server: &str) -> String {
     format!(
-        "stdbuf -oL ib_write_bw -d {} -x {} -F -s {LENGTH} -t 4 -u 19 --run_infinitely -D {EVERY} {server}",
+        "stdbuf -oL ib_write_bw -d {} -x {} -F -s {LENGTH} -t 4 --run_infinitely -D {EVERY} {server}",
         m.port.device, m.port.gid
     )
 }
