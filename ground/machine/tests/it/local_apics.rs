@@ -10,9 +10,9 @@ use machine::irqchip::{IrqchipOptions, KernelIrqchip};
 use machine::local_apic::{ApicEvent, LocalApics};
 use machine::memory::{Bytes, GuestAddress, GuestAddressSpace};
 use machine::vcpu::{StartRegisters, VcpuError, VcpuEvent, VcpuKicks, VcpuManager, VcpuOptions, VcpuStart};
-use machine::x86::{kvm_dtable, kvm_regs, kvm_segment, kvm_sregs};
+use machine::x86::{kvm_dtable, kvm_regs, kvm_sregs};
 
-use crate::common::{self, CODE, Guest, host, new_ram};
+use crate::common::{self, CODE, Guest, flat_segments, host, new_ram};
 
 /// What takes longer hangs.
 const HANG_LIMIT: Duration = Duration::from_secs(60);
@@ -214,26 +214,7 @@ impl LocalApics for Script {
 
 /// Ring 0 of long mode.
 fn ring0(rip: u64) -> VcpuStart {
-    let segment = |selector, type_, l, db| kvm_segment {
-        limit: u32::MAX,
-        selector,
-        type_,
-        present: 1,
-        s: 1,
-        g: 1,
-        l,
-        db,
-        ..Default::default()
-    };
-    let data = segment(16, 3, 0, 1);
-    let sregs = kvm_sregs {
-        cs: segment(8, 11, 1, 0),
-        ds: data,
-        es: data,
-        fs: data,
-        gs: data,
-        ss: data,
-        tr: kvm_segment { limit: 0x67, selector: 24, type_: 11, present: 1, ..Default::default() },
+    let mut sregs = kvm_sregs {
         gdt: kvm_dtable { base: GDT, limit: 0x27, ..Default::default() },
         idt: kvm_dtable { base: IDT, limit: 0xFFF, ..Default::default() },
         cr0: 0x8005_0033,
@@ -242,6 +223,7 @@ fn ring0(rip: u64) -> VcpuStart {
         efer: 0x500,
         ..Default::default()
     };
+    flat_segments(&mut sregs, true);
     let regs = kvm_regs { rip, rsp: 0x9000, rflags: 2, ..Default::default() };
     VcpuStart::Registers(Box::new(StartRegisters { regs, sregs, ..Default::default() }))
 }

@@ -8,10 +8,12 @@ use apic::registers::{
 use kvm_bindings::{
     KVM_IRQCHIP_IOAPIC, KVM_MAX_CPUID_ENTRIES, KVM_MP_STATE_INIT_RECEIVED, KVM_MP_STATE_RUNNABLE,
     KVM_VCPUEVENT_VALID_NMI_PENDING, Msrs, kvm_dtable, kvm_irqchip, kvm_lapic_state, kvm_mp_state, kvm_msi,
-    kvm_msr_entry, kvm_regs, kvm_segment, kvm_sregs, kvm_userspace_memory_region,
+    kvm_msr_entry, kvm_regs, kvm_sregs, kvm_userspace_memory_region,
 };
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
+
+use crate::common::flat_segments;
 
 const RAM_BYTES: usize = 2 << 20;
 const PML4: u64 = 0x1000;
@@ -85,27 +87,7 @@ impl Kernel {
 
     /// As after the first code of a kernel; what INIT and a start-up IPI leave is replaced.
     pub fn enter_long_mode(&mut self, vcpu: usize) {
-        let segment = |selector, type_, l, db| kvm_segment {
-            limit: u32::MAX,
-            selector,
-            type_,
-            present: 1,
-            s: 1,
-            g: 1,
-            l,
-            db,
-            ..Default::default()
-        };
-        let (cs, data) = (segment(8, 11, 1, 0), segment(16, 3, 0, 1));
-        let tr = kvm_segment { limit: 0x67, selector: 24, type_: 11, present: 1, ..Default::default() };
-        let sregs = kvm_sregs {
-            cs,
-            ds: data,
-            es: data,
-            fs: data,
-            gs: data,
-            ss: data,
-            tr,
+        let mut sregs = kvm_sregs {
             gdt: kvm_dtable { base: GDT, limit: 0x27, ..Default::default() },
             idt: kvm_dtable { base: IDT, limit: 0xFFF, ..Default::default() },
             cr0: 0x8005_0033,
@@ -115,6 +97,7 @@ impl Kernel {
             apic_base: 0xFEE0_0C00 | if vcpu == 0 { 0x100 } else { 0 },
             ..Default::default()
         };
+        flat_segments(&mut sregs, true);
         self.vcpus[vcpu].set_sregs(&sregs).unwrap();
     }
 

@@ -25,6 +25,25 @@ pub const WINDOW: u64 = 0x2000_0000;
 /// `out` to this port stops a guest.
 pub const PORT_STOP: u8 = 0xf4;
 
+/// Sets the segments of ring 0 with base 0 and the highest limit: 64-bit code if `long`, 32-bit code otherwise.
+pub fn flat_segments(sregs: &mut kvm_sregs, long: bool) {
+    let segment = |selector, type_, long: bool| kvm_segment {
+        limit: u32::MAX,
+        selector,
+        type_,
+        present: 1,
+        s: 1,
+        g: 1,
+        l: u8::from(long),
+        db: u8::from(!long),
+        ..Default::default()
+    };
+    let data = segment(16, 3, false);
+    sregs.cs = segment(8, 11, long);
+    (sregs.ds, sregs.es, sregs.fs, sregs.gs, sregs.ss) = (data, data, data, data, data);
+    sregs.tr = kvm_segment { limit: 0x67, selector: 24, type_: 11, present: 1, ..Default::default() };
+}
+
 /// KVM, or a loud word that the test was skipped.
 pub fn host() -> Option<Host> {
     if !std::path::Path::new("/dev/kvm").exists() {
