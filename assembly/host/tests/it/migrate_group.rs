@@ -14,7 +14,7 @@ use control_api::host::proto::move_vm_request::Step;
 use host::Daemon;
 
 /// Both work for a while.
-fn work(vms: [&Vm; 2], adders: &mut [Adder; 2]) {
+pub fn work(vms: [&Vm; 2], adders: &mut [Adder; 2]) {
     let before = [adders[0].done, adders[1].done];
     wait_until("operations of both", || {
         for (vm, adder) in vms.into_iter().zip(adders.iter_mut()) {
@@ -25,7 +25,7 @@ fn work(vms: [&Vm; 2], adders: &mut [Adder; 2]) {
 }
 
 /// Requests of both that are under way end, and the counts are exact.
-fn finish(vms: [&Vm; 2], adders: &mut [Adder; 2]) {
+pub fn finish(vms: [&Vm; 2], adders: &mut [Adder; 2]) {
     wait_until("the operations of both to end", || {
         for (vm, adder) in vms.into_iter().zip(adders.iter_mut()) {
             adder.take(vm);

@@ -1,10 +1,11 @@
 //! Connected VMs that move at the same time, in a migration each: both are copied while the other is, and they change hosts one after the other.
 
 use crate::common;
+use crate::migrate_group::{finish, work};
 
 use std::time::{Duration, Instant};
 
-use common::adding::{Adder, check, pair};
+use common::adding::{Adder, pair};
 use common::cluster::{Cluster, transport, wait_to_know};
 use common::moving::Move;
 use common::vm::Vm;
@@ -26,26 +27,6 @@ fn begin(cluster: &Cluster) -> ([Daemon; 3], Vm, Vm, [Adder; 2]) {
     (daemons, a, b, adders)
 }
 
-fn work(vms: [&Vm; 2], adders: &mut [Adder; 2]) {
-    let before = [adders[0].done, adders[1].done];
-    wait_until("operations of both", || {
-        for (vm, adder) in vms.into_iter().zip(adders.iter_mut()) {
-            adder.work(vm, 8);
-        }
-        adders.iter().zip(before).all(|(adder, before)| adder.done > before + 40)
-    });
-}
-
-fn finish(vms: [&Vm; 2], adders: &mut [Adder; 2]) {
-    wait_until("the operations of both to end", || {
-        for (vm, adder) in vms.into_iter().zip(adders.iter_mut()) {
-            adder.take(vm);
-        }
-        adders.iter().all(|adder| adder.done == adder.posted)
-    });
-    check(vms[0], &adders[0], vms[1], &adders[1]);
-}
-
 fn converged(daemon: &HostClient, vm: &str) -> MoveVmReply {
     daemon.move_vm(vm, Step::Converged(true)).unwrap()
 }
@@ -62,8 +43,8 @@ fn wait_for_turn(daemon: &HostClient, vm: &str) -> String {
     waits_for
 }
 
-/// Two hosts are emptied at the same time: both VMs are copied, the one that is ready first changes hosts first, and the other one waits, is told for which one, and
-/// follows. Both orders. (The second one was refused as long as the first one was copied.)
+/// Two hosts are drained at the same time. Both VMs are copied; the one that is ready first switches over first. The other one waits, learns for which VM,
+/// and follows. Both orders.
 #[test]
 fn two_peers_are_copied_at_the_same_time_and_switch_over_one_after_the_other() {
     for first in [0, 1] {
@@ -114,7 +95,8 @@ fn two_peers_are_copied_at_the_same_time_and_switch_over_one_after_the_other() {
     }
 }
 
-/// A VM that waits for its turn is given up while its peer is in its switchover: it goes on where it is, and sends its peer nothing until that runs again.
+/// A migration that waits for its turn is cancelled during its peer's switchover. Its VM continues on its host, and sends its peer nothing until the peer
+/// runs again.
 #[test]
 fn a_vm_that_waits_for_its_turn_can_be_given_up() {
     let cluster = Cluster::new();
