@@ -1,4 +1,4 @@
-//! What the service knows: the coordinator's ledger, and what else is told of hosts and VMs.
+//! What the service knows: the coordinator's ledger, and other facts of hosts and VMs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;

@@ -272,7 +272,8 @@ fn the_coordinator_moves_vms_and_watchers_see_them_at_their_new_hosts() {
     assert_eq!(service.state().unwrap().vms[1].host, 1);
 }
 
-/// A VM moves by its own daemon's request. Anybody else's could begin what no monitor takes part in, and clients of releases before, with named groups, are told what to use.
+/// Only the daemon of a VM's host requests its move: in another caller's migration no monitor takes part. A client of an older release, with a named
+/// group, is refused with the command to use.
 #[test]
 fn a_move_is_for_the_vms_daemon_to_ask_for() {
     let folder = tempfile::tempdir().unwrap();

@@ -429,7 +429,7 @@ impl Mover {
         Vec::new()
     }
 
-    /// Another VM moves first: whoever asks what VMs of a migration wait for is told so.
+    /// Records the VM that switches over first, for callers that ask what the VMs of a migration wait for.
     fn wait_for(&self, migration: MigrationId, behind: VmId) {
         let behind = self.name(behind).unwrap_or_else(|| behind.to_string());
         for name in keys(&self.leaving, migration).into_iter().filter_map(|vm| self.name(vm)) {

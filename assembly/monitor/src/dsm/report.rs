@@ -16,7 +16,7 @@ struct Waits {
 }
 
 impl Waits {
-    /// The difference to `before`, except that the longest stall is of the whole run.
+    /// Returns the counts since `before`, and the longest stall of the whole run.
     fn to_json(self, before: Self) -> Value {
         json!({
             "count": self.count - before.count,

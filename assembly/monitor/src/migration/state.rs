@@ -61,7 +61,7 @@ pub struct SavedMachine {
     pub clock: SavedClock,
     /// Devices.
     pub devices: SavedDevices,
-    /// What the guest has asked for and doesn't have: whoever runs it carries that out. From version 2 on.
+    /// The guest's pending reset or power-off, which the monitor that runs the guest carries out. From version 2 on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub asked: Option<GuestRequest>,
 }

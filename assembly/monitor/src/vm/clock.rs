@@ -1,4 +1,4 @@
-//! How far a guest's clock goes on in the pause of its migration.
+//! By how much a guest's clock advances in the blackout of its migration.
 //!
 //! KVM adds what has passed since the save by the hosts' wall clocks, which may differ: a guest would jump by hours, or lose the time of the pause. So they are believed only
 //! within what was measured:
@@ -61,7 +61,7 @@ mod tests {
         assert_eq!(added(3_600 * SECOND.cast_signed(), None), (3_600 * SECOND, None), "an older source");
     }
 
-    /// A destination whose clock is hours ahead or behind: the guest's clock goes on by the pause.
+    /// The destination's wall clock is hours ahead or behind: the guest's clock advances by the measured blackout.
     #[test]
     fn wall_clocks_that_differ_move_the_guest_s_clock_by_the_measured_pause() {
         let pause = Duration::from_millis(300);

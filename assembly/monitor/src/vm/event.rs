@@ -80,7 +80,7 @@ impl Events {
         }
     }
 
-    /// The guest has asked for this where it ran before: it is said by [`Events::say_again`].
+    /// Records a request that the guest made on its source host. [`Events::say_again`] sends its event.
     pub fn remember(&self, request: Option<GuestRequest>) {
         let mut asked = self.lock();
         *asked = request.max(*asked);
@@ -112,7 +112,7 @@ impl Events {
 mod tests {
     use super::*;
 
-    /// A request lasts until it is carried out, whoever takes its event; a power-off isn't forgotten for a reset.
+    /// A request stays pending until it is carried out, also when its event was received. A reset doesn't replace a power-off.
     #[test]
     fn what_a_guest_asks_for_is_remembered_until_it_is_carried_out() {
         let (sender, receiver) = std::sync::mpsc::channel();

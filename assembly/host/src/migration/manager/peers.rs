@@ -34,7 +34,7 @@ impl Mover {
         }
     }
 
-    /// What was held here towards a VM goes on.
+    /// The queue pairs of this host that face a VM run again: ends its peer pause, and reports it.
     pub(super) fn goes_on(&mut self, vm: VmId) {
         let Some((migration, since)) = self.held_since.remove(&vm) else { return };
         let microseconds = u64::try_from(since.elapsed().as_micros()).unwrap_or(u64::MAX);
