@@ -8,44 +8,44 @@ use crate::exits::{RangeId, RangeNames};
 
 /// A device at a range of addresses. Called from vCPU threads, possibly several at once.
 pub trait BusDevice: Send + Sync {
-    /// Reads `data.len()` (1, 2, 4 or 8) bytes at `offset` from the start of the range. Offset and length
-    /// come from the guest; the access lies within the range.
+    /// Reads `data.len()` (1, 2, 4 or 8) bytes at `offset` from the start of the range. The guest chooses offset and length; the bus
+    /// guarantees that the access lies within the range.
     fn read(&self, offset: u64, data: &mut [u8]);
-    /// Writes likewise.
+    /// Writes `data`; the same rules hold as for [`Self::read`].
     fn write(&self, offset: u64, data: &[u8]);
 }
 
 /// A range could not be claimed or released.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum BusError {
-    /// Two devices at one address.
+    /// The range overlaps one that another device has.
     #[error(
         "Range {start:#x}..={last:#x} of {name} overlaps {other} at {other_start:#x}..={other_last:#x} on the {space} bus"
     )]
     Overlap {
         /// Bus name.
         space: &'static str,
-        /// Who asked.
+        /// Name of the range to insert.
         name: String,
         /// First address.
         start: u64,
         /// Last address.
         last: u64,
-        /// Who is there.
+        /// Name of the range that is registered already.
         other: String,
         /// Its first address.
         other_start: u64,
         /// Its last address.
         other_last: u64,
     },
-    /// Empty, or beyond the end of the address space.
+    /// The range is empty, or ends beyond the address space.
     #[error(
         "Range of {name} at {start:#x} with {len:#x} bytes doesn't fit the {space} bus, whose last address is {limit:#x}"
     )]
     BadRange {
         /// Bus name.
         space: &'static str,
-        /// Who asked.
+        /// Name of the range.
         name: String,
         /// First address.
         start: u64,
@@ -54,7 +54,7 @@ pub enum BusError {
         /// Last address of the bus.
         limit: u64,
     },
-    /// Nothing is registered there.
+    /// No range with this start and length is registered.
     #[error("No device is registered at {start:#x} with {len:#x} bytes on the {space} bus")]
     Absent {
         /// Bus name.
@@ -86,8 +86,8 @@ struct Entry {
     device: Arc<dyn BusDevice>,
 }
 
-/// The devices of one address space. Look-ups take no lock and may run on all vCPU threads at once; changes
-/// are serialised and seen by accesses that begin afterwards.
+/// The devices of one address space. Look-ups take no lock and may run on all vCPU threads at once. Changes are serialized, and an access
+/// that begins after a change uses the new ranges.
 pub struct AddressSpace {
     name: &'static str,
     limit: u64,
@@ -148,8 +148,8 @@ impl AddressSpace {
         Ok(())
     }
 
-    /// Removes the range registered with exactly this start and length. An access that another vCPU began before may
-    /// still reach the device shortly after this returns.
+    /// Removes the range registered with exactly this start and length. An access that another vCPU began before may still reach the
+    /// device shortly after this function returns.
     pub fn remove(&self, start: u64, len: u64) -> Result<(), BusError> {
         let _writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
         let mut entries = Vec::clone(&self.entries.load());
@@ -160,7 +160,7 @@ impl AddressSpace {
         Ok(())
     }
 
-    /// Removes all ranges, when the machine ends: a bus holds its devices, and some devices hold the bus.
+    /// Removes all ranges. To be called when the machine ends: the bus and some of its devices hold references to each other.
     pub fn clear(&self) {
         let _writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
         self.entries.store(Arc::new(Vec::new()));
@@ -200,8 +200,8 @@ impl AddressSpace {
         claimed_by.unwrap_or(self.unclaimed)
     }
 
-    /// The largest part of an access from byte `done` on that one device (or none) can take in one call: 1, 2, 4 or 8
-    /// bytes, not beyond the range. Guests may access across range ends and with odd lengths.
+    /// The largest part of an access from byte `done` on that one device (or none) can serve in one call: 1, 2, 4 or 8 bytes, not beyond
+    /// the range. Guests may access across range ends and with odd lengths.
     fn piece<'a>(
         &self,
         entries: &'a [Entry],
@@ -222,7 +222,7 @@ impl AddressSpace {
         (entry, offset, largest_part(left.min(usize::try_from(room).unwrap_or(usize::MAX))))
     }
 
-    /// What is registered, ascending by address.
+    /// Registered ranges, ascending by address.
     pub fn ranges(&self) -> Vec<RangeInfo> {
         let entries = self.entries.load();
         entries
@@ -252,7 +252,7 @@ mod tests {
     use proptest::prelude::*;
     use std::collections::BTreeMap;
 
-    /// Remembers bytes by offset; checks what the bus promises.
+    /// Stores bytes by offset, and checks the guarantees of the bus.
     struct Bytes {
         len: u64,
         stored: Mutex<BTreeMap<u64, u8>>,
@@ -368,8 +368,8 @@ mod tests {
     }
 
     proptest! {
-        /// Any accesses to any ranges: devices see only lengths and offsets that the bus promises, and every byte goes
-        /// where a byte-wise bus would send it.
+        /// Any accesses to any ranges: devices get only offsets and lengths that the bus guarantees, and every byte reaches the device
+        /// that a byte-wise bus would choose.
         #[test]
         fn dispatch_agrees_with_a_bytewise_model(
             ranges in prop::collection::vec((0u64..48, 1u64..12), 0..8),

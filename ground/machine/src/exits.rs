@@ -1,7 +1,7 @@
 //! Exit accounting: every VM exit counted per vCPU, by cause and by address range.
 //!
-//! The owning vCPU thread is the only writer of its counters, so counting is a plain load and store without a lock
-//! prefix; readers on other threads see values that are never torn and lag by little.
+//! The owning vCPU thread is the only writer of its counters, so it counts with a plain load and store, without a lock prefix. Other
+//! threads read values that are never torn and at most slightly old.
 
 use std::collections::BTreeMap;
 use std::collections::HashMap;
@@ -63,7 +63,7 @@ causes! {
 }
 
 impl ExitCause {
-    /// The cause for a KVM_EXIT_* number; ports and memory accesses have their own causes.
+    /// The cause for a KVM_EXIT_* number. Port and memory accesses have causes of their own.
     pub(crate) fn of_reason(reason: u32) -> Self {
         use kvm_bindings::*;
         match reason {
@@ -113,8 +113,8 @@ impl RangeId {
 const CHUNK: usize = 64;
 const CHUNKS: usize = 64;
 
-/// The names of address ranges of one VM: `port:<name>` and `memory:<name>`. Shared by both buses and the exit tables.
-/// At most 4,096; names are never forgotten, so that counters survive a range that moves.
+/// The names of address ranges of one VM: `port:<name>` and `memory:<name>`. Both buses and the exit tables share it. It holds at most
+/// 4,096 names and never removes one, so that counters survive a range that moves.
 #[derive(Debug)]
 pub struct RangeNames {
     table: Mutex<NameTable>,
@@ -127,7 +127,7 @@ struct NameTable {
 }
 
 impl RangeNames {
-    /// No names but those of unclaimed accesses.
+    /// A table with the names of unclaimed accesses only.
     pub fn new() -> Arc<Self> {
         let mut table = NameTable { names: Vec::new(), ids: HashMap::new() };
         for name in ["port:unclaimed", "memory:unclaimed", "other"] {
@@ -161,14 +161,14 @@ impl NameTable {
     }
 }
 
-/// The counters of one vCPU. Only its thread counts; anyone reads.
+/// The counters of one vCPU. Only its thread writes; any thread may read.
 #[derive(Debug)]
 pub(crate) struct VcpuExits {
     causes: [AtomicU64; ExitCause::ALL.len()],
     ranges: [OnceLock<Box<[AtomicU64; CHUNK]>>; CHUNKS],
 }
 
-/// Adds one where only one thread writes.
+/// Adds one to a counter that has one writer.
 fn bump(counter: &AtomicU64) {
     counter.store(counter.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
 }

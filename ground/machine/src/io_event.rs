@@ -3,7 +3,7 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-/// Which address space an ioeventfd listens in.
+/// The address space of an ioeventfd.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum IoSpace {
     /// I/O ports.
@@ -28,16 +28,16 @@ pub struct IoEvent {
     pub space: IoSpace,
     /// Port or guest-physical address.
     pub address: u64,
-    /// Width of the writes that signal: 1, 2, 4 or 8, or 0 for any (the address alone decides).
+    /// Width in bytes of the writes that signal: 1, 2, 4 or 8, or 0 for any (the address alone decides).
     pub width: u8,
-    /// Only this value signals, where given; needs a width.
+    /// If set, only a write of this value signals. Needs a width.
     pub datamatch: Option<u64>,
     /// The eventfd.
     pub fd: Arc<OwnedFd>,
 }
 
 impl IoEvent {
-    /// What makes it impossible, in words.
+    /// Checks the fields; the error says in words which combination KVM doesn't allow.
     pub(crate) fn check(&self) -> Result<(), &'static str> {
         if !matches!(self.width, 0 | 1 | 2 | 4 | 8) {
             return Err("widths are 0 (any), 1, 2, 4 and 8 bytes");

@@ -1,7 +1,7 @@
 //! KVM's in-kernel interrupt controllers: two PICs, an IOAPIC with 24 pins, local APICs.
 //!
-//! GSI n drives IOAPIC pin n and, below 16, the PIC input of that number (identity, as KVM's own default: MADT needs no
-//! interrupt source overrides). GSIs from 24 up are MSI routes.
+//! GSI n drives IOAPIC pin n and, below 16, the PIC input of that number. This identity is KVM's default, so the MADT needs no interrupt
+//! source overrides. GSIs from 24 up are MSI routes.
 
 mod route;
 
@@ -27,7 +27,7 @@ pub const IOAPIC_PINS: u32 = 24;
 /// What to create besides PICs, IOAPIC and local APICs.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct IrqchipOptions {
-    /// The 8254 timer with the speaker port. Linux boots without it when it knows the TSC or APIC timer frequency.
+    /// The 8254 timer with the speaker port. Linux boots without it when it knows the frequency of the TSC or of the APIC timer.
     pub pit: bool,
 }
 
@@ -39,10 +39,10 @@ pub struct KernelIrqchip {
     edges: Mutex<BTreeMap<u32, Arc<OwnedFd>>>,
 }
 
-/// What routes need of the controller; they may outlive it.
+/// The part of the controller that routes need; a route may outlive the controller.
 struct Shared {
     vm: Arc<Vm>,
-    /// KVM takes the whole table at once, so all changes go through this lock.
+    /// KVM replaces the whole table at once, so all changes hold this lock.
     routing: Mutex<RoutingTable>,
 }
 
@@ -51,8 +51,8 @@ impl Shared {
         self.routing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sets or removes the message of an MSI route in KVM's table. After an error the table is as before, so that one
-    /// bad message doesn't spoil the other routes.
+    /// Sets or removes the message of an MSI route in KVM's table. An error leaves the table as before, so that one bad message doesn't
+    /// affect the other routes.
     fn route(&self, gsi: u32, message: Option<MsiMessage>) -> io::Result<()> {
         let mut routing = self.routing();
         let before = routing.set(gsi, message);
@@ -80,12 +80,12 @@ impl Shared {
 }
 
 fn fd_number(fd: &OwnedFd) -> u32 {
-    // Never negative: it is owned.
+    // An owned descriptor is never negative.
     u32::try_from(fd.as_raw_fd()).unwrap_or(u32::MAX)
 }
 
 impl KernelIrqchip {
-    /// Creates the controllers. Must come before the first vCPU.
+    /// Creates the controllers. To be called before the first vCPU exists.
     pub fn create(vm: &Arc<Vm>, options: IrqchipOptions) -> Result<Arc<Self>, VmError> {
         vm.fd().create_irq_chip().map_err(|e| VmError::refused("create interrupt controllers", errno(e)))?;
         if options.pit {
@@ -123,9 +123,8 @@ impl KernelIrqchip {
             return Err(io::Error::new(io::ErrorKind::InvalidData, text));
         }
         let fd = self.shared.vm.fd();
-        // The slave PIC first: KVM works out the cascade after each, and a request that the slave still holds from
-        // before would be latched in a master that was just restored. The next boot then takes a spurious
-        // interrupt at vector 7.
+        // The slave PIC first: KVM recomputes the cascade after each chip. In the other order, a request that the slave still has from
+        // before would be latched in the restored master, and the next boot would get a spurious interrupt at vector 7.
         for chip in [&saved.pic_slave, &saved.pic_master, &saved.ioapic] {
             fd.set_irqchip(chip).map_err(errno)?;
         }
@@ -191,7 +190,7 @@ impl InterruptController for KernelIrqchip {
             data,
             ..Default::default()
         };
-        // 0 says that the guest has disabled the target's APIC: as with hardware, nobody is told.
+        // A result of 0 means that the guest has disabled the target's APIC. As on hardware, the interrupt is lost without a report.
         self.shared.vm.fd().signal_msi(msi).map(drop).map_err(errno)
     }
 
@@ -211,7 +210,7 @@ impl InterruptController for KernelIrqchip {
                 Err(error) => {
                     let mut routing = self.shared.routing();
                     std::iter::once(gsi).chain(gsis).for_each(|gsi| routing.free(gsi));
-                    // Before `routes` is dropped: each takes the lock to free its own.
+                    // Unlock before `routes` is dropped: each route locks the table to free its own entry.
                     drop(routing);
                     return Err(error);
                 }

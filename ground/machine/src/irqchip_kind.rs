@@ -1,6 +1,6 @@
-//! Where interrupt controllers are.
+//! Where interrupt controllers are emulated.
 
-/// Where a VM's interrupt controllers are.
+/// Where a VM's interrupt controllers are emulated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum IrqchipKind {

@@ -1,4 +1,4 @@
-//! /dev/kvm: opening it, and what this host's KVM can do.
+//! /dev/kvm: opening it, and the capabilities of this host's KVM.
 
 #![allow(unsafe_code)] // Handing the opened descriptor to kvm-ioctls.
 
@@ -14,13 +14,13 @@ use rustix::fs::{Mode, OFlags};
 use crate::vm::{Vm, VmError, errno};
 use crate::x86::CpuId;
 
-/// Unchanged since Linux 2.6.22.
+/// KVM's API version, the same since Linux 2.6.22.
 const API_VERSION: i32 = 12;
 
 /// KVM can't be used.
 #[derive(Debug, thiserror::Error)]
 pub enum HostError {
-    /// No device node.
+    /// The device node doesn't exist.
     #[error(
         "{path} doesn't exist: load the module kvm_intel or kvm_amd, or enable virtualisation in the firmware"
     )]
@@ -28,7 +28,7 @@ pub enum HostError {
         /// Path tried.
         path: PathBuf,
     },
-    /// Not allowed.
+    /// The device node's mode forbids access.
     #[error(
         "{path} may not be opened by user {uid}: it belongs to user {owner}, group {group} ({group_name}) with mode {mode:03o}; {}",
         if mode & 0o60 == 0o60 { "add the user to that group" } else { "give that group access (chmod g+rw) and add the user to it" }
@@ -36,18 +36,18 @@ pub enum HostError {
     NoPermission {
         /// Path tried.
         path: PathBuf,
-        /// Our user.
+        /// User id of this process.
         uid: u32,
-        /// Its owner.
+        /// User id of the node's owner.
         owner: u32,
-        /// Its group.
+        /// Group id of the node.
         group: u32,
         /// The group's name, or `unnamed`.
         group_name: String,
         /// Its mode bits.
         mode: u32,
     },
-    /// Some other failure of open.
+    /// `open` failed for another reason.
     #[error("{path} can't be opened")]
     Open {
         /// Path tried.
@@ -56,7 +56,7 @@ pub enum HostError {
         #[source]
         source: std::io::Error,
     },
-    /// It isn't KVM, or one from before 2007.
+    /// The node isn't KVM's, or the kernel is older than Linux 2.6.22.
     #[error("{path} speaks KVM API version {found}, but 12 is needed: use a current Linux kernel")]
     ApiVersion {
         /// Path.
@@ -64,7 +64,7 @@ pub enum HostError {
         /// Version found.
         found: i32,
     },
-    /// Something that can't be done without is missing.
+    /// KVM lacks a required capability.
     #[error("KVM of this host lacks {missing}: use a newer Linux kernel")]
     Lacks {
         /// Names of the missing capabilities.
@@ -81,7 +81,7 @@ pub enum HostError {
     },
 }
 
-/// What runs guest code underneath KVM's API.
+/// The virtualization technology below KVM's API.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum BackEnd {
@@ -91,7 +91,7 @@ pub enum BackEnd {
     Vmx,
     /// Pagetable virtual machine: guests run in ring 3 of the host, without hardware virtualisation.
     Pvm,
-    /// None of these.
+    /// None of these could be recognized.
     Unknown,
 }
 
@@ -100,7 +100,7 @@ pub enum BackEnd {
 pub struct Capabilities {
     /// KVM_GET_API_VERSION.
     pub api_version: i32,
-    /// What is underneath.
+    /// The technology below KVM.
     pub back_end: BackEnd,
     /// Largest number of vCPUs of a VM.
     pub max_vcpus: usize,
@@ -110,9 +110,9 @@ pub struct Capabilities {
     pub memslots: usize,
     /// Largest number of interrupt routes.
     pub irq_routes: usize,
-    /// Capabilities that Causeway can't do without and this host lacks.
+    /// Required capabilities that this host lacks.
     pub missing: Vec<&'static str>,
-    /// Capabilities that make Causeway faster or more able, by name.
+    /// Optional capabilities by name, and whether this host has them. They add speed or functions.
     pub optional: Vec<(&'static str, bool)>,
 }
 
@@ -122,7 +122,7 @@ pub struct Host {
     kvm: Kvm,
 }
 
-/// What Causeway can't do without.
+/// Required capabilities.
 const REQUIRED: &[(&str, Cap)] = &[
     ("user memory", Cap::UserMemory),
     ("interrupt controllers", Cap::Irqchip),
@@ -156,12 +156,12 @@ impl Host {
         if missing.is_empty() { Ok(host) } else { Err(HostError::Lacks { missing: missing.join(", ") }) }
     }
 
-    /// Opens a device node whatever its capabilities are: for reporting them ([`Capabilities::missing`]), not for VMs.
+    /// Opens a device node without a check of its capabilities. For reports ([`Capabilities::missing`]), not for VMs.
     pub fn open_to_look(path: &Path) -> Result<Self, HostError> {
         let fd = rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
             .map_err(|error| open_error(path, error))?;
-        // SAFETY: the descriptor is owned here and given away whole. That it is KVM's is checked next: another device
-        // answers the version ioctl with an error or another number.
+        // SAFETY: this function owns the descriptor and transfers it. The next step checks that the device is KVM's: another one answers
+        // the version ioctl with an error or another number.
         let kvm = unsafe { Kvm::from_raw_fd(fd.into_raw_fd()) };
         let found = kvm.get_api_version();
         if found != API_VERSION {
@@ -174,7 +174,7 @@ impl Host {
         REQUIRED.iter().filter(|(_, cap)| !self.kvm.check_extension(*cap)).map(|(name, _)| *name).collect()
     }
 
-    /// What this host can do.
+    /// The capabilities of this host.
     pub fn capabilities(&self) -> Capabilities {
         let number = |cap| usize::try_from(self.kvm.check_extension_int(cap)).unwrap_or(0);
         let raw = |cap: u32| self.kvm.check_extension_raw(cap.into()) > 0;
@@ -210,15 +210,15 @@ impl Host {
         }
     }
 
-    /// The CPUID leaves that KVM can give to guests. See [`crate::x86::guest_cpuid`] for those of one vCPU.
+    /// The CPUID leaves that KVM can offer to guests. [`crate::x86::guest_cpuid`] makes those of one vCPU from them.
     pub fn supported_cpuid(&self) -> Result<CpuId, HostError> {
         self.kvm
             .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
             .map_err(|e| HostError::Refused { what: "list its CPUID leaves".into(), source: errno(e) })
     }
 
-    /// Whether KVM emulates the APIC's TSC-deadline timer. Its CPUID bit isn't among the supported ones, because it needs
-    /// the in-kernel APIC.
+    /// Whether KVM emulates the APIC's TSC-deadline timer. KVM doesn't list its CPUID bit as supported, because the timer needs the
+    /// in-kernel APIC.
     pub(crate) fn has_tsc_deadline(&self) -> bool {
         self.kvm.check_extension(Cap::TscDeadlineTimer)
     }
@@ -259,7 +259,7 @@ fn group_name(gid: u32) -> Option<String> {
     })
 }
 
-/// What is underneath KVM, from the processor's flags and the loaded modules.
+/// Finds the technology below KVM, from the processor's flags and the loaded modules.
 pub fn back_end() -> BackEnd {
     let module = |name: &str| Path::new("/sys/module").join(name).exists();
     let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
@@ -269,7 +269,7 @@ pub fn back_end() -> BackEnd {
 fn classify(cpuinfo: &str, module: impl Fn(&str) -> bool) -> BackEnd {
     let flags = cpuinfo.lines().find(|line| line.starts_with("flags")).unwrap_or_default();
     let flag = |name: &str| flags.split_ascii_whitespace().any(|flag| flag == name);
-    // PVM first: its module may be there on processors whose own virtualisation is switched off or taken.
+    // PVM first: its module may be loaded on a processor whose hardware virtualization is disabled or in use.
     if module("kvm_pvm") {
         BackEnd::Pvm
     } else if module("kvm_amd") && flag("svm") {

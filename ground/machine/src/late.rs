@@ -1,5 +1,5 @@
-//! Late writes: guest stores to ports or memory-mapped registers that may wait. KVM puts them into a ring instead of leaving the guest,
-//! and they reach their devices before anything else does that the guest asks for ("coalesced MMIO", `KVM_REGISTER_COALESCED_MMIO`).
+//! Deferred (coalesced) MMIO and port writes: guest stores that don't exit. KVM puts them into a ring, and they reach their devices
+//! before any later access that exits (`KVM_REGISTER_COALESCED_MMIO`). The code calls them late writes.
 //!
 //! ```text
 //! guest's store ──▶ KVM: in a zone? ──▶ ring, 169 places ──▶ LateWrites::drain ──▶ bus ──▶ device
@@ -7,9 +7,9 @@
 //!                        └──▶ exit ── drains first ───────────────┘  also: pauses, and threads of devices before they look
 //! ```
 //!
-//! One ring per VM, for both address spaces: all late writes stay in their order, and whoever takes them holds a lock until the device has
-//! them, so that a vCPU's next access can't overtake its own late write in another thread's hands. A late write waits until the next exit
-//! for a port or memory access of any vCPU, the next pause, or the next wake-up of a device's thread.
+//! A VM has one ring for both address spaces, so all deferred writes stay in order. A thread that drains the ring holds a lock until the
+//! device has the write. A vCPU's next access therefore can't overtake its own deferred write that another thread drains. A deferred
+//! write waits until the next exit of any vCPU for a port or memory access, the next pause, or the next wake-up of a device's thread.
 #![allow(unsafe_code)] // The ring is memory that the kernel writes.
 
 use std::io;
@@ -25,20 +25,20 @@ use crate::bus::AddressSpace;
 use crate::io_event::IoSpace;
 
 const PAGE: usize = 4096;
-/// Bytes in front of the entries: the indices.
+/// Bytes of the indices in front of the entries.
 const HEAD: usize = 8;
-/// Places of the ring; one stays empty.
+/// Entries of the ring; one always stays empty.
 const PLACES: u32 = 170;
 const _: () = assert!(PLACES as usize == (PAGE - HEAD) / size_of::<kvm_coalesced_mmio>());
 
-/// Bytes of an address space in which writes may be late, whatever their width.
+/// A range of addresses in which KVM defers writes, whatever their width.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LateZone {
     /// Ports or memory.
     pub space: IoSpace,
     /// First port or guest-physical address.
     pub address: u64,
-    /// Bytes. A write that begins in the zone and ends behind it isn't late.
+    /// Length in bytes. A write that begins in the zone and ends behind it exits.
     pub length: u32,
 }
 
@@ -51,12 +51,12 @@ impl LateZone {
     }
 }
 
-/// The late writes of a VM. Thread-safe.
+/// The deferred writes of a VM. Thread-safe.
 #[derive(Debug, Default)]
 pub struct LateWrites {
-    /// Zones that there are: without any, nobody looks into the ring.
+    /// Zones added so far; while it is 0, no thread reads the ring.
     zones: AtomicUsize,
-    /// Writes that came by the ring.
+    /// Writes that came through the ring.
     taken: AtomicU64,
     ring: Mutex<Option<Ring>>,
 }
@@ -66,7 +66,7 @@ impl LateWrites {
         self.ring.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Maps the ring, which is part of each vCPU's file. The first does; others change nothing.
+    /// Maps the ring, which is part of each vCPU's file. The first call maps it; later ones change nothing.
     pub(crate) fn map(&self, vcpu: &impl AsRawFd) -> io::Result<()> {
         let mut ring = self.ring();
         if ring.is_none() {
@@ -79,10 +79,10 @@ impl LateWrites {
         self.zones.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// Gives all writes that wait to their devices, in the order in which the guest made them. Not from within a device's own `write`,
-    /// nor with a lock held that a device takes in it.
+    /// Passes all deferred writes to their devices, in the order in which the guest made them. Must not be called from a device's own
+    /// `write`, nor with a lock held that a device acquires in it.
     pub fn drain(&self, ports: &AddressSpace, memory: &AddressSpace) {
-        // Zones may go, but what they let wait is still taken: this never counts down.
+        // The count never falls: a removed zone may have left writes in the ring.
         if self.zones.load(Ordering::Acquire) == 0 {
             return;
         }
@@ -101,13 +101,13 @@ impl LateWrites {
         self.taken.fetch_add(taken, Ordering::Relaxed);
     }
 
-    /// Writes that came by the ring since the VM began.
+    /// Writes that came through the ring since the VM began.
     pub fn taken(&self) -> u64 {
         self.taken.load(Ordering::Relaxed)
     }
 }
 
-/// A write of a guest, copied.
+/// A copy of one deferred write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Write {
     space: IoSpace,
@@ -116,11 +116,12 @@ struct Write {
     data: [u8; 8],
 }
 
-/// The page that KVM writes entries to: `first`, `last`, entries. KVM advances `last`, this process `first`.
+/// The page that KVM shares with this process: the indices `first` and `last`, then the entries. KVM advances `last`, this process
+/// `first`.
 #[derive(Debug)]
 struct Ring(NonNull<u8>);
 
-// SAFETY: a mapping that nobody else of this process knows; the indices are accessed atomically.
+// SAFETY: no other code of this process has the mapping's address; the indices are accessed atomically.
 unsafe impl Send for Ring {}
 
 impl Ring {
@@ -145,7 +146,7 @@ impl Ring {
         unsafe { AtomicU32::from_ptr(self.0.as_ptr().add(offset).cast()) }
     }
 
-    /// The oldest write that waits. It stays.
+    /// The oldest deferred write, without removing it.
     fn first(&self) -> Option<Write> {
         let first = self.index(0).load(Ordering::Relaxed) % PLACES;
         if self.index(4).load(Ordering::Acquire) % PLACES == first {
@@ -154,7 +155,7 @@ impl Ring {
         let at = HEAD + first as usize * size_of::<kvm_coalesced_mmio>();
         // SAFETY: `first` is below PLACES, so the entry lies in the mapping.
         let at = unsafe { self.0.as_ptr().add(at).cast::<kvm_coalesced_mmio>() };
-        // SAFETY: it is aligned to 8 bytes, and KVM's no more: `last`, which was read before, says so.
+        // SAFETY: the entry is aligned to 8 bytes, and `last`, read before with acquire ordering, shows that KVM has finished writing it.
         let entry = unsafe { at.read() };
         // SAFETY: both names are the same word.
         let port = unsafe { entry.__bindgen_anon_1.pio } != 0;
@@ -166,7 +167,7 @@ impl Ring {
         })
     }
 
-    /// Gives the oldest entry's place back to KVM.
+    /// Returns the oldest entry to KVM.
     fn advance(&mut self) {
         let first = self.index(0).load(Ordering::Relaxed) % PLACES;
         self.index(0).store((first + 1) % PLACES, Ordering::Release);
@@ -175,7 +176,7 @@ impl Ring {
 
 impl Drop for Ring {
     fn drop(&mut self) {
-        // SAFETY: exactly the mapping made in `of`; nobody else knows it.
+        // SAFETY: exactly the mapping made in `of`; no other code has its address.
         if let Err(error) = unsafe { rustix::mm::munmap(self.0.as_ptr().cast(), PAGE) } {
             tracing::error!(%error, "The ring of late writes could not be released");
         }
@@ -193,7 +194,7 @@ mod tests {
     use crate::bus::BusDevice;
     use crate::exits::RangeNames;
 
-    /// What reached a device: offset and bytes.
+    /// The writes that reached a device: offset and bytes.
     #[derive(Default)]
     struct Seen(Mutex<Vec<(u64, Vec<u8>)>>);
 

@@ -1,12 +1,12 @@
 //! KVM, guest memory, vCPU threads and interrupt controllers, wrapped once.
 //!
-//! No other crate names `kvm-ioctls`, `kvm-bindings` or `vm-memory`; they use what is here.
+//! No other crate depends on `kvm-ioctls`, `kvm-bindings` or `vm-memory`; this crate wraps them for all.
 //!
 //! ```text
 //! kvm::Host --create_vm--> vm::Vm --+-- slots::Slots        memslots, dirty log
 //!                                   +-- irqchip::KernelIrqchip (interrupt::InterruptController), or local_apic::LocalApics in the monitor
 //!                                   +-- ioeventfds
-//!                                   +-- late::LateWrites    writes that needn't exit
+//!            +-- late::LateWrites         deferred (coalesced) MMIO and port writes
 //! memory::RamLayout -> memory::GuestRam (sealed memfds) --> Slots::add_ram
 //! bus::AddressSpace (ports), bus::AddressSpace (memory) --+
 //! x86::guest_cpuid, vcpu::VcpuStart --------------------- +--> vcpu::VcpuManager: one thread per vCPU

@@ -1,4 +1,4 @@
-//! Local APICs outside of KVM: what vCPU threads ask of them, and how they reach vCPUs.
+//! Interface to local APICs outside KVM: the calls that vCPU threads make to them, and how they kick vCPUs.
 //!
 //! ```text
 //! vCPU thread                                         other threads
@@ -8,13 +8,14 @@
 //!   exits: RDMSR, WRMSR, HLT, SET_TPR, IRQ_WINDOW_OPEN
 //! ```
 //!
-//! An interrupt is latched before its kick, and a vCPU looks for interrupts after it has forgotten kicks: none is lost, whatever the thread does when
-//! it comes.
+//! The APIC latches an interrupt before it kicks the vCPU, and a vCPU thread clears the kick before it checks for interrupts. So no
+//! interrupt is lost, whatever the thread does at that moment.
 //!
-//! KVM has no filter for x2APIC MSRs (0x800 to 0x8FF). Without its own APICs it refuses them, and refused accesses leave to user space here. So do
-//! those to IA32_APIC_BASE and IA32_XAPIC_DISABLE_STATUS, which KVM would answer itself.
+//! KVM has no filter for x2APIC MSRs (0x800 to 0x8FF). Without in-kernel APICs it refuses accesses to them, and the monitor asks that
+//! refused accesses exit to user space. Accesses to IA32_APIC_BASE and IA32_XAPIC_DISABLE_STATUS, which KVM would answer itself, exit
+//! too.
 //!
-//! Performance counters are off: KVM tells their overflows to its own APICs only.
+//! Performance counters are off: KVM reports their overflows only to in-kernel APICs.
 //!
 //! Sources: Linux `Documentation/virt/kvm/api.rst` (KVM_CAP_X86_USER_SPACE_MSR, KVM_X86_SET_MSR_FILTER, KVM_INTERRUPT, KVM_NMI); Intel SDM volume 3,
 //! "Processor management and initialization", for INIT and start-up.
@@ -33,26 +34,26 @@ use crate::vm::{Vm, VmError, errno};
 const MSR_APIC_BASE: u32 = 0x1B;
 const MSR_XAPIC_DISABLE_STATUS: u32 = 0xBD;
 
-/// What a vCPU has to do before it enters the guest.
+/// The action of a vCPU thread before it enters the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ApicEvent {
-    /// Reset its registers as INIT does.
+    /// Reset the vCPU's registers as INIT does.
     Init,
-    /// Begin in real mode at page `vector`.
+    /// Start in real mode at page `vector`.
     Startup {
         /// The page number.
         vector: u8,
     },
-    /// Wait for a kick, and ask again.
+    /// Wait for a kick, then call [`LocalApics::next_event`] again.
     WaitForStartup,
-    /// Take a non-maskable interrupt.
+    /// Inject a non-maskable interrupt.
     Nmi,
-    /// Take this interrupt.
+    /// Inject this interrupt.
     Interrupt {
         /// Its vector.
         vector: u8,
     },
-    /// Enter the guest, and leave it as soon as it can take an interrupt.
+    /// Enter the guest, and exit as soon as the guest can receive an interrupt.
     AwaitInterruptWindow,
     /// Enter the guest.
     None,
@@ -60,29 +61,30 @@ pub enum ApicEvent {
 
 /// The local APICs of a VM whose interrupt controllers aren't in the kernel. They are in x2APIC mode: there is no page of registers.
 ///
-/// All calls but [`LocalApics::connect`] come from the thread of the vCPU that they name, possibly several at once for different vCPUs. They must not
-/// wait for vCPUs.
+/// All calls but [`LocalApics::connect`] come from the thread of the vCPU that they name, possibly several at once for different vCPUs.
+/// An implementation must not wait for vCPUs.
 pub trait LocalApics: Send + Sync {
-    /// How to reach vCPUs from now on. Called once, before any vCPU runs.
+    /// Passes the handle by which the implementation kicks vCPUs. Called once, before any vCPU runs.
     fn connect(&self, kicks: VcpuKicks);
     /// CR8 with which the vCPU enters the guest, 0 to 15.
     fn cr8(&self, vcpu: u32) -> u8;
-    /// The vCPU has left the guest with this CR8. Comes before any other call that the exit causes.
+    /// Reports that the vCPU has left the guest with this CR8. This call precedes every other call that the exit causes.
     fn left_guest(&self, vcpu: u32, cr8: u8);
-    /// What to do before entering the guest, one thing per call, until [`ApicEvent::None`], [`ApicEvent::AwaitInterruptWindow`] or
-    /// [`ApicEvent::WaitForStartup`]. `interruptible`: KVM takes an interrupt now.
+    /// The next action before the vCPU enters the guest. The thread calls again until it gets [`ApicEvent::None`],
+    /// [`ApicEvent::AwaitInterruptWindow`] or [`ApicEvent::WaitForStartup`]. `interruptible`: KVM can inject an interrupt now.
     fn next_event(&self, vcpu: u32, interruptible: bool) -> ApicEvent;
-    /// Whether the halted vCPU has to go on. `interruptible`: RFLAGS.IF is set.
+    /// Whether the halted vCPU must resume. `interruptible`: RFLAGS.IF is set.
     fn has_event(&self, vcpu: u32, interruptible: bool) -> bool;
-    /// Time until the APIC's timer interrupts; `None`: never. While the vCPU is in the guest, the implementation kicks it when that time has come.
+    /// Time until the APIC's timer interrupts; `None`: never. While the vCPU is in the guest, the implementation kicks it when this time
+    /// has passed.
     fn time_to_timer(&self, vcpu: u32) -> Option<Duration>;
-    /// RDMSR. `None` is answered with #GP; so must be MSRs that no local APIC has.
+    /// Executes RDMSR. `None` makes the vCPU raise #GP; an MSR that no local APIC has must get it.
     fn read_msr(&self, vcpu: u32, msr: u32) -> Option<u64>;
-    /// WRMSR. `false` is answered with #GP; so must be MSRs that no local APIC has.
+    /// Executes WRMSR. `false` makes the vCPU raise #GP; an MSR that no local APIC has must get it.
     fn write_msr(&self, vcpu: u32, msr: u32, value: u64) -> bool;
 }
 
-/// Has accesses to the MSRs of local APICs leave to user space. Before the first vCPU.
+/// Makes accesses to the MSRs of local APICs exit to user space. To be called before the first vCPU exists.
 pub(crate) fn enable(vm: &Vm) -> Result<(), VmError> {
     if vm.has_kernel_irqchip() {
         let source = std::io::Error::other("its local APICs are in the kernel already");
@@ -112,7 +114,7 @@ pub(crate) fn enable(vm: &Vm) -> Result<(), VmError> {
         flags: MsrFilterRangeFlags::READ | MsrFilterRangeFlags::WRITE,
         base,
         msr_count: 1,
-        // A clear bit: not KVM's.
+        // A clear bit: KVM doesn't handle the MSR.
         bitmap: &[0],
     });
     vm.fd().set_msr_filter(MsrFilterDefaultAction::ALLOW, &filtered).map_err(|error| {

@@ -18,14 +18,14 @@ use crate::vcpu::{
 use crate::vm::VmError;
 use crate::x86::{CpuTopology, guest_cpuid, kvm_dtable, kvm_regs, kvm_segment, kvm_sregs};
 
-/// Whether kernel code runs at native speed.
+/// Result of the probe for ring-0 code.
 #[derive(Debug, Clone, PartialEq, serde::Serialize)]
 pub struct Ring0Probe {
-    /// Whether an ordinary kernel can be expected to boot.
+    /// Whether an ordinary kernel is expected to boot.
     pub ordinary_kernels: bool,
-    /// What was seen, as one sentence.
+    /// The observation, as one sentence.
     pub finding: String,
-    /// Nanoseconds per simple ring-0 instruction, where the probe got that far.
+    /// Nanoseconds per simple ring-0 instruction, where the probe could measure it.
     pub ns_per_instruction: Option<f64>,
 }
 
@@ -52,17 +52,17 @@ const PAGE_DIRECTORY: u64 = 0x3000;
 const CODE: u64 = 0x1_0000;
 const STACK: u64 = 0x9000;
 const ITERATIONS: u32 = 10_000;
-/// The best of these counts: a busy host interrupts some.
+/// The probe uses the shortest of these rounds: a busy host interrupts some.
 const ROUNDS: u8 = 8;
 const PORT_BEGIN: u16 = 0x80;
 const PORT_COUNTED: u16 = 0x81;
 const PORT_END: u16 = 0x82;
-/// Two instructions per iteration. Emulators take microseconds each, processors less than a nanosecond; a virtual
-/// machine inside a binary translator takes a few nanoseconds and still counts as able.
+/// Limit in nanoseconds per iteration, which has two instructions. Emulators need microseconds for each, processors less than a
+/// nanosecond. A virtual machine inside a binary translator needs a few nanoseconds and still counts as able.
 const SLOWEST_NS: f64 = 50.0;
 const TIME_LIMIT: Duration = Duration::from_secs(1);
 
-/// Counts down in ring 0, then does what kernels do: control registers, EFER, interrupt flag.
+/// Counts down in ring 0, then executes privileged instructions as kernels do: control registers, EFER, interrupt flag.
 fn code() -> Vec<u8> {
     let mut code = vec![0xb3, ROUNDS]; // mov bl, ROUNDS
     code.extend([0xe6, 0x80, 0xb9]); // out 0x80, al; mov ecx, ITERATIONS
@@ -117,7 +117,7 @@ fn registers() -> StartRegisters {
     StartRegisters { regs, sregs, ..Default::default() }
 }
 
-/// What the program has told by its ports.
+/// The events that the guest program has reported by port writes.
 #[derive(Debug, Clone, Copy, Default)]
 struct Seen {
     began: Option<Instant>,
@@ -155,8 +155,8 @@ impl VcpuExitHandler for Watch {
 }
 
 impl Host {
-    /// Runs a few thousand simple ring-0 instructions in a throw-away VM and tells whether ordinary kernels can run.
-    /// Takes at most about a second.
+    /// Runs a few thousand simple ring-0 instructions in a temporary VM, to find whether ordinary kernels can run. Blocks for at most
+    /// about a second.
     pub fn probe_ring0(&self) -> Result<Ring0Probe, ProbeError> {
         let vm = self.create_vm()?;
         let ram = GuestRam::allocate(

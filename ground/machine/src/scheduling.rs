@@ -1,19 +1,20 @@
-//! Which threads run first.
+//! Real-time scheduling of service threads.
 #![allow(unsafe_code)] // sched_setscheduler, which no crate of ours wraps.
 
 use std::io;
 
-/// How early a thread runs that runs before ordinary ones. Two of the same rank on one processor don't interrupt each other: who never sleeps keeps the other out.
+/// Real-time priority of a thread. Two threads of one rank on one processor don't preempt each other: one that never sleeps starves the
+/// other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Rank {
-    /// Before ordinary threads (SCHED_FIFO, lowest priority).
+    /// Preempts ordinary threads (SCHED_FIFO, lowest priority).
     Early = 1,
-    /// Before these, too.
+    /// Preempts threads of rank [`Self::Early`], too.
     First = 2,
 }
 
-/// Lets the calling thread run as soon as it has something to do, before all threads of ordinary priority; threads that it starts are ordinary again. For threads that sleep
-/// nearly always, and that vCPUs wait for.
+/// Gives the calling thread real-time priority, so that it preempts all ordinary threads when it becomes runnable. Threads that it starts
+/// are ordinary again. For threads that nearly always sleep and that vCPUs wait for.
 ///
 /// # Errors
 /// EPERM without CAP_SYS_NICE and with an RLIMIT_RTPRIO below the rank.

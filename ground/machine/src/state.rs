@@ -1,4 +1,4 @@
-//! Saved state: versioned types apart from the run-time ones.
+//! Saved state: versioned types, apart from those of the running machine.
 
 use crate::irqchip_kind::IrqchipKind;
 use crate::x86;
@@ -19,12 +19,12 @@ pub struct SavedMsr {
     pub value: u64,
 }
 
-/// Everything of one vCPU.
+/// The whole state of one vCPU.
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub struct SavedVcpu {
     /// [`VCPU_STATE_VERSION`] of the writer.
     pub version: u32,
-    /// vCPU and APIC id.
+    /// The vCPU's id, which is its APIC id.
     pub id: u32,
     /// CPUID leaves.
     pub cpuid: Vec<x86::kvm_cpuid_entry2>,
@@ -32,15 +32,15 @@ pub struct SavedVcpu {
     pub regs: x86::kvm_regs,
     /// System registers.
     pub sregs: x86::kvm_sregs,
-    /// XSAVE area, as long as this vCPU's features need.
+    /// XSAVE area; its length in bytes is what this vCPU's features need.
     pub xsave: Vec<u8>,
-    /// XCR0 and so on; absent where the host's CPU has no XSAVE.
+    /// Extended control registers (XCR0 and others); absent where the host's CPU has no XSAVE.
     pub xcrs: Option<x86::kvm_xcrs>,
     /// DR0 to DR7.
     pub debugregs: x86::kvm_debugregs,
     /// Local APIC page, where the interrupt controllers are in the kernel.
     pub lapic: Option<x86::kvm_lapic_state>,
-    /// Running, halted, waiting for SIPI.
+    /// Multiprocessing state: running, halted, waiting for SIPI.
     pub mp_state: x86::kvm_mp_state,
     /// Pending exceptions, NMIs, interrupts.
     pub events: x86::kvm_vcpu_events,
@@ -51,7 +51,7 @@ pub struct SavedVcpu {
 }
 
 impl SavedInterruptController {
-    /// Where the controllers were.
+    /// Where the saved controllers were emulated.
     pub fn kind(&self) -> IrqchipKind {
         match self {
             Self::KernelIrqchip(_) => IrqchipKind::Kernel,
@@ -59,7 +59,7 @@ impl SavedInterruptController {
         }
     }
 
-    /// An error of kind `InvalidData`, for controllers that are in another place than these were.
+    /// An error of kind `InvalidData`, for a VM whose controllers are in another place (`here`) than the saved ones were.
     pub fn elsewhere(&self, here: IrqchipKind) -> std::io::Error {
         let there = self.kind();
         let text = format!(
@@ -70,7 +70,7 @@ impl SavedInterruptController {
 }
 
 impl SavedVcpu {
-    /// Leaves the time-stamp counter out: whoever is restored goes on with the one that it has.
+    /// Removes the time-stamp counter, so that a restored vCPU keeps the one that it has.
     pub fn forget_time(&mut self) {
         self.msrs.retain(|msr| !crate::vcpu::is_time(msr.index));
     }
@@ -81,7 +81,7 @@ impl SavedVcpu {
 pub enum SavedInterruptController {
     /// [`crate::irqchip::KernelIrqchip`].
     KernelIrqchip(Box<SavedKernelIrqchip>),
-    /// Those in the monitor ([`crate::interrupt::IrqchipKind::Monitor`]), local APICs included, as the monitor encodes them.
+    /// Controllers in the monitor ([`crate::interrupt::IrqchipKind::Monitor`]), local APICs included, in the monitor's encoding.
     Monitor(Vec<u8>),
 }
 
@@ -107,8 +107,8 @@ pub struct SavedClock {
     pub version: u32,
     /// Nanoseconds of guest time.
     pub clock_ns: u64,
-    /// Host wall-clock nanoseconds at that moment, where KVM tells.
+    /// Host wall-clock nanoseconds at that moment, where KVM reports them.
     pub realtime_ns: Option<u64>,
-    /// Host TSC at that moment, where KVM tells.
+    /// Host TSC at that moment, where KVM reports it.
     pub host_tsc: Option<u64>,
 }

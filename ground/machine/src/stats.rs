@@ -1,4 +1,4 @@
-//! KVM's binary statistics: exits that the kernel handled itself, by kind.
+//! KVM's binary statistics: exits that the kernel handled itself, by type.
 //!
 //! Source: Linux `Documentation/virt/kvm/api.rst`, KVM_GET_STATS_FD. The file holds a header, an id string, descriptors
 //! and a block of u64 values.
@@ -16,16 +16,16 @@ use crate::sys;
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum KernelStats {
-    /// Read.
+    /// The values.
     Counters(BTreeMap<String, u64>),
-    /// This kernel doesn't offer them, and why.
+    /// This kernel has no statistics; the text says why.
     Absent(String),
 }
 
-/// What reading statistics calls, on whichever thread asks ([`crate::vcpu::VcpuManager::kernel_stats`]).
+/// System calls of a thread that reads statistics ([`crate::vcpu::VcpuManager::kernel_stats`]).
 pub const SYSCALLS: &[i64] = &[libc::SYS_pread64];
 
-/// Descriptors past this count, or names longer than this, are not those of any KVM.
+/// Limit for the number of descriptors and for the bytes of a name. Larger values don't come from KVM.
 const MAX_DESCRIPTORS_AND_NAME_BYTES: u32 = 4096;
 
 struct Field {
@@ -34,11 +34,11 @@ struct Field {
     values: usize,
 }
 
-/// Reads the statistics of one VM or vCPU again and again; the layout is read once.
+/// Reads the statistics of one VM or vCPU repeatedly; it parses the layout once.
 pub(crate) struct StatsReader(Result<(File, Vec<Field>), String>);
 
 impl StatsReader {
-    /// Never fails; what went wrong appears in [`KernelStats::Absent`].
+    /// Never fails: [`KernelStats::Absent`] reports an error.
     pub(crate) fn open(vm_or_vcpu: &impl AsRawFd) -> Self {
         Self(match sys::stats_fd(vm_or_vcpu) {
             Err(error) => Err(format!("KVM gives no statistics descriptor: {error}")),

@@ -1,4 +1,4 @@
-//! The few system calls that no crate wraps the way they are needed here.
+//! The few system calls that no crate wraps as this one needs them.
 #![allow(unsafe_code)] // Raw ioctls and system calls; each block says why it is sound.
 
 use std::io;
@@ -20,7 +20,7 @@ ioctl_iow_nr!(KVM_IOEVENTFD, KVMIO, 0x79, kvm_ioeventfd);
 ioctl_iow_nr!(KVM_X86_SET_MCE, KVMIO, 0x9e, kvm_x86_mce);
 ioctl_io_nr!(KVM_GET_STATS_FD, KVMIO, 0xce);
 
-/// Runs a system call again while it says EINTR.
+/// Repeats a system call while it returns EINTR.
 fn retry(mut call: impl FnMut() -> i32) -> io::Result<i32> {
     loop {
         let result = call();
@@ -42,47 +42,47 @@ pub(crate) unsafe fn set_memory_region(
     vm: &impl AsRawFd,
     region: &kvm_userspace_memory_region,
 ) -> io::Result<()> {
-    // SAFETY: the request takes a pointer to this struct, which outlives the call; the range is the caller's promise.
+    // SAFETY: the ioctl's argument points to this struct, which outlives the call; the caller guarantees the range.
     retry(|| unsafe { ioctl_with_ref(vm, KVM_SET_USER_MEMORY_REGION(), region) }).map(drop)
 }
 
 /// KVM_IOEVENTFD.
 pub(crate) fn ioeventfd(vm: &impl AsRawFd, event: &kvm_ioeventfd) -> io::Result<()> {
-    // SAFETY: the request takes a pointer to this struct, which outlives the call. KVM takes its own reference to the fd.
+    // SAFETY: the ioctl's argument points to this struct, which outlives the call. KVM acquires its own reference to the descriptor.
     retry(|| unsafe { ioctl_with_ref(vm, KVM_IOEVENTFD(), event) }).map(drop)
 }
 
 /// KVM_REGISTER_COALESCED_MMIO, or KVM_UNREGISTER_COALESCED_MMIO.
 pub(crate) fn late_zone(vm: &impl AsRawFd, zone: &kvm_coalesced_mmio_zone, there: bool) -> io::Result<()> {
     let request = if there { KVM_REGISTER_COALESCED_MMIO() } else { KVM_UNREGISTER_COALESCED_MMIO() };
-    // SAFETY: the request takes a pointer to this struct, which outlives the call.
+    // SAFETY: the ioctl's argument points to this struct, which outlives the call.
     retry(|| unsafe { ioctl_with_ref(vm, request, zone) }).map(drop)
 }
 
 /// KVM_IRQFD.
 pub(crate) fn irqfd(vm: &impl AsRawFd, irqfd: &kvm_irqfd) -> io::Result<()> {
-    // SAFETY: the request takes a pointer to this struct, which outlives the call. KVM takes its own reference to the fd.
+    // SAFETY: the ioctl's argument points to this struct, which outlives the call. KVM acquires its own reference to the descriptor.
     retry(|| unsafe { ioctl_with_ref(vm, KVM_IRQFD(), irqfd) }).map(drop)
 }
 
-/// KVM_INTERRUPT of a vCPU: it takes this vector when it enters the guest next.
+/// KVM_INTERRUPT of a vCPU: injects this vector when the vCPU enters the guest next.
 pub(crate) fn interrupt(vcpu: &impl AsRawFd, vector: u8) -> io::Result<()> {
     let request = kvm_interrupt { irq: vector.into() };
-    // SAFETY: the request takes a pointer to this struct, which outlives the call.
+    // SAFETY: the ioctl's argument points to this struct, which outlives the call.
     retry(|| unsafe { ioctl_with_ref(vcpu, KVM_INTERRUPT(), &request) }).map(drop)
 }
 
 /// KVM_X86_SET_MCE of a vCPU.
 pub(crate) fn machine_check(vcpu: &impl AsRawFd, record: &kvm_x86_mce) -> io::Result<()> {
-    // SAFETY: the request takes a pointer to this struct, which outlives the call.
+    // SAFETY: the ioctl's argument points to this struct, which outlives the call.
     retry(|| unsafe { ioctl_with_ref(vcpu, KVM_X86_SET_MCE(), record) }).map(drop)
 }
 
 /// KVM_GET_STATS_FD of a VM or vCPU.
 pub(crate) fn stats_fd(vm_or_vcpu: &impl AsRawFd) -> io::Result<OwnedFd> {
-    // SAFETY: the request takes no argument.
+    // SAFETY: the ioctl has no argument.
     let fd = retry(|| unsafe { ioctl(vm_or_vcpu, KVM_GET_STATS_FD()) })?;
-    // SAFETY: a fresh descriptor that nobody else knows.
+    // SAFETY: the kernel returned a new descriptor, which no other code has.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 

@@ -1,4 +1,4 @@
-//! One VM: what belongs to neither memory, interrupts nor vCPUs.
+//! One VM: state that belongs to neither memory, interrupts nor vCPUs.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -19,16 +19,16 @@ use crate::stats::{KernelStats, StatsReader};
 use crate::sys;
 use crate::x86::mtrr;
 
-/// Where KVM on Intel keeps its real-mode TSS (three pages); inside the PCI hole, where no RAM lies.
+/// Guest-physical address of the real-mode TSS (three pages) of KVM on Intel; inside the PCI hole, where no RAM lies.
 pub const TSS_ADDRESS: u64 = 0xfffb_d000;
-/// Where KVM on Intel keeps its identity map (one page).
+/// Guest-physical address of the identity map (one page) of KVM on Intel.
 pub const IDENTITY_MAP_ADDRESS: u64 = 0xfffb_c000;
 
-/// Hyper-V's MSRs. Guests aren't offered Hyper-V's interfaces, so KVM refuses them these; for itself it lists them, and
-/// some are counters that run by themselves.
+/// Hyper-V's MSRs. The monitor doesn't offer Hyper-V's interfaces, so KVM refuses guests these MSRs. KVM still lists them for user space,
+/// and some are free-running counters.
 const HYPERV_MSRS: std::ops::RangeInclusive<u32> = 0x4000_0000..=0x4000_01ff;
 
-/// KVM refused something about a VM.
+/// KVM refused an operation on a VM.
 #[derive(Debug, thiserror::Error)]
 pub enum VmError {
     /// An ioctl failed.
@@ -40,7 +40,7 @@ pub enum VmError {
         #[source]
         source: io::Error,
     },
-    /// An ioeventfd that can't be.
+    /// The fields of an ioeventfd contradict each other.
     #[error("No eventfd can be attached to {space} address {address:#x} with width {width}: {reason}")]
     BadIoEvent {
         /// `port` or `memory`.
@@ -52,10 +52,10 @@ pub enum VmError {
         /// Why.
         reason: &'static str,
     },
-    /// Saved state of another program.
+    /// A newer program saved the state.
     #[error("Saved state of the {what} has version {found}, but this program reads up to {known}")]
     Version {
-        /// Whose.
+        /// What was saved.
         what: &'static str,
         /// Version found.
         found: u32,
@@ -65,13 +65,13 @@ pub enum VmError {
 }
 
 impl VmError {
-    /// `refused("do this", error)` for `map_err`.
+    /// For `map_err`: `refused("do this", error)`.
     pub(crate) fn refused(what: impl Into<String>, source: impl Into<io::Error>) -> Self {
         Self::Refused { what: what.into(), source: source.into() }
     }
 }
 
-/// kvm-ioctls' errors as `io::Error`.
+/// Converts an error of kvm-ioctls.
 pub(crate) fn errno(error: kvm_ioctls::Error) -> io::Error {
     io::Error::from_raw_os_error(error.errno())
 }
@@ -86,9 +86,9 @@ pub struct Vm {
     user_local_apics: AtomicBool,
     irq_routes: usize,
     max_vcpus: usize,
-    /// Bytes of KVM_GET_XSAVE2, 4096 or more, where KVM has it.
+    /// Result of KVM_CAP_XSAVE2: bytes that KVM_GET_XSAVE2 returns, 4096 or more. `None` where KVM lacks the ioctl.
     xsave2_bytes: Option<usize>,
-    /// Whether vCPUs have XCRs: not on processors without XSAVE.
+    /// Whether vCPUs have extended control registers; processors without XSAVE have none.
     xcrs: bool,
     /// MSRs that belong to a vCPU's state.
     msr_indices: Vec<u32>,
@@ -99,7 +99,7 @@ impl Vm {
         let fd = loop {
             match kvm.create_vm() {
                 Ok(fd) => break Arc::new(fd),
-                // A signal while KVM registers its notifier.
+                // A signal interrupted KVM while it registered its MMU notifier.
                 Err(error) if error.errno() == libc::EINTR => {}
                 Err(error) => return Err(VmError::refused("create a VM", errno(error))),
             }
@@ -129,24 +129,24 @@ impl Vm {
         }))
     }
 
-    /// Its memslots.
+    /// The VM's memslots.
     pub fn slots(&self) -> &Slots {
         &self.slots
     }
 
-    /// Its late writes.
+    /// The VM's deferred (coalesced) MMIO and port writes.
     pub fn late(&self) -> &LateWrites {
         &self.late
     }
 
-    /// Writes to these bytes may be late from now on ([`crate::late`]).
+    /// From now on KVM defers writes to these bytes ([`crate::late`]).
     pub fn add_late_zone(&self, zone: &LateZone) -> Result<(), VmError> {
         self.late_zone(zone, true)?;
         self.late.zone_added();
         Ok(())
     }
 
-    /// Writes that begin afterwards exit again. Drain what waits before something else is put there.
+    /// Writes that begin afterwards exit again. The caller drains the ring before it registers another device at these addresses.
     pub fn remove_late_zone(&self, zone: &LateZone) -> Result<(), VmError> {
         self.late_zone(zone, false)
     }
@@ -162,7 +162,7 @@ impl Vm {
         })
     }
 
-    /// Most vCPUs that this VM can have.
+    /// Limit for the number of vCPUs of this VM.
     pub fn max_vcpus(&self) -> usize {
         self.max_vcpus
     }
@@ -195,22 +195,22 @@ impl Vm {
         self.user_local_apics.store(true, Ordering::Release);
     }
 
-    /// Whether local APICs are in the monitor ([`crate::local_apic`]). Then HLT and accesses to x2APIC MSRs exit.
+    /// Whether local APICs are in the monitor ([`crate::local_apic`]). If so, HLT and accesses to x2APIC MSRs exit.
     pub(crate) fn has_user_local_apics(&self) -> bool {
         self.user_local_apics.load(Ordering::Acquire)
     }
 
-    /// Whether local APICs are in the kernel. Then HLT doesn't exit.
+    /// Whether local APICs are in the kernel. If so, HLT doesn't exit.
     pub fn has_kernel_irqchip(&self) -> bool {
         self.kernel_irqchip.load(Ordering::Acquire)
     }
 
-    /// Attaches an ioeventfd. `Refused` with EEXIST when the same address, width and value is taken.
+    /// Attaches an ioeventfd. Fails as `Refused` with EEXIST when one with the same address, width and value exists.
     pub fn add_ioevent(&self, event: &IoEvent) -> Result<(), VmError> {
         self.ioevent(event, "attach", 0)
     }
 
-    /// Detaches it; all fields must be those given before.
+    /// Detaches an ioeventfd. All fields must be equal to those of [`Self::add_ioevent`].
     pub fn remove_ioevent(&self, event: &IoEvent) -> Result<(), VmError> {
         self.ioevent(event, "detach", 1 << kvm_ioeventfd_flag_nr_deassign)
     }
@@ -241,7 +241,7 @@ impl Vm {
         })
     }
 
-    /// The paravirtual clock, while all vCPUs are paused.
+    /// Saves the paravirtual clock, while all vCPUs are paused.
     pub fn save_clock(&self) -> Result<SavedClock, VmError> {
         let data =
             self.fd.get_clock().map_err(|e| VmError::refused("tell the paravirtual clock", errno(e)))?;
@@ -253,8 +253,8 @@ impl Vm {
         })
     }
 
-    /// Sets the paravirtual clock of a fresh VM, before any vCPU runs. Where the wall-clock time of the save is known,
-    /// the time since then is added, so that the guest's clock doesn't fall behind.
+    /// Sets the paravirtual clock of a fresh VM, before any vCPU runs. Where the saved state has the wall-clock time, the function adds
+    /// the time since then, so that the guest's clock doesn't fall behind.
     pub fn restore_clock(&self, saved: &SavedClock) -> Result<(), VmError> {
         if saved.version > CLOCK_STATE_VERSION {
             return Err(VmError::Version {
@@ -268,7 +268,7 @@ impl Vm {
             let data = kvm_clock_data { flags: KVM_CLOCK_REALTIME, realtime, ..plain };
             match self.fd.set_clock(&data) {
                 Ok(()) => return Ok(()),
-                // Kernels before 5.16 know no flags.
+                // Kernels before 5.16 accept no flags.
                 Err(error) if error.errno() == libc::EINVAL => {}
                 Err(error) => return Err(VmError::refused("set the paravirtual clock", errno(error))),
             }
@@ -282,7 +282,7 @@ impl Vm {
     }
 }
 
-/// The MSRs of a vCPU's state, from KVM's list: without those no guest has, with MTRRs at the end.
+/// The MSRs of a vCPU's state: KVM's list without Hyper-V's, with the MTRRs at the end.
 fn state_msrs(listed: &[u32]) -> Vec<u32> {
     let mut indices: Vec<u32> = listed.iter().copied().filter(|index| !HYPERV_MSRS.contains(index)).collect();
     indices.retain(|index| !mtrr::msrs().any(|mtrr| mtrr == *index));

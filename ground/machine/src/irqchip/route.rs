@@ -1,4 +1,4 @@
-//! MSI routes: KVM's routing table as we keep it, and the eventfds that KVM listens to.
+//! MSI routes: this process's copy of KVM's routing table, and the eventfds that KVM polls.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -32,21 +32,21 @@ pub(super) fn high(address: u64) -> u32 {
 pub(super) struct RoutingTable {
     /// One past the largest GSI.
     end: u32,
-    /// Below it, GSIs are in use or in `freed`.
+    /// Every MSI GSI below it is in use or in `freed`.
     fresh: u32,
     freed: Vec<u32>,
     messages: BTreeMap<u32, MsiMessage>,
 }
 
 impl RoutingTable {
-    /// `limit` is KVM's, for entries and GSIs alike.
+    /// `limit` is KVM's limit, for the number of entries and for GSIs alike.
     pub(super) fn new(limit: usize) -> Self {
-        // Pins take an entry each, those of the PICs two.
+        // Each pin needs an entry, and each of the PICs' pins a second one.
         let end = u32::try_from(limit).unwrap_or(u32::MAX).saturating_sub(PIC_INPUTS);
         Self { end, fresh: IOAPIC_PINS, freed: Vec::new(), messages: BTreeMap::new() }
     }
 
-    /// `count` GSIs, or none when not so many are left.
+    /// Allocates `count` GSIs; `None` when fewer are free.
     pub(super) fn allocate(&mut self, count: usize) -> Option<Vec<u32>> {
         let left = (self.end.saturating_sub(self.fresh) as usize).saturating_add(self.freed.len());
         if left < count {
@@ -64,7 +64,7 @@ impl RoutingTable {
         self.freed.push(gsi);
     }
 
-    /// Sets or removes a message; returns the one before.
+    /// Sets or removes a message; returns the previous one.
     pub(super) fn set(&mut self, gsi: u32, message: Option<MsiMessage>) -> Option<MsiMessage> {
         match message {
             Some(message) => self.messages.insert(gsi, message),
@@ -72,7 +72,7 @@ impl RoutingTable {
         }
     }
 
-    /// The table as KVM takes it.
+    /// The table in KVM's format.
     pub(super) fn entries(&self) -> io::Result<KvmIrqRouting> {
         let pins = (0..IOAPIC_PINS).map(|pin| pin_entry(pin, KVM_IRQCHIP_IOAPIC, pin));
         let isa = (0..PIC_INPUTS).map(|irq| match irq {
@@ -104,12 +104,12 @@ fn msi_entry(gsi: u32, message: &MsiMessage) -> kvm_irq_routing_entry {
     kvm_irq_routing_entry { gsi, type_: KVM_IRQ_ROUTING_MSI, u, ..Default::default() }
 }
 
-/// An MSI route through KVM's irqfd. While masked, KVM doesn't listen: what another process writes to the eventfd then
-/// stays in it and is delivered on unmasking, so nothing is lost.
+/// An MSI route through KVM's irqfd. While the route is masked, KVM doesn't poll the eventfd. A write by another process stays in the
+/// eventfd's counter, and KVM delivers it at the unmasking, so no interrupt is lost.
 pub(super) struct IrqfdRoute {
     shared: Arc<Shared>,
     gsi: u32,
-    /// Made at once, not when first unmasked: by then the sandbox may forbid it.
+    /// Created with the route, not at the first unmasking: the sandbox may forbid it by then.
     fd: OwnedFd,
     message: Mutex<Option<MsiMessage>>,
 }
@@ -147,13 +147,13 @@ impl MsiRoute for IrqfdRoute {
     }
 
     fn trigger(&self) -> io::Result<()> {
-        // Held while writing, so that nothing is written after `set(None)` has returned.
+        // The lock stays held during the write, so that nothing is written after `set(None)` has returned.
         let message = self.message.lock().unwrap_or_else(PoisonError::into_inner);
         if message.is_none() {
             return Ok(());
         }
         match rustix::io::write(&self.fd, &1u64.to_ne_bytes()) {
-            // Full: 2^64 - 2 unread signals can't be, KVM takes them at once; one is pending in any case.
+            // The counter is full: KVM reads it at each write, so 2^64 - 2 unread signals don't occur. One signal is pending in any case.
             Ok(_) | Err(rustix::io::Errno::AGAIN) => Ok(()),
             Err(error) => Err(error.into()),
         }
@@ -168,7 +168,7 @@ impl Drop for IrqfdRoute {
     fn drop(&mut self) {
         let unmasked = self.message.get_mut().unwrap_or_else(PoisonError::into_inner).is_some();
         if unmasked && let Err(error) = self.mask() {
-            // The number isn't given out again: KVM may still listen.
+            // The number isn't reused: KVM may still poll the eventfd.
             tracing::error!(%error, gsi = self.gsi, "An interrupt route could not be released");
             return;
         }

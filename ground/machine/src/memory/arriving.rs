@@ -1,15 +1,15 @@
-//! Guest RAM in use before all its pages are there: an access to one that is missing waits until it is placed.
+//! RAM of a post-copy destination: an access to a not-present page blocks until the page is placed.
 //!
 //! ```text
-//!   vCPU, KVM, device thread ──touches a page that is missing──▶ fault told (faults)
-//!                        waits                                    │ its contents are fetched from elsewhere
-//!                        goes on ◀── UFFDIO_COPY (place) ─────────┘
-//! ```
+//!   vCPU, KVM, device thread ──accesses a not-present page──▶ userfaultfd event (faults)
+//!       blocks                                                  │  the monitor fetches the contents from the source
+//!       resumes  ◀──────────── UFFDIO_COPY (place) ─────────────┘
 //!
-//! A missing page is a hole of its memfd, and the one mapping of the RAM in this process is registered for missing faults
-//! (`UFFDIO_REGISTER_MODE_MISSING`). Whoever touches it through this process waits: vCPUs, KVM and vhost for their part of the
-//! process, system calls that get an address in it. **Another process that has the memfd mapped doesn't**: it would find a zero page,
-//! and leave it there for the guest. Nothing here can see that; who starts it must know that there is none.
+//! A not-present page is a hole of its memfd, and this process registers its one mapping of the RAM for missing faults
+//! (`UFFDIO_REGISTER_MODE_MISSING`). Every access through this process blocks. This includes vCPUs, KVM and vhost on its behalf, and
+//! system calls with an address in the mapping. **Another process that has the memfd mapped doesn't block**: it would read a zero page,
+//! and that page would stay in the file for the guest. This module can't detect such a process; the caller must ensure that there is
+//! none.
 //!
 //! Source: Linux, admin-guide/mm/userfaultfd.
 #![allow(unsafe_code)] // madvise on mappings of guest RAM.
@@ -24,15 +24,15 @@ use super::present::present_in;
 use super::userfault::{Range, Userfault, no_huge_pages, register};
 use crate::slots::{DirtyPages, PAGE};
 
-/// RAM can't be used before its pages are there.
+/// RAM couldn't be prepared for not-present pages.
 #[derive(Debug, thiserror::Error)]
 pub enum ArrivingRamError {
-    /// The host refused.
+    /// The host refused an operation.
     #[error("Guest RAM at {start:#x} with {len:#x} bytes could not be {what}")]
     Refused {
-        /// Its guest-physical address.
+        /// Guest-physical address of the region.
         start: u64,
-        /// Its bytes.
+        /// Bytes of the region.
         len: u64,
         /// What was tried.
         what: &'static str,
@@ -40,19 +40,19 @@ pub enum ArrivingRamError {
         #[source]
         source: io::Error,
     },
-    /// A page that must be missing is there: part of a larger one, say.
+    /// A page that must be not-present is still in memory, for instance as part of a huge page.
     #[error(
         "{pages} pages of guest RAM that are still to come can't be taken out of it, the first at {first:#x}"
     )]
     Stuck {
-        /// How many.
+        /// Number of such pages.
         pages: u64,
-        /// Guest-physical address of the first.
+        /// Guest-physical address of the first one.
         first: u64,
     },
 }
 
-/// RAM some of whose pages are still to come. Thread-safe.
+/// RAM with not-present pages. Thread-safe.
 #[derive(Debug)]
 pub struct ArrivingRam {
     uffd: Userfault,
@@ -64,23 +64,22 @@ fn refused(region: &RamRegion, what: &'static str) -> impl FnOnce(io::Error) -> 
     move |source| ArrivingRamError::Refused { start, len, what, source }
 }
 
-/// Bytes of a region in this process.
+/// The region's range of addresses in this process.
 fn whole(region: &RamRegion) -> Range {
     Range { start: region.host_address as u64, len: region.range.size }
 }
 
-/// Keeps RAM of small pages from becoming huge ones: to be called before anything is written into RAM of which pages shall be taken
-/// out again.
+/// Disables transparent huge pages for the RAM. To be called before anything is written to RAM whose pages will be removed again.
 ///
 /// # Errors
-/// When the host refuses.
+/// [`ArrivingRamError::Refused`] when the host refuses.
 pub fn keep_small(regions: &[RamRegion]) -> Result<(), ArrivingRamError> {
     regions.iter().try_for_each(|region| {
         no_huge_pages(region.host_address, region.range.size).map_err(refused(region, "kept from huge pages"))
     })
 }
 
-/// The opposite of [`keep_small`]: the kernel may make huge pages of small ones.
+/// Undoes [`keep_small`]: the kernel may use transparent huge pages again.
 pub fn allow_huge(regions: &[RamRegion]) {
     for region in regions {
         let len = usize::try_from(region.range.size).unwrap_or(0);
@@ -94,11 +93,11 @@ pub fn allow_huge(regions: &[RamRegion]) {
 }
 
 impl ArrivingRam {
-    /// Takes the pages `missing` (whole sets of one region each) out of RAM, whatever they hold, and watches all of it from here on. Nobody
-    /// may use the RAM meanwhile. Pages of memory that is neither there nor among `missing` fault, too.
+    /// Removes the pages `missing` (whole sets of one region each) from RAM, whatever they contain, and registers all of the RAM for
+    /// faults. No thread may access the RAM meanwhile. A page that isn't in memory faults also if it isn't among `missing`.
     ///
     /// # Errors
-    /// When the host refuses, or a page can't be taken out. RAM may have lost pages then.
+    /// When the host refuses, or a page can't be removed. RAM may have lost pages then.
     pub fn new(
         uffd: Userfault,
         regions: Vec<RamRegion>,
@@ -121,8 +120,8 @@ impl ArrivingRam {
                     .zip(usize::try_from(len).ok());
                 let (address, len) =
                     taken.ok_or(io::ErrorKind::InvalidInput.into()).map_err(refused(region, "addressed"))?;
-                // SAFETY: pages of a region of guest RAM, whose mapping `regions` keeps. The memory is only accessed as a guest's is:
-                // by volatile or atomic loads and stores; that it becomes zero is what the caller asks for.
+                // SAFETY: pages of a region of guest RAM, whose mapping `regions` keeps. All accesses to guest RAM are volatile or
+                // atomic; the caller asks for the pages to become zero.
                 unsafe { rustix::mm::madvise(address as *mut _, len, Advice::LinuxRemove) }
                     .map_err(io::Error::from)
                     .map_err(refused(region, "freed where pages are still to come"))?;
@@ -143,10 +142,10 @@ impl ArrivingRam {
         self.uffd.fd()
     }
 
-    /// Takes faults that have been told, as guest-physical addresses of pages; none when there are none now.
+    /// Reads pending faults without blocking, and appends the guest-physical addresses of their pages to `into`.
     ///
     /// # Errors
-    /// When the descriptor fails.
+    /// When reading the descriptor fails.
     pub fn faults(&self, into: &mut Vec<u64>) -> io::Result<()> {
         for fault in self.uffd.faults()? {
             let page = self.regions.iter().find_map(|region| {
@@ -158,10 +157,11 @@ impl ArrivingRam {
         Ok(())
     }
 
-    /// Puts a page at a guest-physical address, all at once, and wakes who waits for it. `false`: one is there, and stays as it is.
+    /// Places a page at a guest-physical address atomically, and wakes the threads that wait for it. `false`: the page is present already
+    /// and stays unchanged.
     ///
     /// # Errors
-    /// When the address isn't a page of this RAM, or the host refuses (no memory, say).
+    /// When the address isn't the start of a page of this RAM, `contents` isn't a page, or the host refuses (it has no memory, say).
     pub fn place(&self, address: u64, contents: &[u8]) -> io::Result<bool> {
         let to = self.host(address)?;
         if u64::try_from(contents.len()) != Ok(PAGE) {
@@ -177,7 +177,8 @@ impl ArrivingRam {
         }
     }
 
-    /// All pages are there: nothing faults any more, and who waits goes on. With `huge` the kernel may make huge pages again.
+    /// To be called when all pages are present: ends the registration, which wakes all waiting threads. With `huge` the kernel may use
+    /// transparent huge pages again.
     pub fn release(&self, huge: bool) {
         for region in &self.regions {
             if let Err(error) = self.uffd.unregister(whole(region)) {
@@ -214,7 +215,7 @@ mod tests {
         Bytes, GuestAddress, GuestAddressSpace, GuestRam, RamLayout, RamOptions, UserfaultError,
     };
 
-    /// `None` where this machine gives no userfaultfd.
+    /// `None` where this machine has no userfaultfd.
     fn uffd() -> Option<Userfault> {
         match Userfault::for_arriving_ram() {
             Ok(uffd) => Some(uffd),
@@ -247,8 +248,8 @@ mod tests {
         faults[0]
     }
 
-    /// A page that was there and is taken out faults and is what was placed; one that stayed doesn't; one that is there isn't
-    /// overwritten; a system call into the RAM waits as a thread does; after the release nothing faults.
+    /// A removed page faults, and then has the placed contents; a page that stayed doesn't fault; a present page isn't overwritten. A
+    /// system call into the RAM blocks as a thread does. After the release nothing faults.
     #[test]
     fn missing_pages_wait_for_their_contents() {
         let Some(uffd) = uffd() else { return };
@@ -271,7 +272,7 @@ mod tests {
         assert!(!arriving.place(4 * PAGE, &contents(41)).unwrap());
         assert_eq!(read(&ram, 4).join().unwrap(), 42);
 
-        // A pipe's end is read into page 9.
+        // A read from a pipe writes to page 9.
         let (from, to) = rustix::pipe::pipe().unwrap();
         rustix::io::write(&to, &7u64.to_ne_bytes()).unwrap();
         let memory = ram.memory();

@@ -1,10 +1,10 @@
-//! Where guest RAM lies: on both sides of the PCI hole, node after node.
+//! Guest-physical layout of RAM: below and above the PCI hole, one NUMA node after the other.
 
 use super::MemoryError;
 
-/// RAM below this address, then the hole for PCI, IOAPIC and local APICs.
+/// End of the RAM below the hole for PCI, IOAPIC and local APICs.
 pub const LOW_RAM_END: u64 = 0xc000_0000;
-/// The rest of RAM begins here.
+/// Start of the RAM above the hole.
 pub const HIGH_RAM_START: u64 = 0x1_0000_0000;
 
 const PAGE: u64 = 4096;
@@ -21,7 +21,7 @@ pub struct RamRange {
     pub start: u64,
     /// Bytes.
     pub size: u64,
-    /// Where in the node's memory it begins.
+    /// Offset in the node's memory, in bytes.
     pub node_offset: u64,
 }
 
@@ -33,8 +33,8 @@ pub struct RamLayout {
 }
 
 impl RamLayout {
-    /// Lays out nodes of the given sizes in bytes: ascending from address 0, leaving out the hole between
-    /// [`LOW_RAM_END`] and [`HIGH_RAM_START`]. Sizes must be multiples of 4 KiB, and the first at least 1 MiB.
+    /// Lays out nodes of the given sizes in bytes: ascending from address 0, without the hole between [`LOW_RAM_END`] and
+    /// [`HIGH_RAM_START`]. Sizes must be multiples of 4 KiB, and the first at least 1 MiB.
     pub fn new(nodes: &[u64]) -> Result<Self, MemoryError> {
         let first = *nodes.first().ok_or(MemoryError::NoNodes)?;
         let bad =
@@ -90,7 +90,7 @@ impl RamLayout {
         self.ranges.iter().map(|r| r.start + r.size).filter(|end| *end <= LOW_RAM_END).max().unwrap_or(0)
     }
 
-    /// First address above all RAM and the hole: [`HIGH_RAM_START`] or more. 64-bit BARs may go there.
+    /// First address above all RAM and the hole: [`HIGH_RAM_START`] or more. 64-bit BARs may be placed there.
     pub fn high_end(&self) -> u64 {
         self.ranges.iter().map(|r| r.start + r.size).max().unwrap_or(0).max(HIGH_RAM_START)
     }
@@ -139,7 +139,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the sizes: pieces ascend, never overlap each other or the hole, and hold every byte once.
+        /// For all sizes: pieces ascend, never overlap each other or the hole, and hold every byte once.
         #[test]
         fn pieces_cover_all_nodes_outside_the_hole(pages in prop::collection::vec(256u64..3_000_000, 1..9)) {
             let nodes: Vec<u64> = pages.iter().map(|n| n * 4096).collect();

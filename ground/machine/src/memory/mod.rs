@@ -1,4 +1,4 @@
-//! Guest memory types. RAM lies only in sealed memfds, so that it can be handed to other processes.
+//! Guest memory types. RAM is allocated only in sealed memfds, so that other processes can map it.
 
 pub mod arriving;
 mod layout;
@@ -19,36 +19,36 @@ pub use vm_memory::{
     GuestMemoryBackend, GuestMemoryError, GuestMemoryRegion, GuestUsize, Le16, Le32, Le64, VolatileSlice,
 };
 
-/// One guest's RAM, with a bitmap of the pages that devices of this process have written; and the memory of others that devices may
-/// read ([`show_window`]).
+/// One guest's RAM, with a bitmap of the pages that devices of this process have written, and the windows of neighbours' memory that
+/// devices may read ([`show_window`]).
 pub type GuestMemory = vm_memory::GuestMemoryMmap<AtomicBitmap>;
-/// The same, replaceable while devices run. Devices take a snapshot per request: `space.memory()`.
+/// Guest memory whose regions can change while devices run. Devices take a snapshot per request: `space.memory()`.
 pub type GuestMemorySpace = GuestMemoryAtomic<GuestMemory>;
 
 /// Guest RAM could not be laid out or allocated.
 #[derive(Debug, thiserror::Error)]
 pub enum MemoryError {
-    /// A size that can't be.
+    /// The size isn't possible.
     #[error("Memory of {size} bytes for NUMA node {node} is not possible: {reason}")]
     BadSize {
         /// Guest NUMA node.
         node: usize,
-        /// Bytes asked for.
+        /// Requested bytes.
         size: u64,
-        /// Why, and what to choose.
+        /// Why, and which sizes are possible.
         reason: String,
     },
     /// No memory at all.
     #[error("The VM has no memory node; give it at least one with 1 MiB or more")]
     NoNodes,
-    /// More than the host has.
+    /// More memory than the host has.
     #[error(
         "The VM wants {wanted} bytes of memory, but the host has {available} bytes available; choose less"
     )]
     TooLarge {
-        /// Bytes asked for.
+        /// Requested bytes.
         wanted: u64,
-        /// Memory and swap of the host; with prefault, what is available of it now.
+        /// Memory and swap of the host; with prefault, the part that is available now.
         available: u64,
     },
     /// Not enough huge pages.
@@ -64,10 +64,10 @@ pub enum MemoryError {
         free: u64,
         /// Size of a page in KiB.
         page_kib: u64,
-        /// What to write into nr_hugepages.
+        /// Value to write into nr_hugepages.
         suggest: u64,
     },
-    /// The host refused.
+    /// The host refused an operation.
     #[error("Memory for NUMA node {node} could not be {what}")]
     Host {
         /// Guest NUMA node.

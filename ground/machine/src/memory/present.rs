@@ -1,4 +1,4 @@
-//! Which pages of guest RAM have ever been touched.
+//! Which pages of guest RAM are allocated, because something has accessed them.
 
 use std::io;
 
@@ -8,10 +8,10 @@ use rustix::io::Errno;
 use super::{GuestRam, RamRegion};
 use crate::slots::{DirtyPages, PAGE};
 
-/// Pages of a region that have memory behind them; see [`GuestRam::present`].
+/// Allocated pages of a region; see [`GuestRam::present`].
 ///
 /// # Errors
-/// When the host can't tell.
+/// When the host refuses SEEK_DATA or SEEK_HOLE.
 pub(super) fn present_in(region: &RamRegion) -> io::Result<DirtyPages> {
     let pages = region.range.size / PAGE;
     let words = usize::try_from(pages.div_ceil(64)).map_err(io::Error::other)?;
@@ -21,7 +21,7 @@ pub(super) fn present_in(region: &RamRegion) -> io::Result<DirtyPages> {
     while at < end {
         let data = match seek(&*region.file, SeekFrom::Data(at)) {
             Ok(data) if data < end => data,
-            // Nothing behind it, or in another region.
+            // The rest of the file is a hole, or the next data lies in another region.
             Ok(_) | Err(Errno::NXIO) => break,
             Err(error) => return Err(error.into()),
         };
@@ -38,11 +38,11 @@ pub(super) fn present_in(region: &RamRegion) -> io::Result<DirtyPages> {
 }
 
 impl GuestRam {
-    /// The pages that have memory behind them, one set per region; all others read as zero, and reading them would give
-    /// them memory. A page that is touched meanwhile may be missing: start logging writes first.
+    /// The allocated pages, one set per region. All others read as zero, and reading them would allocate them. The result may lack a page
+    /// that is accessed during the call: start dirty logging first.
     ///
     /// # Errors
-    /// When the host can't tell.
+    /// When the host refuses SEEK_DATA or SEEK_HOLE.
     pub fn present(&self) -> io::Result<Vec<DirtyPages>> {
         self.regions().iter().map(present_in).collect()
     }
@@ -52,7 +52,7 @@ impl GuestRam {
 mod tests {
     use crate::memory::{Bytes, GuestAddress, GuestAddressSpace, GuestRam, RamLayout, RamOptions};
 
-    /// What was written is present, what never was is not, and looking changes nothing.
+    /// Written pages are present, untouched ones aren't, and the query allocates none.
     #[test]
     fn only_touched_pages_are_present() {
         let ram = GuestRam::allocate(&RamLayout::new(&[64 << 20]).unwrap(), &RamOptions::default()).unwrap();

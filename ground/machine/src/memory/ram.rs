@@ -13,11 +13,11 @@ use super::{
     AtomicBitmap, FileOffset, GuestAddress, GuestMemory, GuestMemorySpace, MemoryError, RamLayout, RamRange,
 };
 
-/// Size of the pages behind guest RAM.
+/// Size of the host pages of guest RAM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum PageSize {
-    /// 4 KiB pages, from which the kernel may make larger ones.
+    /// 4 KiB pages, which the kernel may combine to huge ones.
     #[default]
     Base,
     /// Reserved huge pages of 2 MiB.
@@ -39,22 +39,22 @@ impl PageSize {
     }
 }
 
-/// How the host places a node's pages.
+/// NUMA policy of the host for a node's pages (mbind).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum NumaMode {
     /// Only on these nodes.
     Bind,
-    /// On these nodes as long as they have room.
+    /// On these nodes while they have free memory.
     Preferred,
-    /// Page by page over these nodes.
+    /// Page by page in turn over these nodes.
     Interleave,
 }
 
 /// A NUMA policy for one guest node.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct HostNuma {
-    /// How.
+    /// Policy.
     pub mode: NumaMode,
     /// Host nodes.
     pub nodes: Vec<u32>,
@@ -71,38 +71,38 @@ pub struct RamOptions {
     pub transparent_huge: bool,
     /// Policy per guest node; nodes beyond its end, and `None`, use the process's policy.
     pub numa: Vec<Option<HostNuma>>,
-    /// Allocate all pages now rather than at first touch.
+    /// Allocate all pages now rather than at the first access.
     pub prefault: bool,
-    /// Who shall see it and never write it.
+    /// Processes that may read the RAM and must not write it.
     pub readers: Readers,
 }
 
-/// To whom a descriptor that only reads ([`RamRegion::read_only`]) may be given, so that they can't write the memory.
+/// Processes that may get a descriptor that only reads ([`RamRegion::read_only`]) and can't use it to write the memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Readers {
-    /// There is no such descriptor.
+    /// No process: there is no such descriptor.
     #[default]
     Nobody,
-    /// Anybody, whatever user runs them: the mappings made here stay the only writable ones (F_SEAL_FUTURE_WRITE), whoever gets
-    /// or reopens a descriptor. A device in another process can't write such memory either.
+    /// Processes of any user. F_SEAL_FUTURE_WRITE keeps the mappings made here the only writable ones, also against a reopened
+    /// descriptor. A device in another process can't write such memory either.
     Anybody,
-    /// Processes of other users without privileges: the file is its owner's alone (mode 0600), so that the descriptor can't be reopened
-    /// for writing. Whoever is given [`RamRegion::file`] (a device in another process) can map it for writing, now and later.
+    /// Unprivileged processes of other users. The file has mode 0600, so that they can't reopen the descriptor for writing. A process
+    /// with [`RamRegion::file`] (a device in another process) can map it for writing at any time.
     OtherUsers,
 }
 
-/// One piece of RAM as this process sees it.
+/// One piece of RAM, mapped in this process.
 #[derive(Debug, Clone)]
 pub struct RamRegion {
-    /// Guest addresses.
+    /// Guest-physical addresses.
     pub range: RamRange,
     /// The node's memfd.
     pub file: Arc<File>,
-    /// The same, opened for reading only, where [`RamOptions::readers`] has some.
+    /// The memfd, opened read-only; `None` with [`Readers::Nobody`].
     pub read_only: Option<Arc<File>>,
-    /// Where in the memfd the piece begins.
+    /// Offset of the piece in the memfd, in bytes.
     pub file_offset: u64,
-    /// Where it is mapped in this process, while [`GuestRam`] or its memory lives.
+    /// Address of the mapping in this process. Valid while [`GuestRam`] or its memory lives.
     pub host_address: usize,
     mapping: Arc<MmapRegion<AtomicBitmap>>,
 }
@@ -146,7 +146,7 @@ impl GuestRam {
                 });
             }
             if options.readers == Readers::Anybody {
-                // After the last mapping that may write.
+                // After the last writable mapping is made.
                 let seals = SealFlags::FUTURE_WRITE | SealFlags::SEAL;
                 rustix::fs::fcntl_add_seals(&*file, seals)
                     .map_err(|error| host_error(node, "sealed against writing by others", error))?;
@@ -156,17 +156,17 @@ impl GuestRam {
         Ok(Self { layout: layout.clone(), space, regions })
     }
 
-    /// Where it lies.
+    /// Guest-physical layout.
     pub fn layout(&self) -> &RamLayout {
         &self.layout
     }
 
-    /// For devices.
+    /// The memory, for devices.
     pub fn memory(&self) -> GuestMemorySpace {
         self.space.clone()
     }
 
-    /// For handing memory on to other processes.
+    /// The regions with their descriptors, for other processes.
     pub fn regions(&self) -> &[RamRegion] {
         &self.regions
     }
@@ -195,7 +195,7 @@ fn collect(regions: &[RamRegion]) -> Result<GuestMemory, MemoryError> {
     })
 }
 
-/// The sizes are in KiB in /proc/meminfo.
+/// A field of /proc/meminfo, in bytes. The file has KiB.
 fn meminfo(field: &str) -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'))?;
@@ -220,7 +220,7 @@ fn check_host_size(layout: &RamLayout, options: &RamOptions) -> Result<(), Memor
         } else {
             meminfo("MemTotal").map(|total| total.saturating_add(meminfo("SwapTotal").unwrap_or(0)))
         };
-        // Without /proc the kernel's own answer has to do.
+        // Without /proc this check is skipped, and the kernel refuses the allocation itself.
         if let Some(available) = limit.filter(|limit| *limit < layout.total()) {
             return Err(MemoryError::TooLarge { wanted: layout.total(), available });
         }
@@ -253,7 +253,7 @@ fn node_memfd(node: usize, size: u64, options: &RamOptions) -> Result<File, Memo
     Ok(file)
 }
 
-/// A descriptor of `file` that can't write. Other users can't open another one: the file is made its owner's alone.
+/// Opens a descriptor of `file` that can't write. The file gets mode 0600, so that other users can't open a writable one.
 fn reader(node: usize, file: &File) -> Result<File, MemoryError> {
     let failed = |error: io::Error| host_error(node, "opened for readers", error);
     rustix::fs::fchmod(file, rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR)
@@ -261,7 +261,7 @@ fn reader(node: usize, file: &File) -> Result<File, MemoryError> {
     File::open(format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(file))).map_err(failed)
 }
 
-/// The error for too few reserved pages, if that is what it is.
+/// The error for too few reserved huge pages, if their number is the cause.
 fn no_huge_pages(node: usize, size: u64, pages: PageSize) -> Option<MemoryError> {
     let page = pages.bytes();
     let page_kib = page / 1024;
@@ -281,7 +281,7 @@ fn map(
     options: &RamOptions,
 ) -> Result<MmapRegion<AtomicBitmap>, MemoryError> {
     let size = usize::try_from(range.size).unwrap_or(usize::MAX);
-    // Huge pages are reserved at mmap, so that a guest can't die of SIGBUS later; small ones aren't.
+    // The kernel reserves huge pages at mmap, so that a guest can't die of SIGBUS later. It doesn't reserve small ones.
     let reserve = if options.pages == PageSize::Base { libc::MAP_NORESERVE } else { 0 };
     MmapRegionBuilder::new_with_bitmap(size, vm_memory::mmap::NewBitmap::with_len(size))
         .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
@@ -340,7 +340,7 @@ fn mbind(address: *mut std::ffi::c_void, size: usize, policy: &HostNuma) -> io::
     const MPOL_PREFERRED_MANY: i32 = 5;
     let mode = match policy.mode {
         NumaMode::Bind => libc::MPOL_BIND,
-        // Several preferred nodes are a mode of their own (Linux 5.15).
+        // Several preferred nodes have a mode of their own (Linux 5.15).
         NumaMode::Preferred if policy.nodes.len() > 1 => MPOL_PREFERRED_MANY,
         NumaMode::Preferred => libc::MPOL_PREFERRED,
         NumaMode::Interleave => libc::MPOL_INTERLEAVE,
@@ -353,8 +353,8 @@ fn mbind(address: *mut std::ffi::c_void, size: usize, policy: &HostNuma) -> io::
     if policy.nodes.is_empty() {
         return Err(io::ErrorKind::InvalidInput.into());
     }
-    // SAFETY: the range is a mapping of ours and the mask outlives the call; the kernel reads MOST_NODES bits of it (it
-    // takes one off the count). Only page placement changes.
+    // SAFETY: the range is a mapping of this process, and the mask outlives the call. The kernel decrements the count, so it reads
+    // MOST_NODES bits of the mask. Only page placement changes.
     let result =
         unsafe { libc::syscall(libc::SYS_mbind, address, size, mode, mask.as_ptr(), MOST_NODES + 1, 0u32) };
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
@@ -387,9 +387,8 @@ mod tests {
         assert!(target.unwrap().to_string_lossy().contains("causeway:test:ram0"));
     }
 
-    /// Whoever has a descriptor of such memory, this process included, can neither write it, nor map it for writing, nor
-    /// reopen it for that, nor punch holes into it; while the guest's own mapping goes on writing, also to pages that
-    /// are touched for the first time.
+    /// A descriptor of such memory permits no write, no writable mapping, no reopening for writing and no hole punching, not even to this
+    /// process. The guest's own mapping stays writable, also for pages that are accessed for the first time.
     #[test]
     fn memory_for_readers_can_be_written_through_the_guests_mapping_only() {
         use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -414,7 +413,7 @@ mod tests {
         let map = |fd: BorrowedFd<'_>| HostMapping::new("peer", fd, 0, 4096, true).map(drop);
         assert!(map(given.as_fd()).is_err(), "the descriptor that peers get");
         assert!(given.write_at(&[1], 0).is_err());
-        // The owner may reopen it, as may root; it helps neither.
+        // The owner and root may reopen it; the seal still forbids writes.
         for fd in [given.as_fd(), region.file.as_fd()] {
             let Ok(reopened) = reopen(fd) else { continue };
             assert!(map(reopened.as_fd()).is_err(), "a descriptor that was reopened for writing");
@@ -434,9 +433,9 @@ mod tests {
         assert!(HostMapping::new("peer", given.as_fd(), 0, 4096, false).is_ok());
     }
 
-    /// Memory that devices of other processes write: they can map it again and again; the readers' descriptor can't write, nor can
-    /// another user reopen it, as the file is its owner's alone, and nobody adds a seal that would shut out the devices. (That
-    /// another user really can't is shown by a process of one: `host`, `tests/isolation.rs`.)
+    /// Memory that devices of other processes write: they can map it repeatedly. The readers' descriptor can't write, and another user
+    /// can't reopen it because the file has mode 0600. No seal that would stop the devices can be added. (`tests/isolation.rs` of crate
+    /// `host` tests the refusal with a process of another user.)
     #[test]
     fn memory_for_other_users_is_its_owners_alone() {
         use std::os::fd::AsFd;
@@ -499,7 +498,7 @@ mod tests {
         let options = RamOptions { transparent_huge: true, prefault: true, numa, ..options() };
         match GuestRam::allocate(&layout, &options) {
             Ok(ram) => assert_eq!(ram.layout(), &layout),
-            // Kernels without NUMA or huge pages refuse; the text must say which it was.
+            // Kernels without NUMA or huge pages refuse; the message must name the node.
             Err(error) => assert!(error.to_string().contains("node 0"), "{error}"),
         }
         let nowhere = vec![Some(HostNuma { mode: NumaMode::Bind, nodes: vec![5000] })];

@@ -1,8 +1,7 @@
-//! Guest RAM whose pages come and go: rights per page, and faults that are told instead of served.
+//! Guest RAM with rights per page. An access beyond the rights becomes an event for the monitor (a page of distributed shared memory).
 //!
-//! RAM is mapped twice. The guest has one mapping, registered with userfaultfd; the monitor uses the other, which never faults.
-//! What the guest may do with a page is changed by four calls, which take effect on running vCPUs before they return, as KVM hears
-//! of them through its MMU notifier:
+//! RAM is mapped twice. The guest uses one mapping, registered with userfaultfd; the monitor uses the other, which never faults. Four
+//! calls change a page's rights. They take effect on running vCPUs before they return, because KVM follows them by its MMU notifier:
 //!
 //! ```text
 //!            UFFDIO_CONTINUE (write-protected)        MADV_DONTNEED and UFFDIO_CONTINUE
@@ -11,11 +10,12 @@
 //!       └────────── MADV_DONTNEED ──────────────┴─◀────────── UFFDIO_WRITEPROTECT on ──────┘
 //! ```
 //!
-//! A page from which write protection is taken (`UFFDIO_WRITEPROTECT` off) may be written, but its entry in the host's page table doesn't say so before
-//! somebody writes. KVM maps it for reading only at first, which costs the guest a second fault, and never along with its neighbours, as it does
-//! with eight pages in a row that are writable. So such a page is mapped anew. (Measured, conjugate gradients: 3 faults per page and step, 17 µs each.)
+//! `UFFDIO_WRITEPROTECT` off allows writes, but the host's page table entry stays read-only until the first one. KVM then maps the page
+//! read-only too, which costs the guest a second fault. KVM also can't map such a page ahead with its neighbours, as it maps up to eight
+//! writable pages in a row. So a page becomes writable by a new mapping. (Measured, conjugate gradients: 3 faults per page and step, 17
+//! µs each.)
 //!
-//! Source: spec dsm, section 4; Linux's admin-guide/mm/userfaultfd.
+//! Sources: docs/design/dsm.md; Linux, admin-guide/mm/userfaultfd.
 #![allow(unsafe_code)] // madvise, and accesses to memory that the guest changes at the same time.
 
 use std::io;
@@ -37,7 +37,7 @@ use crate::slots::{HostMapping, SlotError};
 pub const PAGE: usize = 4096;
 const PAGE_64: u64 = 4096;
 
-/// What the guest may do with a page without a fault.
+/// Accesses to a page that don't fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum PageRights {
     /// Nothing.
@@ -48,31 +48,31 @@ pub enum PageRights {
     Write,
 }
 
-/// A thread waits for a page.
+/// A page fault; the thread that caused it is blocked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PageFault {
     /// Guest-physical address divided by the page size.
     pub page: u64,
-    /// The byte in it that was touched first.
+    /// Offset in bytes of the first accessed byte in the page.
     pub offset: u16,
-    /// It wants to store.
+    /// The access is a store.
     pub write: bool,
-    /// The thread, by the number that gettid gives.
+    /// The thread's id, as gettid returns it.
     pub thread: u32,
 }
 
 /// Shared RAM could not be set up.
 #[derive(Debug, thiserror::Error)]
 pub enum SharedRamError {
-    /// No userfaultfd that sees faults of the kernel, or one that lacks something (Linux older than 6.4, say).
+    /// No userfaultfd that reports faults of the kernel, or one that lacks a feature (Linux older than 6.4, say).
     #[error(transparent)]
     Userfault(#[from] UserfaultError),
-    /// A piece of RAM was refused.
+    /// The host refused an operation on a piece of RAM.
     #[error("Guest RAM at {start:#x} with {len:#x} bytes could not be {what}")]
     Refused {
-        /// Its guest-physical address.
+        /// Guest-physical address of the piece.
         start: u64,
-        /// Its bytes.
+        /// Bytes of the piece.
         len: u64,
         /// What was tried.
         what: &'static str,
@@ -85,16 +85,16 @@ pub enum SharedRamError {
     Mapping(#[from] SlotError),
 }
 
-/// One piece: guest-physical addresses that follow one another.
+/// A contiguous range of guest-physical addresses.
 struct Piece {
     start: u64,
     guest: Arc<HostMapping>,
-    /// Keeps `at` mapped.
+    /// Owns the monitor's mapping, which begins at `at`.
     _alias: Arc<MmapRegion<AtomicBitmap>>,
     at: usize,
 }
 
-/// RAM whose pages come and go. Thread-safe; who changes the rights of one page from several threads must put these changes in an order.
+/// RAM with rights per page. Thread-safe; callers must serialize changes to the rights of one page.
 pub struct SharedRam {
     uffd: Userfault,
     pieces: Vec<Piece>,
@@ -108,24 +108,24 @@ const FEATURES: u64 = feature::PAGEFAULT_FLAG_WP
     | feature::WP_HUGETLBFS_SHMEM;
 
 impl SharedRam {
-    /// Maps RAM from guest-physical address `from` (a multiple of the page size) on a second time, for the guest; nothing of it is
-    /// there yet. What lies below stays as it is. The monitor's mapping is that of `ram`.
+    /// Maps RAM from guest-physical address `from` (a multiple of the page size) a second time, for the guest. All its pages have
+    /// [`PageRights::None`]. RAM below `from` isn't shared. The monitor's mapping is that of `ram`.
     pub fn new(ram: &GuestRam, from: u64) -> Result<Self, SharedRamError> {
         Self::with(Self::userfault()?, ram, from)
     }
 
-    /// What [`SharedRam::with`] needs. To be opened while the process still has its privileges.
+    /// Opens the descriptor for [`SharedRam::with`]. To be called while the process still has its privileges.
     ///
     /// # Errors
-    /// When the kernel refuses, or lacks something.
+    /// When the kernel refuses, or lacks a feature.
     pub fn userfault() -> Result<Userfault, SharedRamError> {
         Ok(Userfault::open(FEATURES)?)
     }
 
-    /// As [`SharedRam::new`], with what [`SharedRam::userfault`] has opened before.
+    /// Works as [`SharedRam::new`], with a descriptor of [`SharedRam::userfault`].
     ///
     /// # Errors
-    /// When memory can't be mapped or watched.
+    /// When memory can't be mapped or registered.
     pub fn with(uffd: Userfault, ram: &GuestRam, from: u64) -> Result<Self, SharedRamError> {
         let mut pieces = Vec::new();
         for region in ram.regions() {
@@ -152,7 +152,7 @@ impl SharedRam {
         Ok(Self { uffd, pieces })
     }
 
-    /// What the guest is to have: guest-physical addresses and mappings.
+    /// Guest-physical addresses and the mappings for the guest's memslots.
     pub fn mappings(&self) -> impl Iterator<Item = (u64, &Arc<HostMapping>)> {
         self.pieces.iter().map(|piece| (piece.start, &piece.guest))
     }
@@ -162,7 +162,7 @@ impl SharedRam {
         self.uffd.fd()
     }
 
-    /// Takes faults that have been told; none when there are none now.
+    /// Reads pending faults without blocking, and appends them to `into`.
     pub fn faults(&self, into: &mut Vec<PageFault>) -> io::Result<()> {
         for fault in self.uffd.faults()? {
             let page = self.pieces.iter().find_map(|piece| {
@@ -177,8 +177,8 @@ impl SharedRam {
         Ok(())
     }
 
-    /// Stops watching all of it: threads that wait go on, and there will be no faults. The guest may use every page from here on,
-    /// with what it holds on this host. A piece that the host refuses to release is logged.
+    /// Ends the registration of all RAM: waiting threads resume, and there are no more faults. The guest may then access every page with
+    /// its content on this host. Logs an error for a piece that the host refuses to release.
     pub fn release(&self) {
         for piece in &self.pieces {
             let range = Watched { start: piece.guest.as_ptr().addr() as u64, len: piece.guest.len() };
@@ -188,7 +188,7 @@ impl SharedRam {
         }
     }
 
-    /// Changes what the guest may do with a page. Threads that wait for it stay so until [`SharedRam::wake`].
+    /// Changes the rights of a page. Threads that wait for it stay blocked until [`SharedRam::wake`].
     ///
     /// # Errors
     /// For a page that isn't shared, and when the host refuses.
@@ -196,10 +196,10 @@ impl SharedRam {
         self.set_all(page..page.saturating_add(1), from, to)
     }
 
-    /// The same for pages that follow one another and all have the same rights so far, with as few calls as for one.
+    /// Works as [`SharedRam::set`] for a range of pages that all have the rights `from`, with as few calls as for one.
     ///
     /// # Errors
-    /// As [`SharedRam::set`]. Some of the pages may be changed then.
+    /// As [`SharedRam::set`]. Some of the pages may have changed then.
     pub fn set_all(&self, pages: Range<u64>, from: PageRights, to: PageRights) -> io::Result<()> {
         if from == to {
             return Ok(());
@@ -214,7 +214,7 @@ impl SharedRam {
         Ok(())
     }
 
-    /// The same for pages of one piece, by where the first lies in the guest's mapping and in ours.
+    /// Changes `count` pages of one piece; `guest` and `alias` are the first page's addresses in the two mappings.
     fn set_some(
         &self,
         guest: usize,
@@ -228,7 +228,7 @@ impl SharedRam {
         match (from, to) {
             (PageRights::Write, PageRights::Read) => return self.uffd.write_protect(range, true),
             (PageRights::None, _) => {}
-            // Taken away, or mapped anew.
+            // Removes the pages from the guest's mapping, for good or for a new mapping.
             // SAFETY: pages of the guest's mapping, which is shared: their content stays in the file.
             _ => unsafe { rustix::mm::madvise(guest as *mut _, bytes, Advice::LinuxDontNeed) }?,
         }
@@ -236,7 +236,7 @@ impl SharedRam {
             return Ok(());
         }
         for page in (alias..alias + bytes).step_by(PAGE) {
-            // There must be a page to map.
+            // The load allocates the page, if the file has a hole there.
             // SAFETY: a byte of the monitor's mapping, which lives as long as `self`; the guest may change it meanwhile.
             unsafe { AtomicU8::from_ptr(page as *mut u8) }.load(Ordering::Relaxed);
         }
@@ -260,7 +260,7 @@ impl SharedRam {
         }
     }
 
-    /// Lets threads that wait for a page try again.
+    /// Wakes the threads that wait for a page; they retry their access.
     pub fn wake(&self, page: u64) -> io::Result<()> {
         let (guest, _) = self.addresses(page)?;
         self.uffd.wake(Watched { start: guest as u64, len: PAGE_64 })
@@ -269,7 +269,8 @@ impl SharedRam {
     /// Appends the content of a page.
     pub fn read(&self, page: u64, into: &mut Vec<u8>) -> io::Result<()> {
         let (_, alias) = self.addresses(page)?;
-        // SAFETY: the words of a page of the monitor's mapping, which lives as long as `self`. The guest may change them meanwhile, which atomics allow.
+        // SAFETY: the words of a page of the monitor's mapping, which lives as long as `self`. The guest may write meanwhile, so they are
+        // atomics.
         let words = unsafe { std::slice::from_raw_parts(alias as *const AtomicU64, PAGE / 8) };
         let mut content = [[0; 8]; PAGE / 8];
         for (to, word) in content.iter_mut().zip(words) {
@@ -279,7 +280,7 @@ impl SharedRam {
         Ok(())
     }
 
-    /// Copies bytes out of a page; those beyond its end stay as they are. Returns how many were copied.
+    /// Copies bytes of a page; leaves those of `into` beyond its end unchanged. Returns the number of copied bytes.
     pub fn read_at(&self, page: u64, offset: usize, into: &mut [u8]) -> io::Result<usize> {
         let (_, alias) = self.addresses(page)?;
         let len = into.len().min(PAGE.saturating_sub(offset));
@@ -290,13 +291,12 @@ impl SharedRam {
         Ok(len)
     }
 
-    /// Writes bytes into a page; what lies beyond its end is left out. Aligned groups of 2, 4 and 8 bytes become visible at once.
+    /// Writes bytes into a page, and drops those beyond its end. Each aligned group of 2, 4 and 8 bytes becomes visible atomically.
     pub fn write(&self, page: u64, offset: usize, bytes: &[u8]) -> io::Result<()> {
         let (_, alias) = self.addresses(page)?;
         let mut at = offset;
         let mut rest = bytes.get(..bytes.len().min(PAGE.saturating_sub(offset))).unwrap_or_default();
         if at.is_multiple_of(8) {
-            // Nearly always a whole page.
             let (words, tail) = rest.as_chunks::<8>();
             for word in words {
                 // SAFETY: an aligned word inside the page, whose mapping lives as long as `self`.
@@ -330,7 +330,7 @@ impl SharedRam {
         Ok(())
     }
 
-    /// Where an aligned word of 1, 2, 4 or 8 bytes lies in our mapping.
+    /// Address of an aligned word of 1, 2, 4 or 8 bytes in the monitor's mapping.
     fn word(&self, page: u64, offset: usize, width: usize) -> io::Result<usize> {
         if !matches!(width, 1 | 2 | 4 | 8) || !offset.is_multiple_of(width) || offset >= PAGE {
             let text = format!("there is no word of {width} bytes at {offset:#x} of a page");
@@ -339,7 +339,7 @@ impl SharedRam {
         Ok(self.addresses(page)?.1 + offset)
     }
 
-    /// Loads an aligned word of 1, 2, 4 or 8 bytes, as one.
+    /// Loads an aligned word of 1, 2, 4 or 8 bytes atomically (sequentially consistent).
     ///
     /// # Errors
     /// For other words, and for pages that aren't shared.
@@ -356,7 +356,8 @@ impl SharedRam {
         })
     }
 
-    /// Replaces an aligned word of 1, 2, 4 or 8 bytes by what `change` makes of it, as one, or leaves it where that makes nothing. Returns the value before. What doesn't fit into the word is cut off.
+    /// Atomically replaces an aligned word of 1, 2, 4 or 8 bytes by the result of `change`, truncated to the width. `None` leaves it
+    /// unchanged. Returns the value before. `change` may be called several times.
     ///
     /// # Errors
     /// As [`SharedRam::load`].
@@ -391,12 +392,12 @@ impl SharedRam {
         })
     }
 
-    /// Where a page lies in the guest's mapping and in ours.
+    /// Addresses of a page in the guest's mapping and in the monitor's.
     fn addresses(&self, page: u64) -> io::Result<(usize, usize)> {
         self.piece_of(page).map(|(guest, alias, _)| (guest, alias))
     }
 
-    /// The same, and how many pages there are from it on that follow one another in both.
+    /// These addresses, and the number of pages from this one to the end of its piece.
     fn piece_of(&self, page: u64) -> io::Result<(usize, usize, u64)> {
         let found = self.pieces.iter().find_map(|piece| {
             let offset = page.checked_mul(PAGE_64)?.checked_sub(piece.start)?;
@@ -415,7 +416,7 @@ mod tests {
     use super::*;
     use crate::memory::{RamLayout, RamOptions};
 
-    /// 4 MiB, of which the upper half is shared; `None` where this machine gives no userfaultfd.
+    /// 4 MiB, of which the upper half is shared; `None` where this machine has no userfaultfd.
     fn shared() -> Option<(GuestRam, SharedRam)> {
         let ram = GuestRam::allocate(&RamLayout::new(&[4 << 20]).unwrap(), &RamOptions::default()).unwrap();
         match SharedRam::new(&ram, 2 << 20) {
@@ -449,8 +450,8 @@ mod tests {
         faults[0]
     }
 
-    /// Each kind of access to a page in each state is told once, with page and kind, and goes on when its page has the rights; what
-    /// the monitor has written is what the guest reads; content survives that the page is taken away.
+    /// Each type of access to a page in each state causes one fault with page and type, and completes when the page has the rights. The
+    /// guest reads what the monitor has written. The content of a page survives its removal.
     #[test]
     fn faults_are_told_and_rights_take_effect() {
         use PageRights::{None, Read, Write};
@@ -502,7 +503,6 @@ mod tests {
         assert!(shared.wake(0x400).is_err(), "beyond the end");
     }
 
-    /// Minor faults of the calling thread so far.
     fn minor_faults() -> i64 {
         let mut usage = std::mem::MaybeUninit::<libc::rusage>::zeroed();
         // SAFETY: the structure that the call fills, which is all zero otherwise.
@@ -513,8 +513,8 @@ mod tests {
         usage.ru_minflt
     }
 
-    /// Pages in a row get rights together, also where one of them is there already; and those that may be written are writable in the host's page table at once, which is what KVM
-    /// maps its neighbours by: writing them is no fault, not even one of the host's own.
+    /// Pages in a row change together, also where one of them is mapped already. Writable pages are writable in the host's page table at
+    /// once, so that KVM can map them with their neighbours: a write to them causes no fault, not even a minor one of the host.
     #[test]
     fn pages_in_a_row_change_together() {
         use PageRights::{None, Read, Write};
@@ -548,7 +548,6 @@ mod tests {
         shared.set(0x213, None, Read).unwrap();
         shared.set_all(all.clone(), None, Write).unwrap();
         all.clone().for_each(|page| assert_eq!(write(page), 3));
-        // Beyond the end.
         assert!(shared.set_all(0x3ff..0x401, None, Write).is_err());
         shared.set_all(all.clone(), Write, None).unwrap();
         let reader = touch(&shared, all.end - 1, false);
@@ -558,7 +557,7 @@ mod tests {
         assert_eq!(reader.join().unwrap(), 4);
     }
 
-    /// Words of each width are loaded, changed, and left alone as one; what isn't aligned, or no word, is refused.
+    /// Words of each width are loaded and changed atomically; `None` leaves them. Unaligned and other words are refused.
     #[test]
     fn words_are_loaded_and_changed_as_one() {
         let Some((_ram, shared)) = shared() else { return };
@@ -577,7 +576,6 @@ mod tests {
             assert!(shared.update(page, offset, width, &mut Some).is_err());
         }
         assert!(shared.load(0x400, 0, 8).is_err());
-        // Several threads that add lose nothing.
         std::thread::scope(|scope| {
             for _ in 0..4 {
                 scope.spawn(|| {

@@ -1,4 +1,4 @@
-//! userfaultfd: faults of registered mappings of guest RAM are told by a descriptor, and answered by ioctls.
+//! userfaultfd: a descriptor reports faults of registered mappings of guest RAM, and ioctls resolve them.
 //!
 //! Source: Linux, admin-guide/mm/userfaultfd and include/uapi/linux/userfaultfd.h.
 #![allow(unsafe_code)] // userfaultfd's ioctls, and madvise.
@@ -8,22 +8,22 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
 use rustix::mm::{Advice, UserfaultfdFlags};
 
-/// There is no userfaultfd that serves.
+/// No usable userfaultfd.
 #[derive(Debug, thiserror::Error)]
 pub enum UserfaultError {
-    /// None that sees faults of the kernel.
+    /// The kernel gives this user no userfaultfd that reports faults of the kernel.
     #[error(
         "A userfaultfd that sees faults inside KVM could not be had; run as a user with CAP_SYS_PTRACE, or that may open /dev/userfaultfd"
     )]
     Open(#[source] io::Error),
-    /// One of an older kernel.
+    /// The kernel's userfaultfd lacks a feature.
     #[error(
         "This kernel's userfaultfd lacks what is needed of it for guest memory: it has features {has:#x}, of {needs:#x} needed"
     )]
     Features {
         /// Bits of `UFFD_FEATURE_*` that it has.
         has: u64,
-        /// And those needed.
+        /// Bits of the required features.
         needs: u64,
     },
 }
@@ -62,13 +62,13 @@ struct ApiRequest {
     ioctls: u64,
 }
 
-/// Bytes of a mapping in this process.
+/// A range of a mapping in this process.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(super) struct Range {
-    /// Address of the first.
+    /// Address of the first byte.
     pub(super) start: u64,
-    /// How many.
+    /// Length in bytes.
     pub(super) len: u64,
 }
 
@@ -124,23 +124,23 @@ const UFFDIO_API: libc::c_ulong = request(READ_WRITE, 0x3f, size_of::<ApiRequest
 /// `_IO(0xaa, 0)` on /dev/userfaultfd.
 const USERFAULTFD_IOC_NEW: libc::c_ulong = 0xaa00;
 
-/// A fault as the kernel tells it.
+/// A fault, as the kernel reports it.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Fault {
     /// Address in this process.
     pub(super) address: u64,
-    /// Whether it wants to store.
+    /// Whether the access is a store.
     pub(super) write: bool,
-    /// The thread, where asked for by a feature.
+    /// The thread's id; 0 without `feature::THREAD_ID`.
     pub(super) thread: u32,
 }
 
-/// A descriptor that tells faults of this process, those inside the kernel included. Thread-safe.
+/// A descriptor that reports faults of this process, including those inside the kernel. Thread-safe.
 #[derive(Debug)]
 pub struct Userfault(OwnedFd);
 
 impl Userfault {
-    /// One for [`super::arriving::ArrivingRam`]. To be opened while the process still has its privileges.
+    /// Opens one for [`super::arriving::ArrivingRam`]. To be called while the process still has its privileges.
     ///
     /// # Errors
     /// When the kernel refuses, or lacks missing faults of shared memory (Linux 4.11).
@@ -158,7 +158,7 @@ impl Userfault {
             }
             Err(error) => return Err(UserfaultError::Open(error.into())),
         };
-        // Asked for none, it tells all it has; a second descriptor isn't needed, as the kernel lets one ask once.
+        // Where the kernel lacks a requested feature, it reports the features that it has. UFFDIO_API works once per descriptor.
         let mut api = ApiRequest { api: API, features, ioctls: 0 };
         match uffd.call(UFFDIO_API, &mut api) {
             Ok(()) => Ok(uffd),
@@ -174,11 +174,11 @@ impl Userfault {
         self.0.as_fd()
     }
 
-    /// Takes faults that have been told; none when there are none now.
+    /// Reads pending faults without blocking.
     pub(super) fn faults(&self) -> io::Result<impl Iterator<Item = Fault>> {
         let mut told = [Told::default(); 16];
         let size = size_of_val(&told);
-        // SAFETY: the buffer is ours and `size` bytes long; all bit patterns are valid for it.
+        // SAFETY: the buffer is a local one of `size` bytes; all bit patterns are valid for it.
         let read = unsafe { libc::read(self.0.as_raw_fd(), told.as_mut_ptr().cast(), size) };
         let read = match usize::try_from(read) {
             Ok(read) => read,
@@ -198,45 +198,44 @@ impl Userfault {
         }))
     }
 
-    /// Faults of these kinds are told for the range from here on.
+    /// Registers the range for faults of these modes.
     pub(super) fn register(&self, range: Range, modes: u64) -> io::Result<()> {
         self.call(UFFDIO_REGISTER, &mut RangeModeAnswer { range, mode: modes, answer: 0 })
     }
 
-    /// No more; all that wait go on.
+    /// Ends the registration; all threads that wait for the range resume.
     pub(super) fn unregister(&self, mut range: Range) -> io::Result<()> {
         self.call(UFFDIO_UNREGISTER, &mut range)
     }
 
-    /// Lets threads that wait for the range try again.
+    /// Wakes the threads that wait for the range; they retry their access.
     pub(super) fn wake(&self, mut range: Range) -> io::Result<()> {
         self.call(UFFDIO_WAKE, &mut range)
     }
 
-    /// Makes a page of these contents where there is none, and wakes who waits for it.
+    /// Creates a page with these contents where there is none, and wakes the threads that wait for it.
     pub(super) fn copy(&self, to: u64, from: &[u8]) -> io::Result<()> {
         let mut copy =
             Copy { to, from: from.as_ptr().addr() as u64, len: from.len() as u64, mode: 0, copied: 0 };
         self.call(UFFDIO_COPY, &mut copy)
     }
 
-    /// Maps a page that the file has already.
+    /// Maps pages that the file has already.
     pub(super) fn map_existing(&self, range: Range, mode: u64) -> io::Result<()> {
         self.call(UFFDIO_CONTINUE, &mut RangeModeAnswer { range, mode, answer: 0 })
     }
 
-    /// Stores fault from here on, or no more. Nobody is woken.
+    /// Write-protects the range, or ends that. Wakes no thread.
     pub(super) fn write_protect(&self, range: Range, on: bool) -> io::Result<()> {
         let mode = if on { WRITEPROTECT_WP } else { WRITEPROTECT_DONTWAKE };
         self.call(UFFDIO_WRITEPROTECT, &mut RangeMode { range, mode })
     }
 
-    /// Runs an ioctl, again where the kernel says that the address space is changing (EAGAIN) or that a signal came.
+    /// Calls an ioctl, and repeats it when the address space is changing (EAGAIN) or a signal interrupts it.
     fn call<T>(&self, request: libc::c_ulong, argument: &mut T) -> io::Result<()> {
         loop {
-            // SAFETY: each request is made for a structure of the type it is called with here, which outlives the call, as does
-            // what it points to. What it does to memory is limited to ranges that this module's users registered, which are
-            // shared mappings of guest RAM.
+            // SAFETY: each request gets a structure of its type, which outlives the call, as does the memory that it points to. The call
+            // changes only ranges that this module's users registered, which are shared mappings of guest RAM.
             let result = unsafe { libc::ioctl(self.0.as_raw_fd(), request, std::ptr::from_mut(argument)) };
             if result >= 0 {
                 return Ok(());
@@ -258,16 +257,16 @@ fn open_device() -> io::Result<OwnedFd> {
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: a fresh descriptor that nobody else knows.
+    // SAFETY: the kernel returned a new descriptor, which no other code has.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Pages of the mapping come and go one by one.
+/// Disables transparent huge pages for a mapping, because its pages change one by one.
 pub(super) fn no_huge_pages(address: usize, len: u64) -> io::Result<()> {
     let len = usize::try_from(len).map_err(|_| io::ErrorKind::InvalidInput)?;
     // SAFETY: a whole mapping of guest RAM; the advice doesn't change its contents.
     match unsafe { rustix::mm::madvise(address as *mut _, len, Advice::LinuxNoHugepage) } {
-        // A kernel without huge pages.
+        // EINVAL: the kernel has no huge pages.
         Ok(()) | Err(rustix::io::Errno::INVAL) => Ok(()),
         Err(error) => Err(error.into()),
     }

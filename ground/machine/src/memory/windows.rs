@@ -1,6 +1,6 @@
-//! Memory of other VMs that a guest sees read-only: its devices may read it, too, so that a disk can write out a neighbour's buffer
-//! without a copy. It is mapped without the right to write: a store of this process would end it, so whatever devices write to is
-//! checked with [`is_writable`].
+//! Windows: memory of other VMs that a guest sees read-only. The guest's devices may read it too, so that a disk can write a neighbour's
+//! buffer without a copy. The mapping has no write permission: a store by this process would kill it. So devices check the target of each
+//! write with [`is_writable`].
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -14,7 +14,7 @@ use super::{
     Address, AtomicBitmap, FileOffset, GuestAddress, GuestAddressSpace, GuestMemory, GuestMemorySpace,
 };
 
-/// A window can't be shown to devices.
+/// A window can't be made readable for devices.
 #[derive(Debug, thiserror::Error)]
 #[error("Memory of {size:#x} bytes at {start:#x} could not be {what} for devices to read")]
 pub struct WindowError {
@@ -29,11 +29,11 @@ pub struct WindowError {
     pub source: io::Error,
 }
 
-/// Lets devices read the `size` bytes at `offset` of `file` at the guest-physical address `start`. Devices that have a snapshot of the
-/// space don't see it; take it back with [`take_window`].
+/// Lets devices read the `size` bytes at `offset` of `file` at the guest-physical address `start`. A snapshot of the space that a device
+/// took before doesn't include them. [`take_window`] removes the window.
 ///
 /// # Errors
-/// When it can't be mapped, or there is something else.
+/// When the range can't be mapped, or overlaps other memory.
 pub fn show_window(
     space: &GuestMemorySpace,
     start: u64,
@@ -66,7 +66,7 @@ pub fn show_window(
     Ok(())
 }
 
-/// Takes back what [`show_window`] showed. It stays mapped for requests that are under way, and no longer.
+/// Removes a window of [`show_window`]. It stays mapped until in-flight requests release their snapshots.
 ///
 /// # Errors
 /// When there is no such window.
@@ -83,8 +83,8 @@ pub fn take_window(space: &GuestMemorySpace, start: u64, size: u64) -> Result<()
     Ok(())
 }
 
-/// Whether all `len` bytes at `address` are RAM of the guest itself, which devices may write; they may cross from one region into
-/// an adjacent one. Nothing (`len` 0) is not.
+/// Whether all `len` bytes at `address` are RAM of the guest itself, which devices may write. They may extend over several adjacent
+/// regions. `false` for `len` 0.
 #[must_use]
 pub fn is_writable(memory: &GuestMemory, address: u64, len: u64) -> bool {
     let Some(end) = address.checked_add(len) else { return false };
@@ -115,7 +115,7 @@ mod tests {
         GuestMemorySpace::new(GuestMemory::from_ranges(&ranges).unwrap())
     }
 
-    /// A window is read, and is nothing that may be written; a request that is under way keeps it mapped when it is taken back.
+    /// A window can be read and isn't writable; a removed one stays mapped for an in-flight request.
     #[test]
     fn a_window_is_read_only_and_stays_for_those_who_use_it() {
         let fd = memfd_create("window", MemfdFlags::CLOEXEC).unwrap();

@@ -10,8 +10,8 @@ use rustix::mm::{MapFlags, ProtFlags};
 
 use super::{PAGE, SlotError};
 
-/// Part of a file or memfd, mapped shared into this process for as long as this lives. Whoever can shrink the file can
-/// make guest accesses fail ([`crate::vcpu::VcpuEvent::Failed`]): take sealed memfds from other processes.
+/// Part of a file or memfd, mapped shared into this process while this value lives. A process that can shrink the file can make guest
+/// accesses fail ([`crate::vcpu::VcpuEvent::Failed`]): require sealed memfds from other processes.
 #[derive(Debug)]
 pub struct HostMapping {
     address: NonNull<u8>,
@@ -19,9 +19,9 @@ pub struct HostMapping {
     writable: bool,
 }
 
-// SAFETY: it only hands out the address and the length; whoever dereferences the pointer answers for the access.
+// SAFETY: it only returns the address and the length; code that dereferences the pointer is responsible for the access.
 unsafe impl Send for HostMapping {}
-// SAFETY: as above; nothing changes after construction.
+// SAFETY: as above; the fields don't change after construction.
 unsafe impl Sync for HostMapping {}
 
 impl HostMapping {
@@ -72,8 +72,8 @@ impl HostMapping {
         self.writable
     }
 
-    /// Where it is mapped. Valid while the mapping lives; the guest and other processes may change the contents at any
-    /// time, so access them only with volatile or atomic operations.
+    /// Address of the mapping. Valid while the mapping lives. The guest and other processes may change the contents at any time, so
+    /// access them only with volatile or atomic operations.
     pub fn as_ptr(&self) -> *mut u8 {
         self.address.as_ptr()
     }
@@ -81,7 +81,7 @@ impl HostMapping {
 
 impl Drop for HostMapping {
     fn drop(&mut self) {
-        // SAFETY: exactly the mapping made in `new`; memslots hold an `Arc` of it until KVM has forgotten them.
+        // SAFETY: exactly the mapping made in `new`; memslots hold an `Arc` of it until KVM has removed them.
         let result = unsafe { rustix::mm::munmap(self.address.as_ptr().cast(), self.len) };
         if let Err(error) = result {
             tracing::error!(%error, address = ?self.address, len = self.len, "A mapping could not be released");

@@ -1,4 +1,4 @@
-//! The memslots of a VM: which host memory answers at which guest-physical addresses, without exits.
+//! The memslots of a VM: host memory that guests access without exits, by guest-physical address.
 
 #![allow(unsafe_code)] // KVM_SET_USER_MEMORY_REGION over mappings that the table keeps alive.
 
@@ -19,28 +19,28 @@ use self::table::{Backing, Slot, Table};
 use crate::memory::GuestRam;
 use crate::{sys, vm};
 
-/// Pages of memslots and of dirty logs, in bytes.
+/// Bytes of a page of memslots and dirty logs.
 pub const PAGE: u64 = 4096;
 
-/// Names a memslot until it is removed. Never reused for another slot within a VM's life.
+/// Identifies a memslot. Never reused within a VM's life.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SlotId(pub(crate) u64);
 
 /// A memslot could not be made, found or changed.
 #[derive(Debug, thiserror::Error)]
 pub enum SlotError {
-    /// Two slots at one address.
+    /// The range overlaps another slot.
     #[error(
         "Memory {name} at {start:#x} with {len:#x} bytes overlaps {other} at {other_start:#x} with {other_len:#x} bytes"
     )]
     Overlap {
-        /// Who asked.
+        /// Name of the new memory.
         name: String,
         /// First address.
         start: u64,
         /// Bytes.
         len: u64,
-        /// Who is there.
+        /// Name of the existing memory.
         other: String,
         /// Its first address.
         other_start: u64,
@@ -50,7 +50,7 @@ pub enum SlotError {
     /// Not page-aligned, empty, or beyond an end.
     #[error("Memory {name} at {start:#x} with {len:#x} bytes can't be given to the guest: {reason}")]
     Bad {
-        /// Who asked.
+        /// Name of the memory.
         name: String,
         /// First address.
         start: u64,
@@ -59,29 +59,29 @@ pub enum SlotError {
         /// Why.
         reason: &'static str,
     },
-    /// KVM has a fixed number of them.
+    /// All of KVM's memslots are in use.
     #[error(
         "All {limit} memslots of the VM are in use, so {name} can't be mapped; give the VM fewer devices or windows"
     )]
     Full {
-        /// How many there are.
+        /// Number of memslots that KVM has.
         limit: usize,
-        /// Who asked.
+        /// Name of the memory.
         name: String,
     },
-    /// Logging was never started.
+    /// The slot doesn't log writes.
     #[error("Memory {name} doesn't log writes; start logging first")]
     NotLogging {
-        /// Whose.
+        /// Name of the memory.
         name: String,
     },
-    /// Removed already.
+    /// The slot was removed already.
     #[error("Memslot {} doesn't exist any more", .0.0)]
     Absent(SlotId),
-    /// The host refused.
+    /// KVM or the host refused an operation.
     #[error("Memory {name} could not be {what}")]
     Refused {
-        /// Whose.
+        /// Name of the memory.
         name: String,
         /// What was tried, with its values.
         what: String,
@@ -94,7 +94,7 @@ pub enum SlotError {
 /// One slot, as [`Slots::list`] and [`Slots::lookup`] show it.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub struct SlotInfo {
-    /// For changing it.
+    /// Id for calls that change the slot.
     #[serde(skip)]
     pub id: SlotId,
     /// Name given when it was added.
@@ -109,7 +109,7 @@ pub struct SlotInfo {
     pub dirty_logging: bool,
 }
 
-/// Pages of one slot that were written since the last harvest.
+/// Pages of one slot that were written since the last call of [`Slots::take_dirty`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DirtyPages {
     /// First guest-physical address of the slot.
@@ -133,7 +133,7 @@ impl DirtyPages {
     }
 }
 
-/// The memslots of one VM. Thread-safe; changes are serialised.
+/// The memslots of one VM. Thread-safe; changes are serialized.
 #[derive(Debug)]
 pub struct Slots {
     vm: Arc<VmFd>,
@@ -149,7 +149,7 @@ impl Slots {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Tells KVM about a slot, or with `remove` that it is gone.
+    /// Creates or changes a slot in KVM; with `remove`, deletes it.
     fn tell_kvm(&self, slot: &Slot, remove: bool, what: &str) -> Result<(), SlotError> {
         let region = kvm_userspace_memory_region {
             slot: slot.number,
@@ -159,8 +159,8 @@ impl Slots {
             memory_size: if remove { 0 } else { slot.len },
             userspace_addr: slot.backing.address(),
         };
-        // SAFETY: `slot.backing` owns a mapping of at least `slot.len` bytes and is dropped only after KVM was told to
-        // forget the slot, or together with the table in `Drop`, which forgets all slots first.
+        // SAFETY: `slot.backing` owns a mapping of at least `slot.len` bytes. It is dropped only after KVM has deleted the slot, or
+        // together with the table in `Drop`, which deletes all slots first.
         unsafe { sys::set_memory_region(&*self.vm, &region) }.map_err(|source| SlotError::Refused {
             name: slot.name.clone(),
             what: format!("{what} at {:#x} with {:#x} bytes", slot.start, slot.len),
@@ -168,8 +168,8 @@ impl Slots {
         })
     }
 
-    /// Gives all of `ram` to the guest. Its memory stays mapped until the slots are removed. Either all of it is given
-    /// or, after an error, nothing.
+    /// Maps all of `ram` into the guest. The host memory stays mapped until the slots are removed. After an error none of it is mapped
+    /// into the guest.
     pub fn add_ram(&self, ram: &GuestRam) -> Result<Vec<SlotId>, SlotError> {
         let mut added = Vec::new();
         for region in ram.regions() {
@@ -221,8 +221,7 @@ impl Slots {
         Ok(id)
     }
 
-    /// Removes a slot; the guest's accesses exit from then on. Its memory is unmapped from this process when nobody else
-    /// holds it.
+    /// Removes a slot; the guest's accesses exit from then on. This process unmaps the memory when no other reference to it exists.
     pub fn remove(&self, id: SlotId) -> Result<(), SlotError> {
         let mut table = self.table();
         self.tell_kvm(table.get(id)?, true, "taken from the guest")?;
@@ -230,8 +229,8 @@ impl Slots {
         Ok(())
     }
 
-    /// Makes a slot read-only or writable. KVM can't do this in one step: the slot is absent for some microseconds, so
-    /// pause the vCPUs around it. Writes logged so far are kept when logging is on.
+    /// Makes a slot read-only or writable. KVM can't do this in one step: the slot is absent for some microseconds, so pause the vCPUs
+    /// during the call. With dirty logging on, writes logged so far are kept.
     pub fn set_read_only(&self, id: SlotId, read_only: bool) -> Result<(), SlotError> {
         let mut table = self.table();
         let slot = table.get_mut(id)?;
@@ -247,7 +246,7 @@ impl Slots {
             });
         }
         if slot.dirty_logging {
-            // KVM drops its log with the old slot.
+            // KVM discards its log with the old slot.
             let log = self.kvm_log(slot)?;
             slot.carry(log);
         }
@@ -263,13 +262,13 @@ impl Slots {
         Ok(())
     }
 
-    /// Starts or stops logging guest writes to a slot; may be called while the guest runs.
+    /// Starts or stops dirty logging of a slot. May be called while the guest runs.
     pub fn set_dirty_logging(&self, id: SlotId, on: bool) -> Result<(), SlotError> {
         let mut table = self.table();
         self.set_logging(table.get_mut(id)?, on)
     }
 
-    /// The same for all writable slots.
+    /// Starts or stops dirty logging of all writable slots.
     pub fn set_dirty_logging_all(&self, on: bool) -> Result<(), SlotError> {
         for slot in self.table().iter_mut().filter(|slot| !slot.read_only) {
             self.set_logging(slot, on)?;
@@ -283,7 +282,7 @@ impl Slots {
         }
         slot.dirty_logging = on;
         if on {
-            // What devices wrote earlier isn't part of this log.
+            // Discards the device writes from before this log.
             slot.backing.take_device_log();
         }
         slot.carried.clear();
@@ -291,14 +290,14 @@ impl Slots {
             .inspect_err(|_| slot.dirty_logging = !on)
     }
 
-    /// Pages written since the last call (or since logging began), by the guest and, in RAM, by devices of this process.
+    /// Returns the pages written since the last call (or since logging began), by the guest and, in RAM, by devices of this process.
     /// Clears both logs.
     pub fn take_dirty(&self, id: SlotId) -> Result<DirtyPages, SlotError> {
         let mut table = self.table();
         self.harvest(table.get_mut(id)?)
     }
 
-    /// The same for all slots that log.
+    /// Returns the dirty pages of all slots that log.
     pub fn take_dirty_all(&self) -> Result<Vec<DirtyPages>, SlotError> {
         self.table().iter_mut().filter(|slot| slot.dirty_logging).map(|slot| self.harvest(slot)).collect()
     }
@@ -324,7 +323,7 @@ impl Slots {
         Ok(DirtyPages { start: slot.start, bitmap: std::mem::take(&mut slot.carried) })
     }
 
-    /// The slot at a guest-physical address.
+    /// The slot that contains a guest-physical address.
     pub fn lookup(&self, address: u64) -> Option<SlotInfo> {
         self.table().lookup(address).map(Slot::info)
     }
@@ -336,7 +335,8 @@ impl Slots {
 }
 
 impl Drop for Slots {
-    /// vCPU threads may hold the VM a little longer than this table; KVM must not know of memory that is gone by then.
+    /// vCPU threads may hold the VM a little longer than this table. So the drop deletes the slots in KVM, before their memory is
+    /// unmapped.
     fn drop(&mut self) {
         let table = self.table.get_mut().unwrap_or_else(PoisonError::into_inner);
         let slots = table.drain();

@@ -1,4 +1,4 @@
-//! A page that this process writes and a guest only reads.
+//! A page that this process writes and a guest maps read-only (a shadow register page).
 #![allow(unsafe_code)] // Atomic stores into a mapping.
 
 use std::io;
@@ -10,11 +10,11 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create
 
 use super::{HostMapping, PAGE, SlotError};
 
-/// [`PAGE`], as this process counts memory.
+/// [`PAGE`] as `usize`.
 const SIZE: usize = 4096;
 const _: () = assert!(SIZE as u64 == PAGE);
 
-/// 4096 bytes of memory, zero at first. The guest sees each store whole, and stores in their order (x86).
+/// A page of 4096 bytes, initially zero. The guest sees each store atomically, and all stores in program order (x86).
 #[derive(Debug)]
 pub struct SharedPage {
     file: Arc<OwnedFd>,
@@ -22,10 +22,10 @@ pub struct SharedPage {
 }
 
 impl SharedPage {
-    /// A new one.
+    /// Allocates a page.
     ///
     /// # Errors
-    /// When there is no memory or no descriptor for it.
+    /// When the host has no memory or descriptor for it.
     pub fn new(name: &str) -> Result<Self, SlotError> {
         let refused = |source: io::Error| SlotError::Refused {
             name: name.to_owned(),
@@ -43,12 +43,13 @@ impl SharedPage {
         Ok(Self { file, mapping })
     }
 
-    /// The memory, for whoever maps it.
+    /// The memfd, for code that maps it.
     pub fn file(&self) -> Arc<OwnedFd> {
         Arc::clone(&self.file)
     }
 
-    /// Stores the lowest `bytes` (1, 2 or 4) of a value, as one store where the offset is a multiple of that. What lies outside is left out.
+    /// Stores the lowest `bytes` (1, 2 or 4) of a value, atomically where the offset is a multiple of `bytes`. Ignores a store that ends
+    /// beyond the page.
     pub fn store(&self, offset: u32, bytes: u8, value: u32) {
         let (at, size) = (offset as usize, usize::from(bytes));
         if !matches!(size, 1 | 2 | 4) || at + size > SIZE {
@@ -59,7 +60,7 @@ impl SharedPage {
         let place = unsafe { self.mapping.as_ptr().add(at) };
         match size {
             4 if at.is_multiple_of(4) => {
-                // SAFETY: aligned, inside, and only accessed atomically.
+                // SAFETY: aligned, in the page, and only accessed atomically.
                 unsafe { AtomicU32::from_ptr(place.cast()) }.store(value, Ordering::Release);
             }
             2 if at.is_multiple_of(2) => {
@@ -76,8 +77,8 @@ impl SharedPage {
         }
     }
 
-    /// What is in it: the lowest `bytes` (1, 2 or 4) of a value, in one load where the offset is a multiple of that; zeros for what lies
-    /// outside.
+    /// Loads the lowest `bytes` (1, 2 or 4) of a value, atomically where the offset is a multiple of `bytes`. Returns 0 for a load that
+    /// ends beyond the page.
     pub fn load(&self, offset: u32, bytes: u8) -> u32 {
         let (at, size) = (offset as usize, usize::from(bytes));
         if at + size > SIZE {
@@ -86,7 +87,7 @@ impl SharedPage {
         // SAFETY: `at` lies in the mapping, which lives as long as `self`.
         let place = unsafe { self.mapping.as_ptr().add(at) };
         match size {
-            // SAFETY: aligned, inside, and only accessed atomically.
+            // SAFETY: aligned, in the page, and only accessed atomically.
             4 if at.is_multiple_of(4) => unsafe { AtomicU32::from_ptr(place.cast()) }.load(Ordering::Acquire),
             2 if at.is_multiple_of(2) => {
                 // SAFETY: as above.

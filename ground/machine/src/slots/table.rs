@@ -1,4 +1,4 @@
-//! The table behind [`super::Slots`]: numbers, overlap, look-up. Knows nothing of KVM.
+//! The table of [`super::Slots`]: slot numbers, overlap checks, look-up. It makes no KVM calls.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use vm_memory::MmapRegion;
 use super::{HostMapping, PAGE, SlotError, SlotId, SlotInfo};
 use crate::memory::AtomicBitmap;
 
-/// The host memory of a slot, kept mapped by it.
+/// The host memory of a slot; holds it mapped.
 #[derive(Debug, Clone)]
 pub(super) enum Backing {
     Ram(Arc<MmapRegion<AtomicBitmap>>),
@@ -30,7 +30,7 @@ impl Backing {
         }
     }
 
-    /// Pages that devices of this process wrote; cleared.
+    /// Returns and clears the pages that devices of this process wrote.
     pub(super) fn take_device_log(&self) -> Vec<u64> {
         match self {
             Self::Ram(region) => region.bitmap().get_and_reset(),
@@ -42,7 +42,7 @@ impl Backing {
 #[derive(Debug)]
 pub(super) struct Slot {
     pub(super) id: SlotId,
-    /// KVM's number.
+    /// KVM's slot number.
     pub(super) number: u32,
     pub(super) name: String,
     pub(super) start: u64,
@@ -50,7 +50,7 @@ pub(super) struct Slot {
     pub(super) backing: Backing,
     pub(super) read_only: bool,
     pub(super) dirty_logging: bool,
-    /// Dirty pages taken from KVM or devices, but not yet by the caller.
+    /// Dirty pages that were read from KVM or devices, and not yet returned to the caller.
     pub(super) carried: Vec<u64>,
 }
 
@@ -66,7 +66,7 @@ impl Slot {
         }
     }
 
-    /// Adds pages to the log; bits beyond the slot's end are dropped.
+    /// Adds pages to the log; drops bits beyond the slot's end.
     pub(super) fn carry(&mut self, log: Vec<u64>) {
         let pages = usize::try_from(self.len / PAGE).unwrap_or(usize::MAX);
         self.carried.resize(pages.div_ceil(64), 0);
@@ -84,7 +84,7 @@ pub(super) struct Table {
     limit: usize,
     by_start: BTreeMap<u64, Slot>,
     starts: BTreeMap<SlotId, u64>,
-    /// KVM numbers given back.
+    /// KVM slot numbers that are free again.
     free: Vec<u32>,
     next_number: u32,
     next_id: u64,
@@ -102,7 +102,7 @@ impl Table {
         }
     }
 
-    /// A slot with a number of its own, not in the table yet.
+    /// Makes a slot with a number of its own, without inserting it.
     pub(super) fn prepare(
         &mut self,
         name: &str,
@@ -158,7 +158,7 @@ impl Table {
         })
     }
 
-    /// The number of a slot that didn't make it into the table.
+    /// Releases the number of a slot that wasn't inserted.
     pub(super) fn give_back(&mut self, slot: Slot) {
         self.free.push(slot.number);
     }
@@ -198,7 +198,7 @@ impl Table {
         self.by_start.values_mut()
     }
 
-    /// Empties the table.
+    /// Empties the table, and returns its slots.
     pub(super) fn drain(&mut self) -> Vec<Slot> {
         self.starts.clear();
         std::mem::take(&mut self.by_start).into_values().collect()
@@ -266,7 +266,7 @@ mod tests {
     }
 
     proptest! {
-        /// Against a plain list: overlaps are refused exactly when they are overlaps, look-ups find the owner.
+        /// Compared with a plain list: the table refuses exactly the overlapping slots, and look-ups find the right slot.
         #[test]
         fn overlap_and_lookup_agree_with_a_naive_table(
             ops in prop::collection::vec((0u64..64, 1u64..9, any::<bool>()), 1..60),

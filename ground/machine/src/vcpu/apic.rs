@@ -1,4 +1,4 @@
-//! What a vCPU thread does for a local APIC outside of KVM: see [`crate::local_apic`].
+//! The part of a vCPU thread that serves a local APIC outside KVM: see [`crate::local_apic`].
 #![allow(unsafe_code)] // A field of kvm_run's union, chosen by its exit reason.
 
 use std::io;
@@ -13,25 +13,25 @@ use crate::state::SavedVcpu;
 use crate::sys;
 use crate::vm::errno;
 
-/// CD and NW, which INIT leaves as they are.
+/// CD and NW, which INIT doesn't change.
 const CR0_CACHE_BITS: u64 = 1 << 30 | 1 << 29;
 
-/// What comes before an entry into the guest.
+/// Result of [`VcpuThread::take_interrupts`].
 pub(super) enum Ready {
     Enter,
-    /// Something may have changed meanwhile.
+    /// The thread slept or got a request; it checks again from the start.
     LookAgain,
     End(VcpuEvent),
 }
 
 impl VcpuThread {
-    /// Whether a vCPU with this start is in HLT.
+    /// Whether a vCPU with this start state is in HLT.
     pub(super) fn is_halted_by(&self, start: &VcpuStart) -> bool {
         let VcpuStart::Restored(saved) = start else { return false };
         self.options.local_apics.is_some() && saved.mp_state.mp_state == KVM_MP_STATE_HALTED
     }
 
-    /// Everything but its local APIC, where that is outside of KVM.
+    /// Saves the vCPU without its local APIC, where that is outside KVM.
     pub(super) fn save(&self) -> Result<SavedVcpu, VcpuError> {
         let mut saved = self.vcpu().save()?;
         if self.halted {
@@ -40,7 +40,8 @@ impl VcpuThread {
         Ok(saved)
     }
 
-    /// KVM_RUN, with CR8 in and out where the local APIC is outside of KVM. Flags, guest address and bytes of a memory fault.
+    /// Calls KVM_RUN, with CR8 in and out where the local APIC is outside KVM. Returns flags, guest-physical address and bytes of a
+    /// memory fault.
     pub(super) fn run_once(
         &mut self,
         local_apics: Option<&dyn LocalApics>,
@@ -62,7 +63,8 @@ impl VcpuThread {
         result
     }
 
-    /// Does what the local APIC says, until the guest can be entered. In HLT and while it waits for a start-up IPI, the thread sleeps here.
+    /// Executes the local APIC's events until the guest can be entered. In HLT and while the vCPU waits for a start-up IPI, the thread
+    /// sleeps here.
     pub(super) fn take_interrupts(&mut self, local_apics: &dyn LocalApics) -> Ready {
         let vcpu = self.id;
         if self.control.forget_kicks() {
@@ -95,7 +97,7 @@ impl VcpuThread {
                     return Ready::LookAgain;
                 }
                 ApicEvent::Init => {
-                    // An access under way belongs to the registers before.
+                    // Completes an in-flight access, which belongs to the registers before INIT.
                     if let Left::Ended(event) = self.complete() {
                         return Ready::End(event);
                     }
@@ -114,7 +116,7 @@ impl VcpuThread {
         }
     }
 
-    /// As INIT leaves registers: those of power-on, but for XSAVE's, MSRs and how memory is cached.
+    /// Sets registers as INIT does: to their power-on values, without changes to XSAVE state, MSRs and cache control bits.
     fn init_registers(&mut self) -> io::Result<()> {
         self.halted = false;
         let (fd, power_on) = (&self.fd, &self.power_on);
@@ -132,7 +134,7 @@ impl VcpuThread {
         fd.set_vcpu_events(&power_on.events).map_err(errno)
     }
 
-    /// Real mode at page `vector`.
+    /// Starts the vCPU in real mode at page `vector`.
     fn start_at(&mut self, vector: u8) -> io::Result<()> {
         let mut sregs = self.fd.get_sregs().map_err(errno)?;
         sregs.cs.selector = u16::from(vector) << 8;
@@ -143,10 +145,10 @@ impl VcpuThread {
         self.fd.set_regs(&regs).map_err(errno)
     }
 
-    /// An access to an MSR that KVM doesn't answer.
+    /// Serves an access to an MSR that KVM doesn't handle.
     pub(super) fn msr(&mut self, local_apics: &dyn LocalApics, is_write: bool) -> Next {
         let vcpu = self.id;
-        // SAFETY: the exit reason says that `msr` is the union's field.
+        // SAFETY: for this exit reason, `msr` is the valid field of the union.
         let msr = unsafe { &mut self.fd.get_kvm_run().__bindgen_anon_1.msr };
         let allowed = if is_write {
             local_apics.write_msr(vcpu, msr.index, msr.data)

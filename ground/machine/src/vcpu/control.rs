@@ -1,9 +1,8 @@
-//! How other threads reach a vCPU thread: what it is wanted to do, and how it is brought out of the guest.
+//! How other threads control a vCPU thread: requests to it, and the exit that they force.
 //!
-//! A vCPU thread looks at `attention` before each entry into the guest. Whoever wants something sets the wish under the
-//! lock, then `attention`, then KVM's `immediate_exit` byte, then sends a signal. Whatever the thread does at that
-//! moment, it notices: before its look at `attention` by that, between the look and KVM_RUN by `immediate_exit`, and
-//! inside the guest by the signal.
+//! A vCPU thread checks `attention` before each entry into the guest. A requester sets the request under the lock, then `attention`, then
+//! KVM's `immediate_exit` byte, then sends a signal. The thread notices the request at every point: before its check by `attention`,
+//! between the check and KVM_RUN by `immediate_exit`, and inside the guest by the signal.
 #![allow(unsafe_code)] // The shared run page, signals to threads.
 
 use std::io;
@@ -21,18 +20,18 @@ use super::run::Command;
 
 const RUN_PAGE: usize = 4096;
 
-/// The first page of a vCPU's kvm_run, mapped once more, for its `immediate_exit` byte alone.
+/// A second mapping of the first page of a vCPU's kvm_run, for its `immediate_exit` byte alone.
 #[derive(Debug)]
 pub(super) struct RunPage(NonNull<u8>);
 
-// SAFETY: the byte is only accessed atomically.
+// SAFETY: all accesses to the byte are atomic.
 unsafe impl Send for RunPage {}
 // SAFETY: as above.
 unsafe impl Sync for RunPage {}
 
 impl RunPage {
     pub(super) fn map(fd: &VcpuFd) -> io::Result<Self> {
-        // SAFETY: KVM_RUN state is mapped with File's descriptor, which lives as long as `fd`.
+        // SAFETY: the descriptor belongs to `fd`, which outlives this borrow.
         let borrowed = unsafe { std::os::fd::BorrowedFd::borrow_raw(std::os::fd::AsRawFd::as_raw_fd(fd)) };
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping at an address of the kernel's choice; it keeps the vCPU's file open by itself.
@@ -51,8 +50,8 @@ impl RunPage {
 
     pub(super) fn set_immediate_exit(&self, on: bool) {
         let offset = std::mem::offset_of!(kvm_bindings::kvm_run, immediate_exit);
-        // SAFETY: a byte of the mapping, which lives as long as `self`. The kernel reads it at any time; in this process
-        // nobody accesses it but through here.
+        // SAFETY: a byte of the mapping, which lives as long as `self`. The kernel reads it at any time; this process accesses it only
+        // here.
         let byte = unsafe { AtomicU8::from_ptr(self.0.as_ptr().add(offset)) };
         byte.store(u8::from(on), Ordering::Release);
     }
@@ -60,21 +59,21 @@ impl RunPage {
 
 impl Drop for RunPage {
     fn drop(&mut self) {
-        // SAFETY: exactly the mapping made in `map`; nobody else knows it.
+        // SAFETY: exactly the mapping made in `map`; no other code has its address.
         if let Err(error) = unsafe { rustix::mm::munmap(self.0.as_ptr().cast(), RUN_PAGE) } {
             tracing::error!(%error, "The run page of a vCPU could not be released");
         }
     }
 }
 
-/// The thread is in neither of the other places.
+/// The thread is neither in the guest nor waiting.
 const OUTSIDE: u8 = 0;
-/// In KVM_RUN, or about to enter it.
+/// In KVM_RUN, or about to call it.
 const IN_GUEST: u8 = 1;
 /// In [`Control::wait_for_kick`].
 const WAITING: u8 = 2;
 
-/// What a vCPU is wanted to do.
+/// Requested run state of a vCPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Want {
     Pause,
@@ -84,32 +83,32 @@ pub(super) enum Want {
 
 pub(super) struct State {
     pub(super) want: Want,
-    /// The thread waits, outside guest and devices.
+    /// The thread waits, outside the guest and outside device handlers.
     pub(super) parked: bool,
-    /// An event ended the vCPU; it waits for new state.
+    /// An event ended the vCPU; it stays parked until it gets new state.
     pub(super) ended: bool,
-    /// The thread is gone, or about to go.
+    /// The thread has ended, or is about to.
     pub(super) gone: bool,
     pub(super) command: Option<Command>,
 }
 
-/// What the thread is to do next.
+/// The thread's next action.
 pub(super) enum Order {
     Run { was_parked: bool },
     Command(Command),
     Stop,
 }
 
-/// Shared between a vCPU thread and those who direct it.
+/// State shared between a vCPU thread and the threads that control it.
 pub(super) struct Control {
     state: Mutex<State>,
     changed: Condvar,
     attention: AtomicBool,
-    /// It is to take a machine check.
+    /// A machine check is pending for the vCPU.
     check: AtomicBool,
-    /// A local APIC outside of KVM has something for it, since it last looked.
+    /// A local APIC outside KVM has kicked the vCPU since its last check for interrupts.
     kicked: AtomicBool,
-    /// Where the thread is: [`OUTSIDE`], [`IN_GUEST`] or [`WAITING`].
+    /// State of the thread: [`OUTSIDE`], [`IN_GUEST`] or [`WAITING`].
     place: AtomicU8,
     page: RunPage,
 }
@@ -133,7 +132,7 @@ impl Control {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether somebody wants something; looked at before each entry into the guest.
+    /// Whether a request is pending; checked before each entry into the guest.
     pub(super) fn attention(&self) -> bool {
         self.attention.load(Ordering::Acquire)
     }
@@ -142,7 +141,7 @@ impl Control {
         self.page.set_immediate_exit(on);
     }
 
-    /// Sets a wish; unless the vCPU waits anyway, the caller must send the signal afterwards.
+    /// Sets a request. Unless the vCPU is parked, the caller must send the signal afterwards.
     pub(super) fn want(&self, want: Want) {
         let mut state = self.lock();
         // Stopping is final.
@@ -152,39 +151,40 @@ impl Control {
         self.call_attention(state);
     }
 
-    /// Makes it come out and look, without a new wish.
+    /// Makes the thread leave the guest and check for requests, without a new one.
     pub(super) fn nudge(&self) {
         self.call_attention(self.lock());
     }
 
-    /// As [`Control::nudge`], and then it takes a machine check.
+    /// Works as [`Control::nudge`], and makes a machine check pending.
     pub(super) fn owe_check(&self) {
         self.check.store(true, Ordering::Release);
         self.nudge();
     }
 
-    /// Whether it is to take a machine check: one that was parked when it was asked to has forgotten the nudge.
+    /// Whether a machine check is pending. The flag is separate from the nudge, because a parked thread clears the nudge when it resumes.
     pub(super) fn owes_check(&self) -> bool {
         self.check.load(Ordering::Acquire)
     }
 
-    /// The same, and then not any more.
+    /// Whether a machine check is pending; clears it.
     pub(super) fn take_check(&self) -> bool {
         self.check.swap(false, Ordering::AcqRel)
     }
 
-    /// From any thread, after an interrupt was latched. Whether the kick signal has to be sent. Kicks that the vCPU hasn't looked at are one.
+    /// To be called from any thread, after it latched an interrupt. Returns whether the caller must send the kick signal. Kicks that the
+    /// vCPU hasn't handled yet are merged.
     pub(super) fn kick(&self) -> bool {
         if self.kicked.swap(true, Ordering::SeqCst) {
             return false;
         }
         self.page.set_immediate_exit(true);
-        // Against the fence in `enter_guest`: either the place is seen here, or KVM sees `immediate_exit`.
+        // Pairs with the fence in `enter_guest`: either this thread sees the new state, or KVM sees `immediate_exit`.
         fence(Ordering::SeqCst);
         match self.place.load(Ordering::SeqCst) {
             IN_GUEST => true,
             WAITING => {
-                // Once the lock was had, the thread either waits already or will see `kicked`.
+                // After this lock the thread either waits already or will see `kicked`.
                 drop(self.lock());
                 self.changed.notify_all();
                 false
@@ -193,27 +193,27 @@ impl Control {
         }
     }
 
-    /// On the vCPU thread, before it looks for interrupts: forgets kicks until now. Whether somebody wants something else.
+    /// On the vCPU thread, before it checks for interrupts: clears earlier kicks. Returns whether another request is pending.
     pub(super) fn forget_kicks(&self) -> bool {
         self.kicked.store(false, Ordering::SeqCst);
         self.page.set_immediate_exit(false);
-        // A wish whose `immediate_exit` was just taken back is seen here.
+        // If the line above cleared the `immediate_exit` of a request, the check below sees that request.
         fence(Ordering::SeqCst);
         self.attention()
     }
 
-    /// On the vCPU thread, around KVM_RUN.
+    /// On the vCPU thread, before KVM_RUN.
     pub(super) fn enter_guest(&self) {
         self.place.store(IN_GUEST, Ordering::SeqCst);
         fence(Ordering::SeqCst);
     }
 
-    /// The end of [`Control::enter_guest`].
+    /// On the vCPU thread, after KVM_RUN.
     pub(super) fn leave_guest(&self) {
         self.place.store(OUTSIDE, Ordering::SeqCst);
     }
 
-    /// On the vCPU thread: waits for a kick, for somebody who wants something else, or until the time is over.
+    /// On the vCPU thread: waits for a kick, another request, or until `most` has passed.
     pub(super) fn wait_for_kick(&self, most: Option<Duration>) {
         let until = most.and_then(|most| Instant::now().checked_add(most));
         self.place.store(WAITING, Ordering::SeqCst);
@@ -235,14 +235,14 @@ impl Control {
     }
 
     fn call_attention(&self, state: MutexGuard<'_, State>) {
-        // Under the lock, so that the thread can't clear them for an older wish.
+        // Set under the lock, so that the thread can't clear them while it handles an older request.
         self.attention.store(true, Ordering::Release);
         self.page.set_immediate_exit(true);
         drop(state);
         self.changed.notify_all();
     }
 
-    /// Gives a parked thread something to do.
+    /// Passes a command to a parked thread. `false`: the thread isn't parked.
     pub(super) fn command(&self, command: Command) -> bool {
         let mut state = self.lock();
         if !state.parked || state.gone {
@@ -254,7 +254,7 @@ impl Control {
         true
     }
 
-    /// Waits until the thread is parked or gone.
+    /// Waits until the thread is parked or has ended. `false`: `until` has passed.
     pub(super) fn wait_parked(&self, until: Instant) -> bool {
         let mut state = self.lock();
         while !state.parked && !state.gone {
@@ -267,7 +267,7 @@ impl Control {
         true
     }
 
-    /// Waits until the thread is gone.
+    /// Waits until the thread has ended. `false`: `until` has passed.
     pub(super) fn wait_gone(&self, until: Instant) -> bool {
         let mut state = self.lock();
         while !state.gone {
@@ -280,7 +280,7 @@ impl Control {
         true
     }
 
-    /// On the vCPU thread: what to do next; waits while there is nothing.
+    /// On the vCPU thread: returns the next action, and waits while there is none.
     pub(super) fn next_order(&self) -> Order {
         let mut state = self.lock();
         loop {
@@ -303,26 +303,26 @@ impl Control {
         }
     }
 
-    /// It ended: on the vCPU thread, or while that is parked.
+    /// Marks the vCPU as ended. To be called on the vCPU thread, or while that is parked.
     pub(super) fn set_ended(&self) {
         self.lock().ended = true;
     }
 
-    /// On the vCPU thread, as the last thing.
+    /// On the vCPU thread, as its last action.
     pub(super) fn set_gone(&self) {
         self.lock().gone = true;
         self.changed.notify_all();
     }
 }
 
-/// The signal that brings vCPUs out of the guest.
+/// The signal that forces vCPUs out of the guest.
 pub(super) fn kick_signal() -> i32 {
     SIGRTMIN() + 4
 }
 
 extern "C" fn on_kick(_: libc::c_int, _: *mut libc::siginfo_t, _: *mut libc::c_void) {}
 
-/// Installs the handler of the kick signal, once per process. It does nothing; what counts is that KVM_RUN returns.
+/// Installs the handler of the kick signal, once per process. The handler does nothing; the signal makes KVM_RUN return.
 pub(super) fn install_kick_handler() -> io::Result<()> {
     static INSTALLED: OnceLock<Result<(), i32>> = OnceLock::new();
     let result =
@@ -333,19 +333,19 @@ pub(super) fn install_kick_handler() -> io::Result<()> {
 /// Sends the kick signal to a thread that hasn't been joined.
 pub(super) fn kick(thread: &std::thread::JoinHandle<()>) {
     let id = std::os::unix::thread::JoinHandleExt::as_pthread_t(thread);
-    // SAFETY: the thread isn't joined as long as its handle exists, so the id is valid; the signal has a handler. A thread
-    // that has ended meanwhile makes this an error of no interest.
+    // SAFETY: the thread isn't joined while its handle exists, so the id is valid; the signal has a handler. The error for a thread that
+    // has ended is ignored.
     unsafe { libc::pthread_kill(id, kick_signal()) };
 }
 
-/// On a vCPU thread: leaves it only the kick signal and those that report its own faults, so that the process's signals
-/// go to threads that wait for them.
+/// On a vCPU thread: blocks all signals but the kick signal and those that report the thread's own faults. The process's signals then go
+/// to threads that handle them.
 pub(super) fn mask_signals() -> io::Result<()> {
     let open =
         [kick_signal(), libc::SIGSEGV, libc::SIGBUS, libc::SIGILL, libc::SIGFPE, libc::SIGSYS, libc::SIGTRAP];
     // SAFETY: a plain struct of the C library, filled next.
     let mut set: libc::sigset_t = unsafe { std::mem::zeroed() };
-    // SAFETY: `set` is ours and outlives the calls.
+    // SAFETY: `set` is a local variable and outlives the calls.
     let result = unsafe {
         libc::sigfillset(&raw mut set);
         for signal in open {

@@ -1,4 +1,4 @@
-//! The vCPUs of a VM as one thing to start, pause and stop.
+//! The vCPUs of a VM as a unit to start, pause and stop.
 
 use std::borrow::Cow;
 use std::cell::Cell;
@@ -23,10 +23,10 @@ use crate::stats::{KernelStats, StatsReader};
 use crate::vm::{Vm, errno};
 use crate::x86::{kvm_regs, kvm_sregs, with_tsc_frequency};
 
-/// How long a device handler may keep a vCPU from pausing.
+/// Time limit for vCPUs to park or end: a device handler may delay them.
 const PAUSE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What vCPU threads work with.
+/// Buses and callbacks of vCPU threads.
 pub struct VcpuOptions {
     /// I/O ports.
     pub ports: Arc<AddressSpace>,
@@ -34,17 +34,17 @@ pub struct VcpuOptions {
     pub memory: Arc<AddressSpace>,
     /// The names of both buses' ranges.
     pub names: Arc<RangeNames>,
-    /// Told of events, on the thread of the vCPU. Must not wait for vCPUs; pass it on to another thread.
+    /// Receives events, on the thread of the vCPU. It must not wait for vCPUs; it passes the event to another thread.
     pub on_event: Arc<dyn Fn(VcpuEvent) + Send + Sync>,
-    /// The VM's local APICs, where neither KVM has them nor the VM is without.
+    /// The VM's local APICs; `None` where KVM has them or the VM has none.
     pub local_apics: Option<Arc<dyn LocalApics>>,
-    /// Sees port accesses and HLT first.
+    /// Handles port accesses and HLT before the buses do.
     pub exit_handler: Option<Arc<dyn VcpuExitHandler>>,
-    /// Runs first on each vCPU thread, before any guest code: the place for its seccomp filter.
+    /// Runs first on each vCPU thread, before any guest code: for its seccomp filter.
     pub on_thread_start: Option<Arc<dyn Fn() + Send + Sync>>,
 }
 
-/// One vCPU as the manager sees it.
+/// The manager's data about one vCPU.
 struct Member {
     id: u32,
     control: Arc<Control>,
@@ -53,7 +53,7 @@ struct Member {
     thread: Arc<Thread>,
 }
 
-/// Gone once joined.
+/// `None` once joined.
 type Thread = Mutex<Option<JoinHandle<()>>>;
 
 impl Member {
@@ -68,8 +68,8 @@ impl Member {
     }
 }
 
-/// Brings vCPUs to look for interrupts: out of the guest, out of HLT, out of their wait for a start-up IPI. Cheap to clone. Thread-safe, and never
-/// waits for a vCPU.
+/// Kicks vCPUs, so that they check for interrupts: out of the guest, out of HLT, out of their wait for a start-up IPI. Cheap to clone.
+/// Thread-safe, and never waits for a vCPU.
 #[derive(Clone)]
 pub struct VcpuKicks {
     /// Ascending by id.
@@ -94,7 +94,7 @@ impl VcpuKicks {
         Self { targets: targets.into() }
     }
 
-    /// After something was latched for the vCPU. One that doesn't exist, or has ended, takes no notice.
+    /// To be called after an interrupt was latched for the vCPU. Ignores a vCPU that doesn't exist or has ended.
     pub fn kick(&self, vcpu: u32) {
         let Ok(index) = self.targets.binary_search_by_key(&vcpu, |target| target.id) else { return };
         let KickTarget { control, thread, .. } = &self.targets[index];
@@ -114,11 +114,11 @@ enum Life {
 }
 
 thread_local! {
-    /// The manager that a vCPU thread belongs to.
+    /// The number of the manager that this vCPU thread belongs to.
     static MANAGER: Cell<u64> = const { Cell::new(0) };
 }
 
-/// All vCPUs of a VM, each with a thread called `vcpu<id>`. Thread-safe; calls that change the run state are serialised.
+/// All vCPUs of a VM, each with a thread called `vcpu<id>`. Thread-safe; calls that change the run state are serialized.
 ///
 /// ```text
 /// start -> paused <-- pause/resume --> running ;  either -> stopped (threads joined)
@@ -172,14 +172,14 @@ impl VcpuManager {
         if MANAGER.get() == self.number { Err(VcpuError::OwnThread(what)) } else { Ok(()) }
     }
 
-    /// The lock, where a change to `what` is possible.
+    /// Locks the run state; fails where `what` isn't possible.
     fn change(&self, what: &'static str) -> Result<MutexGuard<'_, Life>, VcpuError> {
         self.not_own_thread(what)?;
         let life = self.life();
         if *life == Life::Stopped { Err(VcpuError::Gone) } else { Ok(life) }
     }
 
-    /// Lets all vCPUs run. Those that ended (an event was reported) stay so until [`VcpuManager::set_state`].
+    /// Resumes all vCPUs. Those that ended (an event was reported) stay parked until [`VcpuManager::set_state`].
     pub fn resume(&self) -> Result<(), VcpuError> {
         let mut life = self.change("resume its VM")?;
         for member in &self.members {
@@ -189,9 +189,9 @@ impl VcpuManager {
         Ok(())
     }
 
-    /// Brings all vCPUs out of the guest and out of device handlers; a port or memory access under way is complete.
-    /// No interrupt is lost: they stay pending in the interrupt controllers. After [`VcpuError::Stuck`] the others are
-    /// paused, and the stuck one pauses as soon as it can; call again or resume.
+    /// Pauses all vCPUs, outside the guest and device handlers; a port or memory access in progress is completed. No interrupt is lost:
+    /// they stay pending in the interrupt controllers. After [`VcpuError::Stuck`] the other vCPUs are paused, and the stuck one pauses
+    /// when its device handler returns; call again or resume.
     pub fn pause(&self) -> Result<(), VcpuError> {
         let mut life = self.change("pause its VM")?;
         self.ask_all(Want::Pause);
@@ -225,8 +225,8 @@ impl VcpuManager {
         Ok(())
     }
 
-    /// The first vCPU takes a machine check before its next instruction, once it runs: a device refused what some vCPU wrote late
-    /// ([`crate::late`]), and nobody knows any more which. Doesn't wait for it.
+    /// Makes the first vCPU raise a machine check before its next instruction, once it runs. For a device that refuses a deferred write
+    /// ([`crate::late`]): KVM's ring doesn't record which vCPU made the write. Doesn't wait for the vCPU.
     pub fn machine_check(&self) -> Result<(), VcpuError> {
         let member = self.members.first().ok_or(VcpuError::Absent(0))?;
         member.control.owe_check();
@@ -246,7 +246,7 @@ impl VcpuManager {
     ) -> Result<R, VcpuError> {
         let (sender, receiver) = mpsc::sync_channel(1);
         let taken = member.control.command(Box::new(move |thread| {
-            // The receiver waits below for as long as this takes.
+            // The receiver below waits until this has finished.
             let _ = sender.send(work(thread));
         }));
         if !taken {
@@ -255,7 +255,7 @@ impl VcpuManager {
         receiver.recv().map_err(|_| VcpuError::Panicked { vcpu: member.id, what })
     }
 
-    /// The lock, where the vCPUs are paused.
+    /// Locks the run state, and requires that the vCPUs are paused.
     fn paused(&self, what: &'static str) -> Result<MutexGuard<'_, Life>, VcpuError> {
         let life = self.change(what)?;
         if *life == Life::Paused { Ok(life) } else { Err(VcpuError::NotPaused(what)) }
@@ -272,12 +272,12 @@ impl VcpuManager {
             thread.vcpu().start(&power_on, &start, false)
         })??;
         member.control.lock().ended = false;
-        // What was meant for the state before.
+        // Drops a machine check that was pending for the former state.
         member.control.take_check();
         Ok(())
     }
 
-    /// Saves all vCPUs, in order of creation, while paused. One that ended can't be saved.
+    /// Saves all vCPUs, in order of creation, while paused. Fails if one has ended.
     pub fn save(&self) -> Result<Vec<SavedVcpu>, VcpuError> {
         let what = "save a vCPU";
         let _life = self.paused(what)?;
@@ -291,7 +291,7 @@ impl VcpuManager {
         self.members.iter().map(save).collect()
     }
 
-    /// Saves the vCPUs that have not ended, in order of creation, while paused; `None` for each that has.
+    /// Saves the vCPUs that have not ended, in order of creation, while paused; `None` for each that has ended.
     pub fn save_living(&self) -> Result<Vec<Option<SavedVcpu>>, VcpuError> {
         let what = "save a vCPU";
         let _life = self.paused(what)?;
@@ -304,7 +304,7 @@ impl VcpuManager {
         self.members.iter().map(save).collect()
     }
 
-    /// While paused: a vCPU has ended, as if it had reported an event, and doesn't run until [`VcpuManager::set_state`].
+    /// While paused: marks a vCPU as ended, as if it had reported an event. It doesn't run until [`VcpuManager::set_state`].
     pub fn set_ended(&self, vcpu: u32) -> Result<(), VcpuError> {
         let _life = self.paused("end a vCPU")?;
         self.member(vcpu)?.control.set_ended();
@@ -352,7 +352,7 @@ impl VcpuManager {
         self.members.iter().map(|member| member.id).collect()
     }
 
-    /// Exits so far. May be called at any time.
+    /// Counts of exits so far. May be called at any time.
     pub fn exits(&self) -> ExitSnapshot {
         let one = |member: &Member| member.exits.snapshot(member.id, &self.names);
         ExitSnapshot { vcpus: self.members.iter().map(one).collect() }
@@ -412,10 +412,10 @@ fn create(
         }
     };
     let fd: VcpuFd = vm.fd().create_vcpu(u64::from(id)).map_err(refused("create"))?;
-    // Before the power-on state is taken, so that a later reset finds these leaves in it.
+    // Before the power-on state is saved, so that a later reset restores these leaves.
     let cpuid = match &config.start {
         VcpuStart::Restored(saved) => Cow::Owned(registers::cpuid_of(saved)?),
-        // An unstable TSC of the host has no frequency.
+        // KVM reports no frequency for an unstable TSC of the host.
         _ => match fd.get_tsc_khz() {
             Ok(khz) if config.tells_tsc_frequency && khz > 0 => {
                 Cow::Owned(with_tsc_frequency(&config.cpuid, khz).ok_or_else(|| VcpuError::BadConfig {
@@ -428,7 +428,7 @@ fn create(
     };
     fd.set_cpuid2(&cpuid).map_err(refused("set CPUID of"))?;
     let vcpu = Vcpu { id, fd: &fd, vm };
-    // What firmware does on every processor. As part of the power-on state it is there after a reset too.
+    // Firmware does this on every processor. As part of the power-on state, a reset restores it.
     vcpu.enable_mtrrs()?;
     if options.local_apics.is_some() {
         vcpu.announce_locked_x2apic()?;
@@ -468,7 +468,7 @@ fn create(
             hook();
         }
         let go_on = ready.is_ok();
-        // `create` waits for it.
+        // `create` waits for this message.
         let _ = sender.send(ready);
         if go_on {
             thread.work();

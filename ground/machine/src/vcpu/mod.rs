@@ -13,27 +13,27 @@ use crate::state::SavedVcpu;
 use crate::vm::VmError;
 use crate::x86::{CpuId, kvm_fpu, kvm_msr_entry, kvm_regs, kvm_sregs};
 
-/// Registers a vCPU starts with.
+/// Initial registers of a vCPU.
 #[derive(Debug, Clone, Default)]
 pub struct StartRegisters {
     /// General registers.
     pub regs: kvm_regs,
-    /// System registers. The APIC base is KVM's own; what stands here is ignored.
+    /// System registers. The APIC base is ignored; KVM's value stays.
     pub sregs: kvm_sregs,
-    /// Floating point, where it isn't the power-on state.
+    /// Floating-point state; `None` keeps the power-on state.
     pub fpu: Option<kvm_fpu>,
     /// MSRs to set.
     pub msrs: Vec<kvm_msr_entry>,
 }
 
-/// How a vCPU begins.
+/// Start state of a vCPU.
 #[derive(Debug, Clone)]
 pub enum VcpuStart {
     /// Runs at once with these registers.
     Registers(Box<StartRegisters>),
     /// Power-on state; with local APICs, in the kernel or in the monitor, it waits for INIT and SIPI.
     WaitForSipi,
-    /// Goes on where another one was saved.
+    /// Resumes the saved state of another vCPU.
     Restored(Box<SavedVcpu>),
 }
 
@@ -42,27 +42,26 @@ pub enum VcpuStart {
 pub struct VcpuConfig {
     /// vCPU and APIC id ([`crate::x86::CpuTopology::apic_id`]).
     pub id: u32,
-    /// Its CPUID leaves ([`crate::x86::guest_cpuid`]). Ignored for [`VcpuStart::Restored`], which brings its own.
+    /// The vCPU's CPUID leaves ([`crate::x86::guest_cpuid`]). Ignored for [`VcpuStart::Restored`], which has leaves of its own.
     pub cpuid: CpuId,
-    /// Whether further leaves tell the guest the frequency of its time-stamp counter, for those that don't read KVM's clock. Not where vCPUs of several hosts are
-    /// compared by their leaves: each host's frequency is a little different.
+    /// Whether further leaves report the frequency of the time-stamp counter, for guests that don't read KVM's clock. Must be `false`
+    /// where vCPUs of several hosts are compared by their leaves: the hosts' frequencies differ slightly.
     pub tells_tsc_frequency: bool,
-    /// How it begins.
+    /// Start state.
     pub start: VcpuStart,
-    /// Host CPUs its thread may run on; empty for all.
+    /// Host CPUs that its thread may run on; empty for all.
     pub pin_to: Vec<usize>,
 }
 
-/// Something ended or interrupted a vCPU. Its thread waits then until it is given new state, or stopped; the other vCPUs
-/// go on until paused.
+/// An event that ended or interrupted a vCPU. Its thread then waits for new state or the stop; the other vCPUs run until they are paused.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum VcpuEvent {
-    /// Triple fault: how a guest of this architecture asks for a reset when nothing else works.
+    /// Triple fault: a guest's last resort to request a reset.
     Shutdown {
         /// vCPU.
         vcpu: u32,
-        /// Where.
+        /// Instruction pointer, where KVM reports it.
         rip: Option<u64>,
     },
     /// KVM reports a system event (reset, shutdown, crash).
@@ -72,21 +71,21 @@ pub enum VcpuEvent {
         /// KVM_SYSTEM_EVENT_*.
         kind: u32,
     },
-    /// HLT without local APICs and no handler for it.
+    /// HLT in a VM without local APICs, with no handler for it.
     Halted {
         /// vCPU.
         vcpu: u32,
     },
-    /// The exit handler asked to stop ([`ExitAction::Stop`]).
+    /// The exit handler returned [`ExitAction::Stop`].
     Stopped {
         /// vCPU.
         vcpu: u32,
     },
-    /// KVM can't go on: emulation failure, entry failure, memory fault or an exit nobody asked for.
+    /// The vCPU can't be resumed: emulation failure, entry failure, memory fault, or an exit without a handler.
     Failed {
         /// vCPU.
         vcpu: u32,
-        /// What happened, with rip and instruction bytes where KVM gives them.
+        /// What happened, with rip and instruction bytes where KVM reports them.
         what: String,
     },
     /// A device or handler panicked on this vCPU's thread.
@@ -98,30 +97,30 @@ pub enum VcpuEvent {
     },
 }
 
-/// What to do after a [`VcpuExitHandler`] call.
+/// Result of a [`VcpuExitHandler`] call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExitAction {
-    /// Not mine: treat it as usual.
+    /// Not handled: the buses handle the exit.
     Pass,
-    /// Done; the vCPU goes on.
+    /// Handled; the vCPU continues.
     Handled,
-    /// Done; the vCPU stops with [`VcpuEvent::Stopped`].
+    /// Handled; the vCPU stops with [`VcpuEvent::Stopped`].
     Stop,
 }
 
-/// Registers of a vCPU whose thread is between two runs.
+/// Registers of a vCPU outside KVM_RUN.
 pub trait GuestRegisters {
     /// General registers.
     fn get(&self) -> Result<kvm_regs, VcpuError>;
-    /// Replaces them.
+    /// Replaces the general registers.
     fn set(&self, registers: &kvm_regs) -> Result<(), VcpuError>;
 }
 
-/// Takes exits before the buses see them (payload guests). Called on vCPU threads, possibly several at once.
+/// Handles exits before the buses do (payload guests). Called on vCPU threads, possibly several at once.
 pub trait VcpuExitHandler: Send + Sync {
-    /// The vCPU is about to run: for the first time, after a pause, and after each [`VcpuManager::kick`]. Port and memory accesses are
-    /// complete, so registers are those of an instruction boundary. May wait, and must return soon after its owner has been told that
-    /// the VM is to pause or stop. Default: nothing.
+    /// Called before the vCPU runs: for the first time, after a pause, and after each [`VcpuManager::kick`]. Port and memory accesses are
+    /// complete, so registers are those of an instruction boundary. May wait, but must return soon after its owner has learned that the
+    /// VM is to pause or stop. Default: nothing.
     fn before_run(&self, vcpu: u32, registers: &dyn GuestRegisters) {
         let _ = (vcpu, registers);
     }
@@ -156,7 +155,7 @@ pub enum VcpuError {
         #[source]
         source: std::io::Error,
     },
-    /// The state is of another program.
+    /// A newer program saved the state.
     #[error("Saved state of vCPU {vcpu} has version {found}, but this program reads up to {known}")]
     Version {
         /// vCPU.
@@ -166,7 +165,7 @@ pub enum VcpuError {
         /// Newest known.
         known: u32,
     },
-    /// The state doesn't fit.
+    /// The state doesn't fit this vCPU.
     #[error("Saved state of vCPU {vcpu} can't be restored here: {reason}")]
     BadState {
         /// vCPU.
@@ -182,7 +181,7 @@ pub enum VcpuError {
         /// Why.
         reason: String,
     },
-    /// A bug, reported rather than passed on.
+    /// A panic on the vCPU's thread: a bug.
     #[error("The thread of vCPU {vcpu} panicked when asked to {what}; the log has the panic's text")]
     Panicked {
         /// vCPU.
@@ -190,7 +189,7 @@ pub enum VcpuError {
         /// What was tried.
         what: &'static str,
     },
-    /// The VM description asks for what can't be.
+    /// The configuration isn't possible.
     #[error("vCPU {vcpu} can't be created: {reason}")]
     BadConfig {
         /// vCPU.
@@ -198,10 +197,10 @@ pub enum VcpuError {
         /// Why.
         reason: String,
     },
-    /// KVM doesn't leave local APICs to the monitor.
+    /// KVM can't leave local APICs to the monitor.
     #[error("The VM's local APICs can't be in the monitor")]
     LocalApics(#[source] VmError),
-    /// The host gave no thread, or wouldn't pin it.
+    /// The host refused to start or pin the thread.
     #[error("The thread of vCPU {vcpu} could not be {what}")]
     Thread {
         /// vCPU.
@@ -215,21 +214,21 @@ pub enum VcpuError {
     /// No such vCPU.
     #[error("There is no vCPU {0}")]
     Absent(u32),
-    /// Paused state is needed.
+    /// The operation needs paused vCPUs.
     #[error("The vCPUs must be paused to {0}")]
     NotPaused(&'static str),
-    /// A vCPU doesn't come out of a device.
+    /// A device handler didn't return in time.
     #[error("vCPU {vcpu} did not pause within {seconds} s: it is inside a device handler")]
     Stuck {
         /// vCPU.
         vcpu: u32,
-        /// Time waited.
+        /// Time limit in seconds.
         seconds: u64,
     },
-    /// Would wait for itself.
+    /// A vCPU's thread made the call, and would wait for itself.
     #[error("A vCPU thread can't {0}: it would wait for itself")]
     OwnThread(&'static str),
-    /// The threads are gone.
+    /// The vCPUs have been stopped.
     #[error("The vCPUs have been stopped")]
     Gone,
 }

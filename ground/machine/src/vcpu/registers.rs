@@ -1,4 +1,4 @@
-//! Complete vCPU state: reading it from KVM, and putting it back in the order that KVM needs.
+//! Complete vCPU state: reading it from KVM, and restoring it in the order that KVM needs.
 #![allow(unsafe_code)] // XSAVE areas end in an array whose length only KVM knows.
 
 use std::collections::BTreeSet;
@@ -18,12 +18,12 @@ const MSR_IA32_TSC: u32 = 0x10;
 const MSR_IA32_TSC_ADJUST: u32 = 0x3b;
 const MSR_IA32_TSC_DEADLINE: u32 = 0x6e0;
 const MSR_IA32_ARCH_CAPABILITIES: u32 = 0x10a;
-/// Of IA32_ARCH_CAPABILITIES.
+/// Bit of IA32_ARCH_CAPABILITIES: IA32_XAPIC_DISABLE_STATUS exists.
 const XAPIC_DISABLE_STATUS_IS_THERE: u64 = 1 << 21;
 /// MSRs per ioctl.
 const MSR_BATCH: usize = 64;
 
-/// What the ioctls of one vCPU need.
+/// Arguments of the ioctls of one vCPU.
 pub(super) struct Vcpu<'a> {
     pub(super) id: u32,
     pub(super) fd: &'a VcpuFd,
@@ -40,10 +40,10 @@ impl Vcpu<'_> {
         VcpuError::BadState { vcpu: self.id, reason: reason.into() }
     }
 
-    /// Everything. The vCPU must have completed its last port or memory access.
+    /// Saves the whole state. The vCPU must have completed its last port or memory access.
     pub(super) fn save(&self) -> Result<SavedVcpu, VcpuError> {
         let fd = self.fd;
-        // First, since KVM takes pending INIT and SIPI into account here, which changes registers.
+        // First, because KVM processes pending INIT and SIPI here, which changes registers.
         let mp_state = fd.get_mp_state().map_err(self.refused("tell whether it runs:"))?;
         let cpuid = fd.get_cpuid2(KVM_MAX_CPUID_ENTRIES).map_err(self.refused("tell CPUID of"))?;
         if offers_virtualisation(&cpuid) {
@@ -73,9 +73,9 @@ impl Vcpu<'_> {
             lapic,
             mp_state,
             msrs: self.save_msrs()?,
-            // After the APIC, so that an interrupt on its way is in one of both.
+            // After the APIC, so that an interrupt in delivery is saved in at least one of the two.
             events: fd.get_vcpu_events().map_err(self.refused("tell pending events of"))?,
-            // An unstable host TSC has no frequency.
+            // KVM reports no frequency for an unstable TSC of the host.
             tsc_khz: fd.get_tsc_khz().ok().filter(|khz| *khz > 0),
         })
     }
@@ -86,7 +86,7 @@ impl Vcpu<'_> {
             return Ok(area.region.iter().flat_map(|word| word.to_ne_bytes()).collect());
         };
         let mut area = self.new_xsave(bytes)?;
-        // SAFETY: the area holds as many bytes as this VM's KVM_CAP_XSAVE2 says, which is what KVM writes.
+        // SAFETY: the area has as many bytes as this VM's KVM_CAP_XSAVE2 reports, which is what KVM writes.
         unsafe { self.fd.get_xsave2(&mut area) }.map_err(self.refused("tell the XSAVE area of"))?;
         let legacy = &area.as_fam_struct_ref().xsave.region;
         Ok(legacy.iter().chain(area.as_slice()).flat_map(|word| word.to_ne_bytes()).collect())
@@ -112,11 +112,11 @@ impl Vcpu<'_> {
         let legacy = unsafe { &mut area.as_mut_fam_struct().xsave.region };
         legacy.iter_mut().zip(words.clone()).for_each(|(to, word)| *to = word);
         area.as_mut_slice().iter_mut().zip(words.skip(1024)).for_each(|(to, word)| *to = word);
-        // SAFETY: the area holds as many bytes as this VM's KVM_CAP_XSAVE2 says (4096 without it), which is what KVM reads.
+        // SAFETY: the area has as many bytes as this VM's KVM_CAP_XSAVE2 reports (4096 without it), which is what KVM reads.
         unsafe { self.fd.set_xsave2(&area) }.map_err(self.refused("set the XSAVE area of"))
     }
 
-    /// MSRs that this vCPU has. KVM lists some that its CPUID excludes; those can't be read and have no state.
+    /// Reads the MSRs that this vCPU has. KVM also lists some that its CPUID excludes; those can't be read and have no state.
     fn save_msrs(&self) -> Result<Vec<SavedMsr>, VcpuError> {
         let mut saved = Vec::new();
         let mut left = self.vm.msr_indices();
@@ -129,7 +129,7 @@ impl Vcpu<'_> {
             saved.extend(
                 msrs.as_slice().iter().take(read).map(|m| SavedMsr { index: m.index, value: m.data }),
             );
-            // KVM stops at one that can't be read.
+            // KVM stops at the first MSR that can't be read.
             let skip = if read < batch.len() { read + 1 } else { read };
             left = &left[skip..];
         }
@@ -147,7 +147,7 @@ impl Vcpu<'_> {
             let batch = &left[..left.len().min(MSR_BATCH)];
             let set = self.fd.set_msrs(&self.msr_list(batch)?).map_err(self.refused("set MSRs of"))?;
             if let Some(refused) = batch.get(set) {
-                // A read-only MSR that has the right value already is no obstacle.
+                // A read-only MSR that already has the right value is no error.
                 let mut present =
                     self.msr_list(&[kvm_msr_entry { index: refused.index, ..Default::default() }])?;
                 let read = self.fd.get_msrs(&mut present).map_err(self.refused("tell the MSRs of"))?;
@@ -164,7 +164,8 @@ impl Vcpu<'_> {
         Ok(())
     }
 
-    /// Announces IA32_XAPIC_DISABLE_STATUS, by which guests know that they can't leave x2APIC mode. Only where CPUID has IA32_ARCH_CAPABILITIES.
+    /// Announces IA32_XAPIC_DISABLE_STATUS, by which guests detect that they can't leave x2APIC mode. Only where CPUID has
+    /// IA32_ARCH_CAPABILITIES.
     pub(super) fn announce_locked_x2apic(&self) -> Result<(), VcpuError> {
         let index = MSR_IA32_ARCH_CAPABILITIES;
         let cpuid = self.fd.get_cpuid2(KVM_MAX_CPUID_ENTRIES).map_err(self.refused("tell CPUID of"))?;
@@ -181,7 +182,7 @@ impl Vcpu<'_> {
         self.set_msrs(&[kvm_msr_entry { index, data, ..Default::default() }])
     }
 
-    /// Switches MTRRs on, with write-back as the type of all memory.
+    /// Enables MTRRs, with write-back as the type of all memory.
     pub(super) fn enable_mtrrs(&self) -> Result<(), VcpuError> {
         let entry = kvm_msr_entry {
             index: mtrr::MSR_MTRR_DEF_TYPE,
@@ -191,7 +192,7 @@ impl Vcpu<'_> {
         self.set_msrs(&[entry])
     }
 
-    /// Puts saved state back. With `keep_time` the time-stamp counter goes on instead of being set back.
+    /// Restores saved state. With `keep_time` the time-stamp counter keeps running instead of being set back.
     pub(super) fn restore(&self, saved: &SavedVcpu, keep_time: bool) -> Result<(), VcpuError> {
         if saved.version == 0 || saved.version > VCPU_STATE_VERSION {
             return Err(VcpuError::Version {
@@ -213,7 +214,7 @@ impl Vcpu<'_> {
             fd.set_mp_state(saved.mp_state).map_err(self.refused("set whether it runs:"))?;
         }
         fd.set_regs(&saved.regs).map_err(self.refused("set the registers of"))?;
-        // The APIC base in here decides how the APIC page is read.
+        // The APIC base in these registers determines how KVM interprets the APIC page.
         fd.set_sregs(&saved.sregs).map_err(self.refused("set the system registers of"))?;
         self.restore_xsave(&saved.xsave)?;
         match &saved.xcrs {
@@ -229,8 +230,8 @@ impl Vcpu<'_> {
         fd.set_vcpu_events(&saved.events).map_err(self.refused("set pending events of"))
     }
 
-    /// CPUID decides which registers and MSRs exist, so it comes first. Once a vCPU has run, KVM takes only the same leaves
-    /// again, and takes offence at bits that change by themselves.
+    /// CPUID determines which registers and MSRs exist, so it is the first. Once a vCPU has run, KVM accepts only the same leaves again,
+    /// and refuses a difference even in bits that change by themselves.
     fn restore_cpuid(&self, saved: &SavedVcpu) -> Result<(), VcpuError> {
         let present = self.fd.get_cpuid2(KVM_MAX_CPUID_ENTRIES).map_err(self.refused("tell CPUID of"))?;
         let difference = cpuid_difference(present.as_slice(), &saved.cpuid);
@@ -249,7 +250,7 @@ impl Vcpu<'_> {
     fn restore_tsc_frequency(&self, saved: Option<u32>) -> Result<(), VcpuError> {
         let Some(khz) = saved else { return Ok(()) };
         let present = self.fd.get_tsc_khz().ok();
-        // Within KVM's own tolerance of 250 parts per million, guests take it for the same.
+        // Guests don't notice a difference within KVM's own tolerance of 250 parts per million.
         if present.is_some_and(|present| u64::from(present.abs_diff(khz)) * 4000 <= u64::from(khz)) {
             return Ok(());
         }
@@ -260,7 +261,7 @@ impl Vcpu<'_> {
         })
     }
 
-    /// Brings a vCPU to its start. `power_on` is what was saved right after it was created.
+    /// Sets the start state of a vCPU. `power_on` is the state saved right after its creation.
     pub(super) fn start(
         &self,
         power_on: &SavedVcpu,
@@ -272,7 +273,7 @@ impl Vcpu<'_> {
         }
         match start {
             VcpuStart::Registers(registers) => self.set_registers(registers),
-            // Its local APIC keeps it from running.
+            // Its local APIC keeps the vCPU from running.
             VcpuStart::WaitForSipi if self.vm.has_user_local_apics() => Ok(()),
             VcpuStart::WaitForSipi if !self.vm.has_kernel_irqchip() => {
                 Err(self.bad("it can wait for SIPI only with a local APIC; give it registers"))
@@ -302,7 +303,7 @@ impl Vcpu<'_> {
     }
 }
 
-/// The saved CPUID leaves as KVM takes them.
+/// The saved CPUID leaves in KVM's format.
 pub(super) fn cpuid_of(saved: &SavedVcpu) -> Result<CpuId, VcpuError> {
     CpuId::from_entries(&saved.cpuid).map_err(|error| VcpuError::BadState {
         vcpu: saved.id,
@@ -310,8 +311,8 @@ pub(super) fn cpuid_of(saved: &SavedVcpu) -> Result<CpuId, VcpuError> {
     })
 }
 
-/// A leaf without what follows the vCPU's own registers: OSXSAVE, MONITOR and the APIC's bit, OSPKE, and the size of the
-/// XSAVE area.
+/// A leaf without the bits that depend on the vCPU's own registers: OSXSAVE, MONITOR and the APIC's bit, OSPKE, and the size of the XSAVE
+/// area.
 fn without_running_bits(leaf: &kvm_cpuid_entry2) -> kvm_cpuid_entry2 {
     let mut leaf = *leaf;
     match (leaf.function, leaf.index) {
@@ -327,7 +328,7 @@ fn without_running_bits(leaf: &kvm_cpuid_entry2) -> kvm_cpuid_entry2 {
     leaf
 }
 
-/// Leaves and subleaves in which two sets differ, but for bits that change by themselves.
+/// Leaves and subleaves in which two sets differ, apart from bits that change by themselves.
 fn cpuid_difference(present: &[kvm_cpuid_entry2], wanted: &[kvm_cpuid_entry2]) -> BTreeSet<(u32, u32)> {
     let lacks = |set: &[kvm_cpuid_entry2], leaf: &kvm_cpuid_entry2| {
         !set.iter().any(|other| without_running_bits(other) == without_running_bits(leaf))
@@ -347,12 +348,12 @@ fn offers_virtualisation(cpuid: &CpuId) -> bool {
     })
 }
 
-/// Whether an MSR sets the time-stamp counter.
+/// Whether an MSR holds the time-stamp counter or its adjustment.
 pub(crate) fn is_time(index: u32) -> bool {
     matches!(index, MSR_IA32_TSC | MSR_IA32_TSC_ADJUST)
 }
 
-/// The time-stamp counter first, the deadline that is measured with it last.
+/// Orders MSRs: the time-stamp counter first, the deadline that depends on it last.
 fn in_order(saved: &[SavedMsr], keep_time: bool) -> Vec<kvm_msr_entry> {
     let rank = |index: u32| match index {
         MSR_IA32_TSC => 0,

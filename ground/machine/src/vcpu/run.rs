@@ -24,7 +24,7 @@ use crate::{machine_check, sys};
 /// Work for a parked vCPU thread.
 pub(super) type Command = Box<dyn FnOnce(&mut VcpuThread) + Send>;
 
-/// What a vCPU thread owns.
+/// State that a vCPU thread owns.
 pub(super) struct VcpuThread {
     pub(super) id: u32,
     pub(super) fd: VcpuFd,
@@ -33,7 +33,7 @@ pub(super) struct VcpuThread {
     pub(super) control: Arc<Control>,
     pub(super) exits: Arc<VcpuExits>,
     pub(super) options: Arc<VcpuOptions>,
-    /// In HLT, where the local APIC is outside of KVM.
+    /// In HLT, where the local APIC is outside KVM.
     pub(super) halted: bool,
 }
 
@@ -59,21 +59,21 @@ impl GuestRegisters for VcpuThread {
 
 /// Why a vCPU left the run loop.
 pub(super) enum Left {
-    /// Somebody wants something; port and memory accesses are complete.
+    /// A request is pending; port and memory accesses are complete.
     Attention,
-    /// It can't or shan't go on.
+    /// The vCPU can't or must not run further.
     Ended(VcpuEvent),
 }
 
-/// What an exit means for the run loop.
+/// Result of an exit for the run loop.
 pub(super) enum Next {
     Go,
-    /// KVM_RUN was interrupted: nothing is under way.
+    /// KVM_RUN was interrupted: no access is in progress.
     Interrupted,
     End(VcpuEvent),
 }
 
-/// Says so even when the thread dies of a panic.
+/// Marks the thread as gone, also when it panics.
 struct Goodbye(Arc<Control>);
 
 impl Drop for Goodbye {
@@ -83,13 +83,13 @@ impl Drop for Goodbye {
 }
 
 impl VcpuThread {
-    /// Runs until told to stop.
+    /// Runs until the stop.
     pub(super) fn work(mut self) {
         let _goodbye = Goodbye(Arc::clone(&self.control));
         loop {
             match self.control.next_order() {
                 Order::Stop => return,
-                // A panic is seen by whoever waits for the result.
+                // The thread that waits for the result sees the panic.
                 Order::Command(command) => drop(catch_unwind(AssertUnwindSafe(|| command(&mut self)))),
                 Order::Run { was_parked } => self.run_guarded(was_parked),
             }
@@ -112,7 +112,8 @@ impl VcpuThread {
 
     fn run(&mut self, was_parked: bool) -> Left {
         if was_parked {
-            // Tells guests with a paravirtual clock that time was lost on purpose. EINVAL: the guest uses none.
+            // Reports the pause to guests with a paravirtual clock, so that their watchdogs ignore it. EINVAL: the guest doesn't use that
+            // clock.
             if let Err(error) = self.fd.kvmclock_ctrl()
                 && error.errno() != libc::EINVAL
             {
@@ -122,7 +123,7 @@ impl VcpuThread {
         let local_apics = self.options.local_apics.clone();
         if was_parked
             && local_apics.is_some()
-            // What KVM says of interrupts is of the state before.
+            // Until it runs, KVM reports interrupt flags of the former state.
             && let Left::Ended(event) = self.complete()
         {
             return Left::Ended(event);
@@ -154,8 +155,8 @@ impl VcpuThread {
         }
     }
 
-    /// Enters KVM without entering the guest, so that a port or memory access whose exit was handled reaches the guest's
-    /// registers. An access in several parts exits once per part.
+    /// Calls KVM_RUN without entering the guest, so that a handled port or memory access reaches the guest's registers. An access in
+    /// several parts exits once per part.
     pub(super) fn complete(&mut self) -> Left {
         loop {
             self.control.set_immediate_exit(true);
@@ -167,10 +168,10 @@ impl VcpuThread {
         }
     }
 
-    /// A device answered the access that is complete now with a machine check.
+    /// Raises a machine check: a device answered the completed access with it.
     fn machine_check(&self) -> Left {
         match sys::machine_check(&self.fd, &machine_check::record()) {
-            // Whoever gives orders finds none, and lets it run on.
+            // The caller finds no other request, and resumes the vCPU.
             Ok(()) => Left::Attention,
             Err(error) => {
                 let what = format!("KVM could not raise a machine check: {error}");
@@ -179,13 +180,13 @@ impl VcpuThread {
         }
     }
 
-    /// What the guest wrote before, and may be late.
+    /// Passes deferred writes that the guest made before this exit to their devices.
     fn drain(&self) {
         self.vm.late().drain(&self.options.ports, &self.options.memory);
     }
 
     fn end(&mut self, event: VcpuEvent) -> Left {
-        // The handler's `out` counts as executed.
+        // Completes the handler's `out`, which counts as executed.
         if matches!(event, VcpuEvent::Stopped { .. })
             && let Left::Ended(worse @ (VcpuEvent::Failed { .. } | VcpuEvent::Shutdown { .. })) =
                 self.complete()
@@ -207,7 +208,7 @@ impl VcpuThread {
         self.rip().map_or_else(String::new, |rip| format!(" at rip {rip:#x}"))
     }
 
-    /// One KVM_RUN, and what it takes to go on.
+    /// One KVM_RUN, and the handling of its exit.
     fn enter(&mut self) -> Next {
         let vcpu = self.id;
         let local_apics = self.options.local_apics.clone();
@@ -264,7 +265,7 @@ impl VcpuThread {
                 self.exits.count(ExitCause::Kick);
                 Next::Interrupted
             }
-            // The vCPU left its wait for SIPI, or KVM wants another try.
+            // The vCPU left its wait for SIPI, or KVM asks for a retry.
             Some(libc::EAGAIN) => {
                 self.exits.count(ExitCause::Retry);
                 Next::Go
@@ -288,15 +289,15 @@ impl VcpuThread {
     fn port(&mut self) -> Next {
         let vcpu = self.id;
         let run: *mut kvm_bindings::kvm_run = self.fd.get_kvm_run();
-        // SAFETY: the exit reason says that `io` is the union's field.
+        // SAFETY: for this exit reason, `io` is the valid field of the union.
         let io = unsafe { (*run).__bindgen_anon_1.io };
         let size = usize::from(io.size);
         let bytes = size.saturating_mul(io.count as usize);
         let Ok(offset) = usize::try_from(io.data_offset) else {
             return self.failed("KVM's port data is out of reach".into());
         };
-        // SAFETY: KVM puts `count` items of `size` bytes at this offset of the area that is mapped as kvm_run. The slice
-        // lives until the next KVM_RUN at most, and nothing else refers to these bytes meanwhile: `fd` isn't used below.
+        // SAFETY: KVM puts `count` items of `size` bytes at this offset of the area that is mapped as kvm_run. The slice is dropped
+        // before the next KVM_RUN, and nothing else refers to these bytes meanwhile: `fd` isn't used below.
         let data = unsafe { std::slice::from_raw_parts_mut(run.cast::<u8>().add(offset), bytes) };
         let is_read = u32::from(io.direction) == KVM_EXIT_IO_IN;
         self.exits.count(if is_read { ExitCause::IoIn } else { ExitCause::IoOut });
@@ -329,7 +330,7 @@ impl VcpuThread {
     }
 
     fn memory(&mut self) -> Next {
-        // SAFETY: the exit reason says that `mmio` is the union's field.
+        // SAFETY: for this exit reason, `mmio` is the valid field of the union.
         let mmio = unsafe { &mut self.fd.get_kvm_run().__bindgen_anon_1.mmio };
         let len = (mmio.len as usize).min(mmio.data.len());
         let data = &mut mmio.data[..len];
@@ -343,13 +344,13 @@ impl VcpuThread {
         Next::Go
     }
 
-    /// Exits after which the vCPU can't go on.
+    /// Handles exits after which the vCPU can't run further.
     fn no_way_on(&mut self, reason: u32, cause: ExitCause) -> Next {
         let at = self.at();
         let run = self.fd.get_kvm_run();
         match reason {
             KVM_EXIT_SYSTEM_EVENT => {
-                // SAFETY: the exit reason says that `system_event` is the union's field.
+                // SAFETY: for this exit reason, `system_event` is the valid field of the union.
                 let kind = unsafe { run.__bindgen_anon_1.system_event.type_ };
                 Next::End(VcpuEvent::SystemEvent { vcpu: self.id, kind })
             }
@@ -358,7 +359,7 @@ impl VcpuThread {
                 self.failed(format!("KVM can't go on{at}: {text}"))
             }
             kvm_bindings::KVM_EXIT_FAIL_ENTRY => {
-                // SAFETY: the exit reason says that `fail_entry` is the union's field.
+                // SAFETY: for this exit reason, `fail_entry` is the valid field of the union.
                 let entry = unsafe { run.__bindgen_anon_1.fail_entry };
                 let code = entry.hardware_entry_failure_reason;
                 self.failed(format!("The processor refused to enter the guest{at}, with reason {code:#x}"))
@@ -372,18 +373,18 @@ impl VcpuThread {
 }
 
 fn internal_error(run: &kvm_bindings::kvm_run) -> String {
-    // SAFETY: the exit reason says that `internal` is the union's field; all of its bytes are initialised by KVM.
+    // SAFETY: for this exit reason, `internal` is the valid field of the union; KVM initializes all of its bytes.
     let internal = unsafe { run.__bindgen_anon_1.internal };
     match internal.suberror {
         KVM_INTERNAL_ERROR_EMULATION => {
-            // SAFETY: with this suberror the same bytes have this form; `ndata` says how much of it is filled.
+            // SAFETY: with this suberror the same bytes have this form; `ndata` is the number of filled words.
             let failure = unsafe { run.__bindgen_anon_1.emulation_failure };
             let has_bytes = failure.ndata >= 3
                 && failure.flags & u64::from(KVM_INTERNAL_ERROR_EMULATION_FLAG_INSTRUCTION_BYTES) != 0;
             if !has_bytes {
                 return "it could not emulate an instruction".into();
             }
-            // SAFETY: the flag says that these bytes are filled.
+            // SAFETY: the flag shows that KVM has filled these bytes.
             let insn = unsafe { failure.__bindgen_anon_1.__bindgen_anon_1 };
             let bytes = insn.insn_bytes.iter().take(usize::from(insn.insn_size));
             let hex: Vec<String> = bytes.map(|byte| format!("{byte:02x}")).collect();

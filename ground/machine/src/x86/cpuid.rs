@@ -30,16 +30,19 @@ const ECX_HYPERVISOR: u32 = 1 << 31;
 const EDX_HTT: u32 = 1 << 28;
 const EXTENDED_ECX_CMP_LEGACY: u32 = 1 << 1;
 const EXTENDED_ECX_SVM: u32 = 1 << 2;
-/// More counters than those that every processor has.
+/// ECX of leaf 0x80000001: extended performance counters (AMD), beyond those that every processor has.
 const EXTENDED_ECX_COUNTERS: u32 = 1 << 23;
 
-/// The CPUID leaves for vCPU `index`: what KVM supports, with APIC id, topology, hypervisor bit and KVM's paravirtual leaves. Nested virtualisation
-/// isn't offered.
+/// The CPUID leaves for vCPU `index`: the leaves that KVM supports, with APIC id, topology, hypervisor bit and KVM's paravirtual leaves.
+/// Nested virtualization isn't offered.
 ///
 /// | controllers | TSC-deadline timer | x2APIC | performance counters | KVM's paravirtual features |
 /// |---|---|---|---|---|
-/// | in the kernel | where KVM emulates it | as KVM says | as KVM says | as KVM says |
-/// | in the monitor | no | yes | no | none: Linux takes x2APIC by KVM's signature alone, and the features are clocks, events and counters that KVM writes to guest memory by itself |
+/// | in the kernel | where KVM emulates it | as KVM supports | as KVM supports | as KVM supports |
+/// | in the monitor | no | yes | no | none |
+///
+/// With controllers in the monitor Linux uses x2APIC because of KVM's signature alone. The paravirtual features are clocks, events and
+/// counters that KVM writes to guest memory by itself.
 pub fn guest_cpuid(
     host: &Host,
     topology: &CpuTopology,
@@ -101,7 +104,7 @@ fn adjust(
                 }
                 put(&mut leaf.edx, EDX_HTT.trailing_zeros(), 1, u32::from(cores > 1));
             }
-            // Type 0: no more caches.
+            // Type 0 ends the list of caches.
             LEAF_CACHES_INTEL if leaf.eax & 0x1f != 0 => {
                 put(&mut leaf.eax, 26, 6, (stride - 1).min(63));
                 let sharers = sharers(leaf.eax, stride);
@@ -157,7 +160,7 @@ fn sharers(eax: u32, package: u32) -> u32 {
     if level >= 3 { package } else { 1 }
 }
 
-/// Levels thread and core, and the end.
+/// Topology levels thread and core, then the end of the list.
 fn topology_leaves(function: u32, apic_id: u32, stride: u32, cores: u32) -> [kvm_cpuid_entry2; 3] {
     let level = |index, shift, count, kind: u32| kvm_cpuid_entry2 {
         function,
@@ -172,7 +175,7 @@ fn topology_leaves(function: u32, apic_id: u32, stride: u32, cores: u32) -> [kvm
     [level(0, 0, 1, 1), level(1, stride.trailing_zeros(), cores, 2), level(2, 0, 0, 0)]
 }
 
-/// KVM's signature, where the supported leaves lack it.
+/// Adds KVM's signature, where the supported leaves lack it.
 fn add_hypervisor(leaves: &mut Vec<kvm_cpuid_entry2>) {
     if leaves.iter().any(|leaf| leaf.function == LEAF_HYPERVISOR) {
         return;

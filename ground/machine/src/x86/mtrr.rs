@@ -7,9 +7,9 @@ use std::ops::RangeInclusive;
 /// `IA32_MTRR_DEF_TYPE`: whether MTRRs are on, and the type of memory that none of them covers.
 pub(crate) const MSR_MTRR_DEF_TYPE: u32 = 0x2ff;
 
-/// What firmware leaves in [`MSR_MTRR_DEF_TYPE`] of every processor: MTRRs are on (bit 11), all memory is write-back
-/// (type 6) unless a range or the page tables say otherwise. With MTRRs off Linux takes PAT for unusable too, and so has
-/// no write-combining.
+/// Value that firmware leaves in [`MSR_MTRR_DEF_TYPE`] of every processor: MTRRs are enabled (bit 11), and all memory is write-back (type
+/// 6) unless a range or the page tables select another type. With MTRRs disabled, Linux disables PAT too, and then has no
+/// write-combining.
 pub(crate) const MTRR_WRITE_BACK: u64 = 1 << 11 | 6;
 
 /// The eight pairs of base and mask that KVM emulates.
@@ -17,8 +17,8 @@ const VARIABLE: RangeInclusive<u32> = 0x200..=0x20f;
 /// First MiB: one register for 512 KiB, two of 128 KiB each, eight of 32 KiB each.
 const FIXED: [u32; 11] = [0x250, 0x258, 0x259, 0x268, 0x269, 0x26a, 0x26b, 0x26c, 0x26d, 0x26e, 0x26f];
 
-/// All MTRRs that hold state, [`MSR_MTRR_DEF_TYPE`] last: switched on when the ranges are in place. KVM lists them among a
-/// vCPU's MSRs in newer kernels only.
+/// All MTRRs that hold state. [`MSR_MTRR_DEF_TYPE`] is the last, so that a restore enables MTRRs after it has set the ranges. Only newer
+/// kernels list them among a vCPU's MSRs.
 pub(crate) fn msrs() -> impl Iterator<Item = u32> {
     VARIABLE.chain(FIXED).chain([MSR_MTRR_DEF_TYPE])
 }

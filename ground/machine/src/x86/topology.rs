@@ -1,17 +1,17 @@
-//! Which cores a guest sees, and their APIC ids.
+//! The cores that a guest sees, and their APIC ids.
 
-/// Most vCPUs of a VM: APIC ids are 8 bits wide, 255 means all, and the I/O APIC has 254.
+/// Limit for the number of vCPUs of a VM: APIC ids are 8 bits wide, 255 is the broadcast id, and the I/O APIC has 254.
 pub const MOST_VCPUS: u32 = 254;
 /// The highest APIC id of a vCPU.
 pub const HIGHEST_APIC_ID: u32 = MOST_VCPUS - 1;
 
-/// Which cores the guest sees: packages (sockets) of cores, one thread per core.
+/// The cores that the guest sees: packages (sockets) of cores, one thread per core.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct CpuTopology {
     packages: Vec<u32>,
 }
 
-/// A topology that can't be.
+/// The topology isn't possible.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum TopologyError {
     /// No vCPUs, or too many.
@@ -20,7 +20,7 @@ pub enum TopologyError {
     /// A package without cores.
     #[error("CPU package {0} has no cores; leave it out or give it at least one")]
     Empty(usize),
-    /// APIC ids run out.
+    /// The packages need APIC ids above the limit.
     #[error(
         "{packages} CPU packages with up to {cores} cores need APIC ids up to {highest}, but {most} is the highest; use fewer packages or more equal ones",
         most = HIGHEST_APIC_ID
@@ -79,7 +79,7 @@ impl CpuTopology {
         self.packages.iter().copied().max().unwrap_or(1).next_power_of_two()
     }
 
-    /// Package of vCPU `index`, and its number within it.
+    /// Package of vCPU `index`, and the vCPU's number within it.
     fn place(&self, index: u32) -> (usize, u32) {
         let mut left = index;
         for (package, &cores) in self.packages.iter().enumerate() {
@@ -91,8 +91,8 @@ impl CpuTopology {
         (self.packages.len().saturating_sub(1), left)
     }
 
-    /// APIC id of vCPU `index`, also the id to create it with. Ids of a package are consecutive; packages begin at
-    /// multiples of a power of two.
+    /// APIC id of vCPU `index`, which is also its KVM id. Ids of a package are consecutive; packages begin at multiples of a power of
+    /// two.
     pub fn apic_id(&self, index: u32) -> u32 {
         let (package, core) = self.place(index);
         u32::try_from(package).unwrap_or(0) * self.stride() + core
@@ -147,7 +147,7 @@ mod tests {
     }
 
     proptest! {
-        /// Every accepted topology has distinct ids that fit, and ids tell packages apart.
+        /// Every accepted topology has distinct ids within the limit, and an id determines its package.
         #[test]
         fn ids_are_distinct_and_carry_the_package(cores in prop::collection::vec(1u32..40, 1..20)) {
             if let Ok(topology) = CpuTopology::packages(&cores) {

@@ -1,10 +1,10 @@
-//! CPUID leaves that say how fast a vCPU's time-stamp counter (TSC) and APIC timer run, for guests that don't read KVM's clock: there is no PIT and no PM timer
-//! to measure them against.
+//! CPUID leaves with the frequencies of a vCPU's time-stamp counter (TSC) and APIC timer. They serve guests that don't read KVM's clock:
+//! the VM has no PIT and no PM timer to measure the frequencies against.
 //!
-//! | leaf | who reads it | says |
+//! | leaf | read by | content |
 //! |---|---|---|
 //! | 0x15, Intel | Linux, FreeBSD | TSC per crystal clock as a fraction, and the crystal clock, which is also the APIC timer's |
-//! | 0x16, Intel | the same, where 0x15 doesn't do | base and highest frequency in MHz |
+//! | 0x16, Intel | Linux, FreeBSD, where 0x15 isn't enough | base and highest frequency in MHz |
 //! | 0x40000010 | FreeBSD, Linux under VMware's signature | TSC and APIC timer in kHz |
 //!
 //! Sources: Intel SDM volume 2A, CPUID; "Hypervisor CPUID Interface Proposal" (Linux kernel list, 2008); Linux `arch/x86/kernel/tsc.c`.
@@ -18,11 +18,11 @@ const LEAF_FREQUENCY: u32 = 0x16;
 const LEAF_TIMING: u32 = 0x4000_0010;
 /// KVM's APIC timer counts nanoseconds.
 const APIC_TIMER_KHZ: u32 = 1_000_000;
-/// Linux multiplies the APIC timer's kHz with the fraction's numerator in 32 bits.
+/// Limit for the numerator: Linux multiplies it with the APIC timer's kHz in 32 bits.
 const NUMERATOR_LIMIT: u32 = u32::MAX / APIC_TIMER_KHZ;
 
-/// `cpuid` with leaves that tell a TSC of `khz`. Intel's leaves only for processors that aren't AMD's or Hygon's and that have leaves up to there. `None` when they
-/// don't fit.
+/// Adds leaves to `cpuid` that report a TSC of `khz` kHz. Adds Intel's leaves only on processors that aren't AMD's or Hygon's and whose
+/// highest basic leaf includes them. `None` when the leaves don't fit.
 pub(crate) fn with_tsc_frequency(cpuid: &CpuId, khz: u32) -> Option<CpuId> {
     let mut leaves = cpuid.as_slice().to_vec();
     let basic = leaves.iter().find(|leaf| leaf.function == 0);
@@ -36,7 +36,7 @@ pub(crate) fn with_tsc_frequency(cpuid: &CpuId, khz: u32) -> Option<CpuId> {
         put(&mut leaves, LEAF_FREQUENCY, [mhz, mhz, 0, 0]);
     }
     put(&mut leaves, LEAF_TIMING, [khz, APIC_TIMER_KHZ, 0, 0]);
-    // Who reads leaf 0x40000010 looks first whether there are as many.
+    // Guests read leaf 0x40000010 only if the hypervisor's highest leaf includes it.
     if let Some(leaf) = leaves.iter_mut().find(|leaf| leaf.function == LEAF_HYPERVISOR) {
         leaf.eax = leaf.eax.max(LEAF_TIMING);
     }
@@ -48,8 +48,8 @@ fn put(leaves: &mut Vec<kvm_cpuid_entry2>, function: u32, [eax, ebx, ecx, edx]: 
     leaves.push(kvm_cpuid_entry2 { function, eax, ebx, ecx, edx, ..Default::default() });
 }
 
-/// The fraction nearest to `value / unit` whose numerator isn't above `limit`, which is 1 or more: numerator and denominator. `(0, 1)` when even the whole part is above.
-/// By continued fractions: of the convergents and what lies between two of them the last that fit.
+/// The fraction nearest to `value / unit` whose numerator isn't above `limit`, which is 1 or more. Returns numerator and denominator;
+/// `(0, 1)` when even the whole part is above the limit. Uses continued fractions: the last convergent or semiconvergent that fits.
 fn fraction(value: u32, unit: u32, limit: u32) -> (u32, u32) {
     let (mut above, mut below) = (u64::from(value), u64::from(unit));
     let (mut last, mut now) = ((0_u64, 1_u64), (1_u64, 0_u64));
@@ -58,7 +58,7 @@ fn fraction(value: u32, unit: u32, limit: u32) -> (u32, u32) {
         let fits = (u64::from(limit) - last.0).checked_div(now.0).map_or(whole, |most| most.min(whole));
         let next = (fits * now.0 + last.0, fits * now.1 + last.1);
         if fits < whole {
-            // Between `last` and `now`, and nearer than either only from half of the way on.
+            // A semiconvergent is nearer than the convergent `now` only if it uses more than half of the partial quotient.
             if fits * 2 > whole {
                 now = next;
             }
@@ -120,8 +120,8 @@ mod tests {
     }
 
     proptest! {
-        /// As Linux computes it, in 32 bits, the frequency is right to 120 parts per million, and nearly always to one: only close above or below a whole number of
-        /// GHz and other simple fractions no better one has so small a numerator. NTP corrects 500.
+        /// As Linux computes it, in 32 bits, the frequency is right to 120 parts per million, and nearly always to one. The exceptions
+        /// lie close to whole GHz and other simple fractions, where no better fraction has so small a numerator. NTP corrects 500.
         #[test]
         fn the_fraction_survives_32_bits(khz in 500_000_u32..4_294_000) {
             let (numerator, denominator) = fraction(khz, APIC_TIMER_KHZ, NUMERATOR_LIMIT);
