@@ -1,4 +1,4 @@
-//! From the description to the machine that firmware describes, and from loaded kernel to vCPU registers.
+//! Builds the machine map for firmware from the description, and vCPU registers from the loaded kernel.
 
 use firmware::layout;
 use firmware::map::{AddressRange, Cpu, MachineMap, PciWindows, PowerPorts, RamRange, default_pci_routes};
@@ -61,7 +61,7 @@ pub fn machine_map(
     }
 }
 
-/// Lets the 64-bit PCI window end at `address`, where something else begins.
+/// Ends the 64-bit PCI window at `address`, where another range begins.
 pub fn end_pci_below(map: &mut MachineMap, address: u64) {
     map.pci.memory64 = map.pci.memory64.and_then(|window| {
         let len = window.len.min(address.checked_sub(window.start)?);
@@ -76,7 +76,7 @@ fn node_of(description: &VmDescription, vcpu: u32) -> u32 {
     found.and_then(|node| u32::try_from(node).ok()).unwrap_or(0)
 }
 
-/// Physical address bits that the guest's CPUID reports (leaf 0x8000_0008), 36 where it says nothing.
+/// Physical address bits that the guest's CPUID reports (leaf 0x8000_0008), 36 where it has no such leaf.
 pub fn physical_bits(cpuid: &CpuId) -> u8 {
     cpuid
         .as_slice()
@@ -86,7 +86,7 @@ pub fn physical_bits(cpuid: &CpuId) -> u8 {
         .unwrap_or(36)
 }
 
-/// KVM's form of the boot CPU's registers.
+/// The boot CPU's registers in KVM's format.
 pub fn start_registers(boot: &BootRegisters) -> StartRegisters {
     let data = segment(&boot.data);
     StartRegisters {

@@ -1,24 +1,24 @@
-//! By how much a guest's clock advances in the blackout of its migration.
+//! How far a guest's clock advances during the blackout of its migration.
 //!
-//! KVM adds what has passed since the save by the hosts' wall clocks, which may differ: a guest would jump by hours, or lose the time of the pause. So they are believed only
-//! within what was measured:
+//! KVM adds the time since the save by the hosts' wall clocks, which may differ. The guest's clock would jump by hours, or lose the time
+//! of the blackout. So the monitor accepts the wall clocks only within these limits around the measured time:
 //!
 //! ```text
 //! measured - MAX_CLOCK_DIFFERENCE <= time by wall clocks <= measured + MAX_CLOCK_DIFFERENCE + MAX_TRANSIT
 //! ```
-//! Otherwise the measured time counts.
+//! Otherwise it uses the measured time.
 
 use std::time::Duration;
 
 use machine::state::SavedClock;
 
-/// Wall clocks that are kept by NTP differ by less.
+/// Wall clocks synchronized by NTP differ by less.
 const MAX_CLOCK_DIFFERENCE: Duration = Duration::from_millis(100);
-/// The measured time lacks the way of the last bytes over the network.
+/// Transit time of the last bytes over the network, which the measured time doesn't include.
 const MAX_TRANSIT: Duration = Duration::from_secs(1);
 
-/// The clock to restore at `now_ns` of this host's wall clock, of a guest that has stood still for `measured`; and by how much the hosts' wall clocks differ, in nanoseconds, where
-/// that was too much to believe them. Without a measurement they are believed.
+/// Returns the clock to restore at `now_ns` of this host's wall clock, for a guest that has been stopped for `measured`. Where the wall
+/// clocks weren't accepted, also returns their difference in nanoseconds. Without a measurement the function accepts them.
 pub fn bounded(saved: &SavedClock, measured: Option<Duration>, now_ns: u64) -> (SavedClock, Option<i128>) {
     let (Some(then_ns), Some(measured)) = (saved.realtime_ns, measured) else { return (saved.clone(), None) };
     let by_clocks = i128::from(now_ns) - i128::from(then_ns);
@@ -29,7 +29,7 @@ pub fn bounded(saved: &SavedClock, measured: Option<Duration>, now_ns: u64) -> (
     if believable.contains(&difference) {
         return (saved.clone(), None);
     }
-    // What KVM adds is the time since then.
+    // KVM adds the time since `realtime_ns`.
     let realtime_ns = Some(now_ns.saturating_sub(measured_ns));
     (SavedClock { realtime_ns, ..saved.clone() }, Some(difference))
 }
@@ -41,7 +41,7 @@ mod tests {
     const SECOND: u64 = 1_000_000_000;
     const NOW: u64 = 1_000_000 * SECOND;
 
-    /// Nanoseconds that KVM adds to the clock of a guest that was saved so long ago by the wall clocks, and the difference.
+    /// Nanoseconds that KVM adds to the clock of a guest that was saved `by_clocks_ns` ago by the wall clocks, and the difference.
     fn added(by_clocks_ns: i64, measured: Option<Duration>) -> (u64, Option<i128>) {
         let realtime_ns = Some(NOW.checked_add_signed(-by_clocks_ns).unwrap());
         let saved = SavedClock { version: 1, clock_ns: 7, realtime_ns, host_tsc: None };
@@ -69,7 +69,7 @@ mod tests {
             let difference = i128::from(by_clocks) - 300_000_000;
             assert_eq!(added(by_clocks, Some(pause)), (300_000_000, Some(difference)));
         }
-        // What a source may say.
+        // A hostile source's value.
         assert_eq!(added(0, Some(Duration::MAX)).0, NOW);
     }
 }

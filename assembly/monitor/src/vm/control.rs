@@ -1,4 +1,4 @@
-//! The running VM as its API sees it.
+//! The control API's view of the running VM.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -29,7 +29,7 @@ pub struct Control {
 }
 
 impl Control {
-    /// `sandbox` is what the device tree says about confinement; `fetching` are pages that come after the guest.
+    /// `sandbox` is the device tree's report about confinement; `fetching` is the state of a post-copy.
     pub fn new(
         machine: Arc<Machine>,
         sandbox: Report,
@@ -39,7 +39,7 @@ impl Control {
         Self { machine, sandbox, migration, fetching }
     }
 
-    /// Whether the VM isn't in doubt, or its user answers for its not running elsewhere.
+    /// Fails if the VM is in doubt, unless its user has forced the command.
     fn certain(&self, command: &str, forced: bool) -> Result<(), ControlError> {
         if *self.machine.state() != VmState::InDoubt {
             return Ok(());

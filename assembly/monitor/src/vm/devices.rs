@@ -1,4 +1,4 @@
-//! The devices of a machine: opened before the sandbox closes, plugged while the machine is assembled.
+//! The devices of a machine: opened before the sandbox is entered, plugged while the machine is assembled.
 
 use std::sync::Arc;
 
@@ -39,7 +39,7 @@ use crate::nic::{NicHandle, OpenedNic, Refusals};
 use crate::sandbox::{Sandbox, ThreadKind};
 use crate::vfio_user::{Arriving, VfioUserFunction};
 
-/// Devices whose files, sockets and interfaces are open, without a machine yet.
+/// Devices with open files, sockets and interfaces, and without a machine yet.
 pub struct OpenedDevices {
     console: Option<Console>,
     virtio: Vec<Box<dyn VirtioDevice>>,
@@ -53,8 +53,8 @@ pub struct OpenedDevices {
 }
 
 impl OpenedDevices {
-    /// Opens what the description names.
-    /// Images are locked now, or with `claim` off once the VM that uses them has come here.
+    /// Opens the files, sockets and interfaces that the description names. With `claim`, locks the disks' images now; otherwise the
+    /// incoming VM locks them at its switchover.
     pub fn new(description: &VmDescription, events: &Events, claim: bool) -> Result<Self, Error> {
         let sink: EventSink = {
             let events = events.clone();
@@ -87,7 +87,7 @@ impl OpenedDevices {
         let mut network = None;
         for (index, interface) in description.net.iter().enumerate() {
             let name = format!("net{index}");
-            // The neighbourhood is that device's then, and the guest has no function.
+            // The network device is the neighbourhood's member, and the guest gets no neighbour function.
             let to_neighbours = interface.backend == NetBackend::Neighbours;
             match neighbour.take_if(|_| to_neighbours) {
                 Some(opened) => {
@@ -128,12 +128,12 @@ impl OpenedDevices {
         self.disks.clone()
     }
 
-    /// Whether firmware should describe a console.
+    /// Whether the ACPI tables describe a console.
     pub fn has_console(&self) -> bool {
         self.console.is_some()
     }
 
-    /// What the guest sees of the devices that can move.
+    /// The guest-visible shape of the devices that can migrate.
     pub fn shapes(&self) -> Vec<ShapeDevice> {
         let shape = |device: &dyn VirtioDevice| ShapeDevice {
             name: device.name().to_owned(),
@@ -143,22 +143,22 @@ impl OpenedDevices {
         self.virtio.iter().map(|device| shape(&**device)).chain(served::shapes(&self.served)).collect()
     }
 
-    /// What the state of served devices is written to, when their VM comes.
+    /// Receivers for the state of served devices of an incoming VM.
     pub fn arriving(&mut self, ram: &GuestRam) -> Result<Vec<Arriving>, Error> {
         served::arriving(&mut self.served, ram)
     }
 
-    /// The registry of neighbours, if the VM has some.
+    /// The neighbour registry's data, if the VM has a neighbourhood.
     pub fn neighbour(&self) -> Option<&OpenedNeighbour> {
         self.neighbour.as_ref()
     }
 
-    /// The membership of a network device, if the VM has that.
+    /// The membership of a network device, if the VM has one.
     pub fn network(&self) -> Option<&OpenedNetwork> {
         self.network.as_ref()
     }
 
-    /// Connects everything to a machine: at power-on state, or where saved devices were.
+    /// Plugs all devices into a machine: at power-on state, or with their saved state at their saved places.
     #[allow(clippy::too_many_arguments)]
     pub fn plug(
         self,
@@ -192,7 +192,7 @@ impl OpenedDevices {
         for port in [legacy::POST_PORT, legacy::DELAY_PORT] {
             ports.insert(port.into(), 1, "delay", Arc::new(DelayPort))?;
         }
-        // Only then guests have no clock of KVM's to learn frequencies from.
+        // Only guests with interrupt controllers in the monitor lack KVM's clock, and then probe for an 8254 timer.
         if map.x2apic {
             ports.insert(legacy::TIMER.into(), legacy::TIMER_PORTS, "no-timer", Arc::new(AbsentTimer))?;
         }
@@ -259,7 +259,7 @@ impl OpenedDevices {
             let stop = Arc::new(move |what| events.send(Event::Refused(name.clone(), what)));
             let events = self.events.clone();
             let check = Box::new(move || events.send(Event::MachineCheck));
-            // A bus holds its devices, and must not be held by them.
+            // Weak references: a bus owns its devices, so they must not own the bus.
             let (its_vm, ports, memory) = (Arc::downgrade(vm), Arc::downgrade(ports), Arc::downgrade(memory));
             let drain = move || {
                 if let (Some(vm), Some(ports), Some(memory)) =
@@ -302,21 +302,21 @@ impl OpenedDevices {
     }
 }
 
-/// Platform devices of a running machine; PCI functions are found through the root bus.
+/// Platform devices of a running machine. The root bus lists the PCI functions.
 pub struct Devices {
     /// Console.
     pub serial: Option<Arc<Serial>>,
     /// Power, reset and sleep registers with the power button.
     pub power: Arc<PowerRegisters>,
-    /// The virtio functions, which can move.
+    /// The virtio functions, which can migrate.
     pub virtio: Vec<Arc<VirtioPciFunction>>,
-    /// The contents of its disks.
+    /// Contents of the disks.
     pub disks: Vec<DiskContent>,
     /// Functions that other processes serve.
     pub served: Vec<Arc<VfioUserFunction>>,
     /// Commodity NICs.
     pub nics: Vec<NicHandle>,
-    /// The VM is a neighbour while this is there.
+    /// The VM is a member of its neighbourhood while this exists.
     _network: Option<RunningNetwork>,
 }
 
@@ -330,7 +330,7 @@ impl Devices {
     }
 }
 
-/// A function as it was saved, at the place where it was.
+/// Plugs a function with its saved state at its saved place.
 fn restore(
     device: Box<dyn VirtioDevice>,
     ram: &GuestRam,

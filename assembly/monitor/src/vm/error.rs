@@ -1,14 +1,14 @@
-//! Why a VM could not be started, or had to be ended.
+//! Errors that prevent a VM's start or end the VM.
 
 use crate::sandbox::SandboxError;
 
-/// A VM could not be started, or had to be ended. The text says what was tried; the sources say why.
+/// A VM could not be started, or had to be ended. The text names the operation; the sources name the cause.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// /dev/kvm.
     #[error(transparent)]
     Host(#[from] machine::kvm::HostError),
-    /// The VM as KVM sees it.
+    /// KVM's VM object.
     #[error(transparent)]
     Vm(#[from] machine::vm::VmError),
     /// Guest RAM.
@@ -41,7 +41,7 @@ pub enum Error {
     /// A PCI function.
     #[error(transparent)]
     Function(#[from] pci::function::FunctionError),
-    /// A device could not be made.
+    /// A device could not be created.
     #[error("Device {name} could not be set up")]
     Device {
         /// Its name.
@@ -65,31 +65,31 @@ pub enum Error {
         #[source]
         source: std::io::Error,
     },
-    /// A platform device can't be what was saved.
+    /// A platform device can't be restored.
     #[error(transparent)]
     Platform(#[from] platform_devices::RestoreError),
-    /// Saved state without one of the devices.
+    /// The saved state lacks one of the devices.
     #[error("The VM's saved state has no device {0}, which is described here")]
     NoSavedDevice(String),
-    /// Saved state of a device that can't be used.
+    /// A device's saved state can't be used.
     #[error("Device {0} can't go on here: {1}")]
     BadSavedDevice(String, String),
-    /// Saved state that doesn't fit the machine.
+    /// The saved state doesn't fit the machine.
     #[error("The VM can't go on here: {0}")]
     BadSavedMachine(String),
-    /// It is doing something else.
+    /// The VM's state doesn't allow a migration.
     #[error("The VM is {0}, so it can't be moved now")]
     NotNow(control_api::types::VmState),
-    /// It did not come.
+    /// The incoming migration failed.
     #[error("The VM did not come here; start this monitor again to try it once more")]
     NotArrived(#[source] crate::migration::MigrationError),
-    /// It went, and is lost.
+    /// The VM was lost during its migration.
     #[error("The VM is lost")]
     Lost(#[source] crate::migration::MigrationError),
     /// Neighbours.
     #[error(transparent)]
     Neighbour(#[from] crate::neighbour::NeighbourError),
-    /// `--net fd:N` without such a descriptor.
+    /// `--net fd:N` names a descriptor that isn't open.
     #[error(
         "There is no open file descriptor {number} for the network device; open the tap in the parent process and let it be inherited"
     )]
@@ -100,10 +100,10 @@ pub enum Error {
         #[source]
         source: std::io::Error,
     },
-    /// The guest can't go on.
+    /// The guest can't run further.
     #[error("The guest can't go on: {0}")]
     GuestFailed(String),
-    /// A device's policy stops the guest.
+    /// A device's policy stops the VM.
     #[error(
         "The VM was stopped, as policy `stop` of {device} says: {what}; with `policy=ignore` or `policy=device-error` it goes on"
     )]
@@ -113,7 +113,7 @@ pub enum Error {
         /// The request that was refused, and why.
         what: String,
     },
-    /// The description asks for a payload where a kernel is needed.
+    /// The description has a payload where a kernel is needed.
     #[error("VM {0} is described as a payload guest, which has no devices and boots no kernel")]
     NotLinux(String),
 }

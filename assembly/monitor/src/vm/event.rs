@@ -1,4 +1,4 @@
-//! What wakes the main thread.
+//! Events that wake the main thread.
 
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -10,36 +10,36 @@ use super::incoming::Arrived;
 use crate::migration::MigrationError;
 use crate::migration::state::GuestRequest;
 
-/// Something the main thread acts on. Senders never wait.
+/// An event for the main thread. Sending never blocks.
 #[derive(Debug)]
 pub enum Event {
     /// From a platform device.
     Machine(MachineEvent),
     /// From a vCPU thread.
     Vcpu(VcpuEvent),
-    /// A device's policy is to stop a guest whose request it refused: the device, and what was refused.
+    /// A device's policy is to stop a guest whose request it refused: the device, and the refused request.
     Refused(String, String),
-    /// A device's policy is a machine check, for a request that came late.
+    /// A device's policy is a machine check, for a deferred write that it refused.
     MachineCheck,
-    /// The API asks for a reset; `forced`: of a VM in doubt as well.
+    /// The API requests a reset. With `forced` also of a VM in doubt.
     Reset {
-        /// Its user answers for its not running elsewhere.
+        /// The user has asserted that the VM doesn't run at its destination.
         forced: bool,
     },
-    /// The API asks to end the VM.
+    /// The API requests the VM's end.
     Stop,
-    /// The VM runs elsewhere now.
+    /// The VM runs at its destination now.
     Moved,
-    /// The VM has gone, and was lost on the way.
+    /// The VM was lost during its migration.
     Lost(MigrationError),
-    /// A VM has come, or why none has.
+    /// An incoming VM's memory and state have been received, or the migration failed.
     Arrived(Box<Result<Arrived, MigrationError>>),
-    /// A signal asks to end the VM.
+    /// A signal requests the VM's end.
     Signal(i32),
 }
 
 impl Event {
-    /// What it asks of the machine, if it is the guest who asks, or the API for it.
+    /// The request of the guest, or of the API on its behalf, that this event carries.
     pub fn request(&self) -> Option<GuestRequest> {
         match self {
             Self::Machine(MachineEvent::PowerOff) => Some(GuestRequest::PowerOff),
@@ -52,10 +52,10 @@ impl Event {
     }
 }
 
-/// Where events go; closed once the main thread has left its loop, and then nobody needs them.
+/// Sender of events. Its channel closes when the main thread leaves its loop; later events are dropped.
 ///
-/// What a guest asks of its machine is remembered from the moment when it asks until that is carried out: the vCPU that asks may be stopped for a migration, and the guest saved,
-/// before the main thread comes to it.
+/// A guest's request (reset, power-off) stays recorded until the main thread has executed it. A migration may stop the requesting vCPU
+/// and save the guest before that.
 #[derive(Debug, Clone)]
 pub struct Events {
     sender: Sender<Event>,
@@ -72,7 +72,7 @@ impl Events {
         self.asked.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Hands an event on. Dropped when the VM is ending already.
+    /// Sends an event. Drops it when the VM is ending already.
     pub fn send(&self, event: Event) {
         self.remember(event.request());
         if self.sender.send(event).is_err() {
@@ -86,17 +86,17 @@ impl Events {
         *asked = request.max(*asked);
     }
 
-    /// What was asked for and isn't carried out.
+    /// The request that was recorded and not yet executed.
     pub fn asked(&self) -> Option<GuestRequest> {
         *self.lock()
     }
 
-    /// The guest that asked isn't there any more: it was reset.
+    /// Clears the request: the guest that made it was reset.
     pub fn carried_out(&self) {
         *self.lock() = None;
     }
 
-    /// Hands on once more what was asked for, if anything was. Whether it was.
+    /// Sends the event of a recorded request again. Returns whether there was one.
     pub fn say_again(&self) -> bool {
         let event = match self.asked() {
             None => return false,
@@ -112,7 +112,7 @@ impl Events {
 mod tests {
     use super::*;
 
-    /// A request stays pending until it is carried out, also when its event was received. A reset doesn't replace a power-off.
+    /// A request stays recorded until it is executed, also when its event was received. A reset doesn't replace a power-off.
     #[test]
     fn what_a_guest_asks_for_is_remembered_until_it_is_carried_out() {
         let (sender, receiver) = std::sync::mpsc::channel();

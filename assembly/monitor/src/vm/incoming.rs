@@ -1,9 +1,9 @@
-//! A monitor that waits for its VM to come from another one.
+//! The destination monitor: waits for its VM from a source monitor.
 //!
 //! ```text
-//! main thread   chassis assembled, waits for events          restores, says Ready, hears Go, runs, says Running
+//! main thread   assembles the chassis, waits for events    restores, sends Ready, receives Go, runs, sends Running
 //! incoming      accepts the streams, fills RAM ──Arrived──▶
-//! api           serves what there is: progress, stop         from then on the machine
+//! api           serves the waiting VM: progress, stop      from then on serves the machine
 //! ```
 
 use std::net::{SocketAddr, TcpListener};
@@ -40,12 +40,12 @@ use crate::migration::state::SavedMachine;
 use crate::sandbox::{Sandbox, ThreadFilter};
 use crate::vfio_user::Arriving;
 
-/// A VM whose memory is here, and whose source waits.
+/// A VM whose memory and state were received, and whose source waits for the outcome.
 pub struct Arrived {
     landing: Landing,
     saved: SavedMachine,
     devices: ServedDevices,
-    /// Pages that come later.
+    /// The post-copy, if pages are not present yet.
     fetching: Option<Fetching>,
 }
 
@@ -55,25 +55,25 @@ impl std::fmt::Debug for Arrived {
     }
 }
 
-/// Where a VM is waited for.
+/// Where the monitor listens for a source.
 #[derive(Debug, Clone)]
 pub struct Incoming {
     /// The address.
     pub address: SocketAddr,
-    /// Streams must be encrypted with it; `None`: they must not be.
+    /// Key that encrypts the streams; with `None` they must be unencrypted.
     pub key: Option<ClusterKey>,
 }
 
-/// A socket that sources connect with.
+/// The socket for connections from sources.
 #[derive(Debug)]
 pub struct Listening {
     listener: TcpListener,
     key: Option<ClusterKey>,
-    /// The cluster knows of it, until this goes.
+    /// Registration with the cluster service; dropping it ends it.
     _announced: Option<Awaiting>,
 }
 
-/// Listens for a source; before the sandbox closes.
+/// Listens for a source. To be called before the sandbox is entered.
 pub fn listen(description: &VmDescription, incoming: Incoming) -> Result<Listening, Error> {
     let Incoming { address, key } = incoming;
     let failed = MigrationError::stream("listened for, at the address of --incoming");
@@ -81,7 +81,7 @@ pub fn listen(description: &VmDescription, incoming: Incoming) -> Result<Listeni
         return Err(Error::NotArrived(MigrationError::Immovable(reasons)));
     }
     let listener = TcpListener::bind(address).and_then(|listener| {
-        // Streams inherit it: answers in the guest's pause must not wait for more to say.
+        // Accepted streams inherit it: answers during the blackout must not wait for more data.
         rustix::net::sockopt::set_tcp_nodelay(&listener, true)?;
         listener.set_nonblocking(true)?;
         Ok(listener)
@@ -92,8 +92,8 @@ pub fn listen(description: &VmDescription, incoming: Incoming) -> Result<Listeni
     Ok(Listening { listener, key, _announced })
 }
 
-/// Tells the cluster where the VM is waited for, by the daemon of its RDMA NICs or the host's usual one: then `migrate --to` finds it by the host's name.
-/// Where that can't be, addresses do as well.
+/// Registers the listening address with the cluster service, through the daemon of the VM's RDMA NICs or the host's default one. Then
+/// `migrate --to` finds it by the host's name. Where this fails, `migrate --to` still accepts the address.
 fn announce(description: &VmDescription, address: SocketAddr) -> Option<Awaiting> {
     let socket = description.rdma.first().map_or(Path::new(DEFAULT_SOCKET), |nic| nic.host.as_path());
     if !socket.exists() {
@@ -118,28 +118,28 @@ fn announce(description: &VmDescription, address: SocketAddr) -> Option<Awaiting
     }
 }
 
-/// Served devices of the VM that comes.
+/// Served devices of the incoming VM.
 pub struct ServedDevices {
     functions: Vec<Arriving>,
     daemon: Option<Daemon>,
-    /// Whether their state has begun to come.
+    /// Whether the first part of their state has been received.
     begun: Mutex<bool>,
     late: LateMemory,
     disks: Vec<DiskContent>,
 }
 
-/// What memory that comes after the guest takes.
+/// State that a post-copy needs.
 pub struct LateMemory {
     /// Opened while the process had its privileges.
     uffd: Mutex<Result<Userfault, UserfaultError>>,
     regions: Vec<RamRegion>,
     pages: HugePages,
-    /// Where a daemon has the memory mapped, too.
+    /// Presence map for a daemon that also has the memory mapped.
     presence: Mutex<Option<Result<Presence, PresenceError>>>,
 }
 
 impl LateMemory {
-    /// For the RAM of the VM that comes.
+    /// For the RAM of the incoming VM.
     pub fn new(uffd: Result<Userfault, UserfaultError>, chassis: &Chassis) -> Self {
         let pages = chassis.description().memory.hugepages;
         let regions = chassis.ram().regions().to_vec();
@@ -172,14 +172,14 @@ impl LateMemory {
         keep_small(&self.regions).map_err(MigrationError::machine("prepared"))
     }
 
-    /// All memory came before the guest.
+    /// All memory was received before the switchover: no post-copy.
     fn not_needed(&self) {
         if self.pages == HugePages::None {
             allow_huge(&self.regions);
         }
     }
 
-    /// Has pages come while the guest runs.
+    /// Starts the post-copy: pages are fetched while the guest runs.
     fn begin(&self, rest: Rest, functions: &[Arriving], from: String) -> Result<Fetching, MigrationError> {
         let gone = UserfaultError::Open(std::io::Error::other("it is in use"));
         let uffd = std::mem::replace(&mut *self.lock(), Err(gone))
@@ -203,8 +203,8 @@ impl LateMemory {
             }
         }
         let on_lost = move |left, given, source: MigrationError| {
-            // Threads of this process wait for pages inside the kernel, devices' too, and nothing but its end makes them go on
-            // without: what they would find is no memory of the guest's.
+            // Threads of this process, devices' threads included, block inside the kernel for pages that can't be fetched any more. Only
+            // the process's end stops them: without the pages they would read other contents than the guest's.
             let source = Box::new(source);
             let error = if given {
                 Error::Lost(MigrationError::LostSource { from: from.clone(), left, source })
@@ -218,11 +218,11 @@ impl LateMemory {
     }
 }
 
-/// How the process ends when pages of the VM's memory can't come any more.
+/// Exit code of the process when pages of the VM's memory are lost.
 const LOST_EXIT_CODE: i32 = 1;
 
 impl ServedDevices {
-    /// Of a machine that waits.
+    /// For a machine that waits for its VM.
     pub fn new(
         functions: Vec<Arriving>,
         disks: Vec<DiskContent>,
@@ -245,7 +245,7 @@ impl Devices for ServedDevices {
     fn take(&self, number: u32, data: &[u8]) -> Result<(), MigrationError> {
         let mut begun = self.begun.lock().unwrap_or_else(PoisonError::into_inner);
         if !std::mem::replace(&mut *begun, true) {
-            // The daemon knows by now which VM comes.
+            // By now the daemon knows which VM migrates here.
             for function in &self.functions {
                 function.begin().map_err(server(function.name()))?;
             }
@@ -271,7 +271,7 @@ impl Devices for ServedDevices {
     }
 }
 
-/// Takes a VM in on a thread of its own; the main thread hears of it.
+/// Receives a VM on a thread of its own, which sends [`Event::Arrived`] to the main thread.
 pub fn await_vm(
     source: Listening,
     shape: Shape,
@@ -318,11 +318,13 @@ fn arrive(
     }
 }
 
-/// Restores the machine and runs its guest, when the source says so. On an error the guest is at the source.
+/// Restores the machine and runs its guest, when the source or the coordinator commits the migration. After an error the guest is at the
+/// source.
 ///
-/// With a daemon the decision is waited for, for as long as it takes, or until one of `events` ends the monitor; `doubt` says so.
+/// With a daemon, waits for the coordinator's decision without a time limit, or until one of `events` ends the monitor. Meanwhile `doubt`
+/// has the reason why there is no decision yet.
 ///
-/// With memory that is still to come: returned, too, and to be ended with the VM.
+/// In a post-copy also returns the fetching, which the caller ends with the VM.
 pub fn land(
     chassis: Chassis,
     arrived: Arrived,
@@ -348,11 +350,11 @@ pub fn land(
     };
     if let Err(error) = decided {
         fetching.iter().for_each(Fetching::abandon);
-        // Nothing ran; the buses are emptied, so that everything is let go of.
+        // No vCPU ran. Ending the machine empties the buses, so that all devices are dropped.
         machine.end()?;
         return Err(Error::NotArrived(error));
     }
-    // From here on the guest is here, whatever the source hears of it.
+    // The migration is committed: the guest runs here, whether or not the source learns of it.
     if let Some(fetching) = &fetching {
         fetching.commit();
     }
@@ -378,7 +380,7 @@ pub fn land(
     Ok((machine, fetching))
 }
 
-/// All is here: who runs the guest is the coordinator's to say. From its vote on this side doesn't give up.
+/// Everything was received: votes, and waits for the coordinator's decision. The vote can't be revoked.
 fn decide(
     landing: &mut Landing,
     devices: &ServedDevices,
@@ -395,7 +397,7 @@ fn decide(
         landing.refuse(&line(&error));
         return Err(error);
     }
-    // A source that has gone has perhaps voted.
+    // The source may have voted before its connection was lost.
     if let Err(error) = landing.restored() {
         tracing::warn!(error = line(&error), "The source doesn't hear that its VM is here");
     }
@@ -408,7 +410,7 @@ fn decide(
     }
 }
 
-/// Why it isn't known whether the VM that has come runs here, if it isn't for a while. Thread-safe.
+/// The reason why the VM is in doubt, while it is. Thread-safe.
 #[derive(Debug, Default)]
 pub struct Doubt(Mutex<Option<String>>);
 
@@ -422,16 +424,16 @@ impl Doubt {
     }
 }
 
-/// The VM as its API sees it while it hasn't come, and afterwards.
+/// The control API's view of the VM, before and after the switchover.
 pub struct Switch(Mutex<Arc<dyn VmControl>>);
 
 impl Switch {
-    /// First the one that waits.
+    /// Starts with the view of the waiting VM.
     pub fn new(waiting: Waiting) -> Self {
         Self(Mutex::new(Arc::new(waiting)))
     }
 
-    /// The VM has come.
+    /// Replaces the view, when the VM has been restored.
     pub fn set(&self, control: Arc<dyn VmControl>) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = control;
     }
@@ -477,7 +479,7 @@ impl VmControl for Switch {
     }
 }
 
-/// A VM that hasn't come.
+/// The view of a VM that hasn't been restored yet.
 pub struct Waiting {
     summary: VmSummary,
     description: VmDescription,
@@ -487,7 +489,7 @@ pub struct Waiting {
 }
 
 impl Waiting {
-    /// For the chassis that waits.
+    /// For the waiting chassis.
     pub fn new(
         chassis: &Chassis,
         guest: String,
@@ -518,7 +520,7 @@ impl Waiting {
 
 impl VmControl for Waiting {
     fn summary(&self) -> VmSummary {
-        // All of it is here, and it isn't known whether it runs here.
+        // A VM in doubt has been received completely, and the decision isn't known.
         let state = if self.doubt.get().is_some() { VmState::InDoubt } else { VmState::Incoming };
         VmSummary { uptime_seconds: self.started.elapsed().as_secs_f64(), state, ..self.summary.clone() }
     }

@@ -13,8 +13,8 @@ pub fn take(number: RawFd) -> io::Result<OwnedFd> {
     if number < 0 {
         return Err(io::Error::from(io::ErrorKind::InvalidInput));
     }
-    // SAFETY: the descriptor is only duplicated; if the number names nothing, the kernel says EBADF. Validation
-    // keeps standard streams out.
+    // SAFETY: the descriptor is only duplicated; for a number without a descriptor the kernel returns EBADF. The description's validation
+    // excludes standard streams.
     let borrowed = unsafe { BorrowedFd::borrow_raw(number) };
     Ok(rustix::io::fcntl_dupfd_cloexec(borrowed, 3)?)
 }

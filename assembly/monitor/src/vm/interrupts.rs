@@ -12,7 +12,7 @@ pub struct ControllerMsi {
 }
 
 impl ControllerMsi {
-    /// Vectors come from `controller`.
+    /// Allocates from `controller`.
     pub fn new(controller: Arc<dyn InterruptController>) -> Self {
         Self { controller }
     }

@@ -22,7 +22,7 @@ pub enum Irqchip {
 }
 
 impl Irqchip {
-    /// Creates them, before the first vCPU; those in this process with their thread and on the bus.
+    /// Creates the controllers, before the first vCPU. Those in this process get their thread, and a page on the bus.
     pub fn create(
         kind: IrqchipKind,
         vm: &Arc<Vm>,
@@ -40,7 +40,7 @@ impl Irqchip {
         Ok(Self::Monitor(Arc::new(irqchip)))
     }
 
-    /// As devices see them.
+    /// The controllers' interface for devices.
     pub fn controller(&self) -> Arc<dyn InterruptController> {
         match self {
             Self::Kernel(irqchip) => Arc::clone(irqchip) as _,
@@ -48,7 +48,7 @@ impl Irqchip {
         }
     }
 
-    /// Those in this process.
+    /// The controllers, if they are in this process.
     pub fn monitor(&self) -> Option<&Arc<MonitorIrqchip>> {
         match self {
             Self::Kernel(_) => None,
@@ -56,7 +56,7 @@ impl Irqchip {
         }
     }
 
-    /// What vCPU threads ask, where KVM doesn't do it.
+    /// The local APICs for vCPU threads; `None` where KVM has them.
     pub fn local_apics(&self) -> Option<Arc<dyn LocalApics>> {
         self.monitor().map(|irqchip| Arc::clone(irqchip) as _)
     }

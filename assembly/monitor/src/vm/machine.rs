@@ -1,4 +1,4 @@
-//! The assembled machine: made once from a description, then run, paused, reset and taken apart.
+//! The assembled machine: created once from a description, then run, paused, reset and ended.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
@@ -34,13 +34,13 @@ use crate::migration::state::{SavedDevices, SavedMachine};
 use crate::sandbox::{Sandbox, ThreadKind};
 use crate::vfio_user::Arriving;
 
-/// Files of the guest's kernel, kept open for resets: a sandboxed monitor can open nothing.
+/// Files of the guest's kernel, kept open for resets: a monitor in its sandbox can't open files.
 struct BootFiles {
     kernel: ImageFile,
     initrds: Vec<ImageFile>,
 }
 
-/// Everything that was opened for a VM before the sandbox closed.
+/// Everything that was opened for a VM before the sandbox was entered.
 pub struct Opened {
     host: Host,
     vm: Arc<Vm>,
@@ -49,8 +49,8 @@ pub struct Opened {
 }
 
 impl Opened {
-    /// Opens KVM and every file, socket and interface that the description names. With `claim` off, disks are locked later: the VM
-    /// that uses them runs elsewhere.
+    /// Opens KVM and every file, socket and interface that the description names. Without `claim`, disks are locked later: the VM that
+    /// uses them still runs at the source.
     pub fn new(description: &VmDescription, events: &Events, claim: bool) -> Result<Self, Error> {
         let linux = linux(description)?;
         let kernel = ImageFile::open(&linux.kernel, "kernel")?;
@@ -63,8 +63,7 @@ impl Opened {
     }
 }
 
-/// A machine without its guest: memory, interrupt controllers and empty buses. What comes next is a kernel, or a guest from
-/// elsewhere.
+/// A machine without its guest: memory, interrupt controllers and empty buses. It then gets a kernel, or a guest from a source.
 pub struct Chassis {
     description: VmDescription,
     events: Events,
@@ -84,7 +83,7 @@ pub struct Chassis {
 }
 
 impl Chassis {
-    /// Assembles it.
+    /// Assembles the machine.
     pub fn assemble(
         description: VmDescription,
         opened: Opened,
@@ -155,7 +154,7 @@ impl Chassis {
         })
     }
 
-    /// What was asked for.
+    /// The VM's description.
     pub fn description(&self) -> &VmDescription {
         &self.description
     }
@@ -165,22 +164,22 @@ impl Chassis {
         &self.ram
     }
 
-    /// What a guest sees of it.
+    /// The guest-visible shape of the machine.
     pub fn shape(&self) -> &Shape {
         &self.shape
     }
 
-    /// The contents of its disks.
+    /// Contents of its disks.
     pub fn disks(&self) -> Vec<DiskContent> {
         self.devices.disks()
     }
 
-    /// Gives served devices the guest's memory; what their state is written to.
+    /// Passes the guest's memory to the servers of served devices. Returns the receivers for the devices' state.
     pub fn arriving(&mut self) -> Result<Vec<Arriving>, Error> {
         self.devices.arriving(&self.ram)
     }
 
-    /// The machine with vCPUs, paused before their first instruction, and devices at power-on state.
+    /// Creates the machine with vCPUs, paused before their first instruction, and devices at power-on state.
     pub fn boot(self, sandbox: &Sandbox) -> Result<Machine, Error> {
         self.finish(sandbox, None, |chassis| {
             let Self { ram, map, boot, description, .. } = chassis;
@@ -190,7 +189,8 @@ impl Chassis {
         })
     }
 
-    /// The machine as it was saved, paused; its RAM has come already. Disks belong to it afterwards. `pause`: since when its guest stands still, if that is known.
+    /// Restores the saved machine, paused; its RAM has been filled already. Afterwards it owns the disks. `pause` is the time since when
+    /// the guest is stopped, if known.
     pub fn restore(
         self,
         sandbox: &Sandbox,
@@ -266,7 +266,7 @@ impl Chassis {
                 on_thread_start: Some(threads::hook(sandbox, ThreadKind::Vcpu)),
             },
         )?;
-        // Local APICs first, so that what the IOAPIC has pending reaches them; then devices, which assert their lines.
+        // Local APICs first, so that they receive the IOAPIC's pending interrupts; then devices, which assert their lines.
         let controller = self.irqchip.controller();
         if let Some((saved, _)) = saved {
             controller
@@ -306,20 +306,20 @@ impl Chassis {
     }
 }
 
-/// Who resets a machine.
+/// Origin of a reset request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ResetBy {
-    /// Its guest.
+    /// The guest.
     Guest,
-    /// Its user.
+    /// The user.
     User,
-    /// Its user, who answers for its not running elsewhere.
+    /// The user, who has asserted that the VM doesn't run at its destination.
     UserWithForce,
 }
 
 /// A machine with its guest. Thread-safe: the main thread and the API thread use it.
 pub struct Machine {
-    /// What was asked for.
+    /// The VM's description.
     pub description: VmDescription,
     /// KVM's VM.
     pub vm: Arc<Vm>,
@@ -333,17 +333,17 @@ pub struct Machine {
     pub root: Arc<PciRoot>,
     /// Devices.
     pub devices: Devices,
-    /// Where events go.
+    /// Sender of events.
     pub events: Events,
     /// When the monitor started.
     pub started: Instant,
     /// Interrupt controllers.
     pub controller: Arc<dyn InterruptController>,
-    /// The same, by where they are.
+    /// The controllers by their type.
     pub irqchip: Irqchip,
-    /// What the guest sees of it.
+    /// The guest-visible shape of the machine.
     pub shape: Shape,
-    /// It came from a host whose wall clock wasn't believed.
+    /// The VM arrived from a host whose wall clock differed too much.
     pub clock_differed: bool,
     ram: GuestRam,
     topology: CpuTopology,
@@ -353,7 +353,7 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// What the machine is doing. Held while it changes, so that two changes never mix.
+    /// Locks the machine's state. A change holds the lock from begin to end, so that two changes never overlap.
     pub fn state(&self) -> MutexGuard<'_, VmState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -363,7 +363,7 @@ impl Machine {
         &self.ram
     }
 
-    /// Lets the vCPUs run their first instruction.
+    /// Starts the vCPUs.
     pub fn start(&self) -> Result<(), Error> {
         let mut state = self.state();
         self.vcpus.resume()?;
@@ -371,7 +371,7 @@ impl Machine {
         Ok(())
     }
 
-    /// vCPUs first, then devices: nothing is in flight afterwards.
+    /// Pauses vCPUs first, then devices: nothing is in flight afterwards.
     pub fn pause(&self) -> Result<(), Error> {
         let mut state = self.state();
         if *state == VmState::Running {
@@ -384,12 +384,12 @@ impl Machine {
         Ok(())
     }
 
-    /// Devices first, then vCPUs. Of a VM in doubt it is for the caller to know that it may run here. A guest that has asked for a reset or power-off gets that, and runs
-    /// nothing before.
+    /// Resumes devices first, then vCPUs. The caller must ensure that a VM in doubt may run here. A guest with a pending reset or
+    /// power-off executes no instruction before that.
     pub fn resume(&self) -> Result<(), Error> {
         let mut state = self.state();
         if matches!(*state, VmState::Paused | VmState::InDoubt) {
-            // They are elsewhere after a migration whose end isn't known, or here again.
+            // After a migration the destination may have the disks locked, or have released them.
             self.take_disks()?;
             for (_, function) in self.root.functions() {
                 function.unquiesce()?;
@@ -402,12 +402,12 @@ impl Machine {
         Ok(())
     }
 
-    /// Whether its guest stands still for a migration, decided or not: what it has asked for goes with it.
+    /// Whether a migration has stopped the guest, decided or not: its pending requests migrate with it.
     pub fn is_away(&self) -> bool {
         matches!(*self.state(), VmState::HandingOver | VmState::InDoubt)
     }
 
-    /// Takes what only one host may hold. What is held already stays.
+    /// Locks the disks, which only one host may use. Disks that are locked already stay so.
     pub fn take_disks(&self) -> Result<(), Error> {
         for function in &self.devices.virtio {
             function.take_over().map_err(|error| Error::device(function.name(), error))?;
@@ -415,7 +415,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Keeps the vCPUs of a guest from running until [`Machine::reset`], which is to come soon.
+    /// Pauses the vCPUs until [`Machine::reset`], which must follow soon.
     pub fn hold_vcpus(&self) -> Result<(), Error> {
         let state = self.state();
         if *state == VmState::Running {
@@ -424,11 +424,12 @@ impl Machine {
         Ok(())
     }
 
-    /// Puts everything back to power-on state, loads the kernel again and runs it. One that is being handed over isn't reset, one in doubt only by its user's `force`, and one that
-    /// is paused only by its user: what the guest asked for is kept until it goes on, here or elsewhere.
+    /// Resets everything to power-on state, loads the kernel again and runs it. A VM that is being handed over isn't reset. One in doubt
+    /// is reset only by its user's `force`, and a paused one only by its user. The guest's request then stays recorded until the VM is
+    /// resumed, here or at the destination.
     ///
-    /// `before_start` is called with all vCPUs paused in their new state: what they asked for until then is of the guest that was, what
-    /// they ask for afterwards is of the new one. With an answer from it, the machine stays paused, and that is the answer.
+    /// The function calls `before_start` with all vCPUs paused in their new state. Earlier requests are those of the old guest, later
+    /// ones those of the new one. If `before_start` returns a value, the machine stays paused, and `reset` returns that value.
     pub fn reset<T>(
         &self,
         by: ResetBy,
@@ -471,7 +472,7 @@ impl Machine {
         Ok(None)
     }
 
-    /// Ends vCPUs and devices. What devices have acknowledged is on the disks' files before this returns.
+    /// Ends vCPUs and devices. Before this returns, the disks' files have all data that devices have acknowledged.
     pub fn end(&self) -> Result<(), Error> {
         let mut state = self.state();
         let devices_stand = matches!(*state, VmState::Paused | VmState::HandingOver | VmState::InDoubt);
@@ -482,8 +483,8 @@ impl Machine {
                 function.quiesce()?;
             }
         }
-        // The buses hold the PCI root, which holds what places its BARs on the buses: without this nothing would be
-        // dropped, and no socket file removed.
+        // Breaks a cycle of references: the buses own the PCI root, which owns the placer of BARs on the buses. Otherwise nothing would
+        // be dropped, and no socket file removed.
         self.ports.clear();
         self.memory.clear();
         Ok(())
@@ -498,7 +499,7 @@ pub fn linux(description: &VmDescription) -> Result<&LinuxBoot, Error> {
     }
 }
 
-/// How kernel and tables get into RAM: fresh, or over what a guest has left there.
+/// How kernel and tables are written to RAM: into fresh RAM, or over a former guest's.
 type Prepare = fn(
     &machine::memory::GuestMemory,
     &MachineMap,
@@ -530,13 +531,13 @@ fn load(
     Ok(VcpuStart::Registers(Box::new(boot::start_registers(&loaded.registers))))
 }
 
-/// Who may see RAM: the strongest protection that the VM's devices leave.
+/// Processes that may read RAM: the strongest protection that the VM's devices permit.
 fn readers(description: &VmDescription) -> Readers {
     let written_elsewhere = !description.rdma.is_empty() || !description.vfio_user.is_empty();
     match (&description.neighbour, written_elsewhere) {
         (None, _) => Readers::Nobody,
         (Some(_), false) => Readers::Anybody,
-        // Their servers map RAM for writing when they start, and again when they are started anew.
+        // The devices' servers map RAM for writing when they start, and again after a restart.
         (Some(_), true) => Readers::OtherUsers,
     }
 }
@@ -568,8 +569,8 @@ mod tests {
     use super::*;
     use crate::description;
 
-    /// RAM is sealed where that leaves all devices their work, its owner's alone where devices of other processes write it, and has no
-    /// readers without a neighbourhood.
+    /// RAM is sealed where all devices still work with that. It has mode 0600 where devices of other processes write it, and no readers
+    /// without a neighbourhood.
     #[test]
     fn readers_follow_from_the_devices() {
         let readers_of = |text: &str| {

@@ -86,7 +86,7 @@ fn exit_families(exits: &ExitTable) -> [Family; 3] {
     [causes, ranges, kernel]
 }
 
-/// Pages that come after a guest which arrived by post-copy.
+/// Metrics of a post-copy at its destination.
 pub fn post_copy_families(report: &Report) -> [Family; 3] {
     let mut faults = Family::counter(
         "migration_postcopy_faults_total",
@@ -110,7 +110,7 @@ pub fn post_copy_families(report: &Report) -> [Family; 3] {
     ]
 }
 
-/// The same for the device tree.
+/// The post-copy's state for the device tree.
 pub fn post_copy_tree(report: &Report) -> Value {
     json!({
         "phase": if report.over { "done" } else { "fetching" },

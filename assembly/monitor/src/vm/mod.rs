@@ -1,10 +1,10 @@
 //! A VM from its description to its end.
 //!
 //! ```text
-//! description -> Opened (files, sockets, /dev/kvm) -> sandbox closes -> Chassis (memory, empty buses)
-//!      -> Machine (devices, vCPUs, and a kernel or a guest from another monitor)
-//!      -> running <-> paused ;  reset -> running ;  power off | stop | failure -> ended
-//!      -> handing over -> moved | running again
+//! description -> Opened (files, sockets, /dev/kvm) -> sandbox entered -> Chassis (memory, empty buses)
+//!   -> Machine (devices, vCPUs, and a kernel or a guest from a source monitor)
+//!   -> running <-> paused ;  reset -> running ;  power off | stop | failure -> ended
+//!   -> handing over -> moved | running again
 //! ```
 
 mod boot;
@@ -63,19 +63,19 @@ use crate::sandbox::{Sandbox, ThreadFilter, ThreadKind};
 pub enum Outcome {
     /// The guest powered off.
     PowerOff,
-    /// The guest rebooted, and the description says to end then.
+    /// The guest rebooted, and the description requests an end at reboots.
     Reboot,
     /// The API, the console's user or a signal ended it.
     Stopped,
-    /// It runs elsewhere.
+    /// The VM runs at its destination.
     Moved,
 }
 
-/// Runs a VM to its end. `api_socket` is where its API listens; the socket file is removed afterwards. With an address `incoming` it
-/// doesn't boot: it waits there for a VM of the same shape to come from another monitor.
+/// Runs a VM to its end. `api_socket` is the path of its API's socket; the file is removed afterwards. With an address `incoming` the
+/// monitor doesn't boot a guest. It waits there for a VM of the same shape from a source monitor.
 ///
 /// # Errors
-/// When it can't be started as described, doesn't come, or the guest can't go on.
+/// When the VM can't be started as described, the incoming migration fails, or the guest can't run further.
 pub fn run(
     description: VmDescription,
     api_socket: PathBuf,
@@ -88,14 +88,14 @@ pub fn run(
 
     let listener = ApiListener::bind(&api_socket)?;
     let requests = RequestListener::bind(&control_api::migration::socket_of(&api_socket))?;
-    // The sandbox takes away what a userfaultfd needs.
+    // The sandbox removes the privileges that a userfaultfd needs.
     let source = incoming.map(|incoming| incoming::listen(&description, incoming)).transpose()?;
     let source = source.map(|listener| (listener, Userfault::for_arriving_ram()));
     let opened = Opened::new(&description, &events, source.is_none())?;
     let sandbox = Sandbox::prepare(&description)?;
     let confinement = sandbox.enter_process()?;
 
-    // From here on threads are made, and nothing is opened.
+    // From here on threads are started, and no file is opened.
     let signals = signals(&events, sandbox.thread_filter(ThreadKind::Signals))?;
     let guest = machine::linux(&description)?.kernel.display().to_string();
     let mut chassis = Chassis::assemble(description, opened, events.clone(), started, &sandbox)?;
@@ -149,14 +149,14 @@ pub fn run(
     Ok(outcome)
 }
 
-/// Whether this monitor is to end, while it waits for something else than events.
+/// Whether one of the pending events ends this monitor. For waits for something other than events.
 fn is_ended(events: &mpsc::Receiver<Event>) -> bool {
     events.try_iter().any(|event| {
         matches!(event, Event::Stop | Event::Signal(_) | Event::Machine(MachineEvent::ConsoleQuit))
     })
 }
 
-/// Waits until a VM has come; `None` when this monitor is ended before.
+/// Waits until a VM has been received; `None` when this monitor is ended before.
 fn wait_for_vm(events: &mpsc::Receiver<Event>) -> Result<Option<Arrived>, Error> {
     loop {
         match events.recv() {
@@ -169,8 +169,8 @@ fn wait_for_vm(events: &mpsc::Receiver<Event>) -> Result<Option<Arrived>, Error>
     }
 }
 
-/// Raises the soft limit of open files to the hard one: each vCPU and each interrupt vector takes descriptors, and a
-/// machine with many of both needs more than the customary 1024.
+/// Raises the soft limit of open files to the hard one. Each vCPU and each interrupt vector needs descriptors, and a machine with many of
+/// both needs more than the usual 1024.
 fn raise_descriptor_limit() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
@@ -181,7 +181,7 @@ fn raise_descriptor_limit() {
     }
 }
 
-/// Acts on events until one of them ends the VM.
+/// Handles events until one of them ends the VM.
 fn wait(machine: &Machine, events: &mpsc::Receiver<Event>) -> Result<Outcome, Error> {
     let mut backoff = ResetBackoff::new(Instant::now());
     let log = GuestLog::new();
@@ -189,7 +189,7 @@ fn wait(machine: &Machine, events: &mpsc::Receiver<Event>) -> Result<Outcome, Er
         // `machine` holds a sender, so the channel can't close.
         let Ok(event) = events.recv() else { return Ok(Outcome::Stopped) };
         if event.request().is_some() && !matches!(event, Event::Reset { .. }) && machine.is_away() {
-            // The machine's state has it; or it is said again, should the guest go on here.
+            // The saved state includes the request. After a rollback the source sends its event again.
             tracing::info!(?event, "what the guest asks for goes with it");
             continue;
         }
@@ -229,7 +229,7 @@ fn wait(machine: &Machine, events: &mpsc::Receiver<Event>) -> Result<Outcome, Er
                 let delay = backoff.delay(Instant::now());
                 let delay_ms = u64::try_from(delay.as_millis()).unwrap_or(u64::MAX);
                 if let Event::Vcpu(VcpuEvent::Shutdown { vcpu, .. }) = &event {
-                    // No guest does that in order to reboot when it has ACPI, and its registers are gone.
+                    // No guest with ACPI reboots by a triple fault, and the reset discards its registers.
                     guest_warn!(log, vcpu, delay_ms, "a triple fault of a vCPU resets the machine");
                 } else {
                     guest_info!(log, ?event, delay_ms, "resetting the machine");
@@ -245,7 +245,7 @@ fn wait(machine: &Machine, events: &mpsc::Receiver<Event>) -> Result<Outcome, Er
     }
 }
 
-/// Resets the machine after `delay`, in which its vCPUs don't run. The outcome, where something ended the VM meanwhile.
+/// Resets the machine after `delay`, during which its vCPUs don't run. Returns an outcome if an event ended the VM meanwhile.
 fn reset(
     machine: &Machine,
     events: &mpsc::Receiver<Event>,
@@ -258,11 +258,12 @@ fn reset(
             return Ok(Some(outcome));
         }
     }
-    // Requests of the guest that was: each of its vCPUs may have asked. The new one may ask for the next reset with its first instruction.
+    // Drops requests of the old guest: each of its vCPUs may have made one. The new guest may request the next reset with its first
+    // instruction.
     machine.reset(by, || drop_events(machine, events, Duration::ZERO))
 }
 
-/// Drops, for that long, what concerns a guest that is being reset. Ends early when the VM ends, or when the API asks for a reset.
+/// Drops events of a guest that is being reset, for the time `wait`. Returns early when the VM ends, or when the API requests a reset.
 fn drop_events(
     machine: &Machine,
     events: &mpsc::Receiver<Event>,
@@ -273,7 +274,7 @@ fn drop_events(
         match events.recv_timeout(until.saturating_duration_since(Instant::now())) {
             Err(_) => return Ok(None),
             Ok(event @ Event::Reset { .. }) if !wait.is_zero() => {
-                // A paused machine is reset by its user only; else it is reset now, and this dropped.
+                // A paused machine executes this event as its user's reset. Otherwise the reset in progress drops it.
                 machine.events.send(event);
                 return Ok(None);
             }
@@ -301,7 +302,7 @@ fn describe(event: &VcpuEvent) -> String {
     }
 }
 
-/// SIGINT, SIGTERM and SIGHUP end the VM in order.
+/// SIGINT, SIGTERM and SIGHUP end the VM cleanly.
 fn signals(events: &Events, filter: ThreadFilter) -> Result<signal_hook::iterator::Handle, Error> {
     use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 

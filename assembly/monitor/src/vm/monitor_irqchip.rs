@@ -1,4 +1,4 @@
-//! Interrupt controllers in the monitor: crate `apic` behind the traits of `machine`.
+//! Interrupt controllers in the monitor: crate `apic` behind the interrupt traits of crate `machine`.
 //!
 //! ```text
 //! vCPU threads ──LocalApics──▶ Shared ◀──InterruptController── devices: lines, MSIs that they send themselves
@@ -6,10 +6,11 @@
 //!    kicks, timers, resampling ◀─┘ └── thread `interrupts`: eventfds of MSIs and pins, timers
 //! ```
 //!
-//! The thread does what irqfds and timers in the kernel do for KVM's own controllers. It is the only one that waits for eventfds, so one signal is one
-//! interrupt; an MSI's eventfd is left alone while its route is masked, and read by whichever thread unmasks it.
+//! For KVM's controllers, irqfds and timers in the kernel do the work of thread `interrupts`. Only this thread polls eventfds, so each
+//! signal causes one interrupt. While an MSI's route is masked, the thread doesn't read its eventfd; the thread that unmasks the route
+//! reads it.
 //!
-//! Time is CLOCK_MONOTONIC. It goes on while the VM is paused, as that of KVM's APIC timers does.
+//! Time is CLOCK_MONOTONIC. It runs on while the VM is paused, as for KVM's APIC timers.
 
 mod listener;
 mod metrics;
@@ -43,14 +44,14 @@ use crate::sandbox::ThreadFilter;
 
 /// Bytes of the IOAPIC's page.
 const IO_APIC_BYTES: u64 = 0x1000;
-/// Nanoseconds per tick of the APIC timers: what KVM's have, and CPUID says.
+/// Nanoseconds per tick of the APIC timers, as in KVM and as CPUID reports.
 const TIMER_TICK_NS: u32 = 1;
 /// No timer is set.
 const NEVER: u64 = u64::MAX;
 
-/// What vCPU threads and those that reset, pause and save a VM call for such controllers.
+/// System calls of vCPU threads, and of threads that reset, pause and save a VM with such controllers.
 pub const SYSCALLS: &[i64] = &[libc::SYS_timerfd_settime, libc::SYS_epoll_ctl];
-/// What thread `interrupts` calls.
+/// System calls of thread `interrupts`.
 pub use self::listener::SYSCALLS as LISTENER_SYSCALLS;
 
 /// The interrupt controllers of one VM. Thread-safe.
@@ -59,7 +60,7 @@ pub struct MonitorIrqchip {
     thread: Option<JoinHandle<()>>,
 }
 
-/// What the thread and routes need; they may outlive the controllers' owner.
+/// State that the thread and routes share; they may outlive the controllers' owner.
 struct Shared {
     controllers: Controllers,
     /// In the order of [`Controllers::apic_ids`].
@@ -68,12 +69,12 @@ struct Shared {
     listener: Listener,
     routes: RouteCount,
     edges: Mutex<BTreeMap<u32, Arc<OwnedFd>>>,
-    /// Of each pin, what is signalled when its level-triggered interrupt has ended.
+    /// Eventfds by pin, to be signaled when the pin's level-triggered interrupt has ended.
     resamplers: Mutex<BTreeMap<u8, Vec<Arc<OwnedFd>>>>,
     counters: Counters,
 }
 
-/// The timer of a local APIC, for the time that its vCPU spends in the guest: in HLT the vCPU's thread sees to it.
+/// The timer of a local APIC while its vCPU is in the guest. In HLT the vCPU's thread waits for the time itself.
 struct VcpuTimer {
     fd: OwnedFd,
     due_ns: AtomicU64,
@@ -94,7 +95,8 @@ fn other(error: impl std::error::Error + Send + Sync + 'static) -> io::Error {
 }
 
 impl MonitorIrqchip {
-    /// Controllers at power-on state for vCPUs with these APIC ids, the first of which boots, and their thread, which `filter` confines.
+    /// Creates controllers at power-on state for vCPUs with these APIC ids, and their thread, which `filter` confines. The first id is
+    /// the bootstrap processor's.
     pub fn create(apic_ids: &[u32], filter: ThreadFilter) -> io::Result<Self> {
         let controllers = Controllers::new(Config {
             local_apic_ids: apic_ids.to_vec(),
@@ -137,7 +139,7 @@ impl MonitorIrqchip {
         memory.insert(layout::IO_APIC, IO_APIC_BYTES, "io-apic", device)
     }
 
-    /// Interrupts so far. May be called at any time.
+    /// Counts of interrupts so far. May be called at any time.
     pub fn counts(&self) -> InterruptCounts {
         self.shared.counters.read(self.shared.controllers.apic_ids())
     }
@@ -163,7 +165,7 @@ impl Shared {
         self.controllers.apic_ids().binary_search(&apic_id).ok()
     }
 
-    /// Runs `work` on the controllers, and does what follows from it.
+    /// Runs `work` on the controllers, and executes the actions that it returns.
     fn with<R>(&self, work: impl FnOnce(&Controllers, &mut Vec<Action>) -> R) -> R {
         let mut actions = Vec::new();
         let result = work(&self.controllers, &mut actions);
@@ -186,11 +188,11 @@ impl Shared {
         }
     }
 
-    /// On the vCPU's own thread.
+    /// Sets a vCPU's timer. To be called on the vCPU's own thread.
     fn set_timer(&self, apic_id: u32, due_ns: Option<u64>) {
         let Some(timer) = self.index(apic_id).map(|index| &self.vcpus[index]) else { return };
         timer.due_ns.store(due_ns.unwrap_or(NEVER), Ordering::Release);
-        // One that is set no more may expire: nothing is due then.
+        // A cancelled timer may still expire; `due_ns` shows then that nothing is due.
         let Some(due_ns) = due_ns else { return };
         let part = |value: u64| i64::try_from(value).unwrap_or(i64::MAX);
         let due_ns = due_ns.max(1);
@@ -201,7 +203,7 @@ impl Shared {
         }
     }
 
-    /// The timer has expired, of this setting or an older one.
+    /// Handles an expired timer. The expiry may belong to an older setting.
     fn timer_expired(&self, index: usize) {
         let (Some(timer), Some(apic_id)) = (self.vcpus.get(index), self.controllers.apic_ids().get(index))
         else {
@@ -213,7 +215,7 @@ impl Shared {
         }
     }
 
-    /// Devices of the pin that still need service signal it again.
+    /// Signals the devices of the pin; those that still need service assert it again.
     fn resample(&self, pin: u8) {
         let resamplers = self.resamplers.lock().unwrap_or_else(PoisonError::into_inner);
         for fd in resamplers.get(&pin).into_iter().flatten() {
@@ -221,7 +223,7 @@ impl Shared {
         }
     }
 
-    /// One that is no interrupt goes nowhere, as a device's write to any other address does.
+    /// Drops a message that is no interrupt, like a device's write to an unmapped address.
     fn signal_msi(&self, message: MsiMessage) {
         let MsiMessage { address, data } = message;
         let sent = self.with(|controllers, actions| controllers.signal_msi(address, data, actions));
@@ -231,7 +233,7 @@ impl Shared {
         }
     }
 
-    /// `pin` exists.
+    /// Pulses a pin, which must exist.
     fn pulse(&self, pin: u32) {
         self.counters.edge();
         let done = self.with(|controllers, actions| {
@@ -243,7 +245,7 @@ impl Shared {
         }
     }
 
-    /// `pin` exists.
+    /// Asserts a pin, which must exist, until its interrupt ends.
     fn assert_until_end(&self, pin: u32) {
         self.counters.level();
         let done = self.with(|controllers, actions| controllers.assert_until_end(pin, actions));
@@ -253,7 +255,7 @@ impl Shared {
     }
 }
 
-/// Signals an eventfd. A full counter is a signal that waits already.
+/// Signals an eventfd. If its counter is full, a signal is pending already.
 fn signal(fd: &OwnedFd) {
     match rustix::io::write(fd, &1u64.to_ne_bytes()) {
         Ok(_) | Err(rustix::io::Errno::AGAIN) => {}
@@ -261,7 +263,7 @@ fn signal(fd: &OwnedFd) {
     }
 }
 
-/// Whether an eventfd or timer has been signalled since it was last read.
+/// Whether an eventfd or timer has been signaled since the last read.
 fn take_signal(fd: &OwnedFd) -> bool {
     let mut count = [0; 8];
     rustix::io::read(fd, &mut count) == Ok(count.len())
@@ -317,7 +319,7 @@ impl InterruptController for MonitorIrqchip {
     }
 
     fn save(&self) -> io::Result<SavedInterruptController> {
-        // What was signalled belongs to the state.
+        // Pending signals belong to the state.
         listener::drain(&self.shared);
         let saved = self.shared.controllers.save(now_ns());
         let mut bytes = Vec::new();
@@ -334,7 +336,7 @@ impl InterruptController for MonitorIrqchip {
             .map_err(|error| damaged(format!("Saved interrupt controllers are damaged: {error}")))?;
         self.shared.controllers.load(&saved, now_ns()).map_err(|error| damaged(error.to_string()))?;
         for timer in &self.shared.vcpus {
-            // Each vCPU sets its own before it runs.
+            // Each vCPU sets its timer before it runs.
             timer.due_ns.store(NEVER, Ordering::Release);
         }
         Ok(())
@@ -372,7 +374,7 @@ impl LocalApics for MonitorIrqchip {
                     apic::VcpuEvent::Interrupt { vector } => ApicEvent::Interrupt { vector },
                     apic::VcpuEvent::AwaitInterruptWindow => ApicEvent::AwaitInterruptWindow,
                     apic::VcpuEvent::None => ApicEvent::None,
-                    // There is no 8259 to ask for a vector.
+                    // There is no 8259 that would provide a vector.
                     apic::VcpuEvent::ExternalInterrupt => continue,
                 };
             }

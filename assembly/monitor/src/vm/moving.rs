@@ -1,4 +1,4 @@
-//! The machine as something that moves: saved whole, stopped and let go on.
+//! The machine in a migration: quiesced and saved as a whole, and resumed after a rollback.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -25,33 +25,33 @@ use crate::migration::shape::{self, Shape};
 use crate::migration::source::Departing;
 use crate::migration::state::{SavedDevices, SavedMachine, SavedPlace};
 
-/// How long a destination that gave up may take to let go of the disks.
+/// How long the source waits, after an abort, for the destination to unlock the disks.
 const LETTING_GO: Duration = Duration::from_secs(10);
 
-/// The daemon that serves a VM's RDMA NICs.
+/// The host daemon that serves a VM's RDMA NICs.
 pub fn daemon_of(description: &VmDescription) -> Option<Daemon> {
     let nic = description.rdma.first()?;
     Some(Daemon::new(nic.host.clone(), description.name.clone()))
 }
 
-/// A machine and what it was doing before it was handed over.
+/// A machine, and its run state before the hand-over.
 pub struct MovingMachine {
     machine: Arc<Machine>,
     was_running: std::sync::atomic::AtomicBool,
-    /// Of the VM's RDMA NICs.
+    /// The daemon of the VM's RDMA NICs.
     daemon: Option<Daemon>,
-    /// Memory that came, or still comes, after the guest.
+    /// The post-copy by which the VM arrived here, finished or not.
     fetching: Option<Fetching>,
 }
 
 impl MovingMachine {
-    /// To be moved, perhaps.
+    /// For a machine that may migrate.
     pub fn new(machine: Arc<Machine>, fetching: Option<Fetching>) -> Self {
         let daemon = daemon_of(&machine.description);
         Self { machine, was_running: false.into(), daemon, fetching }
     }
 
-    /// vCPUs, then devices; nothing else may let them go on from here. Then the state, then the disks.
+    /// Quiesces vCPUs, then devices; from here on only the migration resumes them. Then saves the state, and unlocks the disks.
     fn hand_over(&self) -> Result<SavedMachine, Error> {
         let machine = &self.machine;
         let running = {
@@ -93,14 +93,14 @@ impl MovingMachine {
         }
         for function in &machine.devices.served {
             if let Err(error) = function.set_device_state(DeviceState::Running) {
-                // Its server has gone, and its state with it: the guest goes on without, as whenever that happens, until it is back.
+                // The device's server has ended, and its state is lost. The guest runs without the device until the server is back.
                 tracing::warn!(error = line(&error), "A device doesn't go on with the VM");
             }
         }
         let until = Instant::now() + LETTING_GO;
         while let Err(error) = machine.take_disks() {
             if Instant::now() >= until {
-                // Its user may try again with `resume`.
+                // The user may retry with `resume`.
                 *machine.state() = VmState::Paused;
                 return Err(error);
             }
@@ -111,12 +111,12 @@ impl MovingMachine {
     }
 }
 
-/// Whether a function's device is in another process: that stops it as a whole.
+/// Whether another process serves the function: its device stops as a whole.
 fn is_served(machine: &Machine, name: &str) -> bool {
     machine.devices.served.iter().any(|function| function.name() == name)
 }
 
-/// Everything of a machine whose vCPUs and devices stand still.
+/// Saves the whole machine. Its vCPUs and devices must be quiesced.
 fn save(machine: &Machine, running: bool) -> Result<SavedMachine, Error> {
     let mut functions = Vec::new();
     for (at, function) in machine.root.functions() {
@@ -128,7 +128,7 @@ fn save(machine: &Machine, running: bool) -> Result<SavedMachine, Error> {
             });
         }
     }
-    // Its vCPUs stand still: they ask for nothing more.
+    // The vCPUs are paused and make no more requests.
     let asked = machine.events.asked();
     Ok(SavedMachine {
         version: SavedMachine::version_for(asked),
@@ -149,7 +149,7 @@ fn save(machine: &Machine, running: bool) -> Result<SavedMachine, Error> {
     })
 }
 
-/// Adds pages to those that are known. Sets of the same memory are of the same ranges, but may be cut otherwise.
+/// Merges sets of pages. Sets of the same memory may be divided into different ranges.
 fn merge(all: &mut Vec<DirtyPages>, more: DirtyPages) {
     match all.iter_mut().find(|set| set.start == more.start && set.bitmap.len() == more.bitmap.len()) {
         Some(set) => set.bitmap.iter_mut().zip(&more.bitmap).for_each(|(to, word)| *to |= word),
@@ -186,7 +186,7 @@ impl Departing for MovingMachine {
         }
         for function in &self.machine.devices.served {
             let ended = function.log_writes(false).and_then(|()| match &self.daemon {
-                // One that left, and works.
+                // A device that left the logging state, and serves a running VM.
                 Some(_) if *self.machine.state() == VmState::Running => {
                     function.set_device_state(DeviceState::Running)
                 }
@@ -201,7 +201,7 @@ impl Departing for MovingMachine {
     fn take_dirty(&self) -> Result<Vec<DirtyPages>, MigrationError> {
         let dirty = self.machine.vm.slots().take_dirty_all();
         let mut dirty = dirty.map_err(MigrationError::machine("asked what it wrote"))?;
-        // Memory of devices that guests have mapped, doorbells for instance, isn't the machine's.
+        // Memory of devices that guests have mapped, such as doorbells, isn't part of the machine's RAM.
         let ram = self.machine.ram().layout();
         dirty.retain(|set| ram.ranges().iter().any(|range| set.start.wrapping_sub(range.start) < range.size));
         for function in &self.machine.devices.served {
@@ -220,14 +220,14 @@ impl Departing for MovingMachine {
     }
 
     fn hold_back(&self, time: Duration) {
-        // Held, so that a pause or reset of somebody else waits and isn't undone.
+        // The lock stays held, so that a concurrent pause or reset waits and isn't undone.
         let state = self.machine.state();
         if *state != VmState::Running {
             return;
         }
         let held = self.machine.vcpus.pause().and_then(|()| {
             std::thread::sleep(time);
-            // One that waits for its reset isn't to run before that.
+            // A guest with a pending reset must not run before it.
             if self.machine.events.asked().is_some() { Ok(()) } else { self.machine.vcpus.resume() }
         });
         if let Err(error) = held {

@@ -1,5 +1,4 @@
-//! Puts BARs where the guest wants them: on the I/O or memory bus, doorbells as ioeventfds, mapped ranges
-//! as memslots.
+//! Places BARs at the guest's addresses: on the I/O or memory bus, with doorbells as ioeventfds and mapped ranges as memslots.
 
 use std::collections::HashMap;
 use std::os::fd::AsFd;
@@ -19,7 +18,7 @@ pub struct MachinePlacer {
     placed: Mutex<HashMap<(String, u8), Placed>>,
 }
 
-/// What a placed BAR holds.
+/// Resources of a placed BAR.
 #[derive(Default)]
 struct Placed {
     slots: Vec<(BarMapping, SlotId)>,
@@ -55,8 +54,8 @@ impl MachinePlacer {
         self.follow(function, bar, address, placed)
     }
 
-    /// Makes doorbells and mapped ranges what the function says now. The BAR stays on its bus throughout, and what
-    /// doesn't change isn't touched: a guest's store lands in memory, rings, or reaches the function, at any moment.
+    /// Updates doorbells and mapped ranges to the function's current ones. The BAR stays on its bus throughout, and unchanged ranges
+    /// aren't touched. At any moment, a guest's store reaches memory, a doorbell or the function.
     fn follow(
         &self,
         function: &Arc<dyn PciFunction>,
@@ -120,7 +119,7 @@ impl MachinePlacer {
         Ok(())
     }
 
-    /// Ends the zones of late writes that don't stay; what waits still reaches the function.
+    /// Removes zones of deferred writes except those that `stays` selects; deferred writes still reach the function.
     fn end_late(
         &self,
         stays: impl Fn(&LateZone) -> bool,
@@ -136,8 +135,8 @@ impl MachinePlacer {
         }
     }
 
-    /// Takes back all that `attach` did, as far as it came. What can't be taken back stays in `placed`; the first
-    /// failure is reported, the rest still happens.
+    /// Undoes `attach`, as far as it came. Resources that can't be removed stay in `placed`. Returns the first failure, after the rest is
+    /// undone.
     fn detach(&self, bar: BarLayout, address: u64, placed: &mut Placed) -> Result<(), String> {
         let mut first = Ok(());
         placed.slots.retain(|(_, slot)| {
@@ -180,7 +179,7 @@ impl BarPlacer for MachinePlacer {
         let key = (function.name().to_owned(), bar.index);
         let Some(mut placed) = table.remove(&key) else { return Ok(()) };
         self.detach(bar, address, &mut placed).map_err(|reason| {
-            // Kept, so that a retry takes back the rest.
+            // Kept, so that a retry removes the rest.
             table.insert(key, placed);
             place_error(function, bar, address, reason)
         })
@@ -202,7 +201,7 @@ impl BarPlacer for MachinePlacer {
     }
 }
 
-/// Where a BAR at an address takes late writes.
+/// The zones of deferred writes of a BAR at an address.
 fn late_zones(
     function: &Arc<dyn PciFunction>,
     bar: BarLayout,
@@ -218,12 +217,12 @@ fn late_zones(
     here.map(zone).collect()
 }
 
-/// As exit tables show it, for instance `rdma0.1 bar2`.
+/// The BAR's name in exit tables, for instance `rdma0.1 bar2`.
 fn range_name(function: &Arc<dyn PciFunction>, bar: BarLayout) -> String {
     format!("{} bar{}", function.name(), bar.index)
 }
 
-/// Keeps the first failure; says whether `result` is one.
+/// Stores the first failure; returns whether `result` is one.
 fn note(first: &mut Result<(), String>, result: Result<(), String>) -> bool {
     let failed = result.is_err();
     if first.is_ok() {
@@ -246,7 +245,7 @@ fn place_error(function: &Arc<dyn PciFunction>, bar: BarLayout, address: u64, re
     PlaceError { name: function.name().to_owned(), bar: bar.index, address, reason }
 }
 
-/// An error and what it was caused by, in one line: [`PlaceError`] holds text, not a source.
+/// An error and its causes in one line: [`PlaceError`] holds text, not a source.
 fn describe(error: &dyn std::error::Error) -> String {
     let sources = std::iter::successors(error.source(), |error| error.source());
     std::iter::once(error.to_string()).chain(sources.map(ToString::to_string)).collect::<Vec<_>>().join(": ")

@@ -1,4 +1,4 @@
-//! BARs whose mapped ranges come and go while a guest stores to them, on real KVM.
+//! BARs whose mapped ranges change while a guest stores to them, on real KVM.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,7 +22,7 @@ mod common;
 const SIZE: u64 = 32 << 20;
 const BAR: BarLayout = BarLayout { index: 2, kind: BarKind::Memory32, prefetchable: false, size: SIZE };
 
-/// A function with one BAR, mapped or not, that takes down what reaches it.
+/// A function with one BAR, mapped or not, that records the writes that reach it.
 struct Doorbells {
     memory: Arc<OwnedFd>,
     mapped: AtomicBool,
@@ -80,8 +80,8 @@ impl PciFunction for Doorbells {
     }
 }
 
-/// The guest writes each of four million words once, its own address, while the ranges are mapped and trapped over and
-/// over: each word is found in the memory or was trapped, never neither.
+/// The guest writes each of four million words once, with its own address, while the ranges are mapped and trapped repeatedly. Each word
+/// must be in the memory or have been trapped.
 #[test]
 fn no_store_is_lost_while_ranges_are_mapped_and_trapped() {
     let Some(host) = host() else { return };
@@ -108,7 +108,7 @@ fn no_store_is_lost_while_ranges_are_mapped_and_trapped() {
                 doorbells.mapped.fetch_xor(true, Ordering::SeqCst);
                 placer.refresh(&function, BAR, WINDOW).unwrap();
                 flips += 1;
-                // Trapped stores are much slower: give them less of the words.
+                // Trapped stores are much slower, so they get fewer of the words.
                 std::thread::sleep(std::time::Duration::from_micros(100));
             }
             flips

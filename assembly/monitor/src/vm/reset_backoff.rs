@@ -1,14 +1,14 @@
-//! How soon a guest that resets its machine again and again is started anew.
+//! Back-off for a guest that resets its machine repeatedly.
 //!
 //! ```text
 //! delay(n) = min(FIRST_DELAY * 2^(n - 1), MAX_DELAY)    n: resets in a row of a guest that ran for less than STABLE_RUN
 //! ```
 //!
-//! The values are those of Docker's restart policy. A guest that ran longer is started at once, as a reboot is.
+//! The values are those of Docker's restart policy. A guest that ran longer is restarted at once, as at a reboot.
 
 use std::time::{Duration, Instant};
 
-/// A guest that has run this long is not counted among those that reset at once.
+/// A guest that has run this long is stable: its next reset isn't delayed.
 const STABLE_RUN: Duration = Duration::from_secs(10);
 const FIRST_DELAY: Duration = Duration::from_millis(100);
 const MAX_DELAY: Duration = Duration::from_secs(60);
@@ -26,7 +26,7 @@ impl ResetBackoff {
         Self { started: now, resets_in_a_row: 0 }
     }
 
-    /// The guest asks for a reset `now`: how long it waits for that.
+    /// The guest requests a reset `now`: returns the delay of that reset.
     pub(super) fn delay(&mut self, now: Instant) -> Duration {
         if now.saturating_duration_since(self.started) >= STABLE_RUN {
             self.resets_in_a_row = 0;

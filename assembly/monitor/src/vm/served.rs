@@ -1,4 +1,4 @@
-//! Devices that other processes serve: connected before the sandbox closes, plugged with the others.
+//! Devices that other processes serve: connected before the sandbox is entered, plugged with the others.
 
 use std::sync::Arc;
 
@@ -26,8 +26,7 @@ pub struct OpenedSlot {
     functions: Vec<OpenedFunction>,
 }
 
-/// Connects to the servers that the description names.
-/// With `incoming`, NICs are those of a VM that is to come from another host.
+/// Connects to the servers that the description names. With `incoming`, the NICs are those of a VM that migrates here.
 pub fn open(description: &VmDescription, incoming: bool) -> Result<Vec<OpenedSlot>, Error> {
     let mut slots = Vec::new();
     for nic in &description.rdma {
@@ -58,7 +57,7 @@ pub fn open(description: &VmDescription, incoming: bool) -> Result<Vec<OpenedSlo
     Ok(slots)
 }
 
-/// What a guest sees of them.
+/// The guest-visible shape of served devices.
 pub fn shapes(slots: &[OpenedSlot]) -> Vec<ShapeDevice> {
     let functions = slots.iter().flat_map(|slot| &slot.functions);
     functions
@@ -70,7 +69,7 @@ pub fn shapes(slots: &[OpenedSlot]) -> Vec<ShapeDevice> {
         .collect()
 }
 
-/// Gives the servers the guest's memory; what a VM's state is written to.
+/// Passes the guest's memory to the servers. Returns the receivers for the state of an incoming VM.
 pub fn arriving(slots: &mut [OpenedSlot], ram: &GuestRam) -> Result<Vec<Arriving>, Error> {
     let ranges = ranges(ram);
     let functions = slots.iter_mut().flat_map(|slot| &mut slot.functions);
@@ -92,7 +91,7 @@ fn ranges(ram: &GuestRam) -> Vec<DmaRange> {
     ram.regions().iter().map(range).collect()
 }
 
-/// Those that ask for a slot, and those that take what is left.
+/// Splits the slots into those with a requested number and those without.
 pub fn by_slot(slots: Vec<OpenedSlot>) -> (Vec<OpenedSlot>, Vec<OpenedSlot>) {
     slots.into_iter().partition(|slot| slot.slot.is_some())
 }
@@ -101,7 +100,8 @@ fn open_function(name: &str, connector: Box<dyn Connector>) -> Result<OpenedFunc
     OpenedFunction::open(name, connector).map_err(|error| Error::device(name, error))
 }
 
-/// Gives the servers the guest's memory, plugs their functions in and starts their threads: at power-on state, or as they were saved.
+/// Passes the guest's memory to the servers, plugs their functions and starts their threads: at power-on state, or with their saved
+/// state.
 pub fn plug(
     slots: Vec<OpenedSlot>,
     root: &Arc<PciRoot>,

@@ -1,4 +1,4 @@
-//! Seccomp filters for threads that others make: each hook runs first thing on the new thread.
+//! Seccomp filters for threads that other crates start: each hook runs first on the new thread.
 
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
@@ -19,8 +19,7 @@ pub fn hook(sandbox: &Sandbox, kind: ThreadKind) -> ThreadHook {
 /// A job for the device-thread maker.
 type Job = Box<dyn FnOnce() + Send>;
 
-/// The thread on which devices are activated, so that their threads inherit its filter and not a vCPU's.
-/// It ends when this is dropped.
+/// The thread that activates devices, so that their threads inherit its filter and not a vCPU's. It ends when this value is dropped.
 pub struct DeviceThreadMaker {
     jobs: Mutex<mpsc::Sender<(Job, mpsc::SyncSender<()>)>>,
 }
@@ -32,8 +31,8 @@ impl DeviceThreadMaker {
         std::thread::Builder::new().name("devices".to_owned()).spawn(move || {
             filter.apply_or_end();
             for (job, done) in queue {
-                // A device that panics while it starts is reported by whoever waits for its answer.
-                // The program's panic hook has told of it.
+                // The caller reports a device that panics while it starts, because it gets no answer. The program's panic hook has logged
+                // the panic.
                 let _ = telemetry::containment::contain(job);
                 let _ = done.send(());
             }

@@ -1,4 +1,4 @@
-//! vCPUs in the device tree: what they would do next, for whoever looks for the cause of a guest that stands still.
+//! vCPUs in the device tree, for a diagnosis of hung guests: registers and pending interrupts.
 
 use ::machine::state::SavedVcpu;
 use ::machine::vcpu::{VcpuError, VcpuManager};
@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::machine::Machine;
 
-/// Registers and pending interrupts of all vCPUs while paused; a word on how to get them otherwise.
+/// Registers and pending interrupts of all vCPUs while paused; otherwise a hint to pause the VM.
 pub(super) fn inspect(vcpus: &VcpuManager) -> Value {
     match vcpus.save() {
         Ok(saved) => saved.iter().map(one).collect(),
@@ -15,7 +15,7 @@ pub(super) fn inspect(vcpus: &VcpuManager) -> Value {
     }
 }
 
-/// Where the interrupt controllers are; of those in the monitor, their registers while paused.
+/// Where the interrupt controllers are. For those in the monitor also their registers, while the vCPUs are paused.
 pub(super) fn inspect_irqchip(machine: &Machine) -> Value {
     let registers = machine.irqchip.monitor().map(|irqchip| {
         if machine.vcpus.is_paused() {

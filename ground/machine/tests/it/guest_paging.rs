@@ -1,6 +1,7 @@
-//! Page walks of `guest-paging` beside KVM's own (KVM_TRANSLATE), on random tables: both find the same address, or both none.
+//! Differential test of `guest-paging`'s page walks against KVM's (KVM_TRANSLATE), on random tables: both must find the same address or
+//! none.
 //!
-//! KVM deviates from the manuals in one way that the tables avoid: of the address bits that a page of 4 MiB has above 4 GiB, it knows four,
+//! The tables avoid one deviation of KVM from the manuals: for a 4 MiB page KVM uses only four physical address bits above 4 GiB,
 //! whatever CPUID reports.
 #![allow(unsafe_code)] // Memory is handed to KVM by its address.
 
@@ -17,7 +18,7 @@ use crate::common::flat_segments;
 const RAM_BYTES: usize = 1 << 20;
 const TABLES: u64 = 0x1_0000;
 const TABLE_COUNT: u64 = 12;
-/// Random tables of each mode, and addresses that are translated by each.
+/// Number of random tables of each mode, and of addresses translated with each table.
 const ROUNDS: u32 = 100;
 const ADDRESSES: u32 = 300;
 const EFER_LME: u64 = 1 << 8;
@@ -50,7 +51,7 @@ enum Mode {
 }
 
 struct Peer {
-    // Before the memory that they use.
+    // Dropped before the memory that they use.
     vcpu: VcpuFd,
     _vm: VmFd,
     memory: GuestMemoryMmap,
@@ -88,13 +89,13 @@ impl Peer {
             memory,
             physical_bits: leaf(&cpuid, 0x8000_0008).map_or(36, |(eax, ..)| eax & 0xff),
             has_1g_pages: leaf(&cpuid, 0x8000_0001).is_some_and(|(.., edx)| edx & 1 << 26 != 0),
-            // "cAMD" and "uine" of Hygon.
+            // "cAMD", or "uine" of Hygon.
             is_amd: [u32::from_le_bytes(*b"cAMD"), u32::from_le_bytes(*b"uine")].contains(&vendor.1),
             has_five_levels: leaf(&cpuid, 7).is_some_and(|(_, ecx, _)| ecx & 1 << 16 != 0),
         }
     }
 
-    /// Fills the tables, and has the vCPU use the first. What the walk is given.
+    /// Fills the tables, and makes the vCPU use the first. Returns the state for the walk.
     fn enter(&mut self, mode: Mode, random: &mut Random) -> PagingState {
         for table in 0..TABLE_COUNT {
             let mut page = [0u8; 4096];
@@ -142,17 +143,17 @@ impl Peer {
 
     fn entry(&self, mode: Mode, is_pointer: bool, random: &mut Random) -> u64 {
         let target = if random.one_in(8) {
-            // Mostly outside of RAM.
+            // Mostly outside RAM.
             random.next() & ((1 << self.physical_bits) - 1) & !0xfff
         } else {
             TABLES + random.next() % TABLE_COUNT * 4096
         };
         let present = u64::from(!random.one_in(8));
         if is_pointer {
-            // Reserved bits there would keep the processor from loading CR3.
+            // Reserved bits there would make the processor refuse the CR3.
             return target | present;
         }
-        // KVM sets accessed bits; here they are set.
+        // KVM sets accessed bits, so entries have them set.
         let mut entry = target | present | ACCESSED | random.next() & 0b1_0101_1110;
         if random.one_in(3) {
             entry |= 1 << 7;
@@ -169,19 +170,19 @@ impl Peer {
         entry
     }
 
-    /// Whether KVM uses the tables: some, such as PVM, take every address for a physical one outside of IA-32e mode.
+    /// Whether KVM uses the tables. Some versions, such as PVM, treat every address outside IA-32e mode as a physical one.
     fn walks_tables(&self, mode: Mode, random: &mut Random) -> bool {
         (0..ADDRESSES).map(|_| address(mode, random)).any(|address| self.translate(address) != Some(address))
     }
 
-    /// KVM's answer.
+    /// KVM's translation.
     fn translate(&self, address: u64) -> Option<u64> {
         let found = self.vcpu.translate_gva(address).unwrap();
         (found.valid != 0).then_some(found.physical_address)
     }
 }
 
-/// An address whose indices are mostly of entries that were made.
+/// An address whose indices mostly select filled entries.
 fn address(mode: Mode, random: &mut Random) -> u64 {
     let mut index = |bits: u32| {
         let small = random.next() % 9;
@@ -200,14 +201,14 @@ fn address(mode: Mode, random: &mut Random) -> u64 {
         Mode::Four | Mode::Five => {
             let low = index(9) << 39 | index(9) << 30 | index(9) << 21 | index(9) << 12;
             let (low, bits) = if mode == Mode::Five { (low | index(9) << 48, 57) } else { (low, 48) };
-            // Made canonical.
+            // Sign-extended to a canonical address.
             if low >> (bits - 1) & 1 != 0 { low | u64::MAX << bits } else { low }
         }
     };
     address | random.next() & 0xfff
 }
 
-/// Reports a mode that this machine can't compare, past the test harness' capture.
+/// Reports a mode that this machine can't compare, directly to standard error so that the test harness doesn't capture it.
 fn skipped(mode: Mode, why: &str) {
     // Nothing can be done if standard error is closed.
     let _ =

@@ -1,4 +1,4 @@
-//! Late writes on real KVM: they cost no exits, and come in order and before everything else.
+//! Deferred (coalesced) writes on real KVM: they cost no exits, and reach devices in order and before later accesses.
 
 use crate::common;
 
@@ -13,10 +13,10 @@ use machine::x86::kvm_regs;
 const PORT: u64 = 0x310;
 const TIMES: u64 = 1000;
 
-/// Whose, offset, value.
+/// Range, offset, value.
 type Write = (&'static str, u64, u64);
 
-/// What reached either range, in order.
+/// The writes to either range, in order.
 struct Log(Mutex<Vec<Write>>);
 
 struct Range(&'static str, Arc<Log>);
@@ -33,7 +33,7 @@ impl BusDevice for Range {
     }
 }
 
-/// Counts down from 1000, says each number by memory and by a port, and then reads elsewhere.
+/// Counts down from 1000, writes each number to memory and to a port, and then reads from memory.
 fn count_down() -> (Vec<u8>, kvm_regs) {
     // loop: mov [rdi+0x10], ecx; mov eax, ecx; out dx, eax; dec ecx; jnz loop; mov eax, [rdi+0x40]
     let code = [0x89, 0x4f, 0x10, 0x89, 0xc8, 0xef, 0xff, 0xc9, 0x75, 0xf6, 0x8b, 0x47, 0x40];
@@ -67,7 +67,7 @@ fn late_writes_come_in_order_before_the_next_access_and_leave_the_guest_only_whe
     assert_eq!(expected.len() as u64, 2 * TIMES + 1);
     assert_eq!(seen, expected);
     assert_eq!(prompt.exits("memory:card") + prompt.exits("port:card"), 2 * TIMES + 1);
-    // 169 wait; the next one exits, with them.
+    // The ring holds 169 writes; the next one exits, and drains the ring.
     let exits = late.exits("memory:card") + late.exits("port:card");
     assert_eq!(exits, 1 + 2 * TIMES / 170);
     assert_eq!(late.vm.late().taken(), 2 * TIMES + 1 - exits);
@@ -89,7 +89,7 @@ fn a_zone_that_is_gone_lets_nothing_wait() {
 #[test]
 fn what_waits_when_a_vm_is_paused_is_there_when_the_pause_is() {
     let Some((guest, _)) = run(&ZONES) else { return };
-    // loop: mov [rdi+0x10], ecx; inc ecx; then it waits in place, without an access.
+    // loop: mov [rdi+0x10], ecx; then an endless loop without an access
     let code = program(&[&[0x89, 0x4f, 0x10, 0xeb, 0xfe]]);
     guest.load(common::CODE, &code);
     let taken = guest.vm.late().taken();

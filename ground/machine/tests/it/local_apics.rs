@@ -1,4 +1,4 @@
-//! vCPUs whose local APICs are outside of KVM, on real KVM: small guests in ring 0, and APICs that follow a script.
+//! vCPUs whose local APICs are outside KVM, on real KVM: small ring-0 guests, and APICs that follow a script.
 #![allow(unsafe_code)] // The guests are in this program, as assembly.
 
 use std::collections::VecDeque;
@@ -14,13 +14,13 @@ use machine::x86::{kvm_dtable, kvm_regs, kvm_sregs};
 
 use crate::common::{self, CODE, Guest, flat_segments, host, new_ram};
 
-/// What takes longer hangs.
+/// Time limit, after which a step counts as hung.
 const HANG_LIMIT: Duration = Duration::from_secs(60);
 const GDT: u64 = 0x5000;
 const IDT: u64 = 0x6000;
-/// Where guests count.
+/// Address of the guests' counter.
 const COUNTER: u64 = 0x8000;
-/// Real-mode code begins here.
+/// Page of the real-mode code.
 const START_PAGE: u8 = 0x20;
 const NMI: u8 = 2;
 const GENERAL_PROTECTION: u8 = 13;
@@ -31,7 +31,7 @@ std::arch::global_asm!(
     ".pushsection .rodata",
     ".code64",
     "local_apic_guests:",
-    // Reads 0x802 to rbx, writes 0x808, reads 0x1b to rsi, tries what is refused, which counts in r8, and reads CR8 to r9.
+    // Reads 0x802 to rbx, writes 0x808, reads 0x1b to rsi, tries refused accesses (r8 counts their faults), and reads CR8 to r9.
     "accesses_msrs:",
     "mov $0x802, %ecx",
     "rdmsr",
@@ -50,19 +50,19 @@ std::arch::global_asm!(
     "mov $0x1b, %ecx",
     "xor %eax, %eax",
     "wrmsr",
-    // No register of a local APIC, and none of KVM's.
+    // An MSR that neither a local APIC nor KVM has.
     "mov $0xc0011fff, %ecx",
     "wrmsr",
     "mov %cr8, %r9",
     "mov $3, %eax",
     "mov %rax, %cr8",
     "out %al, $0xf4",
-    // Halts for ever; interrupts count at 0x8000.
+    // Halts in a loop; interrupts increment the counter at 0x8000.
     "halts:",
     "sti",
     "1: hlt",
     "jmp 1b",
-    // Runs for ever, with interrupts off for most of the time.
+    // Loops forever, with interrupts disabled most of the time.
     "runs_closed:",
     "1: cli",
     "mov $20, %ecx",
@@ -112,18 +112,18 @@ fn bytes(begin: &'static u8, end: &'static u8) -> &'static [u8] {
     unsafe { std::slice::from_raw_parts(begin, end.addr() - begin.addr()) }
 }
 
-/// Where a label of the 64-bit guests is in the guest.
+/// Guest address of a label in the 64-bit guests.
 fn address(label: &'static u8) -> u64 {
     let begin = &raw const local_apic_guests;
     CODE + ((&raw const *label).addr() - begin.addr()) as u64
 }
 
-/// APICs that follow a script: of vCPU 0 `script`, of others `others`.
+/// APICs that follow a script: vCPU 0 `script`, the others `others`.
 #[derive(Default)]
 struct Script {
     script: Mutex<VecDeque<ApicEvent>>,
     others: Mutex<VecDeque<ApicEvent>>,
-    /// Others wait for a start-up IPI.
+    /// The other vCPUs wait for a start-up IPI.
     waits: AtomicBool,
     cr8: Mutex<u8>,
     written: Mutex<Vec<(u32, u64)>>,
@@ -145,7 +145,7 @@ impl Script {
         self.of(vcpu).lock().unwrap().is_empty()
     }
 
-    /// The timer's interrupt, once it is due.
+    /// Adds the timer's interrupt once it is due.
     fn advance(&self, vcpu: u32) {
         let mut timer = self.timer.lock().unwrap();
         if vcpu == 0 && timer.is_some_and(|due| due <= Instant::now()) {
@@ -228,7 +228,7 @@ fn ring0(rip: u64) -> VcpuStart {
     VcpuStart::Registers(Box::new(StartRegisters { regs, sregs, ..Default::default() }))
 }
 
-/// A guest with interrupt table, its first vCPU at `entry`; others wait.
+/// A guest with an interrupt table. Its first vCPU starts at `entry`; the others wait.
 fn guest(vcpus: usize, entry: &'static u8) -> Option<(Guest, Arc<Script>)> {
     let script = Arc::new(Script::default());
     script.waits.store(true, Ordering::SeqCst);
@@ -257,7 +257,7 @@ fn prepare(guest: &Guest) {
     }
 }
 
-/// Waits for what a guest's vCPU does.
+/// Waits until `done`; fails after [`HANG_LIMIT`].
 fn wait_for(guest: &Guest, what: &str, mut done: impl FnMut() -> bool) {
     let begin = Instant::now();
     while !done() {
@@ -285,7 +285,7 @@ fn accesses_to_msrs_reach_the_local_apic_or_fault() {
     assert!(guest.exits("rdmsr") >= 3 && guest.exits("wrmsr") >= 3);
 }
 
-/// An interrupt is sent as soon as the one before has been taken: while the vCPU goes to sleep, sleeps, or wakes up.
+/// Sends each interrupt as soon as the previous one was delivered: while the vCPU goes to sleep, sleeps, or wakes up.
 #[test]
 fn no_wake_up_from_hlt_is_lost() {
     // SAFETY: the label is data of this program.
@@ -295,7 +295,7 @@ fn no_wake_up_from_hlt_is_lost() {
         script.send(0, ApicEvent::Interrupt { vector: VECTOR });
         wait_for(&guest, "the halted vCPU wakes up", || guest.read_u64(COUNTER) == count);
         if count % 1000 == 0 {
-            // A pause, and a save in HLT.
+            // A pause, and a save and restore in HLT.
             guest.vcpus.pause().unwrap();
             let saved = guest.vcpus.save().unwrap().remove(0);
             guest.vcpus.set_state(0, VcpuStart::Restored(Box::new(saved))).unwrap();
@@ -305,7 +305,7 @@ fn no_wake_up_from_hlt_is_lost() {
     assert!(guest.exits("hlt") > 0);
 }
 
-/// Interrupts come while the vCPU runs with interrupts disabled: each is taken, in the window.
+/// Interrupts arrive while the vCPU has interrupts disabled: each is delivered in an interrupt window.
 #[test]
 fn interrupts_wait_for_their_window() {
     // SAFETY: the label is data of this program.
@@ -334,7 +334,7 @@ fn a_halted_vcpu_takes_nmis_and_its_timer() {
     *script.timer.lock().unwrap() = Some(Instant::now() + Duration::from_millis(5));
     guest.vcpus.set_state(0, VcpuStart::Restored(Box::new(saved))).unwrap();
     guest.vcpus.resume().unwrap();
-    // No kick: the vCPU's own thread sees to it.
+    // No kick: the vCPU's own thread wakes at the timer's time.
     wait_for(&guest, "the timer wakes the vCPU", || guest.read_u64(COUNTER) == 2);
 }
 
@@ -359,7 +359,7 @@ fn init_and_start_up_take_a_vcpu_to_real_mode() {
         wait_for(&guest, "the vCPU runs in real mode", || page() == u16::from(START_PAGE) << 8);
         wait_for(&guest, "the vCPU halts", || guest.vcpus.exits().vcpus[1].causes["hlt"] == round);
     }
-    // A reset takes it back to where it waits.
+    // A reset returns the vCPU to its wait for a start-up IPI.
     guest.vcpus.pause().unwrap();
     guest.vcpus.set_state(1, VcpuStart::WaitForSipi).unwrap();
     guest.vcpus.resume().unwrap();

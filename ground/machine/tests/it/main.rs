@@ -1,4 +1,4 @@
-//! Integration tests of `machine`: one program, since each is linked with everything.
+//! Integration tests of `machine` in one binary, which saves link time.
 #![allow(clippy::unwrap_used)] // A test that can't go on has failed.
 
 mod apic_peer;

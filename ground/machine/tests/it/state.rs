@@ -54,7 +54,7 @@ fn a_vcpu_goes_on_in_a_fresh_vm_from_its_saved_state() {
     assert_eq!(again.cpuid, saved.cpuid);
     for msr in &saved.msrs {
         let other = again.msrs.iter().find(|other| other.index == msr.index);
-        // The time-stamp counter goes on.
+        // The time-stamp counter runs on.
         assert!(msr.index == 0x10 || other == Some(msr), "{msr:?} {other:?}");
     }
     other.vcpus.resume().unwrap();
@@ -90,7 +90,7 @@ fn state_that_does_not_fit_is_refused_by_name() {
     set(saved).unwrap();
 }
 
-/// A guest with in-kernel controllers whose vCPU has its local APIC switched on by software.
+/// A guest with in-kernel controllers, and its vCPU's local APIC enabled by software.
 fn with_irqchip() -> Option<(Guest, Arc<KernelIrqchip>)> {
     let host = host()?;
     let mut irqchip = None;
@@ -106,7 +106,7 @@ fn with_irqchip() -> Option<(Guest, Arc<KernelIrqchip>)> {
     Some((guest, irqchip.unwrap()))
 }
 
-/// Vectors that wait in the local APIC of vCPU 0.
+/// Vectors that are pending in the local APIC of vCPU 0.
 fn pending(guest: &Guest) -> Vec<usize> {
     let lapic = guest.vcpus.save().unwrap().remove(0).lapic.unwrap();
     let word = |vector: usize| lapic.regs[0x200 + vector / 32 * 16 + vector % 32 / 8];
@@ -120,7 +120,7 @@ fn message(vector: u32) -> MsiMessage {
 #[test]
 fn messages_reach_the_local_apic_unless_masked() {
     let Some((guest, irqchip)) = with_irqchip() else { return };
-    // An eventfd per route is more than the usual soft limit.
+    // An eventfd per route exceeds the usual soft limit.
     let limits = rustix::process::getrlimit(rustix::process::Resource::Nofile);
     let all = rustix::process::Rlimit { current: limits.maximum, ..limits };
     rustix::process::setrlimit(rustix::process::Resource::Nofile, all).unwrap();
@@ -134,7 +134,7 @@ fn messages_reach_the_local_apic_unless_masked() {
     last.set(Some(message(0x51))).unwrap();
     first.trigger().unwrap();
     wait_for("the first message", || pending(&guest) == [0x31, 0x41]);
-    // What another process writes:
+    // A write to the eventfd, as another process makes it:
     rustix::io::write(last.eventfd().unwrap(), &1u64.to_ne_bytes()).unwrap();
     wait_for("the last message", || pending(&guest) == [0x31, 0x41, 0x51]);
     last.set(None).unwrap();
@@ -212,7 +212,7 @@ fn a_vcpu_that_changed_its_own_cpuid_bits_can_be_reset() {
     let guest = Guest::new(host, 1);
     let mut registers = start_registers(kvm_regs { rbx: 7, ..Default::default() });
     if has_xsave {
-        // CR4.OSXSAVE shows in CPUID.
+        // CR4.OSXSAVE appears in CPUID.
         registers.sregs.cr4 |= 1 << 18;
     }
     guest.load(CODE, &[0xeb, 0xfe]);
@@ -247,7 +247,7 @@ fn mtrrs_are_on_from_the_start_and_after_a_reset_and_belong_to_the_state() {
     };
     assert_eq!([msr(0, DEFAULT_TYPE), msr(1, DEFAULT_TYPE)], [0x806; 2]);
 
-    // A guest that has set up a range of its own, and goes on elsewhere.
+    // A guest that has set a range of its own, and is restored in another VM.
     let mut saved = guest.vcpus.save().unwrap().remove(0);
     for changed in &mut saved.msrs {
         match changed.index {

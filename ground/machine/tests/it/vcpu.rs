@@ -21,7 +21,7 @@ fn port_accesses_reach_their_device_and_are_counted() {
     let device = Arc::new(Recorder::default());
     *device.next.lock().unwrap() = 0x77;
     guest.ports.insert(0x10, 4, "recorder", Arc::clone(&device) as Arc<dyn BusDevice>).unwrap();
-    // out 0x12, al; in al, 0x10; then the word across the range's end: out 0x13, ax; and a port nobody has: in eax, 0x50
+    // out 0x12, al; in al, 0x10; then a word across the range's end: out 0x13, ax; and an unclaimed port: in eax, 0x50
     let code = program(&[&[0xe6, 0x12, 0xe4, 0x10, 0x88, 0xc3, 0x66, 0xe7, 0x13, 0xe5, 0x50], &STOP]);
     let regs = guest.run_to_stop(&code, kvm_regs { rax: 0xaa5a, ..Default::default() });
     assert_eq!(regs.rbx & 0xff, 0x77, "what the device answered");
@@ -69,7 +69,7 @@ fn memory_accesses_reach_their_device_with_their_width() {
 fn hlt_without_interrupt_controllers_is_an_event() {
     let Some(host) = host() else { return };
     let guest = Guest::new(host, 1);
-    // HLT faults in ring 3; PVM hands it on all the same.
+    // HLT faults in ring 3; PVM exits with it nevertheless.
     let event = guest.run(&[0xf4], kvm_regs::default());
     assert!(
         matches!(
@@ -80,7 +80,7 @@ fn hlt_without_interrupt_controllers_is_an_event() {
     );
 }
 
-/// By the leaves that KVM was given: under PVM the processor answers CPUID itself, with the host's.
+/// Checks the leaves passed to KVM: under PVM the processor answers CPUID itself, with the host's leaves.
 #[test]
 fn a_guest_finds_the_frequency_of_its_time_stamp_counter() {
     let Some(host) = host() else { return };
@@ -114,7 +114,7 @@ impl BusDevice for Refuser {
     }
 }
 
-/// A guest that has disabled machine checks altogether (CR4.MCE) shuts down, as a processor does; the bank alone disabled: nothing is reported.
+/// A guest that has disabled machine checks (CR4.MCE) shuts down, as a processor does. If only the bank is disabled, nothing is reported.
 #[test]
 fn a_machine_check_of_a_device_reaches_the_vcpu() {
     let Some(host) = host() else { return };
@@ -133,8 +133,8 @@ fn a_machine_check_of_a_device_reaches_the_vcpu() {
     assert!(matches!(event, VcpuEvent::Shutdown { vcpu: 0, .. } | VcpuEvent::Failed { .. }), "{event:?}");
 }
 
-/// One that is asked for from without, for a write that some vCPU made late, reaches a vCPU that runs, and one that was paused meanwhile; a vCPU that was
-/// reset meanwhile is another guest's.
+/// A machine check requested by another thread, for a deferred write of an unknown vCPU, reaches a running vCPU and one that was paused
+/// meanwhile. A reset drops it, because the vCPU then runs another guest.
 #[test]
 fn a_machine_check_from_without_reaches_a_vcpu() {
     let Some(host) = host() else { return };
@@ -238,13 +238,13 @@ fn a_pause_between_a_port_read_and_its_result_loses_nothing() {
             assert!(Instant::now() < patience, "no progress after resume");
             std::thread::yield_now();
         }
-        // Different lengths, so that pauses hit different moments.
+        // Different delays, so that pauses occur at different points.
         (0..round % 37 * 20).for_each(|_| std::hint::spin_loop());
         if round % 3 == 0 {
             guest.vcpus.kick(0).unwrap();
         }
         guest.vcpus.pause().unwrap();
-        // A guest that saw a value twice or not at all has stopped, and can't be saved.
+        // A guest that saw a value twice, or missed one, has stopped, and can't be saved.
         let saved = guest.vcpus.save().unwrap().remove(0);
         guest.vcpus.set_state(0, VcpuStart::Restored(Box::new(saved))).unwrap();
     }
@@ -291,7 +291,7 @@ fn the_ring_0_probe_comes_to_a_verdict() {
     assert!(!probe.finding.is_empty());
 }
 
-/// Tries to stop the VM from within.
+/// Tries to stop the VM from a vCPU's own thread.
 #[derive(Default)]
 struct Suicide {
     vcpus: OnceLock<Weak<VcpuManager>>,

@@ -1,4 +1,4 @@
-//! Thread `interrupts`: waits for eventfds and timers.
+//! Thread `interrupts`: polls eventfds and timers.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -13,14 +13,14 @@ use super::routes::EventfdRoute;
 use super::{Shared, new_eventfd, signal, take_signal};
 use crate::sandbox::ThreadFilter;
 
-/// Beyond what every thread calls.
+/// System calls of this thread beyond those of every thread.
 pub const SYSCALLS: &[i64] = &[libc::SYS_epoll_wait, libc::SYS_epoll_pwait, libc::SYS_epoll_ctl];
-/// Events per call of the kernel.
+/// Events per epoll_wait.
 const EVENTS_PER_WAIT: usize = 64;
-/// What the thread ends at.
+/// Number of the event that ends the thread.
 const STOP: u64 = 0;
 
-/// What is waited for. Each write of an eventfd is an event once (EPOLLET), whether it is read then or left.
+/// A polled source. Each write to an eventfd is one event (EPOLLET), whether the thread reads it or leaves it.
 #[derive(Clone)]
 pub(super) enum Source {
     /// A message-signalled interrupt.
@@ -33,12 +33,12 @@ pub(super) enum Source {
     Timer { index: usize },
 }
 
-/// All that is waited for.
+/// All polled sources.
 pub(super) struct Listener {
     epoll: OwnedFd,
     stop: OwnedFd,
     sources: Mutex<Sources>,
-    /// Held from reading a signal to its interrupt.
+    /// Held from the read of a signal to its interrupt.
     delivery: Mutex<()>,
 }
 
@@ -56,7 +56,7 @@ impl Listener {
         Ok(Self { epoll, stop, sources, delivery: Mutex::new(()) })
     }
 
-    /// Waits for `fd` as well; its number, for [`Listener::remove`].
+    /// Adds `fd` to the polled sources; returns its number, for [`Listener::remove`].
     pub(super) fn add(&self, fd: &impl AsFd, source: Source) -> io::Result<u64> {
         let mut sources = self.sources.lock().unwrap_or_else(PoisonError::into_inner);
         let number = sources.next;
@@ -66,7 +66,7 @@ impl Listener {
         Ok(number)
     }
 
-    /// Waits for it no more. Other processes may have its descriptor still.
+    /// Removes a source. Other processes may still have its descriptor.
     pub(super) fn remove(&self, fd: &impl AsFd, number: u64) {
         if let Err(error) = epoll::delete(&self.epoll, fd) {
             tracing::error!(%error, "An eventfd of an interrupt could not be released");
@@ -88,7 +88,7 @@ pub(super) fn start(shared: Arc<Shared>, filter: ThreadFilter) -> io::Result<Joi
     std::thread::Builder::new().name("interrupts".to_owned()).spawn(move || {
         filter.apply_or_end();
         if let Err(error) = listen(&shared) {
-            // The guest's devices would be silent for ever.
+            // Without this thread the guest would get no more interrupts from devices.
             tracing::error!(%error, "Eventfds of interrupts can't be waited for; ending");
             std::process::exit(1);
         }
@@ -104,7 +104,7 @@ fn listen(shared: &Shared) -> io::Result<()> {
             Err(error) => return Err(error.into()),
         }
         for event in &events {
-            // Copied: the kernel's structure is packed.
+            // A copy, because the kernel's structure is packed.
             let data = event.data;
             if data.u64() == STOP {
                 return Ok(());
@@ -116,7 +116,7 @@ fn listen(shared: &Shared) -> io::Result<()> {
     }
 }
 
-/// Delivers what was signalled, if no other thread has.
+/// Delivers a pending signal, unless another thread has delivered it.
 fn deliver(shared: &Shared, source: &Source) {
     let _delivery = shared.listener.delivery.lock().unwrap_or_else(PoisonError::into_inner);
     match source {
@@ -132,7 +132,7 @@ fn deliver(shared: &Shared, source: &Source) {
     }
 }
 
-/// Delivers everything that was signalled until now, on the calling thread.
+/// Delivers all signals that are pending now, on the calling thread.
 pub(super) fn drain(shared: &Shared) {
     let all: Vec<Source> = {
         let sources = shared.listener.sources.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,4 +1,4 @@
-//! How many interrupts there were, by source and by vCPU.
+//! Counters of interrupts, by source and by vCPU.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -6,7 +6,7 @@ use apic::VcpuEvent;
 use apic::registers::{END_OF_INTERRUPT, INTERRUPT_COMMAND, SELF_IPI};
 use telemetry::metrics::Family;
 
-/// What one vCPU took, and wrote.
+/// Counters of one vCPU: delivered events and its writes.
 #[derive(Default)]
 struct VcpuCounters {
     interrupts: AtomicU64,
@@ -19,7 +19,7 @@ struct VcpuCounters {
     ends: AtomicU64,
 }
 
-/// Counters of a VM's controllers. Any thread counts.
+/// Counters of a VM's controllers. Any thread may count.
 pub(super) struct Counters {
     vcpus: Vec<VcpuCounters>,
     msis: AtomicU64,
@@ -107,11 +107,11 @@ impl Counters {
     }
 }
 
-/// Interrupts until now.
+/// A snapshot of the counters.
 pub struct InterruptCounts {
-    /// By APIC id: what the vCPU was given, waited for, and wrote.
+    /// By APIC id: events delivered to the vCPU, its waits for an interrupt window, and its writes.
     vcpus: Vec<(u32, [(&'static str, u64); 8])>,
-    /// What devices signalled.
+    /// Interrupts that devices sent, by source.
     sources: [(&'static str, u64); 4],
 }
 

@@ -10,7 +10,7 @@ use machine::interrupt::{MsiMessage, MsiRoute};
 use super::listener::Source;
 use super::{Shared, new_eventfd, take_signal};
 
-/// As many as KVM has for controllers of its own.
+/// Limit for the routes of a VM, the same as KVM's.
 const MAX_MSI_ROUTES: u16 = 4096;
 
 /// Routes in use.
@@ -28,7 +28,8 @@ impl RouteCount {
     }
 }
 
-/// A route that thread `interrupts` listens to. While masked, what another process writes to the eventfd stays in it and is delivered on unmasking.
+/// A route whose eventfd thread `interrupts` polls. While it is masked, a write by another process stays in the eventfd, and is delivered
+/// at the unmasking.
 pub(super) struct EventfdRoute {
     shared: Arc<Shared>,
     fd: OwnedFd,
@@ -47,7 +48,7 @@ pub(super) fn allocate(shared: &Arc<Shared>, count: u16) -> io::Result<Vec<Arc<d
         match EventfdRoute::new(shared) {
             Ok(route) => routes.push(route),
             Err(error) => {
-                // Those that were made give their places back themselves.
+                // The routes created so far release their own count when they are dropped.
                 shared.routes.remove(others);
                 return Err(error);
             }
@@ -57,18 +58,18 @@ pub(super) fn allocate(shared: &Arc<Shared>, count: u16) -> io::Result<Vec<Arc<d
 }
 
 impl EventfdRoute {
-    /// Takes a place that was counted.
+    /// Creates a route. The caller has counted it already.
     fn new(shared: &Arc<Shared>) -> io::Result<Arc<Self>> {
         let fd = new_eventfd().inspect_err(|_| shared.routes.remove(1))?;
         let (shared, number, message) = (Arc::clone(shared), OnceLock::new(), Mutex::new(None));
         let route = Arc::new(Self { shared, fd, number, message });
         let number = route.shared.listener.add(&route.fd, Source::Msi(Arc::downgrade(&route)))?;
-        // Set once.
+        // The only call that sets it.
         let _ = route.number.set(number);
         Ok(route)
     }
 
-    /// Sends the message if the eventfd was signalled, unless the route is masked.
+    /// Sends the message if the eventfd was signaled, unless the route is masked.
     pub(super) fn deliver_signal(&self) {
         let message = self.message.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(message) = *message
@@ -87,7 +88,7 @@ impl MsiRoute for EventfdRoute {
     }
 
     fn trigger(&self) -> io::Result<()> {
-        // Held while sending, so that nothing is sent after `set(None)` has returned.
+        // The lock stays held during the send, so that nothing is sent after `set(None)` has returned.
         let message = self.message.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(message) = *message {
             self.shared.signal_msi(message);

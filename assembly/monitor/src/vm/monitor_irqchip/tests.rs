@@ -1,4 +1,4 @@
-//! The controllers without KVM: tests are the vCPUs and devices.
+//! Tests of the controllers without KVM: the tests act as vCPUs and devices.
 
 use std::os::fd::AsFd;
 use std::time::Instant;
@@ -13,7 +13,7 @@ use super::*;
 use crate::description;
 use crate::sandbox::{Sandbox, ThreadKind};
 
-/// What takes longer hangs.
+/// Time limit, after which a step counts as hung.
 const HANG_LIMIT: Duration = Duration::from_secs(60);
 
 fn filter() -> ThreadFilter {
@@ -23,7 +23,7 @@ fn filter() -> ThreadFilter {
     Sandbox::prepare(&description).unwrap().thread_filter(ThreadKind::Interrupts)
 }
 
-/// With vCPUs 0 and 1, whose APICs software has enabled.
+/// Controllers with vCPUs 0 and 1, whose APICs software has enabled.
 fn irqchip() -> MonitorIrqchip {
     let irqchip = MonitorIrqchip::create(&[0, 1], filter()).unwrap();
     assert!(irqchip.write_msr(0, INTERRUPT_COMMAND, 0x1_0000_4601));
@@ -34,7 +34,7 @@ fn irqchip() -> MonitorIrqchip {
     irqchip
 }
 
-/// The interrupt that the vCPU takes, as soon as there is one; it ends at once.
+/// Waits for the vCPU's next interrupt, and ends it at once.
 fn take(irqchip: &MonitorIrqchip, vcpu: u32) -> u8 {
     let begin = Instant::now();
     loop {
@@ -54,7 +54,7 @@ fn write_eventfd(fd: impl AsFd) {
     assert_eq!(rustix::io::write(fd, &1u64.to_ne_bytes()), Ok(8));
 }
 
-/// Sets a pin's entry by the bus, as a guest does.
+/// Writes a pin's entry through the bus, as a guest does.
 fn set_pin(irqchip: &MonitorIrqchip, pin: u8, entry: u32) {
     let bus = AddressSpace::memory(RangeNames::new());
     irqchip.plug(&bus).unwrap();
@@ -88,7 +88,7 @@ fn messages_wait_while_their_route_is_masked() {
     write_eventfd(routes[1].eventfd().unwrap());
     listener::drain(&irqchip.shared);
     assert_eq!(irqchip.next_event(0, true), ApicEvent::None);
-    // No interrupt, and no harm.
+    // A message that is no interrupt is ignored.
     routes[0].set(Some(MsiMessage { address: 0x1234_5678, data: u32::MAX })).unwrap();
     routes[0].trigger().unwrap();
     assert_eq!(irqchip.next_event(0, true), ApicEvent::None);
@@ -121,7 +121,7 @@ fn pins_interrupt_by_edges_and_levels_and_report_ends() {
     for line in &lines {
         write_eventfd(&line.trigger);
         assert_eq!(take(&irqchip, 0), 0x49);
-        // Whoever shares the pin looks whether it still needs service.
+        // Each device on the shared pin gets the signal to check whether it still needs service.
         for line in &lines {
             assert!(take_signal(&line.resample), "the end is reported to all");
         }
@@ -200,7 +200,7 @@ fn state_of_another_kind_or_machine_is_refused_by_name() {
     irqchip.restore(&saved).unwrap();
 }
 
-/// Anything that guests can write, and messages of devices besides: nothing panics, and afterwards a start-up takes each vCPU back.
+/// Random guest writes, and messages of devices besides: nothing panics, and afterwards a start-up IPI starts each vCPU.
 #[test]
 fn registers_written_at_random_leave_vcpus_that_start_again() {
     let irqchip = irqchip();
@@ -234,6 +234,6 @@ fn registers_written_at_random_leave_vcpus_that_start_again() {
     assert!(irqchip.write_msr(0, INTERRUPT_COMMAND, 0x1_0000_4699));
     assert_eq!(irqchip.next_event(1, true), ApicEvent::Startup { vector: 0x99 });
     assert_eq!(irqchip.next_event(1, true), ApicEvent::None);
-    // Everything can be saved, and saved state is taken.
+    // The state can be saved and restored.
     irqchip.restore(&irqchip.save().unwrap()).unwrap();
 }

@@ -1,4 +1,4 @@
-//! KVM's side: a VM with in-kernel controllers, whose vCPUs run a few instructions of ring 0 at a time.
+//! KVM's side: a VM with in-kernel controllers, whose vCPUs run a few ring-0 instructions at a time.
 #![allow(unsafe_code)] // Memory is handed to KVM by its address.
 
 use apic::registers::{
@@ -25,20 +25,20 @@ const STACK_END: u64 = 0xC000;
 const HANDLERS: u64 = 0x1_0000;
 const CODE: u64 = 0x1_1000;
 const IO_APIC: u64 = 0xFEC0_0000;
-/// A program has come to its end.
+/// Port that a program writes at its end.
 const PORT_END: u16 = 0x10;
-/// An interrupt or exception has come; its vector is the byte written.
+/// Port that the handlers write: the byte is the vector of the interrupt or exception.
 const PORT_VECTOR: u16 = 0x11;
 const GENERAL_PROTECTION: u8 = 13;
 const INTERRUPTS_ENABLED: u64 = 0x202;
 const INTERRUPTS_DISABLED: u64 = 2;
 
 pub struct Kernel {
-    // Before the memory that they use.
+    // Dropped before the memory that they use.
     vcpus: Vec<VcpuFd>,
     vm: VmFd,
     memory: GuestMemoryMmap,
-    /// KVM ends each interrupt as soon as it is taken.
+    /// KVM ends each interrupt at its delivery.
     pub ends_interrupts: bool,
 }
 
@@ -85,7 +85,7 @@ impl Kernel {
         kernel
     }
 
-    /// As after the first code of a kernel; what INIT and a start-up IPI leave is replaced.
+    /// Sets registers as a kernel's first code does; replaces those that INIT and a start-up IPI have set.
     pub fn enter_long_mode(&mut self, vcpu: usize) {
         let mut sregs = kvm_sregs {
             gdt: kvm_dtable { base: GDT, limit: 0x27, ..Default::default() },
@@ -101,7 +101,7 @@ impl Kernel {
         self.vcpus[vcpu].set_sregs(&sregs).unwrap();
     }
 
-    /// Runs `code` until it ends, or is interrupted by the returned vector.
+    /// Runs `code` to its end, or to an interrupt, whose vector it returns.
     fn run(&mut self, vcpu: usize, code: &[u8], regs: kvm_regs) -> (Option<u8>, kvm_regs) {
         let program = [code, &[0xE6, PORT_END.to_le_bytes()[0], 0xF4]].concat();
         let entry = CODE + 64 * vcpu as u64;
@@ -112,7 +112,7 @@ impl Kernel {
             VcpuExit::IoOut(port, data) => (port, data[0]),
             other => panic!("vCPU {vcpu} left the guest for {other:?}"),
         };
-        // Completes the port access, so that its instruction isn't skipped in the next program.
+        // Completes the port access; otherwise the next program would lose its first instruction.
         fd.set_kvm_immediate_exit(1);
         assert_eq!(fd.run().map(drop).unwrap_err().errno(), libc::EINTR);
         fd.set_kvm_immediate_exit(0);
@@ -124,7 +124,7 @@ impl Kernel {
         }
     }
 
-    /// Whether a vector that is taken is in service then, as on every processor.
+    /// Finds whether KVM puts a delivered vector in service, as every processor does.
     fn look_at_in_service(&mut self) {
         const VECTOR: u8 = 0x55;
         assert!(self.write(1, SPURIOUS_VECTOR, 0x1FF) && self.write(1, SELF_IPI, VECTOR.into()));
@@ -133,7 +133,7 @@ impl Kernel {
         assert!(self.write(1, END_OF_INTERRUPT, 0) && self.write(1, SPURIOUS_VECTOR, 0xFF));
     }
 
-    /// Takes an interrupt, if there is one for the vCPU. It is in service then.
+    /// Delivers a pending interrupt to the vCPU, which puts it in service.
     pub fn take(&mut self, vcpu: usize) -> Option<u8> {
         if self.ends_interrupts {
             let priority = self.read(vcpu, PROCESSOR_PRIORITY).unwrap();
@@ -141,7 +141,7 @@ impl Kernel {
             let next =
                 page.highest(INTERRUPT_REQUEST).filter(|vector| u64::from(vector >> 4) > priority >> 4);
             if let Some(vector) = next.filter(|vector| page.contains(TRIGGER_MODE, *vector)) {
-                // Running it would end it, and the IOAPIC would send it again.
+                // A run of the vCPU would end the interrupt, and the IOAPIC would send it again.
                 self.put_in_service(vcpu, vector);
                 return next;
             }
@@ -167,26 +167,26 @@ impl Kernel {
         self.vcpus[vcpu].set_lapic(&state).unwrap();
     }
 
-    /// Enters the guest, where KVM looks at what has changed.
+    /// Enters the guest, so that KVM processes changes.
     pub fn enter(&mut self, vcpu: usize) {
         let regs = kvm_regs { rflags: INTERRUPTS_DISABLED, ..Default::default() };
         assert_eq!(self.run(vcpu, &[], regs).0, None);
     }
 
-    /// WRMSR by ioctl: whether it was allowed.
+    /// Executes WRMSR by ioctl; returns whether KVM allowed it.
     pub fn write(&self, vcpu: usize, msr: u32, value: u64) -> bool {
         let entry = kvm_msr_entry { index: msr, data: value, ..Default::default() };
         self.vcpus[vcpu].set_msrs(&Msrs::from_entries(&[entry]).unwrap()).unwrap() == 1
     }
 
-    /// RDMSR by ioctl; `None` where it isn't allowed.
+    /// Executes RDMSR by ioctl; `None` where KVM doesn't allow it.
     pub fn read(&self, vcpu: usize, msr: u32) -> Option<u64> {
         let mut msrs = Msrs::from_entries(&[kvm_msr_entry { index: msr, ..Default::default() }]).unwrap();
         let count = self.vcpus[vcpu].get_msrs(&mut msrs).unwrap();
         (count == 1).then(|| msrs.as_slice()[0].data)
     }
 
-    /// WRMSR by the guest.
+    /// Executes WRMSR in the guest.
     pub fn guest_write(&mut self, vcpu: usize, msr: u32, value: u64) -> bool {
         let regs = kvm_regs { rcx: msr.into(), rax: value & 0xFFFF_FFFF, rdx: value >> 32, ..disabled() };
         match self.run(vcpu, &[0x0F, 0x30], regs).0 {
@@ -196,7 +196,7 @@ impl Kernel {
         }
     }
 
-    /// RDMSR by the guest.
+    /// Executes RDMSR in the guest.
     pub fn guest_read(&mut self, vcpu: usize, msr: u32) -> Option<u64> {
         let (vector, regs) = self.run(vcpu, &[0x0F, 0x32], kvm_regs { rcx: msr.into(), ..disabled() });
         match vector {
@@ -235,7 +235,7 @@ impl Kernel {
     }
 
     pub fn signal_msi(&self, address: u32, data: u32) {
-        // The count of APICs that took it isn't an error.
+        // The result is the number of APICs that accepted it, not an error.
         let _ = self.vm.signal_msi(kvm_msi { address_lo: address, data, ..Default::default() });
     }
 
@@ -243,7 +243,7 @@ impl Kernel {
         Page(self.vcpus[vcpu].get_lapic().unwrap())
     }
 
-    /// Takes all NMIs: whether there were any.
+    /// Removes pending NMIs; returns whether there were any.
     pub fn take_nmi(&self, vcpu: usize) -> bool {
         let mut events = self.vcpus[vcpu].get_vcpu_events().unwrap();
         let pending = events.nmi.pending != 0;
@@ -255,12 +255,12 @@ impl Kernel {
         pending
     }
 
-    /// Whether the vCPU has been reset by INIT, and waits.
+    /// Whether INIT has reset the vCPU, and it waits for a start-up IPI.
     pub fn waits_for_startup(&self, vcpu: usize) -> bool {
         self.vcpus[vcpu].get_mp_state().unwrap().mp_state == KVM_MP_STATE_INIT_RECEIVED
     }
 
-    /// The page at which the vCPU begins.
+    /// The page at which the vCPU starts.
     pub fn startup_vector(&self, vcpu: usize) -> u64 {
         self.vcpus[vcpu].get_sregs().unwrap().cs.base >> 12
     }
@@ -298,7 +298,7 @@ fn fill(memory: &GuestMemoryMmap) {
 pub struct Page(kvm_lapic_state);
 
 impl Page {
-    /// Whether the vector is in one of the registers of eight words.
+    /// Whether the vector's bit is set in a group of eight registers (IRR, ISR or TMR).
     pub fn contains(&self, first: u32, vector: u8) -> bool {
         self.register(first + u32::from(vector >> 5)) >> (vector & 31) & 1 != 0
     }

@@ -1,4 +1,4 @@
-//! Our side: the controllers, driven as a shell does it.
+//! The side of crate `apic`: its controllers, called as the monitor calls them.
 
 use apic::registers::END_OF_INTERRUPT;
 use apic::saved::SavedLocalApic;
@@ -6,7 +6,7 @@ use apic::{Action, Config, Controllers, IoApicLocation, SavedControllers, VcpuEv
 
 pub struct Ours {
     controllers: Controllers,
-    /// Kicks, timers and ends of interrupts, which the comparison has no use for.
+    /// Kicks, timers and ends of interrupts, which the comparison ignores.
     actions: Vec<Action>,
     pub now_ns: u64,
 }
@@ -23,7 +23,7 @@ impl Ours {
         };
         let mut ours =
             Self { controllers: Controllers::new(config).unwrap(), actions: Vec::new(), now_ns: 0 };
-        // vCPU 1 runs from the beginning, as KVM's does.
+        // vCPU 1 runs from the start, as KVM's does.
         ours.write(0, 0x830, 0x1_0000_4600);
         assert_eq!(ours.next(1), VcpuEvent::Startup { vector: 0 });
         ours.write(0, 0x830, 0);
@@ -52,7 +52,7 @@ impl Ours {
         self.port(vcpu).next_event(true, self.now_ns, &mut Vec::new())
     }
 
-    /// Takes an interrupt, if there is one for the vCPU.
+    /// Delivers a pending interrupt to the vCPU.
     pub fn take(&mut self, vcpu: usize) -> Option<u8> {
         match self.next(vcpu) {
             VcpuEvent::Interrupt { vector } => Some(vector),
@@ -61,7 +61,7 @@ impl Ours {
         }
     }
 
-    /// Takes an NMI.
+    /// Delivers a pending NMI.
     pub fn take_nmi(&mut self, vcpu: usize) -> bool {
         if !self.save().local[vcpu].nmi_latched {
             return false;

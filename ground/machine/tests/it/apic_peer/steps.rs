@@ -18,7 +18,7 @@ const ILLEGAL_VECTORS: u32 = 0xFFFF;
 const LVT_MASKED: u32 = 1 << 16;
 /// Bits of a redirection entry that both sides have.
 const IO_APIC_BITS: u64 = 0xFF00_0000_0001_EFFF;
-/// Steps that a failure shows.
+/// Number of last steps in a failure's message.
 const SHOWN_STEPS: usize = 20;
 /// Local vector table, divide configuration and initial count.
 const PLAIN_REGISTERS: [u32; 8] = [
@@ -32,7 +32,7 @@ const PLAIN_REGISTERS: [u32; 8] = [
     INITIAL_COUNT,
 ];
 
-/// xorshift64*: the same steps from the same seed.
+/// xorshift64*: the same seed gives the same steps.
 pub struct Random(u64);
 
 impl Random {
@@ -69,7 +69,7 @@ impl Random {
     }
 }
 
-/// How often what has occurred.
+/// Counts of steps and deviations.
 #[derive(Debug, Clone, Default)]
 pub struct Tally {
     pub steps: BTreeMap<&'static str, u64>,
@@ -99,12 +99,12 @@ impl Comparison {
         comparison
     }
 
-    /// What differs after a reset.
+    /// Checks and removes the differences after a reset.
     fn begin(&mut self) {
         assert_eq!(self.kernel.page(0).register(LVT_LINT0), 0x700);
         self.deviate("LINT0_AFTER_RESET");
         assert!(self.kernel.write(0, LVT_LINT0, LVT_MASKED.into()));
-        // Ours has 0x20, which its own tests show.
+        // Crate `apic` has 0x20, as its own tests check.
         assert_eq!(self.kernel.read_io_apic(1), 0x17_0011);
         self.deviate("IO_APIC_VERSION");
         self.compare();
@@ -126,7 +126,7 @@ impl Comparison {
         self.recent.push_back(what);
     }
 
-    /// Fails with the steps that led here.
+    /// Fails with the last steps.
     fn check(&self, equal: bool, what: impl FnOnce() -> String) {
         assert!(equal, "{}, after\n{}", what(), self.recent.iter().cloned().collect::<Vec<_>>().join("\n"));
     }
@@ -190,7 +190,7 @@ impl Comparison {
         };
         both(self, level);
         if self.random.once_in(2) {
-            both(self, 0x4041); // Before the vCPU has seen INIT.
+            both(self, 0x4041); // A second one, before the vCPU has processed INIT.
         }
         self.check(self.kernel.waits_for_startup(1), || "KVM's vCPU doesn't wait".into());
         assert_eq!([self.ours.next(1), self.ours.next(1)], [VcpuEvent::Init, VcpuEvent::WaitForStartup]);
@@ -205,7 +205,7 @@ impl Comparison {
         self.kernel.enter_long_mode(1);
     }
 
-    /// All registers of both sides.
+    /// Compares all registers of both sides.
     fn compare(&mut self) {
         let saved = self.ours.save();
         for vcpu in 0..2 {

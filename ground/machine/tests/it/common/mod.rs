@@ -1,5 +1,5 @@
-//! A small ring-3 guest: long mode, identity page tables over the first GiB, IOPL 3, no interrupts. Runs on every back
-//! end of KVM, PVM included.
+//! A small ring-3 guest: long mode, identity page tables over the first GiB, IOPL 3, no interrupts. It runs on every back end of KVM, PVM
+//! included.
 #![allow(dead_code)] // Each test file uses its part.
 
 use std::sync::{Arc, Mutex, mpsc};
@@ -25,7 +25,7 @@ pub const WINDOW: u64 = 0x2000_0000;
 /// `out` to this port stops a guest.
 pub const PORT_STOP: u8 = 0xf4;
 
-/// Sets the segments of ring 0 with base 0 and the highest limit: 64-bit code if `long`, 32-bit code otherwise.
+/// Sets ring-0 segments with base 0 and the highest limit: 64-bit code if `long`, 32-bit code otherwise.
 pub fn flat_segments(sregs: &mut kvm_sregs, long: bool) {
     let segment = |selector, type_, long: bool| kvm_segment {
         limit: u32::MAX,
@@ -44,7 +44,7 @@ pub fn flat_segments(sregs: &mut kvm_sregs, long: bool) {
     sregs.tr = kvm_segment { limit: 0x67, selector: 24, type_: 11, present: 1, ..Default::default() };
 }
 
-/// KVM, or a loud word that the test was skipped.
+/// Opens KVM, or reports the skipped test.
 pub fn host() -> Option<Host> {
     if !std::path::Path::new("/dev/kvm").exists() {
         facilities::missing(facilities::Facility::Kvm, "there is no /dev/kvm");
@@ -53,7 +53,7 @@ pub fn host() -> Option<Host> {
     Some(Host::open().unwrap())
 }
 
-/// Stops at [`PORT_STOP`], passes everything else on.
+/// Stops at [`PORT_STOP`], and passes everything else.
 pub struct Stopper;
 
 impl VcpuExitHandler for Stopper {
@@ -62,7 +62,7 @@ impl VcpuExitHandler for Stopper {
     }
 }
 
-/// A device that keeps what was written and answers reads with `answer` incremented each time.
+/// A device that records writes, and answers reads with a number that it increments each time.
 #[derive(Default)]
 pub struct Recorder {
     pub writes: Mutex<Vec<(u64, Vec<u8>)>>,
@@ -124,19 +124,19 @@ pub fn config(host: &Host, vcpus: u32, index: u32, start: VcpuStart) -> VcpuConf
 }
 
 impl Guest {
-    /// `vcpus` vCPUs, paused, without interrupt controllers.
+    /// A guest with `vcpus` vCPUs, paused, without interrupt controllers.
     pub fn new(host: Host, vcpus: u32) -> Self {
         let ram = new_ram();
         let starts = (0..vcpus).map(|_| start(kvm_regs::default())).collect();
         Self::with(host, ram, starts, |_| {})
     }
 
-    /// The same with RAM and states of one's choice; `prepare` runs before vCPUs are created.
+    /// A guest with the given RAM and start states; `prepare` runs before vCPUs are created.
     pub fn with(host: Host, ram: GuestRam, starts: Vec<VcpuStart>, prepare: impl FnOnce(&Arc<Vm>)) -> Self {
         Self::with_local_apics(host, ram, starts, None, prepare)
     }
 
-    /// The same with local APICs outside of KVM.
+    /// A guest with local APICs outside KVM.
     pub fn with_local_apics(
         host: Host,
         ram: GuestRam,
@@ -184,7 +184,7 @@ impl Guest {
         event
     }
 
-    /// The same, where nothing but the stop port may end it; the registers then.
+    /// Runs `code` as [`Self::run`] does, requires that the stop port ended it, and returns the registers.
     pub fn run_to_stop(&self, code: &[u8], regs: kvm_regs) -> kvm_regs {
         let event = self.run(code, regs);
         assert_eq!(event, VcpuEvent::Stopped { vcpu: 0 });
@@ -199,12 +199,12 @@ impl Guest {
     }
 }
 
-/// Ring 3 in long mode with flat segments. `rip`, `rsp` and `rflags` are filled in where they are 0.
+/// Ring 3 in long mode with flat segments. Fills `rip`, `rsp` and `rflags` where they are 0.
 pub fn start(regs: kvm_regs) -> VcpuStart {
     VcpuStart::Registers(Box::new(start_registers(regs)))
 }
 
-/// The same, to be changed.
+/// The registers of [`start`], for tests that change them.
 pub fn start_registers(mut regs: kvm_regs) -> StartRegisters {
     let segment = |selector, type_, l, db| kvm_segment {
         limit: u32::MAX,

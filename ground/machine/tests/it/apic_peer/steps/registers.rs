@@ -4,7 +4,7 @@ use apic::registers::*;
 
 use super::{Comparison, ILLEGAL_VECTORS, LVT_MASKED, LVT_READ_ONLY};
 
-/// Registers that may be written, and those that software writes most, more than once.
+/// Writable registers. Those that software writes most occur several times.
 const WRITTEN: [u32; 14] = [
     TASK_PRIORITY,
     TASK_PRIORITY,
@@ -32,7 +32,7 @@ const READ: [u32; 8] = [
     APIC_BASE,
 ];
 
-/// Bits that KVM keeps of what is written to a register, dropping others without an error.
+/// Bits of a written value that KVM stores; it drops others without an error.
 fn kept_bits(msr: u32) -> Option<u64> {
     match msr {
         TASK_PRIORITY => Some(0xFF),
@@ -60,7 +60,7 @@ impl Comparison {
         self.write(vcpu, msr, value, by_guest);
     }
 
-    /// Mostly what the register takes. Steps of their own write the ICR and start the timer, and the error entry stays masked.
+    /// A value that the register mostly accepts. Other steps write the ICR and start the timer. The error entry stays masked.
     fn value_for(&mut self, msr: u32) -> u64 {
         let value = match self.random.below(16) {
             0 => self.random.next(),
@@ -73,14 +73,14 @@ impl Comparison {
             INITIAL_COUNT => value & !0xFFFF_FFFF,
             LVT_ERROR => value | u64::from(LVT_MASKED),
             ERROR_STATUS if !self.random.once_in(4) => 0,
-            // Enabled, and every priority, most of the time.
+            // Most of the time: enabled, and every priority is accepted.
             SPURIOUS_VECTOR if !self.random.once_in(4) => value | 0x100,
             TASK_PRIORITY if !self.random.once_in(4) => value & 0x1F,
             _ => value,
         }
     }
 
-    /// Both sides allow it or refuse it, but for reserved bits, which KVM drops.
+    /// Both sides allow the write or both refuse it, apart from reserved bits, which KVM drops.
     pub(super) fn write(&mut self, vcpu: usize, msr: u32, value: u64, by_guest: bool) {
         let kernel = match by_guest {
             true => self.kernel.guest_write(vcpu, msr, value),
@@ -128,7 +128,7 @@ impl Comparison {
         });
     }
 
-    /// Enables the APIC, with every priority.
+    /// Enables the APIC and accepts every priority.
     pub(super) fn enable(&mut self, vcpu: usize) {
         self.note("enable", format!("vCPU {vcpu} enables its APIC"));
         self.write(vcpu, SPURIOUS_VECTOR, 0x1FF, false);

@@ -1,4 +1,4 @@
-//! Steps that make interrupts: IPIs, MSIs, pins and timers.
+//! Steps that cause interrupts: IPIs, MSIs, pins and timers.
 
 use std::time::{Duration, Instant};
 
@@ -6,10 +6,10 @@ use apic::registers::*;
 
 use super::{Comparison, LVT_MASKED};
 
-/// Pins that the kernel's 8259s don't have.
+/// Pins without an input of the 8259s.
 const PINS: [u8; 8] = [16, 17, 18, 19, 20, 21, 22, 23];
 const LVT_PERIODIC: u64 = 1 << 17;
-/// A timer that has not interrupted then never will.
+/// A timer that hasn't interrupted after this time never will.
 const HANG_LIMIT: Duration = Duration::from_secs(60);
 
 fn nanoseconds(duration: Duration) -> u64 {
@@ -30,11 +30,11 @@ impl Comparison {
         if mode == 1 && !self.all_enabled() {
             mode = 0;
         }
-        // Of INIT only what is ignored; the step `init` has the rest.
+        // Of INIT only the ignored form; the step `init` has the rest.
         let level = if mode == 5 { 1 << 15 } else { self.random.below(2) << 14 };
         let is_logical = self.random.once_in(2) && (mode < 2 || self.any_enabled());
         let to = match self.random.below(8) {
-            // Of APICs that exist.
+            // Only APICs that exist.
             _ if is_logical && mode == 1 => self.random.of(&[1, 2, 3, u32::MAX]),
             0 => self.random.bits32(),
             1 => u32::MAX,
@@ -67,7 +67,7 @@ impl Comparison {
             _ => self.random.of(&[0, 1]),
         };
         let mode = if lowest { 1 } else { self.random.of(&[0u32, 0, 0, 4]) };
-        // Vectors that pins don't have, so that only their own interrupts end a pin's.
+        // Vectors that pins don't use, so that only a pin's own interrupts end its state.
         let is_level = mode != 4 && self.random.once_in(4);
         let vector = if is_level { 0x20 + self.random.byte() % 0x30 } else { self.random.byte() };
         let hint = u32::from(is_logical && lowest) << 3;
@@ -88,7 +88,7 @@ impl Comparison {
         self.ours.set_line(pin.into(), asserted);
     }
 
-    /// Masked, then the destination, then as it shall be: no entry in between is one that steps don't cause.
+    /// Masks the entry, then changes the destination, then the rest. No intermediate entry may be one that the steps avoid.
     pub(super) fn change_entry(&mut self) {
         let pin = self.random.of(&PINS);
         let mode = self.random.of(&[0u32, 0, 1, 4]);
@@ -100,7 +100,7 @@ impl Comparison {
             (false, 1) => self.random.of(&[0, 1]),
             (false, _) => self.random.of(&[0, 1, 0xFF]),
         };
-        // Even ones for level-triggered entries.
+        // Even vectors for level-triggered entries.
         let vector = (0x50 + u32::from(self.random.byte()) % 0xB0) & !1 | u32::from(!is_level);
         let reserved = if self.random.once_in(4) { self.random.bits32() & 0xFFFE_0000 } else { 0 };
         let low = reserved
@@ -116,14 +116,14 @@ impl Comparison {
             self.kernel.write_io_apic(index, value);
             self.ours.write_io_apic(index, value);
         }
-        // An NMI that the entry has made, before the guest is entered.
+        // Handles an NMI that the entry has caused, before the guest is entered.
         self.take_nmis();
-        // KVM learns which vectors end a pin's interrupt when the vCPU enters the guest.
+        // At entries into the guest KVM learns which vectors end a pin's interrupt.
         self.kernel.enter(0);
         self.kernel.enter(1);
     }
 
-    /// Enters the guest until KVM has put its timer's interrupt into IRR as ours has, edge-triggered.
+    /// Enters the guest until KVM has put its timer's edge-triggered interrupt into IRR, as crate `apic` has.
     fn await_request(&mut self, vcpu: usize, vector: u8) {
         let word = u32::from(vector >> 5);
         let bits = if word == 0 { !super::ILLEGAL_VECTORS } else { u32::MAX };
@@ -147,7 +147,7 @@ impl Comparison {
         assert!(self.kernel.write(vcpu, msr, value) && self.ours.write(vcpu, msr, value));
     }
 
-    /// Nanoseconds from a count to 0.
+    /// Nanoseconds in which the timer counts from `count` to 0.
     fn period_ns(&self, vcpu: usize, count: u64) -> u64 {
         count * self.divisor(vcpu)
     }
@@ -176,7 +176,8 @@ impl Comparison {
         self.write_both(vcpu, INITIAL_COUNT, 0);
     }
 
-    /// Reads KVM's current count between two readings of the host's clock: it lies between ours for these times.
+    /// Reads KVM's current count between two readings of the host's clock. It must lie between the counts of crate `apic` for these
+    /// times.
     pub(super) fn count_down(&mut self, vcpu: usize) {
         let count = 1 << 31 | self.random.bits32() as u64;
         self.note("count_down", format!("vCPU {vcpu}'s timer counts down from {count:#x}"));
@@ -193,7 +194,7 @@ impl Comparison {
             let highest = self.ours.read(vcpu, CURRENT_COUNT).unwrap();
             self.ours.now_ns = start_ns + nanoseconds(at_most);
             let lowest = self.ours.read(vcpu, CURRENT_COUNT).unwrap();
-            // KVM rounds down, ours up as a counter does.
+            // KVM rounds down; crate `apic` rounds up, as a counter does.
             self.check((lowest.saturating_sub(1)..=highest).contains(&kernel), || {
                 format!("vCPU {vcpu} counts {kernel:#x} of KVM, {lowest:#x} to {highest:#x} of ours")
             });
@@ -201,7 +202,7 @@ impl Comparison {
         self.write_both(vcpu, INITIAL_COUNT, 0);
     }
 
-    /// Three periods of some 5 ms. A tick that comes while one is pending is none, on both sides.
+    /// Three periods of about 5 ms. Both sides drop a tick that occurs while another is pending.
     pub(super) fn periodic(&mut self, vcpu: usize) {
         let vector = 16 + self.random.byte() % 240;
         let count = 5_000_000 / self.divisor(vcpu);
