@@ -1,4 +1,4 @@
-//! A stream's socket: reads and writes that end when the migration is stopped, or when nothing moves for too long.
+//! A stream's socket: reads and writes end when the migration is stopped, or when no byte moves for too long.
 
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
@@ -12,27 +12,27 @@ use rustix::net::{RecvFlags, SendFlags};
 
 use crate::sealing::{Opening, Sealing};
 
-/// How often a waiting stream looks whether it shall stop.
+/// Interval at which a waiting stream checks whether it is to stop.
 const LOOK_EVERY: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
 
-/// Says to all streams of a migration that it is over. Cheap to clone.
+/// Signals all streams of a migration that it is over. Cheap to clone.
 #[derive(Debug, Clone, Default)]
 pub struct Stop(Arc<Said>);
 
 #[derive(Debug, Default)]
 struct Said {
     over: AtomicBool,
-    /// Why, where it wasn't a user who wanted it.
+    /// The reason, unless a user stopped it.
     reason: OnceLock<String>,
 }
 
 impl Stop {
-    /// Ends all waiting.
+    /// Ends all waits.
     pub fn set(&self) {
         self.0.over.store(true, Ordering::Release);
     }
 
-    /// As [`Stop::set`], for a reason other than the user's wish. The first one counts.
+    /// As [`Stop::set`], for a reason other than the user's request. Only the first reason is kept.
     pub fn give_up(&self, reason: String) {
         if !self.is_set() {
             let _ = self.0.reason.set(reason);
@@ -40,18 +40,18 @@ impl Stop {
         self.set();
     }
 
-    /// Why, where it wasn't a user who wanted it.
+    /// The reason, unless a user stopped it.
     pub fn reason(&self) -> Option<&str> {
         self.0.reason.get().map(String::as_str)
     }
 
-    /// Whether it was said.
+    /// Whether the migration is over.
     pub fn is_set(&self) -> bool {
         self.0.over.load(Ordering::Acquire)
     }
 }
 
-/// One connected stream socket of any family, encrypted where both sides want that.
+/// One connected stream socket of any family, encrypted if both sides use a key.
 #[derive(Debug)]
 pub struct Connection {
     socket: Socket,
@@ -61,7 +61,7 @@ pub struct Connection {
 #[derive(Debug)]
 enum Crypt {
     Plain,
-    /// Who sends may be another one ([`Connection::sender`]).
+    /// Another connection may send instead ([`Connection::sender`]).
     Sealed(Option<Box<Sealing>>, Box<Opening>),
     /// Sends only.
     Sends(Box<Sealing>),
@@ -76,20 +76,20 @@ struct Socket {
 }
 
 impl Connection {
-    /// Over a connected stream socket; it may block or not. An operation fails when nothing moves for `patience`.
+    /// Uses a connected stream socket, blocking or not. An operation fails when no byte moves for `patience`.
     pub fn new(fd: OwnedFd, stop: Stop, patience: Duration) -> Self {
         Self { socket: Socket { fd, stop, patience }, crypt: Crypt::Plain }
     }
 
-    /// What comes and goes is encrypted from here on.
+    /// Encrypts both directions from here on.
     pub(super) fn encrypt(&mut self, sealing: Sealing, opening: Opening) {
         self.crypt = Crypt::Sealed(Some(Box::new(sealing)), Box::new(opening));
     }
 
-    /// Another one for the same socket, which sends from here on; this one receives only.
+    /// Creates a connection for the same socket, which sends from here on; this one then only receives.
     ///
     /// # Errors
-    /// When there are no descriptors left.
+    /// When no descriptor is left, or this connection doesn't send.
     pub fn sender(&mut self, stop: Stop, patience: Duration) -> io::Result<Self> {
         let fd = rustix::io::fcntl_dupfd_cloexec(self.socket.fd.as_fd(), 0)?;
         let crypt = match &mut self.crypt {
@@ -103,7 +103,7 @@ impl Connection {
         Ok(Self { socket: Socket { fd, stop, patience }, crypt })
     }
 
-    /// Waits for as many bytes, and says whether they are these; they are read later.
+    /// Waits for N bytes, and returns whether they are equal to `bytes`. Leaves them in the socket's buffer.
     pub(super) fn begins_with<const N: usize>(&mut self, bytes: [u8; N]) -> io::Result<bool> {
         let since = Instant::now();
         let mut first = [0; N];
@@ -111,7 +111,7 @@ impl Connection {
             let flags = RecvFlags::DONTWAIT | RecvFlags::PEEK;
             match rustix::net::recv(&self.socket.fd, &mut first, flags) {
                 Ok((_, 0)) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                // Fewer are enough to see that it's something else.
+                // Fewer bytes are enough to see a difference.
                 Ok((_, read)) if read == N || first.get(..read) != bytes.get(..read) => {
                     return Ok(first == bytes);
                 }
@@ -125,19 +125,19 @@ impl Connection {
         }
     }
 
-    /// Waits this long from now on.
+    /// Sets the time-out for waits that begin from now on.
     pub fn set_patience(&mut self, patience: Duration) {
         self.socket.patience = patience;
     }
 
-    /// Listens to another stop from now on.
+    /// Replaces the stop signal from now on.
     pub fn set_stop(&mut self, stop: Stop) {
         self.socket.stop = stop;
     }
 }
 
 impl Socket {
-    /// Whether there is still time.
+    /// Fails if the migration was stopped or the time-out has passed.
     fn look(&self, since: Instant) -> io::Result<()> {
         if self.stop.is_set() {
             return Err(io::Error::new(io::ErrorKind::ConnectionAborted, "the migration was stopped"));
@@ -175,7 +175,7 @@ impl Write for Socket {
     fn write(&mut self, from: &[u8]) -> io::Result<usize> {
         let since = Instant::now();
         loop {
-            // A stop must also end a stream that always has room.
+            // A stop must also end a stream that is always writable.
             if self.stop.is_set() {
                 self.wait(PollFlags::OUT, since)?;
             }
@@ -221,7 +221,7 @@ mod tests {
     use super::*;
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
-    /// Silence ends in an error, and so does a stop, whatever a stream is doing.
+    /// A silent peer ends a wait with an error, and so does a stop, whatever the stream is doing.
     #[test]
     fn waiting_ends_by_patience_or_by_a_stop() {
         let (a, _b) =

@@ -1,4 +1,4 @@
-//! The side that the VM comes to.
+//! The destination's side of a migration.
 
 use std::io;
 use std::net::{SocketAddr, TcpListener};
@@ -28,26 +28,26 @@ use super::postcopy::{LEAST_STREAMS, SINCE};
 use super::sealed;
 use super::shape::Shape;
 
-/// How long the source may be silent, once it has said something.
+/// Time-out for the source's next bytes, once it has sent something.
 const SOURCE_SILENCE_TIMEOUT: Duration = Duration::from_secs(60);
-/// How long a new stream may take to say what it is, and all streams to come.
+/// Time-out for a new stream's greeting, and for all streams of a migration to connect.
 const GREETING: Duration = Duration::from_secs(10);
 
-/// One stream of this side, greeted.
+/// One stream of the destination, after its greeting.
 struct Stream {
     connection: Connection,
     receiver: Receiver,
 }
 
-/// Devices of this side that another process serves.
+/// Devices of the destination that another process serves, and its disks.
 pub trait Devices: Sync {
-    /// This host's name in its cluster; `None`: there are no such devices.
+    /// This host's name in its cluster; `None` where no other process serves devices.
     fn host(&self) -> Result<Option<String>, MigrationError>;
-    /// Bytes of one device's state, in order.
+    /// Receives bytes of one device's state, in order.
     fn take(&self, number: u32, data: &[u8]) -> Result<(), MigrationError>;
-    /// Makes ready for memory that comes after the guest: called before any of it comes. Or says why that can't be.
+    /// Prepares for post-copy, before any memory is received. The error says why it isn't possible.
     fn post_copy(&self) -> Result<(), MigrationError>;
-    /// Disks that can be filled, should the source wish so.
+    /// Disks whose images can be filled, if the source requests it.
     fn disks(&self) -> &[DiskContent];
 }
 
@@ -58,17 +58,17 @@ pub struct Streams {
     from: String,
 }
 
-/// Waits for a source and all its streams, which are encrypted with `key` where there is one. What connects and is no stream of a migration is sent away, and a source whose streams
-/// don't all come is given up for the next one.
+/// Waits for a source and all its streams, which are encrypted if there is a `key`. Closes connections that are no stream of a migration.
+/// Drops a source whose streams don't all connect in time, and waits for the next one.
 ///
 /// # Errors
-/// When waiting is stopped, or the socket fails.
+/// When the wait is stopped, or the socket fails.
 pub fn gather(
     listener: &TcpListener,
     key: Option<&ClusterKey>,
     stop: &Stop,
 ) -> Result<Streams, MigrationError> {
-    // Any host that reaches the port can cause these lines, without limit on its side.
+    // Any host that reaches the port can cause these log lines; the log limits their rate.
     let log = GuestLog::new();
     let mut found: Vec<(Hello, Stream)> = Vec::new();
     let (mut first_came, mut from) = (Instant::now(), String::new());
@@ -112,7 +112,7 @@ pub fn gather(
     Ok(Streams { streams: found.into_iter().map(|(_, stream)| stream).collect(), version, from })
 }
 
-/// A stream, and the address it comes from.
+/// Accepts a stream; returns its socket and the peer's address.
 fn accept(listener: &TcpListener, stop: &Stop) -> Result<Option<(OwnedFd, String)>, MigrationError> {
     if stop.is_set() {
         return Err(MigrationError::Cancelled);
@@ -140,7 +140,7 @@ fn greet(fd: OwnedFd, key: Option<&ClusterKey>, stop: &Stop) -> Result<(Hello, u
     let mut receiver = Receiver::new();
     let (hello, version) = match receiver.receive(&mut connection)? {
         (Kind::Hello, payload) => Hello::decode(payload).inspect_err(|error| {
-            // A source of another version can read this much.
+            // A source of another version can read this frame.
             let _ = Sender::new().send(&mut &mut connection, Kind::Refused, &[line(error).as_bytes()]);
         })?,
         (kind, _) => return Err(MigrationError::Protocol(format!("{kind:?} before a greeting"))),
@@ -150,10 +150,10 @@ fn greet(fd: OwnedFd, key: Option<&ClusterKey>, stop: &Stop) -> Result<(Hello, u
 }
 
 impl Streams {
-    /// Streams that are connected already, one after the other: for tests and fuzzing, which have no port.
+    /// Uses connected streams, one after the other: for tests and fuzzing, which have no port.
     ///
     /// # Errors
-    /// When one doesn't greet.
+    /// When a stream has no valid greeting.
     pub fn over(fds: Vec<OwnedFd>, key: Option<&ClusterKey>, stop: &Stop) -> Result<Self, MigrationError> {
         let mut streams = Vec::new();
         for fd in fds {
@@ -162,11 +162,11 @@ impl Streams {
         Ok(Self { streams, version: super::message::VERSION, from: "a test".to_owned() })
     }
 
-    /// Takes the VM into memory that nothing was written to: its state is returned, unread, and what is left to say to
-    /// the source. On an error the source has been told, as far as it listens.
+    /// Receives the VM into memory that was never written. Returns its encoded state, and the connection for the rest of the protocol. On
+    /// an error the function sends the reason to the source, if it can.
     ///
     /// # Errors
-    /// When the VM doesn't fit `ours`, or the source breaks off or sends what can't be.
+    /// When the VM doesn't fit `ours`, or the source disconnects or sends invalid data.
     pub fn take(
         self,
         ours: &Shape,
@@ -197,7 +197,7 @@ impl Streams {
     }
 }
 
-/// A VM that has arrived, and whose source waits.
+/// A VM that was received, and whose source waits.
 pub struct Landing {
     connection: Connection,
     receiver: Receiver,
@@ -207,21 +207,21 @@ pub struct Landing {
     pause: Option<Pause>,
 }
 
-/// What only the first stream carries.
+/// State of the first stream, which also carries the control frames.
 struct Control<'a> {
     devices: &'a dyn Devices,
     sender: &'a mut Sender,
     version: u16,
     streams: usize,
     memory: &'a GuestMemorySpace,
-    /// Pages that come later, where the source has asked whether they may.
+    /// Not-present pages, if the source has requested post-copy.
     late: Option<PageSet>,
-    /// Since when the guest stands still.
+    /// Start of the guest's blackout.
     pause: Option<Pause>,
 }
 
-/// How long the guest has stood still, by clocks that run evenly: the source's until it had sent everything, this side's since that has come. What lies between, on the network,
-/// isn't measured.
+/// Duration of the guest's blackout so far, by monotonic clocks: the source's clock until it had sent everything, this host's clock from
+/// the reception on. The network's transit time between them isn't measured.
 #[derive(Debug, Clone, Copy)]
 pub struct Pause {
     at_source: Duration,
@@ -229,13 +229,13 @@ pub struct Pause {
 }
 
 impl Pause {
-    /// By now.
+    /// Duration until now.
     pub fn so_far(&self) -> Duration {
         self.at_source.saturating_add(self.came.elapsed())
     }
 }
 
-/// Disks that are copied along, as one stream's thread has them.
+/// Disks that are copied, for one stream's thread.
 #[derive(Clone, Copy)]
 struct Disks<'a> {
     filling: &'a OnceLock<Filling>,
@@ -251,7 +251,7 @@ impl<'a> Disks<'a> {
 }
 
 impl Control<'_> {
-    /// The source asks whether its disks may be copied here.
+    /// Handles the source's request to copy its disks here.
     fn mirror(
         &mut self,
         connection: &mut Connection,
@@ -263,13 +263,13 @@ impl Control<'_> {
         }
         let wish = message::decode(wish, "a wish for disks")?;
         let (filling, answer) = Filling::agree(&wish, self.devices.disks(), self.streams)?;
-        // Nobody else sets it: only the first stream's thread comes here.
+        // No race: only the first stream's thread sets it.
         let _ = disks.filling.set(filling);
         let answer = message::encode(&answer)?;
         self.sender.send(connection, Kind::Mirror, &[&answer]).map_err(MigrationError::stream("written"))
     }
 
-    /// The source asks whether memory may come after the guest.
+    /// Handles the source's request for post-copy.
     fn agree(&mut self, connection: &mut Connection) -> Result<(), MigrationError> {
         if self.version < SINCE || self.late.is_some() {
             return Err(MigrationError::Protocol("Postcopy among pages".to_owned()));
@@ -289,17 +289,17 @@ impl Control<'_> {
 }
 
 impl Landing {
-    /// Where the VM comes from, for messages.
+    /// Address of the source, for messages.
     pub fn from(&self) -> &str {
         &self.from
     }
 
-    /// How long the guest stands still, where its source says since when; once all has come.
+    /// Duration of the blackout, where the source sends its start. Valid once everything was received.
     pub fn pause(&self) -> Option<Pause> {
         self.pause
     }
 
-    /// What comes after the guest, if anything does; once.
+    /// Pages that the post-copy still fetches, if there is one. Returned once.
     pub fn take_rest(&mut self) -> Option<Rest> {
         self.rest.take()
     }
@@ -350,7 +350,7 @@ impl Landing {
                         let disks = Disks { stream: number, ..disks };
                         let result = fill(&mut stream.receiver, &mut stream.connection, memory, &disks, None);
                         if result.is_err() {
-                            // The others must not wait for their end.
+                            // The other streams must not wait for their end.
                             stop.set();
                         }
                         result
@@ -381,10 +381,10 @@ impl Landing {
         state.ok_or_else(|| MigrationError::Protocol("no state".to_owned()))
     }
 
-    /// Tells the source that the VM can't run here. Its guest goes on there.
+    /// Reports to the source that the VM can't run here. The source then resumes its guest.
     pub fn refuse(&mut self, reason: &str) {
         let reason: String = reason.chars().take(1000).collect();
-        // Answers get out although this side's streams were stopped.
+        // The answer must be sent although this side's streams were stopped.
         self.connection.set_stop(Stop::default());
         self.connection.set_patience(Duration::from_secs(1));
         if let Err(error) = self.sender.send(&mut self.connection, Kind::Refused, &[reason.as_bytes()]) {
@@ -392,10 +392,11 @@ impl Landing {
         }
     }
 
-    /// Everything is restored: tells the source, and waits for its word. After this the guest must run here, and nowhere else.
+    /// Everything is restored: reports it to the source, and waits for the commit. After success the guest must run here, and nowhere
+    /// else.
     ///
     /// # Errors
-    /// When the source gives up or is gone: the guest must not run here.
+    /// When the source aborts or disconnects: the guest must not run here.
     pub fn ready(&mut self) -> Result<(), MigrationError> {
         self.send(Kind::Ready, &[])?;
         match self.receiver.receive(&mut self.connection)? {
@@ -405,24 +406,25 @@ impl Landing {
         }
     }
 
-    /// Everything is restored: tells the source. Where the guest runs is decided by others.
+    /// Everything is restored: reports it to the source. The coordinator decides where the guest runs.
     ///
     /// # Errors
-    /// When the source can't be told; it may be decided all the same.
+    /// When the report can't be sent. The coordinator may commit nevertheless.
     pub fn restored(&mut self) -> Result<(), MigrationError> {
         self.send(Kind::Ready, &[])
     }
 
-    /// The guest runs: tells the source, which ends.
+    /// The guest runs: reports it to the source, which ends.
     ///
     /// # Errors
-    /// When the source is gone. The guest runs here all the same.
+    /// When the source has disconnected. The guest runs here nevertheless.
     pub fn running(mut self) -> Result<(), MigrationError> {
         self.send(Kind::Running, &[])
     }
 }
 
-/// The state that one of the streams carried. An error that isn't the stop's comes first: it is the cause.
+/// The state that one of the streams carried. Otherwise the first error that the stop didn't cause, because it is the reason for the
+/// stop.
 fn first_cause(
     results: impl Iterator<Item = Result<Option<Vec<u8>>, MigrationError>>,
 ) -> Result<Option<Vec<u8>>, MigrationError> {
@@ -441,7 +443,7 @@ fn first_cause(
     stopped.map_or(Ok(state), Err)
 }
 
-/// Takes pages until the stream's end; returns the state if it came here.
+/// Receives frames until the stream's end; returns the state if this stream carried it.
 fn fill(
     receiver: &mut Receiver,
     connection: &mut Connection,

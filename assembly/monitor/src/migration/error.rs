@@ -1,8 +1,8 @@
-//! Why a migration didn't come about.
+//! Errors of a migration.
 
 use std::io;
 
-/// A migration failed. Unless it is [`MigrationError::InDoubt`], the VM is where it was.
+/// A migration failed. The VM is at the source, except after [`MigrationError::InDoubt`] and the losses in post-copy.
 #[derive(Debug, thiserror::Error)]
 pub enum MigrationError {
     /// A stream broke.
@@ -14,114 +14,114 @@ pub enum MigrationError {
         #[source]
         source: io::Error,
     },
-    /// The other side sent something that can't be.
+    /// The other side sent invalid data.
     #[error("The other side of the migration sent {0}")]
     Protocol(String),
-    /// It is of a version that isn't spoken here.
+    /// The versions of both sides don't overlap.
     #[error(
         "The other side of the migration speaks versions {lowest} to {highest} of the protocol, this one speaks {ours_lowest} to {ours}; use a version in between"
     )]
     Version {
-        /// The oldest that it speaks.
+        /// Oldest version of the other side.
         lowest: u16,
-        /// Its own.
+        /// Newest version of the other side.
         highest: u16,
-        /// The oldest that is spoken here.
+        /// Oldest version of this side.
         ours_lowest: u16,
-        /// Ours.
+        /// Newest version of this side.
         ours: u16,
     },
-    /// The destination hasn't a key.
+    /// The destination has no key, and the source encrypts.
     #[error(
         "the stream is encrypted, and this side has no key: start the monitor that waits with --incoming-key FILE"
     )]
     NoKey,
-    /// The destination has a key, the source doesn't encrypt.
+    /// The destination has a key, and the source doesn't encrypt.
     #[error(
         "the stream isn't encrypted, and this side takes encrypted ones only: give `causeway migrate` its --key FILE"
     )]
     Plain,
-    /// Not the same.
+    /// The sides have different keys.
     #[error(
         "The other side of the migration has another key: --key and --incoming-key must name the same one"
     )]
     Key,
-    /// The destination can't take the VM.
+    /// The destination refuses the VM.
     #[error("The destination refuses the VM: {0}")]
     Refused(String),
-    /// The source gave up.
+    /// The source aborted the migration.
     #[error("The source gave the migration up: {0}")]
     Aborted(String),
-    /// Devices that can't move.
+    /// The VM has devices that can't migrate.
     #[error("The VM can't move, because of {0}")]
     Immovable(String),
-    /// The host's daemon, which serves devices of the VM, refuses or can't be asked.
+    /// The host daemon, which serves devices of the VM, refuses or can't be reached.
     #[error("The host's daemon, which serves devices of the VM, doesn't move it")]
     Daemon(#[source] Box<control_api::host::HostError>),
-    /// A served device doesn't take its state.
+    /// A served device refuses its state.
     #[error("Device {name} doesn't take the VM's state; its server's log says why")]
     Device {
         /// Its name.
         name: String,
-        /// What its server answered.
+        /// The server's answer.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// A daemon without a cluster service.
+    /// The host daemon uses no cluster service.
     #[error(
         "VMs with RDMA NICs move by the cluster service, which the host daemon at {0} doesn't use; start it with --cluster HOST:PORT --name HOST"
     )]
     NoCluster(String),
-    /// The coordinator, or a host that takes part, gave it up.
+    /// The coordinator, or a host that takes part, aborted the migration.
     #[error("The migration was given up: {0}")]
     GivenUp(String),
-    /// Memory can't come after the guest here.
+    /// Post-copy isn't possible here.
     #[error("Post-copy isn't possible here: {0}")]
     NoPostcopy(String),
-    /// The destination doesn't know it.
+    /// The destination's version has no post-copy.
     #[error(
         "The destination speaks version {0} of the migration's protocol, which doesn't know post-copy (version {since} does): run a newer causeway there, or move the VM without --post-copy",
         since = super::postcopy::SINCE
     )]
     OldDestination(u16),
-    /// Disks can't be copied along.
+    /// The disks can't be copied.
     #[error("The VM's disks can't be copied along: {0}")]
     NoMirror(String),
-    /// The destination doesn't know that.
+    /// The destination's version can't copy disks.
     #[error(
         "The destination speaks version {0} of the migration's protocol, which doesn't know how to copy disks along (version {since} does): run a newer causeway there, or move the VM without --mirror",
         since = super::mirror::SINCE
     )]
     NoMirrorThere(u16),
-    /// An image of this side can't be filled.
+    /// An image of this side can't be written.
     #[error("The content of the source's disk can't be put into the image here")]
     NotMirrored(#[source] Box<virtio_devices::block::BlockError>),
-    /// Disks change faster than they are copied.
+    /// The guest writes its disks faster than they are copied.
     #[error(
         "The guest wrote its disks too fast to stop it for {downtime_ms} ms only, within {seconds} s after they were copied first: {left} bytes were left; allow a longer --downtime or --timeout, more --max-throttle, or use more streams"
     )]
     DisksNotConverging {
-        /// How long the guest might stand still.
+        /// The limit for the blackout.
         downtime_ms: u64,
-        /// The limit.
+        /// The time limit.
         seconds: u64,
         /// Bytes left.
         left: u64,
     },
-    /// The source is gone, and pages with it.
+    /// The source was lost in post-copy, and pages of the guest with it.
     #[error(
         "The connection to {from} was lost in post-copy while {left} pages of the VM's memory were still there: the VM is stopped, it can't go on here nor at its source"
     )]
     LostSource {
-        /// Where the source was.
+        /// Address of the source.
         from: String,
-        /// Pages that hadn't come.
+        /// Pages that weren't received.
         left: u64,
         /// What happened.
         #[source]
         source: Box<MigrationError>,
     },
-    /// The destination is gone, and the guest with it.
+    /// The destination was lost in post-copy, and the guest with it.
     #[error(
         "The connection to the destination was lost in post-copy before it said that all of the VM's memory is there ({left} pages had not been sent): the VM can't go on here, and can there only if it had all pages"
     )]
@@ -132,7 +132,7 @@ pub enum MigrationError {
         #[source]
         source: Box<MigrationError>,
     },
-    /// The user didn't wait for the decision.
+    /// The user ended or resumed the VM before the decision was known.
     #[error(
         "The VM was ended, or let go on, before it was known how its migration was decided: it may run at its other host, and if it was decided to run here it is lost"
     )]
@@ -140,19 +140,19 @@ pub enum MigrationError {
     /// The user cancelled.
     #[error("The migration was cancelled")]
     Cancelled,
-    /// Memory changes faster than it is copied.
+    /// The guest writes memory faster than it is copied.
     #[error(
         "Memory changed too fast to stop the guest for {downtime_ms} ms only, within {seconds} s: {left} pages were left; allow a longer --downtime or --timeout, more --max-throttle, or use more streams"
     )]
     NotConverging {
-        /// How long the guest might stand still.
+        /// The limit for the blackout.
         downtime_ms: u64,
-        /// The limit.
+        /// The time limit.
         seconds: u64,
         /// Pages left.
         left: u64,
     },
-    /// The machine.
+    /// An operation on the machine failed.
     #[error("The VM could not be {what} for its migration")]
     Machine {
         /// What was tried.
@@ -161,7 +161,7 @@ pub enum MigrationError {
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// The destination was told to run the VM, and nothing was heard of it since.
+    /// The commit was sent to the destination, which hasn't confirmed it.
     #[error(
         "The destination was told to run the VM and hasn't said that it does; the VM stands still here. See whether it runs there: if so, end it here with `causeway stop --force`, else let it go on here with `causeway resume --force`"
     )]
@@ -169,12 +169,12 @@ pub enum MigrationError {
 }
 
 impl MigrationError {
-    /// A stream that failed while it was `what`.
+    /// For `map_err`: a stream failed while it was `what`.
     pub fn stream(what: &'static str) -> impl FnOnce(io::Error) -> Self {
         move |source| Self::Stream { what, source }
     }
 
-    /// A machine that could not be `what`.
+    /// For `map_err`: a machine could not be `what`.
     pub fn machine<E: std::error::Error + Send + Sync + 'static>(
         what: &'static str,
     ) -> impl FnOnce(E) -> Self {
@@ -182,7 +182,7 @@ impl MigrationError {
     }
 }
 
-/// An error with what it was caused by, on one line.
+/// An error and its causes on one line.
 pub fn line(error: &dyn std::error::Error) -> String {
     let sources = std::iter::successors(error.source(), |error| error.source());
     std::iter::once(error.to_string()).chain(sources.map(ToString::to_string)).collect::<Vec<_>>().join(": ")

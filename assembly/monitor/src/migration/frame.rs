@@ -1,4 +1,4 @@
-//! Frames: what a stream is made of.
+//! Frames, the units of a stream.
 //!
 //! ```text
 //! offset 0  kind        u16, little endian as all
@@ -15,56 +15,55 @@ use super::error::MigrationError;
 
 /// Bytes before the payload.
 pub const HEADER: usize = 16;
-/// Most pages in a frame that has their contents.
+/// Limit for the pages in a frame with contents.
 pub const MOST_PAGES: usize = 64;
 
-/// What a frame is.
+/// Type of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// First on every stream, source to destination.
+    /// First frame on every stream, from source to destination.
     Hello = 1,
-    /// What the guest sees of the machine.
+    /// The guest-visible shape of the machine.
     Offer = 2,
-    /// The destination takes it.
+    /// The destination accepts the offer.
     Accepted = 3,
-    /// The destination doesn't take it, or can't go on; the payload is a sentence.
+    /// The destination refuses the offer, or can't continue; the payload is a sentence.
     Refused = 4,
     /// Contents of pages.
     Pages = 5,
-    /// Everything but memory.
+    /// The machine's state, without RAM.
     State = 6,
     /// The last frame of a stream before the answer, with the number of pages.
     End = 7,
     /// The destination has restored everything and could run the guest.
     Ready = 8,
-    /// The destination shall run the guest.
+    /// The commit: the destination must run the guest.
     Go = 9,
-    /// It does.
+    /// The guest runs at the destination.
     Running = 10,
-    /// The source gives up; the payload is a sentence.
+    /// The source aborts; the payload is a sentence.
     Abort = 11,
-    /// State of a served device: its number among the served functions (u32), and what its server gave. From version 2 on.
+    /// State of a served device: its number among the served functions (u32), and its server's data. From version 2 on.
     Device = 12,
-    /// The source may let the guest run at the destination before all its memory is there: [`super::postcopy`]. From version 3 on,
-    /// as all that follow.
+    /// The source requests permission for post-copy: [`super::postcopy`]. This frame and the following need version 3.
     Postcopy = 13,
-    /// Pages that will be at the source when the guest runs at the destination.
+    /// Pages that will still be at the source when the guest runs at the destination.
     Missing = 14,
-    /// The destination asks for pages.
+    /// The destination requests pages.
     Want = 15,
-    /// It has all of them.
+    /// The destination has all pages.
     Complete = 16,
-    /// Which disks are copied along, and the answer: [`super::mirror`]. From version 4 on, as all that follow.
+    /// The disks to copy, and the answer: [`super::mirror`]. This frame and the following need version 4.
     Mirror = 32,
     /// A piece of a disk.
     Block = 33,
-    /// All of a round of disks went by this stream.
+    /// This stream's share of a round of disks was sent.
     Settle = 34,
-    /// It is durable at the destination.
+    /// The round is durable at the destination.
     Settled = 35,
 }
 
-/// Most bytes of a served device's state in a frame.
+/// Limit in bytes for a served device's state in a frame.
 pub const MOST_DEVICE: usize = 1 << 20;
 
 impl Kind {
@@ -79,7 +78,7 @@ impl Kind {
         first.into_iter().chain(late).chain(disks).find(|kind| *kind as u16 == number)
     }
 
-    /// Longest payload in bytes.
+    /// Limit for the payload in bytes.
     fn limit(self) -> usize {
         match self {
             Self::Hello | Self::End | Self::Accepted | Self::Ready | Self::Go | Self::Running => 256,
@@ -106,7 +105,7 @@ pub struct Sender {
 }
 
 impl Sender {
-    /// At the first frame.
+    /// Starts at the first frame.
     pub fn new() -> Self {
         Self { next: 0, bytes: 0, buffer: Vec::new() }
     }
@@ -116,7 +115,7 @@ impl Sender {
         self.bytes
     }
 
-    /// Sends one frame whose payload is `parts`, in one go.
+    /// Sends one frame with `parts` as its payload in a single write.
     pub fn send(&mut self, to: &mut impl Write, kind: Kind, parts: &[&[u8]]) -> io::Result<()> {
         let length: usize = parts.iter().map(|part| part.len()).sum();
         let too_long =
@@ -152,13 +151,12 @@ pub struct Receiver {
 }
 
 impl Receiver {
-    /// At the first frame.
+    /// Starts at the first frame.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Waits for one frame. The payload is what the checksum says, and as long as its kind may be; what it means isn't
-    /// checked.
+    /// Waits for one frame. Checks the payload's length and checksum, not its content.
     pub fn receive(&mut self, from: &mut impl Read) -> Result<(Kind, &[u8]), MigrationError> {
         let bad = |what: String| Err(MigrationError::Protocol(what));
         let mut header = [0; HEADER];
@@ -176,7 +174,7 @@ impl Receiver {
         if length > kind.limit() {
             return bad(format!("a {kind:?} of {length} bytes; {} are possible", kind.limit()));
         }
-        // Grows as bytes arrive: a length alone takes no memory.
+        // The buffer grows as bytes arrive: a hostile length alone allocates no memory.
         self.payload.clear();
         let read = from.by_ref().take(length as u64).read_to_end(&mut self.payload);
         read.map_err(MigrationError::stream("read"))?;
@@ -206,7 +204,7 @@ mod tests {
         bytes
     }
 
-    /// Frames come out as they went in, and a stream cut at any byte is an error, not a shorter stream.
+    /// Received frames are equal to the sent ones. A stream that is cut at any byte is an error, not a shorter stream.
     #[test]
     fn frames_arrive_whole_or_not_at_all() {
         let frames = [(Kind::Hello, vec![1; 32]), (Kind::Go, vec![]), (Kind::Refused, b"no".to_vec())];
@@ -230,7 +228,7 @@ mod tests {
         }
     }
 
-    /// What is too long for its kind is refused before it is read, and not sent.
+    /// A payload longer than the type's limit is refused before it is read, and isn't sent.
     #[test]
     fn lengths_have_limits() {
         let mut bytes = stream(&[(Kind::Go, vec![])]);
@@ -244,21 +242,21 @@ mod tests {
     }
 
     proptest! {
-        /// One changed bit anywhere is noticed.
+        /// A changed bit anywhere is detected.
         #[test]
         fn any_changed_bit_is_noticed(payload in prop::collection::vec(any::<u8>(), 0..200), at in any::<prop::sample::Index>(), bit in 0..8u8) {
             let mut bytes = stream(&[(Kind::Refused, payload)]);
             let at = at.index(bytes.len());
             bytes[at] ^= 1 << bit;
             let mut receiver = Receiver::new();
-            // A changed kind alone can't be told from another frame of that kind; all else is an error.
+            // A frame with a changed type can be a valid frame of the other type; every other change is an error.
             match receiver.receive(&mut bytes.as_slice()) {
                 Ok((kind, _)) => prop_assert!(at < 2 && kind != Kind::Refused),
                 Err(error) => prop_assert!(!error.to_string().is_empty()),
             }
         }
 
-        /// Any bytes are an answer.
+        /// Any bytes give a frame or an error, never a panic.
         #[test]
         fn any_bytes_are_an_answer(bytes in prop::collection::vec(any::<u8>(), 0..400)) {
             let _ = Receiver::new().receive(&mut bytes.as_slice());

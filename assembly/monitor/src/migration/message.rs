@@ -1,13 +1,13 @@
-//! What frames say.
+//! Payloads of frames.
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::error::MigrationError;
 
-/// The protocol's version that is spoken here.
+/// The newest version of the protocol.
 pub const VERSION: u16 = 4;
-/// The oldest that is understood: the one before [`VERSION`].
+/// The oldest supported version: the one before [`VERSION`].
 pub const OLDEST: u16 = 3;
 /// First bytes of every stream.
 const MAGIC: [u8; 8] = *b"CAUSEWAY";
@@ -19,15 +19,15 @@ const MAGIC: [u8; 8] = *b"CAUSEWAY";
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Hello {
-    /// The sender's version.
+    /// The sender's newest version.
     pub version: u16,
-    /// The oldest that it can speak.
+    /// The sender's oldest version.
     pub oldest: u16,
-    /// Which stream this is, from 0.
+    /// Number of this stream, from 0.
     pub stream: u16,
-    /// How many there are.
+    /// Number of streams.
     pub streams: u16,
-    /// Which migration: random, the same on all its streams.
+    /// Random id of the migration, the same on all its streams.
     pub migration: [u8; 16],
 }
 
@@ -42,7 +42,7 @@ impl Hello {
         bytes
     }
 
-    /// Reads it, and agrees on a version: the newer one of those that both speak.
+    /// Decodes a greeting, and selects the newest version that both sides support.
     pub fn decode(bytes: &[u8]) -> Result<(Self, u16), MigrationError> {
         let bad = |what: &str| MigrationError::Protocol(what.to_owned());
         let (Some(magic), Some(migration)) = (bytes.get(..8), bytes.get(16..32)) else {
@@ -78,9 +78,9 @@ impl Hello {
 /// The payload of `Accepted`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Accepted {
-    /// The version that is spoken from here on.
+    /// The version for the rest of the stream.
     pub version: u16,
-    /// The destination's name in its cluster, where the VM has devices that a daemon serves. From version 2 on.
+    /// The destination's name in its cluster, where a daemon serves devices of the VM. From version 2 on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host: Option<String>,
 }
@@ -90,12 +90,12 @@ pub struct Accepted {
 pub struct End {
     /// Pages that this stream carried, repeated ones counted again.
     pub pages: u64,
-    /// How long the guest has stood still by now, as the source's monotonic clock says, microseconds. Older sources don't say.
+    /// Duration of the blackout so far by the source's monotonic clock, in microseconds. Older sources don't send it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub standing_us: Option<u64>,
 }
 
-/// As CBOR with field names, so that fields can be added.
+/// Encodes as CBOR with field names, so that later versions can add fields.
 pub fn encode<T: Serialize>(message: &T) -> Result<Vec<u8>, MigrationError> {
     let mut bytes = Vec::new();
     ciborium::into_writer(message, &mut bytes)
@@ -103,13 +103,13 @@ pub fn encode<T: Serialize>(message: &T) -> Result<Vec<u8>, MigrationError> {
     Ok(bytes)
 }
 
-/// Reads CBOR of the other side.
+/// Decodes CBOR of the other side.
 pub fn decode<T: DeserializeOwned>(bytes: &[u8], what: &str) -> Result<T, MigrationError> {
     ciborium::from_reader(bytes)
         .map_err(|error| MigrationError::Protocol(format!("{what} that can't be understood: {error}")))
 }
 
-/// A sentence of the other side, fit for a log.
+/// A sentence of the other side, without control characters and limited in length, for a log.
 pub fn sentence(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).chars().filter(|letter| !letter.is_control()).take(1000).collect()
 }
@@ -126,7 +126,7 @@ mod tests {
     fn greetings_agree_on_a_version() {
         let ours = hello(VERSION, OLDEST);
         assert_eq!(Hello::decode(&ours.encode()).unwrap(), (ours, VERSION));
-        // A newer one that still speaks ours.
+        // A newer side that still supports this version.
         assert_eq!(Hello::decode(&hello(VERSION + 1, VERSION).encode()).unwrap().1, VERSION);
         let error = Hello::decode(&hello(VERSION + 2, VERSION + 1).encode()).unwrap_err();
         assert!(matches!(error, MigrationError::Version { .. }), "{error}");

@@ -1,29 +1,30 @@
-//! Moving a running VM to another monitor.
+//! Live migration of a VM to another monitor.
 //!
 //! ```text
-//! source                                      destination (causeway run --incoming)
-//!   │── Hello (every stream) ───────────────────▶│
-//!   │── Offer: what the guest sees of the machine ▶│ compares it with its own
+//! source                                       destination (causeway run --incoming)
+//!   │── Hello (every stream) ────────────────────▶│
+//!   │── Offer: the guest-visible shape ──────────▶│ compares it with its own
 //!   │◀── Accepted, or Refused with a sentence ────│
 //!   │══ Pages, several rounds, every stream ═════▶│ the guest runs at the source
-//!   │ stops the guest, gives up its disks         │
-//!   │══ Pages, State, End ═══════════════════════▶│ checks, restores, takes the disks
+//!   │ stops the guest, unlocks its disks          │
+//!   │══ Pages, State, End ═══════════════════════▶│ checks, restores, locks the disks
 //!   │◀── Ready, or Refused ───────────────────────│
 //!   │── Go ──────────────────────────────────────▶│ runs the guest
 //!   │◀── Running ─────────────────────────────────│ announces it to the network
 //!   ends
 //! ```
 //!
-//! Until `Go` has been sent, any failure leaves the guest at the source, and the destination ends. Once it has been sent, the
-//! source never runs the guest by itself again: without `Running` it stands still, and its user decides.
+//! `Go` is the commit. After any failure before `Go` the source resumes the guest, and the destination ends. After `Go` the source never
+//! resumes the guest by itself. Without `Running` the guest is in doubt: it stays stopped, and the user decides.
 //!
-//! Disks that only the source has are copied along, where that is wished: see [`mirror`].
+//! On request, disks that only the source has are copied: see [`mirror`].
 //!
-//! A VM with devices that a daemon serves has another end: see [`served`]; one whose memory comes after it, too: see [`postcopy`].
+//! A migration ends differently if a daemon serves devices of the VM: see [`served`]. With post-copy, memory follows the guest: see
+//! [`postcopy`].
 //!
-//! [`source`] and [`destination`] are the two sides over any sockets and any machine ([`source::Departing`]); `vm::moving` is
-//! the machine. A stream is hostile until checked: frames have a kind, a number, a length with a limit per kind and a
-//! checksum; pages must lie in RAM; state is decoded into types and checked by every constructor that takes it.
+//! [`source`] and [`destination`] are the two sides, over any sockets and any machine ([`source::Departing`]); `vm::moving` is the
+//! machine. A stream is hostile until checked. Frames have a type, a number, a length with a limit per type, and a checksum. Pages must
+//! lie in RAM. State is decoded into types, and every constructor that gets it checks it.
 
 pub mod connection;
 pub mod destination;
@@ -46,8 +47,8 @@ mod tests;
 
 pub use error::MigrationError;
 
-/// System calls of threads that move a VM, beyond those of threads that pause it: streams, the requests' socket, the parts
-/// of memory that exist, making disks durable, and marking those that are filled.
+/// System calls of threads that migrate a VM, beyond those of threads that pause it. They serve the streams, the request socket, finding
+/// allocated memory, making disks durable, and marking images that are filled.
 pub const SYSCALLS: &[i64] = &[
     libc::SYS_accept4,
     libc::SYS_getsockopt,
@@ -64,7 +65,7 @@ pub const SYSCALLS: &[i64] = &[
     libc::SYS_epoll_ctl,
     libc::SYS_epoll_create1,
     libc::SYS_eventfd2,
-    // The requests' socket file is removed at the end.
+    // The request socket's file is removed at the end.
     libc::SYS_lstat,
     libc::SYS_statx,
     libc::SYS_newfstatat,

@@ -1,11 +1,11 @@
-//! Contents of pages: which are sent, as what, and how they get into the destination's memory.
+//! Contents of pages: how the source selects and encodes them, and how the destination writes them to memory.
 //!
 //! ```text
 //! payload of a Pages frame: address u64, pages u32, what u32 (0 contents follow, 1 all zero), contents
 //! ```
 //!
-//! A page always goes by the same stream, so that a later copy never arrives before an earlier one: memory is dealt out to
-//! the streams by pieces of 1 MiB.
+//! Memory is distributed over the streams in pieces of 1 MiB. A page always goes over the same stream, so that a later copy never arrives
+//! before an earlier one.
 
 use std::io::Write;
 
@@ -19,26 +19,26 @@ use super::frame::{Kind, MOST_PAGES, Sender};
 pub const PAGE: usize = 4096;
 /// Bytes of a run's header.
 pub const RUN_HEADER: usize = 16;
-/// Memory is dealt out to streams by pieces of two to this power.
+/// Memory is distributed over the streams in pieces of two to this power bytes.
 const PIECE: u32 = 20;
 
 const CONTENTS: u32 = 0;
 const ZERO: u32 = 1;
 
-/// What was sent.
+/// Counts of what was sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Sent {
-    /// Pages that were looked at.
+    /// Pages that were read.
     pub pages: u64,
-    /// Those of them that were zero.
+    /// Zero pages among them.
     pub zero: u64,
     /// Pages that frames were sent for.
     pub announced: u64,
-    /// Bytes of disks that went with them.
+    /// Bytes of disks that were sent in the same round.
     pub disk_bytes: u64,
 }
 
-/// How many pages sets hold.
+/// Number of pages in the sets.
 pub fn count(sets: &[DirtyPages]) -> u64 {
     sets.iter().map(DirtyPages::count).sum()
 }
@@ -56,7 +56,7 @@ fn header(address: u64, pages: usize, what: u32) -> [u8; RUN_HEADER] {
     header
 }
 
-/// Sends the contents of whole pages from an address on, at most [`MOST_PAGES`]; without those that are zero, if they can be left out.
+/// Sends the contents of whole pages from an address on, at most [`MOST_PAGES`]. Omits zero pages if `without_zero`.
 pub(super) fn send_run(
     run: &[u8],
     start: u64,
@@ -66,7 +66,7 @@ pub(super) fn send_run(
 ) -> Result<Sent, MigrationError> {
     let length = run.len() / PAGE;
     let mut sent = Sent { pages: length as u64, ..Sent::default() };
-    // Stretches of zero pages, and of others.
+    // Alternating runs of zero pages and other pages.
     let mut at = 0;
     while at < length {
         let page = |index: usize| is_zero(&run[index * PAGE..(index + 1) * PAGE]);
@@ -87,18 +87,18 @@ pub(super) fn send_run(
     Ok(sent)
 }
 
-/// Which pages of which memory go by a stream.
+/// A stream's share of the pages of a round.
 #[derive(Debug, Clone, Copy)]
 pub struct Share<'a> {
     /// Pages of all streams.
     pub sets: &'a [DirtyPages],
-    /// Where they are read.
+    /// Memory with the pages' contents.
     pub memory: &'a GuestMemorySpace,
-    /// Which stream.
+    /// Number of this stream.
     pub stream: u64,
-    /// Of how many.
+    /// Number of streams.
     pub streams: u64,
-    /// Zero pages needn't be sent: the destination's memory is zero where nothing was sent before.
+    /// First round: zero pages needn't be sent, because the destination's memory is zero where nothing was sent before.
     pub first: bool,
 }
 
@@ -107,7 +107,7 @@ impl Share<'_> {
         (address >> PIECE) % self.streams == self.stream
     }
 
-    /// Sends this stream's share. `after` is called after each frame.
+    /// Sends this stream's share. Calls `after` after each frame.
     pub fn send(
         &self,
         sender: &mut Sender,
@@ -139,11 +139,11 @@ impl Share<'_> {
 /// The pages of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Run<'a> {
-    /// Guest-physical address of the first; whether there are such pages isn't checked.
+    /// Guest-physical address of the first page; not checked.
     pub address: u64,
-    /// How many.
+    /// Number of pages.
     pub pages: u32,
-    /// What is in them, page after page; `None`: they are zero.
+    /// Contents, page after page; `None` for zero pages.
     pub contents: Option<&'a [u8]>,
 }
 
@@ -151,10 +151,10 @@ fn outside(address: u64, pages: u32) -> MigrationError {
     MigrationError::Protocol(format!("{pages} pages at {address:#x}, which isn't RAM"))
 }
 
-/// Reads a frame of pages.
+/// Decodes a frame of pages.
 ///
 /// # Errors
-/// When it is none.
+/// When the payload is invalid.
 pub fn parse(payload: &[u8]) -> Result<Run<'_>, MigrationError> {
     let bad = |what: String| MigrationError::Protocol(what);
     let Some((header, contents)) = payload.split_at_checked(RUN_HEADER) else {
@@ -175,7 +175,7 @@ pub fn parse(payload: &[u8]) -> Result<Run<'_>, MigrationError> {
     }
 }
 
-/// Puts the pages of a frame into memory; returns how many there were. Addresses outside of RAM are refused.
+/// Writes the pages of a frame to memory; returns their number. Refuses addresses outside RAM.
 pub fn apply(payload: &[u8], memory: &GuestMemory) -> Result<u64, MigrationError> {
     let Run { address, pages, contents } = parse(payload)?;
     let outside = || outside(address, pages);
@@ -200,7 +200,7 @@ pub(crate) mod tests {
     use machine::memory::{GuestRam, RamLayout, RamOptions};
     use proptest::prelude::*;
 
-    /// RAM of so many MiB.
+    /// RAM of `mib` MiB.
     pub fn ram(mib: u64) -> GuestRam {
         GuestRam::allocate(&RamLayout::new(&[mib << 20]).unwrap(), &RamOptions::default()).unwrap()
     }
@@ -230,7 +230,7 @@ pub(crate) mod tests {
         all
     }
 
-    /// The first round carries what isn't zero; a later one also what has become zero. Any number of streams does.
+    /// The first round carries pages that aren't zero; a later one also those that have become zero. Holds for any number of streams.
     #[test]
     fn memory_arrives_over_any_number_of_streams() {
         for streams in [1, 2, 5] {
@@ -254,7 +254,7 @@ pub(crate) mod tests {
         }
     }
 
-    /// Pages outside of RAM, of no length, or with other contents than announced are refused.
+    /// Refuses pages outside RAM, of no length, or with a wrong amount of contents.
     #[test]
     fn pages_that_cannot_be_are_refused() {
         let to = ram(4);
@@ -281,7 +281,7 @@ pub(crate) mod tests {
     }
 
     proptest! {
-        /// Any payload is an answer.
+        /// Any payload gives pages or an error, never a panic.
         #[test]
         fn any_payload_is_an_answer(bytes in prop::collection::vec(any::<u8>(), 0..64)) {
             let _ = apply(&bytes, &ram(1).memory().memory());

@@ -1,55 +1,55 @@
-//! When to stop the guest, when to hold it back, when to give up.
+//! When to stop the guest, when to throttle it, when to abort.
 
 use std::time::Duration;
 
-/// The first step of holding vCPUs back, per cent.
+/// First step of throttling the vCPUs, per cent.
 const FIRST_THROTTLE: u8 = 20;
-/// Further steps.
+/// Further steps, per cent.
 const NEXT_THROTTLE: u8 = 10;
-/// What stopping, restoring and answering are taken to cost until they are done.
+/// Assumed time for stop, restore and answers, in the prediction of the blackout.
 const ALLOWANCE: Duration = Duration::from_millis(10);
 
-/// What the user wishes.
+/// The user's limits for a migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Policy {
-    /// How long the guest may stand still.
+    /// Limit for the blackout.
     pub downtime: Duration,
-    /// When to give up, without having stopped the guest.
+    /// Time limit, after which the migration aborts without having stopped the guest.
     pub timeout: Option<Duration>,
-    /// Most that vCPUs are held back, per cent of the time, below 100.
+    /// Limit for throttling the vCPUs, per cent of the time, below 100.
     pub max_throttle: u8,
-    /// The guest goes before the rest of its memory, after so many rounds, or earlier when rounds don't shrink or the time is up; 0: before all
-    /// of it. It is never held back then.
+    /// Switches to post-copy after this many rounds, or earlier when rounds don't shrink or the time limit has passed. 0: before the
+    /// first round. The guest is then never throttled.
     pub post_copy_after: Option<u32>,
 }
 
-/// One round of copying, at its end.
+/// Measurements of one round of copying.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RoundEnd {
-    /// Which one, from 1.
+    /// Number of the round, from 1.
     pub number: u32,
-    /// Bytes that it sent.
+    /// Bytes that were sent.
     pub bytes: u64,
-    /// How long it took.
+    /// Duration.
     pub took: Duration,
-    /// Pages that it copied.
+    /// Pages that were copied.
     pub pages: u64,
-    /// Pages that changed meanwhile.
+    /// Pages that were written meanwhile.
     pub dirtied: u64,
-    /// Since the migration began.
+    /// Time since the migration began.
     pub elapsed: Duration,
 }
 
-/// What to do next.
+/// The next step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Decision {
     /// Stop the guest and copy the rest.
     Stop,
-    /// Copy what changed, with vCPUs held back so much.
+    /// Copy the written pages, with vCPUs throttled by this many per cent.
     Again(u8),
-    /// Stop the guest, and copy the rest when it runs at the destination.
+    /// Stop the guest, and copy the rest while it runs at the destination.
     PostCopy,
-    /// Leave the guest where it is.
+    /// Abort; the guest stays at the source.
     GiveUp,
 }
 
@@ -60,8 +60,7 @@ impl RoundEnd {
         u64::try_from(u128::from(self.bytes) * 1_000_000 / micros).unwrap_or(u64::MAX)
     }
 
-    /// How long the guest would stand still if it was stopped now. What was sent in no time says nothing of the speed: then a
-    /// gigabyte per second is assumed.
+    /// Predicted blackout if the guest was stopped now. Less than 1 MiB doesn't show the speed: then a gigabyte per second is assumed.
     pub fn predicted_pause(&self) -> Duration {
         let rate = if self.bytes < 1 << 20 { self.rate().max(1 << 30) } else { self.rate().max(1) };
         let left = u128::from(self.dirtied) * 4096;
@@ -71,13 +70,13 @@ impl RoundEnd {
 }
 
 impl Policy {
-    /// Decides after a round, in which vCPUs were held back by `throttle` per cent.
+    /// Decides after a round in which vCPUs were throttled by `throttle` per cent.
     pub fn decide(&self, round: &RoundEnd, throttle: u8) -> Decision {
         if round.predicted_pause() <= self.downtime.max(ALLOWANCE) {
             return Decision::Stop;
         }
         let late = self.timeout.is_some_and(|timeout| round.elapsed >= timeout);
-        // A round that leaves more than 7/10 of its pages to do gets nowhere.
+        // A round that leaves more than 7/10 of its pages doesn't converge.
         let shrinks = round.dirtied.saturating_mul(10) < round.pages.saturating_mul(7);
         match self.post_copy_after {
             Some(rounds) if late || !shrinks || round.number >= rounds => return Decision::PostCopy,
@@ -122,7 +121,7 @@ mod tests {
         // 7,000 pages are 287 ms at this speed, and 10 ms are allowed for the rest.
         assert_eq!(POLICY.decide(&round(20_000, 7_000, 1), 0), Decision::Stop);
         assert_eq!(POLICY.decide(&round(20_000, 7_200, 1), 0), Decision::Again(0));
-        // Even when the time is up.
+        // Also when the time limit has passed.
         assert_eq!(POLICY.decide(&round(20_000, 7_000, 100), 0), Decision::Stop);
     }
 
@@ -149,8 +148,8 @@ mod tests {
         assert_eq!(endless.decide(&round(20_000, 20_000, 60_000), 50), Decision::Again(50));
     }
 
-    /// Hybrid: little enough left is a stop as ever; rounds that shrink go on up to their number; what doesn't converge, or takes too long,
-    /// is a switch at once, and nothing is given up or held back.
+    /// Hybrid: a round that leaves little is followed by an ordinary stop, and shrinking rounds continue up to their number. A migration
+    /// that doesn't converge, or takes too long, switches to post-copy at once. Nothing is aborted or throttled.
     #[test]
     fn with_post_copy_it_always_ends() {
         let hybrid = Policy { post_copy_after: Some(3), ..POLICY };

@@ -1,4 +1,4 @@
-//! How far a migration is, for whoever asks: the API's thread and the one who wished it.
+//! Progress of a migration, for the API's thread and for the client that requested the migration.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -7,10 +7,10 @@ use control_api::migration::{MigrationPhase, MigrationProgress, MigrationReport,
 
 use super::connection::Stop;
 
-/// Reports while a round is copied are this far apart.
+/// Interval of reports while a round is copied.
 const EVERY: Duration = Duration::from_millis(250);
 
-/// The migration of a VM, if there is or was one. Thread-safe.
+/// The VM's current or last migration, if there was one. Thread-safe.
 #[derive(Debug, Default)]
 pub struct Watch(Mutex<State>);
 
@@ -20,9 +20,9 @@ struct State {
     began: Option<Instant>,
     reported: Option<Instant>,
     stop: Stop,
-    /// One is under way.
+    /// A migration is running.
     busy: bool,
-    /// It can't be cancelled any more.
+    /// The migration can't be cancelled any more.
     committed: bool,
     listener: Option<Arc<Packets>>,
 }
@@ -30,10 +30,10 @@ struct State {
 /// A migration can't be cancelled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum NotCancelled {
-    /// There is none.
+    /// No migration is running.
     #[error("No migration of this VM is under way")]
     None,
-    /// Too late.
+    /// The migration is committed.
     #[error("The destination was told to run the VM; the migration can't be cancelled any more")]
     Committed,
 }
@@ -43,7 +43,7 @@ impl Watch {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins one; `None` when one is under way. Reports go to `listener`, too.
+    /// Begins a migration; `None` when one is running. Reports also go to `listener`.
     pub fn begin(&self, destination: &str, listener: Option<Arc<Packets>>) -> Option<Stop> {
         let mut state = self.lock();
         if state.busy {
@@ -98,7 +98,7 @@ impl Watch {
             "Migration"
         );
         if let Some(listener) = listener {
-            // A listener that doesn't read, or has gone, misses reports; `inspect` has them. The last one is waited for.
+            // A listener that doesn't read, or has disconnected, misses reports; `inspect` has them. The send of the last one blocks.
             let sent = listener.send(&MigrationReport::Progress(Box::new(progress)), &[], last);
             if let Err(error) = sent {
                 tracing::debug!(%error, "A report of the migration was not taken");
@@ -106,7 +106,7 @@ impl Watch {
         }
     }
 
-    /// Little is left, and another VM has to move first; `None`: not any more. Reported when it changes.
+    /// The VM waits until another VM has migrated; `None` ends that. Reported when it changes.
     pub fn waits_for(&self, other: Option<String>) {
         let known = self.lock().progress.as_ref().is_none_or(|progress| progress.waits_for == other);
         if !known {
@@ -114,7 +114,7 @@ impl Watch {
         }
     }
 
-    /// Notes bytes sent while a round is copied; reports now and then.
+    /// Records bytes sent while a round is copied, and reports them at intervals.
     pub fn sent(&self, bytes: u64) {
         let due = {
             let mut state = self.lock();
@@ -129,21 +129,21 @@ impl Watch {
         }
     }
 
-    /// Notes bytes of disks that are left while a round is copied; they are reported with the next bytes sent.
+    /// Records bytes of disks that are left while a round is copied. The next report of bytes sent includes them.
     pub fn disk_left(&self, bytes: u64) {
         if let Some(progress) = &mut self.lock().progress {
             progress.disk_bytes_left = bytes;
         }
     }
 
-    /// From here on it can't be cancelled; `false` when it was.
+    /// Marks the migration as committed: it can't be cancelled from here on. `false` when it was cancelled before.
     pub fn commit(&self) -> bool {
         let mut state = self.lock();
         state.committed = !state.stop.is_set();
         state.committed
     }
 
-    /// Cancels what is under way.
+    /// Cancels the running migration.
     pub fn cancel(&self) -> Result<(), NotCancelled> {
         let state = self.lock();
         match (state.busy, state.committed) {
@@ -156,7 +156,7 @@ impl Watch {
         }
     }
 
-    /// The migration that is under way, or the last one.
+    /// Progress of the running migration, or of the last one.
     pub fn progress(&self) -> Option<MigrationProgress> {
         let state = self.lock();
         let mut progress = state.progress.clone()?;
@@ -172,7 +172,7 @@ impl Watch {
 mod tests {
     use super::*;
 
-    /// One migration at a time; a cancel reaches its streams, and comes too late after the commit.
+    /// One migration at a time; a cancel stops its streams, and is refused after the commit.
     #[test]
     fn a_migration_is_cancelled_until_it_is_committed() {
         let watch = Watch::default();
@@ -189,7 +189,7 @@ mod tests {
         assert!(!stop.is_set());
     }
 
-    /// Who asked hears of it, also of its end; one who has gone does no harm.
+    /// The client that requested the migration gets its reports, including the last. A client that disconnects does no harm.
     #[test]
     fn reports_reach_who_asked() {
         let watch = Watch::default();

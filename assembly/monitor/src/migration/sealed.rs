@@ -1,4 +1,5 @@
-//! Encryption and authentication of a migration's streams ([`crate::sealing`]), and what sides say that aren't of one mind.
+//! Encryption and authentication of a migration's streams ([`crate::sealing`]), and the errors when the two sides are configured
+//! differently.
 //!
 //! ```text
 //! source                                                               destination
@@ -6,7 +7,7 @@
 //!   ◀───────────────────────────── "CWvm" │ 1 │ length │ e, tag           or a plain `Refused` frame with a sentence
 //!   records ◀────────────────────────────────────────────────────────────▶
 //! ```
-//! What is in the records are the frames of [`super::frame`], wherever one begins.
+//! The records contain the frames of [`super::frame`]; a frame may begin anywhere in them.
 
 use std::io::{self, Read, Write};
 
@@ -18,7 +19,7 @@ use super::frame::{Kind, Receiver, Sender};
 use super::message;
 use crate::sealing::{HANDSHAKE_BYTES, Handshake, Mismatch, Purpose};
 
-/// No frame begins like its magic.
+/// No frame begins with its magic.
 const MIGRATION: Purpose = Purpose { magic: *b"CWvm", version: 1, prologue: b"causeway vm 1" };
 
 fn broken(error: snow::Error) -> MigrationError {
@@ -30,14 +31,14 @@ fn put(state: &mut Handshake, connection: &mut Connection) -> Result<(), Migrati
     connection.write_all(&bytes).map_err(MigrationError::stream("written"))
 }
 
-/// Why there is no session.
+/// Why the handshake failed.
 enum Refusal {
-    /// The other side hasn't the same key.
+    /// The other side doesn't have the same key.
     Key,
     Failed(MigrationError),
 }
 
-/// The rest of a handshake message, whose first bytes were those of [`MIGRATION`].
+/// Reads the rest of a handshake message, after the magic of [`MIGRATION`].
 fn take(state: &mut Handshake, connection: &mut Connection) -> Result<(), Refusal> {
     let mut bytes = [0; HANDSHAKE_BYTES];
     let (magic, rest) = bytes.split_at_mut(MIGRATION.magic.len());
@@ -54,10 +55,10 @@ fn take(state: &mut Handshake, connection: &mut Connection) -> Result<(), Refusa
     })
 }
 
-/// The source's side: from here on the connection is encrypted.
+/// The source's side of the handshake: encrypts the connection from here on.
 ///
 /// # Errors
-/// When the destination hasn't this key, or doesn't encrypt: it says so.
+/// When the destination doesn't have this key, or doesn't encrypt; it sends the reason.
 pub(super) fn as_source(connection: &mut Connection, key: &ClusterKey) -> Result<(), MigrationError> {
     let mut state = Handshake::initiator(MIGRATION, key).map_err(broken)?;
     put(&mut state, connection)?;
@@ -79,18 +80,18 @@ pub(super) fn as_source(connection: &mut Connection, key: &ClusterKey) -> Result
     Ok(())
 }
 
-/// The destination's side: from here on the connection is encrypted, if this side has a key. What has none is told so, and sent away, and so is what has
-/// one where this side hasn't.
+/// The destination's side of the handshake: encrypts the connection from here on, if this side has a key. Refuses an unencrypted source
+/// if this side has a key, and an encrypted one if it has none; sends the reason.
 ///
 /// # Errors
-/// When the source isn't of the same mind, or has another key.
+/// When only one side has a key, or the keys differ.
 pub(super) fn as_destination(
     connection: &mut Connection,
     key: Option<&ClusterKey>,
 ) -> Result<(), MigrationError> {
     let encrypts = connection.begins_with(MIGRATION.magic).map_err(MigrationError::stream("read"))?;
     let refuse = |connection: &mut Connection, error: MigrationError| {
-        // A source that has gone needn't hear it.
+        // The source may have disconnected already.
         let _ = Sender::new().send(connection, Kind::Refused, &[error.to_string().as_bytes()]);
         error
     };

@@ -1,20 +1,21 @@
-//! Devices whose state is in another process of the host, and that process's word on when the VM stops and where it runs.
+//! Devices whose state is in the host daemon, and the daemon's part in a migration: when the guest is stopped and where it runs.
 //!
 //! ```text
-//! source's monitor            its daemon                  destination's daemon            destination's monitor
-//!   │── begin ─────────────────▶│ ⋯ the cluster service, room at the destination ⋯ ▶│           │ waits
-//!   │◀── copy ──────────────────│                                                   │           │
-//!   │══ memory, state ══════════════════════════════════════════════════════════════════════════▶│
-//!   │── converged ─────────────▶│ peers hold                                        │           │
-//!   │◀── stop ──────────────────│                                                   │           │
-//!   │ stops                     │                                                   │           │
-//!   │── stopped ───────────────▶│                                                   │           │
-//!   │══ the rest ═══════════════════════════════════════════════════════════════════════════════▶│ checks
-//!   │                           │                                                   │◀─ arrived ─│
-//!   │◀── moved, or stays ───────│◀─────── the decision ────────────────────────────▶│─ runs ────▶│ runs the guest
+//! source's monitor            its daemon                                       destination's daemon   destination's monitor
+//!   │── begin ─────────────────▶│ ⋯ the cluster service, room at the destination ⋯ ▶│                  │ waits
+//!   │◀── copy ──────────────────│                                                   │                  │
+//!   │══ memory, state ════════════════════════════════════════════════════════════════════════════════▶│
+//!   │── converged ─────────────▶│ peers suspend                                     │                  │
+//!   │◀── stop ──────────────────│                                                   │                  │
+//!   │ stops                     │                                                   │                  │
+//!   │── stopped ───────────────▶│                                                   │                  │
+//!   │══ the rest ═════════════════════════════════════════════════════════════════════════════════════▶│ checks
+//!   │                           │                                                   │◀─ arrived ───────│
+//!   │◀── moved, or stays ───────│◀─────────────── the decision ────────────────────▶│─ runs ──────────▶│ runs the guest
 //! ```
-//! The decision is the coordinator's (docs/design/migration.md): neither monitor runs the guest before it hears of it, or takes silence for one ([`nomad::monitor`]). Where nothing is
-//! heard for [`DOUBT_AFTER`] the VM is in doubt; it is asked for all the same, until it is known.
+//! The coordinator decides (docs/design/migration.md). Neither monitor runs the guest before it gets the decision, and a missing answer
+//! is no decision ([`nomad::monitor`]). Without an answer for [`DOUBT_AFTER`] the VM is in doubt; the monitor repeats its request until
+//! the decision is known.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -31,16 +32,16 @@ use super::connection::Stop;
 use super::error::{MigrationError, line};
 use super::source::milliseconds;
 
-/// A VM whose migration's end isn't known is shown as in doubt when nothing was heard for so long.
+/// A VM is shown as in doubt when its migration's decision has been unknown for this long.
 pub const DOUBT_AFTER: Duration = Duration::from_secs(60);
-/// A daemon is told for so long that a migration is over whose guest has never stopped.
+/// Time-out for withdrawing from a migration whose guest was never stopped: the monitor repeats its report to the daemon until then.
 const WITHDRAWAL_TIMEOUT: Duration = Duration::from_secs(60);
-/// How long the other VMs that are to move together are waited for, before anything begins. Less than the destination waits for a word.
+/// Time-out for the other VMs of a group to request their migration. Shorter than the destination's time-out for the source.
 const GATHERING: Duration = Duration::from_secs(45);
-/// How long a VM that moves by itself may have to wait until it is to be stopped.
+/// Time-out for the request to stop a VM that doesn't wait for other VMs.
 pub(super) const BEGINNING: Duration = Duration::from_secs(120);
 const DECISION_RETRY_INTERVAL: Duration = Duration::from_millis(200);
-/// How often the daemon is asked, while memory is copied, whether the migration is still under way.
+/// Interval at which the monitor asks the daemon, while memory is copied, whether the migration was aborted.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
 /// How a migration ended, for one of its sides.
@@ -48,43 +49,43 @@ const LOOK_EVERY: Duration = Duration::from_secs(1);
 pub enum Verdict {
     /// The VM runs on this side's host.
     RunsHere,
-    /// It runs on the other.
+    /// The VM runs on the other side's host.
     RunsThere,
-    /// It was given up, for this reason: it runs at the source.
+    /// The migration was aborted, for this reason: the VM runs at the source.
     GivenUp(String),
 }
 
-/// Whether the guest is to be stopped.
+/// Whether the guest must be stopped.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Turn {
     /// Now.
     Now,
-    /// Not yet: other VMs of the migration aren't ready.
+    /// Not yet: other VMs of the group aren't ready.
     Later,
-    /// Not before this VM, a peer of one of the migration's, has moved.
+    /// Not before this VM, a peer, has migrated.
     Behind(String),
 }
 
-/// How a daemon answers.
+/// Sends a step to the daemon; returns its reply.
 type Asked = dyn Fn(&Step) -> Result<MoveVmReply, HostError> + Send + Sync;
 
-/// What happens while a decision is waited for.
+/// Callbacks during a wait for the decision.
 pub struct Waits<'a> {
-    /// It takes so long that the VM is in doubt; why nothing is known. Called once.
+    /// Called once, when the VM becomes in doubt, with the reason why no decision is known.
     pub doubtful: &'a dyn Fn(&str),
-    /// It isn't to be waited for any longer: the user has ended the VM, or let it go on.
+    /// Whether to end the wait: the user has ended or resumed the VM.
     pub is_over: &'a dyn Fn() -> bool,
 }
 
-/// The daemon that serves a VM's devices. Calls block.
+/// The host daemon that serves a VM's devices. Calls block.
 pub struct Daemon {
     client: HostClient,
     vm: String,
     answer: Box<Asked>,
-    /// The epoch in which the VM runs on this host, or is to run here, as the daemon said last; 0: it hasn't.
+    /// The daemon's last report of the epoch in which the VM runs, or is to run, on this host; 0: none yet.
     epoch: AtomicU64,
     doubt_after: Duration,
-    /// Between two questions where the first was answered at once.
+    /// Interval of requests where the daemon answers at once.
     again: Duration,
 }
 
@@ -103,7 +104,7 @@ fn odd(state: State) -> MigrationError {
 }
 
 impl Daemon {
-    /// The daemon at a socket, and the VM as it knows it.
+    /// The daemon at a socket, and the VM's name at the daemon.
     #[must_use]
     pub fn new(socket: PathBuf, vm: String) -> Self {
         let client = HostClient::new(socket);
@@ -113,7 +114,7 @@ impl Daemon {
         Self { client, vm, answer: Box::new(answer), epoch, doubt_after, again }
     }
 
-    /// One that answers as a test has it; what isn't known at once is in doubt.
+    /// A daemon with a test's answers; a VM is in doubt as soon as an answer has no decision.
     #[cfg(test)]
     pub fn answering(
         answer: impl Fn(&Step) -> Result<(State, String), HostError> + Send + Sync + 'static,
@@ -144,7 +145,7 @@ impl Daemon {
     /// This host's name in its cluster.
     ///
     /// # Errors
-    /// When the daemon can't be asked, or has no cluster service.
+    /// When the daemon can't be reached, or uses no cluster service.
     pub fn host(&self) -> Result<String, MigrationError> {
         let host = self.client.version().map_err(refused)?.host;
         if host.is_empty() {
@@ -154,7 +155,7 @@ impl Daemon {
         Ok(host)
     }
 
-    /// Has the migration begin; the VM may be copied when this returns.
+    /// Begins the migration. When this returns, the VM may be copied.
     ///
     /// # Errors
     /// When it is refused, with the reason.
@@ -166,11 +167,11 @@ impl Daemon {
         }
     }
 
-    /// As [`Daemon::begin`], together with others: returns when their monitors have asked as well, and all may be copied. `attempt`: a number that no
-    /// other try of this VM has.
+    /// As [`Daemon::begin`], for a group. Returns when the other VMs' monitors have begun as well, and all may be copied. `attempt` is
+    /// unique among the attempts of this VM.
     ///
     /// # Errors
-    /// When it is refused, others don't ask in time, or `cancelled` says so.
+    /// When it is refused, the others don't begin in time, or `cancelled` returns `true`.
     pub fn begin_together(
         &self,
         host: &str,
@@ -193,7 +194,7 @@ impl Daemon {
                 Err(error @ HostError::Refused { .. }) => return Err(refused(error)),
                 Err(error) => refused(error),
             };
-            // It may have begun just now.
+            // The migration may have begun in the meantime.
             if let Err(unknown) = self.say(&Step::Broken(true)) {
                 tracing::warn!(
                     error = line(&unknown),
@@ -204,7 +205,7 @@ impl Daemon {
         }
     }
 
-    /// Does `work`, which copies. When another host, or the service, gives the migration up meanwhile, `stop` says so, with the reason.
+    /// Runs `work`, which copies. If another host or the service aborts the migration meanwhile, sets `stop` with the reason.
     pub fn watched<T>(&self, stop: &Stop, work: impl FnOnce() -> T) -> T {
         let over = AtomicBool::new(false);
         std::thread::scope(|scope| {
@@ -224,7 +225,7 @@ impl Daemon {
                 std::thread::park_timeout(left);
                 continue;
             }
-            // An error says nothing here: whatever is asked next meets it as well.
+            // An error is ignored here: the next step meets it as well.
             if let Ok((State::Stays | State::Unknown, reason)) = self.say(&Step::Look(true)) {
                 return stop.give_up(reason);
             }
@@ -232,10 +233,10 @@ impl Daemon {
         }
     }
 
-    /// Little is left: whether the guest is to be stopped now. Any other answer comes after some seconds.
+    /// Little is left: asks whether the guest must be stopped now. A negative answer takes some seconds.
     ///
     /// # Errors
-    /// When the migration was given up.
+    /// When the migration was aborted.
     pub fn may_stop(&self) -> Result<Turn, MigrationError> {
         let reply = self.ask(&Step::Converged(true)).map_err(refused)?;
         match State::try_from(reply.state).unwrap_or(State::Pending) {
@@ -247,18 +248,19 @@ impl Daemon {
         }
     }
 
-    /// The guest stands still.
+    /// Reports that the guest is stopped.
     ///
     /// # Errors
-    /// When the daemon can't be told.
+    /// When the report can't be sent.
     pub fn stopped(&self) -> Result<(), MigrationError> {
         self.say(&Step::Stopped(true)).map(drop).map_err(refused)
     }
 
-    /// Before all of the VM is here: which VM comes, so that its decision can be asked for however the daemon fares.
+    /// Before the whole VM is received: registers with the daemon which VM migrates here, so that the decision can be found even after a
+    /// restart of the daemon.
     ///
     /// # Errors
-    /// When the daemon can't be asked, or the VM doesn't come any more.
+    /// When the daemon can't be reached, or the migration was aborted.
     pub fn look(&self) -> Result<(), MigrationError> {
         match self.say(&Step::Look(true)).map_err(refused)? {
             (State::Stays | State::Unknown, reason) => Err(MigrationError::GivenUp(reason)),
@@ -266,15 +268,15 @@ impl Daemon {
         }
     }
 
-    /// All of the VM is here: waits for the decision, for as long as it takes.
+    /// The whole VM was received: votes, and waits for the decision without a time limit.
     ///
     /// # Errors
-    /// When the VM's devices are lost, or `waits` says that it is over.
+    /// When the VM's devices are lost, or `waits` ends the wait.
     pub fn arrived(&self, waits: &Waits<'_>) -> Result<Verdict, MigrationError> {
         self.decided(Side::Destination, Step::Arrived(true), waits)
     }
 
-    /// The rest has been sent: waits for the decision, for as long as it takes.
+    /// The rest was sent: waits for the decision without a time limit.
     ///
     /// # Errors
     /// As [`Daemon::arrived`].
@@ -282,7 +284,7 @@ impl Daemon {
         self.decided(Side::Source, Step::Wait(true), waits)
     }
 
-    /// This side can't go on, and its guest stands still. How it ended all the same: the decision may have been taken.
+    /// This side fails while its guest is stopped. Reports that, and waits for the decision, which may have been made already.
     ///
     /// # Errors
     /// As [`Daemon::arrived`].
@@ -290,10 +292,10 @@ impl Daemon {
         self.decided(Side::Source, Step::Broken(true), waits)
     }
 
-    /// This side can't go on, and its guest has never stopped: nothing can have been decided.
+    /// This side fails, and its guest was never stopped: a commit can't have happened. Reports that.
     ///
     /// # Errors
-    /// When the daemon can't be told.
+    /// When the report can't be sent.
     pub fn withdraw(&self) -> Result<(), MigrationError> {
         let until = Instant::now() + WITHDRAWAL_TIMEOUT;
         let mut step = Step::Broken(true);
@@ -311,7 +313,7 @@ impl Daemon {
         }
     }
 
-    /// The VM has moved: how long its peers were held, by their hosts. Without an answer nothing is known; it has moved all the same.
+    /// After the commit: peer pauses, as their hosts measured them. Empty if the daemon doesn't answer; the VM has migrated nevertheless.
     pub fn peers(&self) -> Vec<PeerPause> {
         let reply = match self.client.move_vm(&self.vm, Step::Peers(true)) {
             Ok(reply) => reply,
@@ -339,7 +341,8 @@ impl Daemon {
             }
             let (answer, mut reason) = self.answer(&step);
             let mut what = next(side, answer);
-            // A source's daemon that lives may have been counted as gone, and its VM as lost: then nobody tells it.
+            // The service may have declared this source's host dead and the VM lost. Then no decision is sent to it, and the monitor asks
+            // the service.
             if what == Next::AskTheService || what == Next::AskAgain && in_doubt && side == Side::Source {
                 let claimed = self.claim(side);
                 (what, reason) = (after_claim(side, claimed.0), claimed.1);
@@ -371,7 +374,7 @@ impl Daemon {
         }
     }
 
-    /// What the daemon says, and why.
+    /// The daemon's answer to a step, and its reason.
     fn answer(&self, step: &Step) -> (Answer, String) {
         match self.say(step) {
             Ok((state, reason)) => {
@@ -386,12 +389,12 @@ impl Daemon {
                 let none = || "its daemon hasn't heard of a decision".to_owned();
                 (answer, if reason.is_empty() && answer == Answer::Pending { none() } else { reason })
             }
-            // One that has just been started again doesn't know the VM's NICs yet.
+            // A daemon that was just restarted doesn't know the VM's NICs yet.
             Err(error) => (Answer::Silent, line(&error)),
         }
     }
 
-    /// What the cluster service says by the daemon.
+    /// The cluster service's answer, through the daemon.
     fn claim(&self, side: Side) -> (Claimed, String) {
         let (epoch, keeps) = (self.epoch.load(Ordering::SeqCst), side == Side::Source);
         let (answer, reason) = self.answer(&Step::Claim(ClaimVm { epoch, keeps }));

@@ -1,7 +1,7 @@
-//! Takes requests to move this VM, with the streams to move it over, on a socket beside the API's.
+//! Receives requests to migrate this VM, on a socket beside the API's. A request carries the streams.
 //!
-//! The monitor's sandbox lets it make no connections. Who asks has made them, and hands the descriptors over with the request
-//! ([`control_api::migration`]); the thread here only accepts on a socket that was bound before the sandbox closed.
+//! The monitor's sandbox forbids connections. So the client makes them, and passes the descriptors with the request
+//! ([`control_api::migration`]). The thread here only accepts on a socket that was bound before the sandbox was entered.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -24,33 +24,33 @@ use super::progress::Watch;
 use super::source::{self, Departing};
 use crate::api::{ApiError, SocketFile, listen_for_packets};
 
-/// How long a client may take to send its request.
+/// Time-out for a client's request.
 const REQUEST: Duration = Duration::from_secs(5);
 
-/// What the service moves, and who hears of it.
+/// The machine to migrate, and its callbacks.
 pub trait Movable: Departing + Send + Sync + 'static {
-    /// Why it can't move at all; `None` where it can.
+    /// Why it can't migrate at all; `None` where it can.
     fn immovable(&self) -> Option<String>;
-    /// It has moved: ends this monitor.
+    /// The VM has migrated: ends this monitor.
     fn moved(&self, timeline: &MigrationTimeline);
-    /// It has gone, and was lost on the way: ends this monitor with this error.
+    /// The VM was lost in the migration: ends this monitor with this error.
     fn lost(&self, error: MigrationError);
 }
 
-/// A socket that listens, not served yet.
+/// A bound socket that isn't served yet.
 #[derive(Debug)]
 pub struct RequestListener {
     fd: OwnedFd,
     file: SocketFile,
-    /// Whose requests are taken, besides root's.
+    /// User id whose requests are accepted, besides root's.
     user: u32,
 }
 
 impl RequestListener {
-    /// Makes the socket at `path`. The API's socket must be bound already: it keeps a second monitor of the same name away.
+    /// Binds the socket at `path`. The API's socket must be bound already: it excludes a second monitor of the same name.
     ///
     /// # Errors
-    /// When it can't be made.
+    /// When it can't be bound.
     pub fn bind(path: &Path) -> Result<Self, ApiError> {
         let (fd, file) = listen_for_packets(path)?;
         Ok(Self { fd, file, user: rustix::process::geteuid().as_raw() })
@@ -82,7 +82,7 @@ impl RequestListener {
     }
 }
 
-/// The service. Dropping it ends its taking of requests, and removes the socket.
+/// The running service. Dropping it ends the service, and removes the socket.
 #[derive(Debug)]
 pub struct Service {
     stop: Stop,
@@ -137,7 +137,7 @@ fn accept(listener: &OwnedFd, user: u32, machine: &Arc<dyn Movable>, watch: &Arc
     Ok(())
 }
 
-/// Starts the migration on a thread of its own; or says why not.
+/// Starts the migration on a thread of its own; the error says why not.
 fn begin(
     request: MigrationRequest,
     streams: Vec<OwnedFd>,
@@ -159,7 +159,7 @@ fn begin(
         return Err(line(&MigrationError::Immovable(reasons)));
     }
     if request.post_copy_after.is_some() {
-        // What the destination speaks isn't known yet.
+        // The destination's version isn't known yet.
         postcopy::departing::allowed(postcopy::SINCE, streams.len()).map_err(|error| line(&error))?;
     }
     if !request.together.is_empty() && machine.daemon().is_none() {
@@ -190,7 +190,7 @@ fn begin(
     })
 }
 
-/// Moves it, and says what came of it.
+/// Migrates the VM, and reports the result.
 fn run(machine: &dyn Movable, streams: Vec<OwnedFd>, request: &MigrationRequest, watch: &Watch, stop: &Stop) {
     tracing::info!(destination = request.destination, streams = streams.len(), "Moving the VM");
     match source::migrate(machine, streams, request, watch, stop) {

@@ -1,4 +1,4 @@
-//! What a guest sees of its machine: it must be the same at both ends, whatever hosts and files are behind it.
+//! The guest-visible shape of a machine. It must be the same at both ends, for any hosts and files behind it.
 
 use machine::interrupt::IrqchipKind;
 use machine::x86::kvm_cpuid_entry2;
@@ -12,7 +12,7 @@ const VERSION: u32 = 1;
 /// A device on the PCI bus.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ShapeDevice {
-    /// Its name, `disk0`.
+    /// Name of the device, for instance `disk0`.
     pub name: String,
     /// virtio device id.
     pub device_id: u16,
@@ -39,7 +39,7 @@ pub struct Shape {
     pub console: bool,
     /// Devices, in the order of their slots.
     pub devices: Vec<ShapeDevice>,
-    /// Where its interrupt controllers are. Releases that don't say had them in the kernel.
+    /// Where its interrupt controllers are. Older releases don't send it, and had them in the kernel.
     #[serde(default)]
     pub interrupts: IrqchipKind,
     /// CPUID leaves of the first vCPU.
@@ -50,7 +50,7 @@ impl Shape {
     /// The version of this type that is written.
     pub const VERSION: u32 = VERSION;
 
-    /// Why a guest of a machine of shape `offered` can't go on in one of this shape; `None` where it can.
+    /// Why a guest of a machine of shape `offered` can't run in one of this shape; `None` where it can.
     pub fn obstacle(&self, offered: &Self) -> Option<String> {
         if offered.version != VERSION {
             return Some(format!(
@@ -142,7 +142,7 @@ fn missing_features(here: &[kvm_cpuid_entry2], offered: &[kvm_cpuid_entry2]) -> 
     })
 }
 
-/// What keeps a VM from moving: devices whose state is outside this process, each with its reason.
+/// Why a VM can't migrate: devices whose state is outside this process, each with its reason.
 pub fn immovable(description: &VmDescription) -> Option<String> {
     let mut found = Vec::new();
     for device in &description.vfio_user {
@@ -172,7 +172,7 @@ pub(crate) mod tests {
         kvm_cpuid_entry2 { function, ecx, ..Default::default() }
     }
 
-    /// A small machine.
+    /// The shape of a small machine.
     pub fn shape() -> Shape {
         Shape {
             version: VERSION,
@@ -188,8 +188,8 @@ pub(crate) mod tests {
         }
     }
 
-    /// Each difference that a guest would notice is an obstacle with a sentence of its own; names, releases and features
-    /// that the destination has besides are none.
+    /// Each difference that a guest would notice is an obstacle with a sentence of its own. Names, releases and additional features of
+    /// the destination are none.
     #[test]
     fn what_a_guest_would_notice_is_an_obstacle() {
         let ours = shape();

@@ -1,4 +1,4 @@
-//! The side that has the VM.
+//! The source's side of a migration.
 
 mod disks;
 mod ending;
@@ -26,53 +26,52 @@ use super::sealed;
 use super::served::{BEGINNING, Daemon, Turn};
 use super::shape::Shape;
 
-/// How long the destination may be silent.
+/// Time-out for the destination's answers.
 const DESTINATION_SILENCE_TIMEOUT: Duration = Duration::from_secs(60);
-/// How long a broken stream's reason is waited for.
+/// Time-out for the destination's reason after a stream failed.
 const LAST_WORDS: Duration = Duration::from_millis(500);
-/// vCPUs are held back for a part of each such time.
+/// Period of throttling: vCPUs are paused for a part of each.
 const THROTTLE_PERIOD: Duration = Duration::from_millis(20);
 
-/// A machine that can be moved. Methods are called from the threads of one migration.
+/// A machine that can migrate. The threads of one migration call the methods.
 pub trait Departing: Sync {
-    /// What its guest sees of it.
+    /// Its guest-visible shape.
     fn shape(&self) -> Shape;
     /// Its RAM.
     fn memory(&self) -> GuestMemorySpace;
-    /// Pages that have anything in them.
+    /// Allocated pages.
     fn present(&self) -> Result<Vec<DirtyPages>, MigrationError>;
-    /// Notes writes of vCPUs and devices from here on.
+    /// Starts dirty logging for vCPUs and devices.
     fn start_logging(&self) -> Result<(), MigrationError>;
-    /// No more. Not called when the guest has gone.
+    /// Stops dirty logging. Not called when the guest has migrated.
     fn stop_logging(&self);
     /// Pages written since the last call.
     fn take_dirty(&self) -> Result<Vec<DirtyPages>, MigrationError>;
-    /// Makes durable what devices wrote so far, so that the stop has less to wait for.
+    /// Makes devices' writes so far durable, so that the stop has less to wait for.
     fn settle(&self) -> Result<(), MigrationError>;
-    /// vCPUs stand still for so long, if they run.
+    /// Pauses running vCPUs for `time`.
     fn hold_back(&self, time: Duration);
-    /// Peers of its devices may write less into its memory, by so many per cent; where devices have a way to do so.
+    /// Throttles writes by peers of its devices into its memory, by so many per cent; where devices support it.
     fn hold_back_peers(&self, percent: u8) -> Result<(), MigrationError>;
-    /// Stops vCPUs and devices, gives up what only one host may hold, and returns the state. After an error
-    /// [`Departing::go_on`] is called, too.
+    /// Stops vCPUs and devices, unlocks the disks, and returns the state. After an error [`Departing::go_on`] is called, too.
     fn stop(&self) -> Result<Vec<u8>, MigrationError>;
-    /// The guest goes on here.
+    /// Rollback: resumes the guest here.
     fn go_on(&self) -> Result<(), MigrationError>;
-    /// The daemon that serves devices of the VM and has a say in its migration; `None`: there are none.
+    /// The daemon that serves devices of the VM and takes part in its migration; `None` if there is none.
     fn daemon(&self) -> Option<&Daemon>;
-    /// Served devices are read from here on, while they work.
+    /// Starts reading the state of served devices, while they work.
     fn begin_devices(&self) -> Result<(), MigrationError>;
-    /// What of each served device has changed since the last call.
+    /// For each served device, the state that has changed since the last call.
     fn read_devices(&self) -> Result<Vec<Vec<u8>>, MigrationError>;
     /// Its disks.
     fn disks(&self) -> &[DiskContent];
-    /// It is not known whether the guest runs at the destination: it stands still here, as in doubt.
+    /// It isn't known whether the guest runs at the destination: it stays stopped here, in doubt.
     fn stay_in_doubt(&self);
-    /// Whether the guest stands still for its migration, in doubt or not: its user may have let it go on.
+    /// Whether the migration has stopped the guest, in doubt or not: its user may have resumed it.
     fn stands(&self) -> bool;
 }
 
-/// One stream of this side.
+/// One stream of the source.
 struct Stream {
     connection: Connection,
     sender: Sender,
@@ -85,8 +84,9 @@ impl Stream {
     }
 }
 
-/// Moves `machine` over `streams`, of which the first also carries what is said. Blocks until it is over. On an error the guest
-/// is where it was, but for [`MigrationError::InDoubt`]. Reports are the caller's: the final phase isn't set here.
+/// Migrates `machine` over `streams`, of which the first also carries the control frames. Blocks until the migration is over. After an
+/// error the guest is at the source, except for [`MigrationError::InDoubt`] and losses in post-copy. The caller sets the final phase of
+/// the progress.
 ///
 /// # Errors
 /// See [`MigrationError`].
@@ -114,7 +114,7 @@ pub fn migrate(
             downtime: Duration::from_millis(request.downtime_ms),
             timeout: (request.timeout_seconds > 0).then(|| Duration::from_secs(request.timeout_seconds)),
             max_throttle: request.max_throttle_percent,
-            // Rings of served devices have to be there when the guest is: what of them doesn't change has been copied before.
+            // Rings of served devices must be present when the guest runs: a first round copies the parts that don't change.
             post_copy_after: match request.post_copy_after {
                 Some(0) if machine.daemon().is_some() => Some(1),
                 after => after,
@@ -147,7 +147,7 @@ pub fn migrate(
         },
     };
     if let Err(error) = departure.ask() {
-        // Nothing has begun, here or at a daemon.
+        // The migration hasn't begun, neither here nor at a daemon.
         return Err(departure.give_up(error));
     }
     match departure.copy() {
@@ -167,19 +167,19 @@ struct Departure<'a> {
     stop: &'a Stop,
     policy: Policy,
     began: Instant,
-    /// Since when the time limit runs.
+    /// Start of the time limit.
     limit_from: Instant,
-    /// Disks that the user wishes to be copied along.
+    /// Disks that the user requested to copy.
     wish: Option<Vec<String>>,
     mirror: Option<Mirroring>,
     timeline: MigrationTimeline,
-    /// VMs that move together, this one as well; empty: it moves by itself.
+    /// All VMs of the group, this one included; empty without a group.
     together: Vec<String>,
-    /// Streams are encrypted with it.
+    /// Key that encrypts the streams.
     key: Option<ClusterKey>,
-    /// The daemon of served devices takes part.
+    /// The migration has begun at the daemon of served devices.
     begun: bool,
-    /// Memory that the destination gets later.
+    /// Memory that is sent after the switchover.
     post_copy: Option<PostCopy>,
 }
 
@@ -189,7 +189,7 @@ impl Departure<'_> {
         self.streams.first_mut().ok_or_else(none)
     }
 
-    /// Greets, and asks whether the destination can take the VM.
+    /// Sends the greetings, and asks whether the destination accepts the VM.
     fn ask(&mut self) -> Result<(), MigrationError> {
         let key = self.key.take();
         let migration = uuid::Uuid::new_v4();
@@ -233,7 +233,7 @@ impl Departure<'_> {
         Ok(())
     }
 
-    /// What of served devices has changed.
+    /// Sends the changed state of served devices.
     fn send_devices(&mut self) -> Result<(), MigrationError> {
         if !self.begun {
             return Ok(());
@@ -264,7 +264,8 @@ impl Departure<'_> {
         }
     }
 
-    /// Copies disks and memory while the guest runs, until it is to be stopped; returns what is left of memory, and whether that comes after the guest.
+    /// Copies disks and memory while the guest runs, until it must be stopped. Returns the rest of memory, and whether it is for
+    /// post-copy.
     fn copy_running(&mut self) -> Result<(Vec<DirtyPages>, bool), MigrationError> {
         self.copy_disks()?;
         self.machine.start_logging()?;
@@ -277,13 +278,13 @@ impl Departure<'_> {
             _ => self.rounds(present, true)?,
         };
         if late {
-            // Disks must be whole before the guest goes. Not after the next step: peers may be held then.
+            // Disks must be complete before the switchover. Not after the next step: peers may be suspended then.
             self.copy_disks_again()?;
         }
         Ok((self.await_stop(rest)?, late))
     }
 
-    /// Copies memory until the guest is stopped and everything is at the destination, which then is ready.
+    /// Copies the VM, stops the guest, and waits until the destination has everything and is ready.
     fn copy(&mut self) -> Result<Instant, (MigrationError, Stopped)> {
         let (machine, stop) = (self.machine, self.stop);
         let copied = match machine.daemon().filter(|_| self.begun) {
@@ -325,7 +326,7 @@ impl Departure<'_> {
             stream.send(Kind::End, &end).map_err(standing)?;
         }
         if self.post_copy.is_some() {
-            // What the destination's restoring touches may be missing already.
+            // The destination's restore may access not-present pages.
             self.begin_serving().map_err(standing)?;
         }
         self.timeline.rest_ms = milliseconds(sending.elapsed());
@@ -335,8 +336,8 @@ impl Departure<'_> {
         Ok(stopped)
     }
 
-    /// Little is left: waits until the daemon, if there is one, says that the guest is to be stopped. Where other VMs that move together have
-    /// more to copy, or a peer moves first, memory is copied again meanwhile, so that what is left stays little. Returns what is left of before.
+    /// Little is left: waits until the daemon, if there is one, requests the stop. While other VMs of the group have more to copy, or a
+    /// peer migrates first, memory is copied again, so that little stays left. Returns the remaining pages.
     fn await_stop(&mut self, rest: Vec<DirtyPages>) -> Result<Vec<DirtyPages>, MigrationError> {
         let Some(daemon) = self.machine.daemon() else { return Ok(rest) };
         let stopped = self.await_turn(daemon, rest);
@@ -359,7 +360,7 @@ impl Departure<'_> {
             if self.stop.is_set() {
                 return Err(MigrationError::Cancelled);
             }
-            // A VM that moves by itself, and waits for nobody, is to be stopped soon.
+            // A VM that waits for no other VM gets the request to stop soon.
             let waits = !self.together.is_empty() || behind.is_some();
             let limit = if waits { self.policy.timeout } else { Some(BEGINNING) };
             if let Some(limit) = limit.filter(|limit| began.elapsed() > *limit) {
@@ -374,8 +375,8 @@ impl Departure<'_> {
         }
     }
 
-    /// Copies memory while the guest runs, until what changed meanwhile is little enough, or shall come later; returns that, and whether. `present`: they are the pages that have
-    /// anything in them, and none was sent before.
+    /// Copies memory while the guest runs, until the rest is small enough or for post-copy; returns the rest, and whether it is for
+    /// post-copy. `present`: `pages` are all allocated pages, and none was sent before.
     fn rounds(
         &mut self,
         pages: Vec<DirtyPages>,
@@ -440,7 +441,7 @@ impl Departure<'_> {
         Ok((pages, false))
     }
 
-    /// Tells the destination which pages it gets later.
+    /// Sends the numbers of the not-present pages to the destination.
     fn say_missing(&mut self, rest: &[DirtyPages]) -> Result<(), MigrationError> {
         let post_copy = PostCopy::of(&self.machine.memory(), rest)?;
         for frame in post_copy.announcement() {
@@ -450,7 +451,7 @@ impl Departure<'_> {
         Ok(())
     }
 
-    /// All streams but the first serve pages from here on.
+    /// From here on all streams but the first serve pages.
     fn begin_serving(&mut self) -> Result<(), MigrationError> {
         let memory = self.machine.memory();
         self.timeline.bytes = self.streams.iter().map(|stream| stream.sender.bytes()).sum();
@@ -461,7 +462,7 @@ impl Departure<'_> {
         Ok(())
     }
 
-    /// Sends pages over all streams at once.
+    /// Sends pages over all streams in parallel.
     fn round(&mut self, pages: &[DirtyPages], first: bool) -> Result<Sent, MigrationError> {
         let memory = self.machine.memory();
         let streams = self.streams.len() as u64;
@@ -471,7 +472,7 @@ impl Departure<'_> {
         let disk_bytes = disks.as_ref().map_or(0, leaving::Round::left);
         let share = |stream| Share { sets: pages, memory: &memory, stream, streams, first };
         let work = |stream: &mut Stream, index, tell: bool| {
-            // What the others send meanwhile is estimated to be as much.
+            // Estimate: the other streams have sent as much in this round as this one.
             let mut after = |bytes: u64| {
                 if tell {
                     disks.iter().for_each(|disks| watch.disk_left(disks.left()));
@@ -512,7 +513,7 @@ impl Departure<'_> {
         Ok(total)
     }
 
-    /// Takes a round down; returns its bytes.
+    /// Records a round in the timeline; returns its bytes.
     fn note_round(&mut self, began: Instant, sent: &Sent, dirtied: u64, throttle: u8, stopped: bool) -> u64 {
         let all: u64 = self.streams.iter().map(|stream| stream.sender.bytes()).sum();
         let before = self.timeline.bytes;
@@ -535,7 +536,7 @@ impl Departure<'_> {
     }
 }
 
-/// Pages of either, set by set: both are of the same memory.
+/// Union of the pages, set by set: both lists describe the same memory.
 fn union(mut one: Vec<DirtyPages>, other: Vec<DirtyPages>) -> Vec<DirtyPages> {
     for set in other {
         match one.iter_mut().find(|mine| mine.start == set.start && mine.bitmap.len() == set.bitmap.len()) {
@@ -546,7 +547,7 @@ fn union(mut one: Vec<DirtyPages>, other: Vec<DirtyPages>) -> Vec<DirtyPages> {
     one
 }
 
-/// Works while vCPUs are held back by as much as it says.
+/// Runs `work` while vCPUs are throttled by the value that it sets.
 fn throttled<T>(machine: &dyn Departing, work: impl FnOnce(&AtomicU8) -> T) -> T {
     let throttle = AtomicU8::new(0);
     let over = AtomicBool::new(false);
@@ -559,7 +560,7 @@ fn throttled<T>(machine: &dyn Departing, work: impl FnOnce(&AtomicU8) -> T) -> T
     })
 }
 
-/// Lets vCPUs stand still for their part of each period, until it is over.
+/// Pauses vCPUs for their part of each period, until the work is over.
 fn hold_back(machine: &dyn Departing, throttle: &AtomicU8, over: &AtomicBool) {
     while !over.load(Ordering::Acquire) {
         let held = THROTTLE_PERIOD * u32::from(throttle.load(Ordering::Acquire)) / 100;

@@ -1,4 +1,4 @@
-//! Everything of a paused machine but its RAM.
+//! State of a paused machine, without its RAM.
 
 use machine::state::{SavedClock, SavedInterruptController, SavedVcpu};
 use pci::function::SavedFunction;
@@ -7,27 +7,27 @@ use platform_devices::power::SavedPower;
 use platform_devices::serial::SavedSerial;
 use serde::{Deserialize, Serialize};
 
-/// Version of [`SavedMachine`], of a machine whose guest waits for something that it has asked for. Its parts have versions of their own.
+/// Version of a [`SavedMachine`] whose guest has a pending request. Its parts have versions of their own.
 const MACHINE_STATE_VERSION: u32 = 2;
-/// Version of one whose guest doesn't: older releases restore it, too.
+/// Version of one whose guest has none: older releases restore it, too.
 const PLAIN_MACHINE_STATE_VERSION: u32 = 1;
 
-/// What a guest has asked of its machine as a whole. A power-off outweighs a reset.
+/// A guest's request to its machine as a whole. A power-off has priority over a reset.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum GuestRequest {
-    /// To be started anew.
+    /// Restart the machine.
     Reset,
-    /// To be switched off.
+    /// Power the machine off.
     PowerOff,
 }
 
-/// A PCI function and where it was.
+/// A PCI function and its place.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SavedPlace {
     /// Slot times 8 plus function.
     pub devfn: u8,
-    /// Its device's name.
+    /// Name of its device.
     pub name: String,
     /// Its state.
     pub function: SavedFunction,
@@ -46,12 +46,12 @@ pub struct SavedDevices {
     pub power: SavedPower,
 }
 
-/// A machine that stands still.
+/// A paused machine.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct SavedMachine {
     /// Version of the layout: [`SavedMachine::version_for`] of the writer.
     pub version: u32,
-    /// Whether it ran before it was stopped to be saved.
+    /// Whether it ran before it was paused for the save.
     pub running: bool,
     /// vCPUs in order of creation.
     pub vcpus: Vec<SavedVcpu>,
@@ -61,25 +61,25 @@ pub struct SavedMachine {
     pub clock: SavedClock,
     /// Devices.
     pub devices: SavedDevices,
-    /// The guest's pending reset or power-off, which the monitor that runs the guest carries out. From version 2 on.
+    /// The guest's pending reset or power-off; the monitor that runs the guest executes it. From version 2 on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub asked: Option<GuestRequest>,
 }
 
 impl SavedMachine {
-    /// The version of the state of a machine whose guest has asked for that.
+    /// The version for a machine with this pending request.
     pub fn version_for(asked: Option<GuestRequest>) -> u32 {
         if asked.is_some() { MACHINE_STATE_VERSION } else { PLAIN_MACHINE_STATE_VERSION }
     }
 
-    /// As bytes: CBOR with field names.
+    /// Encodes as CBOR with field names.
     pub fn encode(&self) -> Result<Vec<u8>, String> {
         let mut bytes = Vec::new();
         ciborium::into_writer(self, &mut bytes).map_err(|error| error.to_string())?;
         Ok(bytes)
     }
 
-    /// Reads it back. What its parts mean is checked by those who take them.
+    /// Decodes a state. The code that uses its parts checks their content.
     pub fn decode(bytes: &[u8]) -> Result<Self, String> {
         let state: Self = ciborium::from_reader(bytes)
             .map_err(|error| format!("The VM's saved state is damaged: {error}"))?;
@@ -101,7 +101,7 @@ mod tests {
     use pci::config::{ConfigSpace, Identity};
     use proptest::prelude::*;
 
-    /// A machine with something in every part.
+    /// A machine with data in every part.
     fn saved() -> SavedMachine {
         let vcpu = |id| SavedVcpu {
             version: 1,
@@ -165,7 +165,7 @@ mod tests {
         }
     }
 
-    /// What is read back is written the same again; nothing of any part is lost.
+    /// A decoded state is encoded to the same bytes; no part is lost.
     #[test]
     fn a_machine_is_read_as_it_was_written() {
         let bytes = saved().encode().unwrap();
@@ -179,7 +179,7 @@ mod tests {
         assert_eq!(back.encode().unwrap(), bytes);
     }
 
-    /// Half a state, another version and something else are refused with a sentence.
+    /// An incomplete state, another version and other data are refused with a sentence.
     #[test]
     fn foreign_and_cut_state_is_refused() {
         let bytes = saved().encode().unwrap();
@@ -194,7 +194,7 @@ mod tests {
         }
     }
 
-    /// What the guest has asked for comes along; a state without such a request is as older releases write and read it.
+    /// The state includes the guest's request. A state without one is the same as older releases write and read.
     #[test]
     fn what_a_guest_has_asked_for_is_part_of_the_state() {
         for asked in [GuestRequest::Reset, GuestRequest::PowerOff].map(Some) {
@@ -211,7 +211,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
 
-        /// Any changed bytes are a state or a sentence, never a panic.
+        /// Changed bytes give a state or an error, never a panic.
         #[test]
         fn damaged_state_is_an_answer(changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6)) {
             let mut bytes = saved().encode().unwrap();

@@ -1,5 +1,5 @@
-//! Both sides of a migration against each other, with memory that changes meanwhile: over whole streams, streams that are cut at
-//! every point, and destinations that refuse. No KVM: the machine is a stand-in with real guest memory.
+//! Both sides of a migration against each other, with memory that changes meanwhile: over complete streams, over streams that are cut at
+//! every point, and with destinations that refuse. Without KVM: a stand-in with real guest memory replaces the machine.
 
 mod mirror;
 mod post_copy;
@@ -49,7 +49,7 @@ impl Devices for NoDevices {
     }
 }
 
-/// A machine whose guest writes memory each time it is asked what was written.
+/// A machine whose guest writes memory at each query for dirty pages.
 struct StandIn {
     ram: GuestRam,
     shape: Shape,
@@ -57,23 +57,23 @@ struct StandIn {
     writes: Mutex<Vec<Vec<u64>>>,
     stamp: AtomicU64,
     held: AtomicU64,
-    /// By how much peers were held back, each time.
+    /// By call: per cent by which peers were throttled.
     peers: Mutex<Vec<u8>>,
-    /// It is they who write, as long as they are held back by less than this.
+    /// Peers write the memory while they are throttled by less than this.
     peers_write_below: u8,
-    /// 0 runs here, 1 stands still, 2 stands still in doubt.
+    /// 0: runs here, 1: stopped, 2: stopped in doubt.
     life: AtomicU32,
     stops: AtomicU32,
-    /// How often it came to be in doubt.
+    /// Number of times the VM became in doubt.
     doubts: AtomicU32,
     logging: AtomicU32,
-    /// A destination holds its disks.
+    /// The destination holds the disks' locks.
     held_there: AtomicBool,
     daemon: Option<Daemon>,
-    /// What served devices give, round by round, the last round first.
+    /// State of served devices, round by round, the last round first.
     devices: Mutex<Vec<Vec<Vec<u8>>>>,
     disks: Vec<DiskContent>,
-    /// What its guest does to its disks when it is asked what it wrote to memory, and as it stops.
+    /// What its guest does to its disks at each query for dirty pages, and as it stops.
     writer: Option<Box<dyn Fn(bool) + Sync + Send>>,
 }
 
@@ -172,7 +172,7 @@ impl Departing for StandIn {
     }
     fn read_devices(&self) -> Result<Vec<Vec<u8>>, MigrationError> {
         let mut rounds = self.devices.lock().unwrap();
-        // The last is what is left when they have stopped.
+        // The last entry is what is left after the stop.
         let last = self.stops.load(Ordering::SeqCst) > 0;
         if last {
             Ok(if rounds.is_empty() { Vec::new() } else { rounds.remove(0) })
@@ -207,27 +207,27 @@ fn request(downtime_ms: u64, timeout_seconds: u64) -> MigrationRequest {
     }
 }
 
-/// The key that both sides of a request use.
+/// The key of a request, which both sides use.
 fn key_of(request: &MigrationRequest) -> Option<ClusterKey> {
     request.key.as_ref().and_then(|key| ClusterKey::new(key.0))
 }
 
-/// As a request, encrypted.
+/// The request, encrypted.
 fn sealed(request: MigrationRequest) -> MigrationRequest {
     let key = std::array::from_fn(|at| u8::try_from(at).unwrap());
     MigrationRequest { key: Some(StreamKey(key)), ..request }
 }
 
-/// What came of it at the destination.
+/// The result at the destination.
 #[derive(Debug, PartialEq, Eq)]
 enum There {
     /// The guest runs there.
     Runs,
-    /// It doesn't, and why.
+    /// The guest doesn't run there, and why.
     No(String),
 }
 
-/// A destination that does what a monitor does, with a restore that may fail.
+/// A destination that acts as a monitor, with a restore that may fail.
 fn destination(
     ours: &Shape,
     to: &GuestRam,
@@ -269,8 +269,8 @@ fn same(a: &GuestRam, b: &GuestRam) -> bool {
     read(a) == read(b)
 }
 
-/// Sockets of `streams` streams that are connected by threads which carry `limit` bytes, both ways and all streams together, and
-/// then cut everything; and how much they have carried.
+/// Sockets of `streams` streams. Threads carry up to `limit` bytes between them, over all streams and both directions together, and then
+/// cut everything. Also returns the number of carried bytes.
 fn wires(streams: usize, limit: u64) -> (Vec<OwnedFd>, Vec<OwnedFd>, std::sync::Arc<AtomicU64>) {
     let carried = std::sync::Arc::new(AtomicU64::new(0));
     let (mut ours, mut theirs) = (Vec::new(), Vec::new());
@@ -341,13 +341,13 @@ fn go(
     Outcome { here, there, same: same(&machine.ram, to), carried: carried.load(Ordering::SeqCst) }
 }
 
-/// Memory that changes in each round arrives as it was when the guest stopped, over one stream and over several; the guest runs
-/// there and nowhere else, and the timeline says what happened.
+/// Memory that changes in each round arrives as it was when the guest stopped, over one and over several streams. The guest runs there
+/// and nowhere else, and the timeline has the right figures.
 #[test]
 fn a_vm_moves_while_its_memory_changes() {
     for (streams, encrypted) in [(1, false), (3, false), (1, true), (3, true)] {
         let machine = StandIn::new(vec![(0..900).collect(), (5..700).collect(), vec![1, 2, 700], vec![0, 2]]);
-        // 900 pages never fit 10 ms at the speed that the first round shows, three always do.
+        // 900 pages never fit 10 ms at the speed of the first round; three always do.
         let asked = if encrypted { sealed(request(12, 60)) } else { request(12, 60) };
         let outcome = go(&machine, &shape(), streams, u64::MAX, &asked, Ok(()));
         let timeline = outcome.here.unwrap();
@@ -364,8 +364,8 @@ fn a_vm_moves_while_its_memory_changes() {
     }
 }
 
-/// Wherever the streams are cut, exactly one side has the guest, or none runs it and the source says that it doesn't know; before
-/// the commit it is always the source. Nobody hangs or panics.
+/// At every cut of the streams, exactly one side has the guest, or neither runs it and the source reports doubt. Before the commit it is
+/// always the source. Nothing hangs or panics.
 #[test]
 fn wherever_the_streams_are_cut_at_most_one_side_runs_the_guest() {
     for (streams, asked) in [(1, request(300, 60)), (2, request(300, 60)), (2, sealed(request(300, 60)))] {
@@ -376,7 +376,7 @@ fn wherever_the_streams_are_cut_at_most_one_side_runs_the_guest() {
             outcome.carried
         };
         let (mut runs, mut stays, mut doubts) = (0, 0, 0);
-        // Every byte of the beginning and of the end, where frames are short; each 397th of the contents.
+        // Every byte at the start and the end, where frames are short; every 397th of the contents.
         let cuts = (0..whole).filter(|cut| *cut < 200 || *cut + 260 > whole || cut % 397 == 0);
         for cut in cuts {
             let machine = StandIn::new(vec![vec![3], vec![4]]);
@@ -399,13 +399,13 @@ fn wherever_the_streams_are_cut_at_most_one_side_runs_the_guest() {
                 (here, there) => panic!("cut {cut}: {here:?}, {there:?}"),
             }
         }
-        // Sums of payloads differ from run to run by the order of streams alone, so that a late cut may also miss.
+        // The order of streams changes the sums of bytes between runs, so a late cut may not occur.
         assert!(stays > 200 && doubts > 0, "{runs} {stays} {doubts}");
     }
 }
 
-/// A destination that can't take the VM says so before the guest is disturbed; one that can't restore it says so before it is
-/// committed. Both sentences reach the source.
+/// A destination that can't accept the VM reports it before the guest is disturbed. One that can't restore it reports it before the
+/// commit. The source gets both sentences.
 #[test]
 fn a_destination_refuses_with_a_sentence() {
     let machine = StandIn::new(vec![]);
@@ -422,7 +422,8 @@ fn a_destination_refuses_with_a_sentence() {
     assert_eq!(outcome.there, There::No("Disk disk0 is in use".to_owned()));
 }
 
-/// A guest that writes more than is copied is held back, and left where it is when the time is up. It was never stopped.
+/// A guest that writes faster than it is copied is throttled, and stays at the source when the time limit has passed. It was never
+/// stopped.
 #[test]
 fn a_guest_that_writes_too_fast_is_held_back_and_then_left() {
     let machine = StandIn::new((0..100_000).map(|_| (0..1024).collect()).collect());
@@ -434,7 +435,7 @@ fn a_guest_that_writes_too_fast_is_held_back_and_then_left() {
     assert!(matches!(outcome.there, There::No(reason) if reason.contains("gave the migration up")));
 }
 
-/// Peers that write into the guest's memory faster than it is copied are held back, step by step, until it converges.
+/// Peers that write into the guest's memory faster than it is copied are throttled, step by step, until the migration converges.
 #[test]
 fn peers_that_write_too_fast_are_held_back_until_it_converges() {
     let mut machine = StandIn::new((0..100_000).map(|_| (0..1024).collect()).collect());
@@ -445,7 +446,7 @@ fn peers_that_write_too_fast_are_held_back_until_it_converges() {
     assert_eq!(*machine.peers.lock().unwrap(), [20, 30, 40, 50, 60]);
 }
 
-/// A cancel ends a migration that would never end by itself, whatever it is doing.
+/// A cancel ends a migration that wouldn't end by itself, in any phase.
 #[test]
 fn a_cancel_ends_it_at_once() {
     let machine = StandIn::new((0..100_000).map(|_| (0..1024).collect()).collect());
@@ -467,8 +468,8 @@ fn a_cancel_ends_it_at_once() {
     assert_eq!(machine.life.load(Ordering::SeqCst), 0);
 }
 
-/// A cancel that comes when the destination has the disks and waits for the last word: it hears that it is over, lets go of them, and the
-/// guest goes on at the source.
+/// A cancel while the destination has the disks and waits for the commit: the destination learns of it and unlocks the disks, and the
+/// source resumes the guest.
 #[test]
 fn a_cancel_at_the_last_moment_gives_the_disks_back() {
     let machine = StandIn::new(vec![]);

@@ -1,4 +1,4 @@
-//! Disks as the destination fills them.
+//! The destination's side of copying disks.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -10,23 +10,24 @@ use super::message::{Answer, Block, Wish, WishedDisk, parse};
 use crate::migration::connection::Stop;
 use crate::migration::error::{MigrationError, line};
 
-/// Bytes that may be in the host's page cache only: with more the source waits for this side's storage.
+/// Limit in bytes for data that is only in the host's page cache. Beyond it the thread waits for this host's storage, and so does the
+/// source.
 const UNSETTLED: u64 = 64 << 20;
-/// How often a waiting thread looks whether it shall stop.
+/// Interval at which a waiting thread checks whether it is to stop.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 /// One disk.
 struct Arriving {
     content: DiskContent,
     unsettled: AtomicU64,
-    /// Chunks of which anything has come.
+    /// Chunks of which any byte was received.
     touched: Mutex<Chunks>,
 }
 
-/// The disks of a VM that comes; `None`: one that is shared with the source. Used by all streams' threads.
+/// The disks of an incoming VM; `None` for one that is shared with the source. All streams' threads use it.
 pub struct Filling {
     disks: Vec<Option<Arriving>>,
-    /// How often each stream has said that its share of a round is here.
+    /// By stream: number of rounds whose share was received.
     settled: Mutex<Vec<u64>>,
     changed: Condvar,
 }
@@ -40,10 +41,10 @@ fn filled(error: BlockError) -> MigrationError {
 }
 
 impl Filling {
-    /// Takes what the source would copy, over so many streams, and prepares the images; or says why that can't be.
+    /// Answers the source's request for a number of streams, and prepares the images. The error says why a disk can't be copied.
     ///
     /// # Errors
-    /// With the disk that can't be filled.
+    /// With the name of the disk that can't be filled.
     pub fn agree(
         wish: &Wish,
         disks: &[DiskContent],
@@ -82,10 +83,10 @@ impl Filling {
         Ok((Self { disks: ours, settled, changed: Condvar::new() }, Answer { shared }))
     }
 
-    /// Puts a frame's bytes where they belong.
+    /// Writes a frame's bytes to the image.
     ///
     /// # Errors
-    /// When it is none, or the image can't take it.
+    /// When the payload is invalid, or the image can't be written.
     pub fn apply(&self, payload: &[u8]) -> Result<(), MigrationError> {
         let Block { disk, offset, bytes, contents } = parse(payload)?;
         let number = usize::try_from(disk).unwrap_or(usize::MAX);
@@ -112,7 +113,7 @@ impl Filling {
         Ok(())
     }
 
-    /// A further stream's share of a round is here.
+    /// A further stream's share of a round was received.
     pub fn said(&self, stream: usize) {
         if let Some(count) = locked(&self.settled).get_mut(stream) {
             *count = count.saturating_add(1);
@@ -120,7 +121,7 @@ impl Filling {
         self.changed.notify_all();
     }
 
-    /// A further stream has ended: nothing of it is waited for.
+    /// A further stream has ended: later rounds don't wait for it.
     pub fn ended(&self, stream: usize) {
         if let Some(count) = locked(&self.settled).get_mut(stream) {
             *count = u64::MAX;
@@ -128,10 +129,10 @@ impl Filling {
         self.changed.notify_all();
     }
 
-    /// The first stream's share of a round is here: waits for the others', and makes all of it durable.
+    /// The first stream's share of a round was received: waits for the others', and makes the round durable.
     ///
     /// # Errors
-    /// When another stream's thread has failed, or the host's storage does.
+    /// When another stream's thread has failed, or the host's storage fails.
     pub fn settle(&self, stop: &Stop) -> Result<(), MigrationError> {
         let mut settled = locked(&self.settled);
         let round = settled.first().copied().unwrap_or(0) + 1;
@@ -157,10 +158,10 @@ impl Filling {
         })
     }
 
-    /// All streams have ended: looks whether every disk is whole, and makes it durable.
+    /// All streams have ended: checks that every disk is complete, and makes it durable.
     ///
     /// # Errors
-    /// With a disk that isn't.
+    /// With the disk that is incomplete.
     pub fn finish(&self) -> Result<(), MigrationError> {
         self.sync()?;
         for disk in self.disks.iter().flatten() {
@@ -177,7 +178,7 @@ impl Filling {
         Ok(())
     }
 
-    /// What the log shall say of images that aren't filled, after a migration that failed.
+    /// Logs which images are incomplete, after a migration that failed.
     pub fn say_incomplete(&self) {
         for disk in self.disks.iter().flatten() {
             tracing::warn!(
@@ -189,7 +190,7 @@ impl Filling {
     }
 }
 
-/// The disk that is meant, if it can be filled.
+/// Finds the disk for a request, and checks that it can be filled.
 fn find<'a>(wished: &WishedDisk, disks: &'a [DiskContent]) -> Result<&'a DiskContent, MigrationError> {
     let no = |text: String| Err(MigrationError::NoMirror(text));
     let name = crate::migration::message::sentence(wished.name.as_bytes());
@@ -211,7 +212,8 @@ fn find<'a>(wished: &WishedDisk, disks: &'a [DiskContent]) -> Result<&'a DiskCon
     Ok(content)
 }
 
-/// Takes an image; or the reason to take it for the source's own, which must not be written: what is copied is older than what is there.
+/// Locks an image and marks it as incomplete. Returns a reason if the image is the source's own. Such an image must not be written,
+/// because the copied data is older than its content.
 fn begin(wished: &WishedDisk, content: &DiskContent) -> Result<Option<String>, MigrationError> {
     let unsure = |reason: &str| {
         let path = content.path().display();

@@ -1,4 +1,4 @@
-//! Disks as the source copies them: what is left to copy, and how it is put into frames.
+//! The source's side of copying disks: what is left to copy, and its frames.
 
 use std::io::Write;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,7 +11,7 @@ use crate::migration::error::MigrationError;
 use crate::migration::frame::{Kind, Sender};
 use crate::migration::pages::{PAGE, is_zero};
 
-/// Disks are dealt out to streams by pieces of so many bytes.
+/// Disks are distributed over the streams in pieces of this many bytes.
 pub const PIECE: u64 = 1 << 20;
 
 fn read(error: BlockError) -> MigrationError {
@@ -20,26 +20,26 @@ fn read(error: BlockError) -> MigrationError {
 
 /// One disk.
 struct Leaving {
-    /// Its place in the wish.
+    /// Index in the request.
     number: u32,
     content: DiskContent,
     left: Chunks,
-    /// In the first round: chunks that have anything in them.
+    /// Chunks with data, for the first round.
     present: Option<Chunks>,
     copied: u64,
 }
 
-/// The disks of one migration. Dropped, writes aren't noted any more.
+/// The disks of one migration. Dropping it ends the logging of writes.
 pub struct Mirroring {
     disks: Vec<Leaving>,
     begun: bool,
 }
 
 impl Mirroring {
-    /// Of a VM's disks those that the user wishes: the named ones, or all that the guest may write.
+    /// Selects the disks that the user requested: the named ones, or all that the guest may write.
     ///
     /// # Errors
-    /// With the name of one that can't be copied.
+    /// With the name of a disk that can't be copied.
     pub fn new(disks: &[DiskContent], names: &[String]) -> Result<Self, MigrationError> {
         let no = |text: String| Err(MigrationError::NoMirror(text));
         let mut chosen: Vec<&DiskContent> = Vec::new();
@@ -73,7 +73,7 @@ impl Mirroring {
         Ok(Self { disks: disks.collect(), begun: false })
     }
 
-    /// What the destination is asked.
+    /// The request to the destination.
     #[must_use]
     pub fn wish(&self, named: bool) -> Wish {
         let disk = |disk: &Leaving| WishedDisk {
@@ -85,7 +85,7 @@ impl Mirroring {
         Wish { disks: self.disks.iter().map(disk).collect() }
     }
 
-    /// What it answered: disks that it has in common with this side are left out.
+    /// Handles the destination's answer: removes shared disks.
     pub fn agreed(&mut self, answer: &Answer) {
         for (number, reason) in &answer.shared {
             let reason = crate::migration::message::sentence(reason.as_bytes());
@@ -96,13 +96,13 @@ impl Mirroring {
         self.disks.retain(|disk| answer.shared.iter().all(|(number, _)| *number != disk.number));
     }
 
-    /// Whether there is nothing to do.
+    /// Whether no disk is left to copy.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.disks.is_empty()
     }
 
-    /// Notes writes from here on; all is left to copy.
+    /// Starts to log writes, and marks all disks' content as left to copy.
     ///
     /// # Errors
     /// When the host refuses.
@@ -116,10 +116,10 @@ impl Mirroring {
         Ok(())
     }
 
-    /// Adds what was written since the last call.
+    /// Adds the chunks written since the last call.
     ///
     /// # Errors
-    /// When that isn't known.
+    /// When the writes aren't known.
     pub fn look(&mut self) -> Result<(), MigrationError> {
         for disk in &mut self.disks {
             disk.left.add(&disk.content.take_written().map_err(read)?);
@@ -133,7 +133,7 @@ impl Mirroring {
         self.disks.iter().map(|disk| disk.left.covered()).sum()
     }
 
-    /// What is left becomes a round, which is to be sent whole.
+    /// Makes a round of everything that is left. The caller must send it completely.
     pub fn round(&mut self) -> Round {
         let part = |disk: &mut Leaving| {
             let bytes = disk.content.bytes();
@@ -146,7 +146,7 @@ impl Mirroring {
         Round { parts: self.disks.iter_mut().map(part).collect(), left: AtomicU64::new(left) }
     }
 
-    /// For the timeline.
+    /// Summary for the timeline.
     #[must_use]
     pub fn summary(&self) -> Vec<MirroredDisk> {
         let one = |disk: &Leaving| MirroredDisk {
@@ -174,7 +174,7 @@ struct Part {
     present: Option<Chunks>,
 }
 
-/// What all streams copy at once.
+/// A round, which all streams send in parallel.
 pub struct Round {
     parts: Vec<Part>,
     left: AtomicU64,
@@ -187,10 +187,10 @@ impl Round {
         self.left.load(Ordering::Relaxed)
     }
 
-    /// Sends a stream's share of it. `after` is called after each piece.
+    /// Sends a stream's share of the round. Calls `after` after each piece.
     ///
     /// # Errors
-    /// When the disk can't be read, or the stream breaks.
+    /// When the disk can't be read, or the stream fails.
     pub fn send(
         &self,
         stream: u64,
@@ -206,7 +206,7 @@ impl Round {
             while let Some(first) = chunks.next() {
                 let hole = |chunk| part.present.as_ref().is_some_and(|present| !present.contains(chunk));
                 let is_hole = hole(first);
-                // Holes a piece at a time, data a buffer at a time, and never across a piece.
+                // At most a piece of hole or a buffer of data, and never beyond the piece's end.
                 let most = if is_hole { PIECE } else { MOST_CONTENTS as u64 } / CHUNK;
                 let mut end = first + 1;
                 while end - first < most
@@ -246,7 +246,7 @@ fn frame(
     sent.map_err(MigrationError::stream("written"))
 }
 
-/// Sends bytes of a disk as stretches of zero blocks and of others, in units of 4 KiB.
+/// Sends bytes of a disk as runs of zero blocks and of data blocks, in units of 4 KiB.
 fn stretches(
     disk: u32,
     start: u64,

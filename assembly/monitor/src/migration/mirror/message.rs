@@ -1,4 +1,4 @@
-//! What is said of disks that are copied along.
+//! Messages about disks that are copied.
 //!
 //! ```text
 //! payload of a Block frame: disk u32, what u32 (0 contents follow, 1 all zero), offset u64, bytes u64, contents
@@ -8,59 +8,59 @@ use serde::{Deserialize, Serialize};
 
 use crate::migration::error::MigrationError;
 
-/// Bytes before a block's contents.
+/// Bytes of a block's header.
 pub const BLOCK_HEADER: usize = 24;
-/// Most bytes of contents in a frame.
+/// Limit in bytes for the contents in a frame.
 pub const MOST_CONTENTS: usize = 256 << 10;
-/// Most bytes of zeroes in a frame: a piece ([`super::leaving::PIECE`]).
+/// Limit in bytes for the zeroes of a frame: a piece ([`super::leaving::PIECE`]).
 pub const MOST_ZEROES: u64 = 1 << 20;
-/// Longest wish, and longest answer, in bytes.
+/// Limit in bytes for a request, and for an answer.
 pub const MOST_WISH: usize = 256 << 10;
 
 const CONTENTS: u32 = 0;
 const ZERO: u32 = 1;
 
-/// A disk that the source would copy.
+/// A disk that the source requests to copy.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WishedDisk {
     /// Its name in the VM.
     pub name: String,
-    /// What the guest sees.
+    /// Size that the guest sees, in bytes.
     pub bytes: u64,
-    /// It is a block device at the source.
+    /// The disk is a block device at the source.
     pub device: bool,
-    /// The user named it: it isn't shared.
+    /// The user named the disk, and so asserts that it isn't shared.
     pub named: bool,
 }
 
 /// The payload of a `Mirror` frame of the source.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Wish {
-    /// Blocks name them by their places in this list.
+    /// The disks; `Block` frames identify them by their index in this list.
     pub disks: Vec<WishedDisk>,
 }
 
 /// The payload of the destination's answer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Answer {
-    /// Disks that aren't copied since they are the source's own, by their places; with the reason.
+    /// Disks that aren't copied because the image is the source's own: index and reason.
     pub shared: Vec<(u32, String)>,
 }
 
 /// A piece of a disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Block<'a> {
-    /// Place in the wish; whether there is one isn't checked.
+    /// Index in the request; not checked.
     pub disk: u32,
     /// First byte.
     pub offset: u64,
-    /// How many; whether the disk has them isn't checked.
+    /// Length in bytes; not checked against the disk's size.
     pub bytes: u64,
-    /// What is there; `None`: zeroes.
+    /// Contents; `None` for zeroes.
     pub contents: Option<&'a [u8]>,
 }
 
-/// The head of a frame.
+/// Encodes a frame's header.
 #[must_use]
 pub fn header(disk: u32, zero: bool, offset: u64, bytes: u64) -> [u8; BLOCK_HEADER] {
     let mut header = [0; BLOCK_HEADER];
@@ -71,10 +71,10 @@ pub fn header(disk: u32, zero: bool, offset: u64, bytes: u64) -> [u8; BLOCK_HEAD
     header
 }
 
-/// Reads a frame.
+/// Decodes a frame.
 ///
 /// # Errors
-/// When it is none.
+/// When the payload isn't a valid block.
 pub fn parse(payload: &[u8]) -> Result<Block<'_>, MigrationError> {
     let bad = |text: String| MigrationError::Protocol(text);
     let Some((header, contents)) = payload.split_first_chunk::<BLOCK_HEADER>() else {
@@ -125,7 +125,7 @@ mod tests {
     }
 
     proptest! {
-        /// Any bytes are a block as long as it says, or a sentence.
+        /// Any bytes give a block of the announced length or an error.
         #[test]
         fn any_bytes_are_a_block_or_a_sentence(bytes in prop::collection::vec(any::<u8>(), 0..64)) {
             if let Ok(block) = parse(&bytes) {

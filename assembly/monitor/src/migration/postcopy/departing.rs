@@ -1,4 +1,4 @@
-//! Post-copy as the source's migration has it: what is missing, and its way there.
+//! Post-copy in the source's migration: the not-present pages, and how they are sent.
 
 use std::time::{Duration, Instant};
 
@@ -15,10 +15,10 @@ use crate::migration::error::MigrationError;
 use crate::migration::frame::Sender;
 use crate::migration::progress::Watch;
 
-/// Whether a migration may end by post-copy, with a destination of this version and so many streams.
+/// Checks whether a migration may end in post-copy, with this version of the destination and this number of streams.
 ///
 /// # Errors
-/// When it can't, and why.
+/// The reason why it may not.
 pub fn allowed(version: u16, streams: usize) -> Result<(), MigrationError> {
     if version < SINCE {
         return Err(MigrationError::OldDestination(version));
@@ -32,10 +32,10 @@ pub fn allowed(version: u16, streams: usize) -> Result<(), MigrationError> {
     Ok(())
 }
 
-/// Why RDMA NICs whose daemon is older and post-copy don't go together.
+/// Reason: RDMA NICs of an older daemon exclude post-copy.
 pub const DAEMON: &str = "the VM has RDMA NICs, and this host's daemon, which maps their VM's memory as well, is of a version that doesn't wait for pages that are still to come; start a newer one, or move it without --post-copy";
 
-/// Memory that goes after the guest.
+/// Memory that is sent after the switchover.
 pub struct PostCopy {
     missing: PageSet,
     pages: u64,
@@ -43,10 +43,10 @@ pub struct PostCopy {
 }
 
 impl PostCopy {
-    /// These pages of a memory.
+    /// Post-copy of these pages of a memory.
     ///
     /// # Errors
-    /// When one isn't in it.
+    /// When a page isn't in the memory.
     pub fn of(memory: &GuestMemorySpace, pages: &[DirtyPages]) -> Result<Self, MigrationError> {
         let ranges: Vec<_> =
             memory.memory().iter().map(|region| (region.start_addr().raw_value(), region.len())).collect();
@@ -64,12 +64,12 @@ impl PostCopy {
         self.serving.as_ref().map_or(self.pages, |serving| serving.served().left)
     }
 
-    /// Payloads that tell the destination.
+    /// Payloads of the `Missing` frames.
     pub fn announcement(&self) -> Vec<Vec<u8>> {
         encode_missing(&self.missing).collect()
     }
 
-    /// Sends pages from here on, until this is dropped. Nothing where none is missing.
+    /// Sends pages from here on, until this value is dropped. Does nothing where no page is left.
     ///
     /// # Errors
     /// When the host refuses a thread.
@@ -87,10 +87,10 @@ impl PostCopy {
         Ok(())
     }
 
-    /// The guest runs at the destination: waits until that has all pages. `before` are bytes that were sent until now.
+    /// The guest runs at the destination: waits until the destination has all pages. `before` is the number of bytes sent until now.
     ///
     /// # Errors
-    /// When the destination is lost.
+    /// When the connection to the destination is lost.
     pub fn serve(&self, watch: &Watch, before: u64) -> Result<PostCopyTimeline, MigrationError> {
         let began = Instant::now();
         let tell = |left, asked, bytes| {
@@ -138,7 +138,7 @@ impl PostCopy {
 mod tests {
     use super::*;
 
-    /// What can't be is said before anything is stopped, each in a sentence of its own.
+    /// Each reason against post-copy is reported before the guest is stopped, in a sentence of its own.
     #[test]
     fn what_post_copy_needs_is_said() {
         assert!(allowed(SINCE, LEAST_STREAMS).is_ok());

@@ -1,4 +1,4 @@
-//! The destination's threads: one takes faults and asks for pages, one per stream puts pages into memory.
+//! The destination's threads: one reads faults and requests pages, one per stream places pages in memory.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -17,51 +17,52 @@ use crate::migration::frame::{Kind, Receiver, Sender};
 use crate::migration::message;
 use crate::migration::pages::{self, PAGE};
 
-/// How often the thread that takes faults looks whether all is over.
+/// Interval at which the fault thread checks whether the post-copy is over.
 const LOOK_EVERY: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
-/// Nothing may be asked for for long.
+/// A stream may be silent for any time, if no page is requested.
 const FOREVER: Duration = Duration::MAX;
-/// Bytes of a page as addresses count them.
+/// Bytes of a page, as `u64`.
 const STEP: u64 = PAGE as u64;
 
-/// A stream as it was left at its `End`.
+/// A stream after its `End` frame.
 pub struct Stream {
     /// The socket.
     pub connection: Connection,
-    /// Counts on.
+    /// Continues the count of frames.
     pub receiver: Receiver,
 }
 
-/// What is still at the source when all else is here.
+/// The rest of the VM, after everything else was received.
 pub struct Rest {
-    /// Which pages.
+    /// Not-present pages.
     pub missing: PageSet,
-    /// Where they are asked for.
+    /// Stream for requests and their pages.
     pub wishes: Stream,
-    /// Where others come.
+    /// Streams for pushed pages.
     pub others: Vec<Stream>,
 }
 
-/// How it ends when pages can't come any more: how many, whether the guest was this side's ([`Fetching::commit`]), and why. Called once, from a
-/// thread of this module. Threads that wait for pages wait on.
+/// Handler for the loss of pages that can't be fetched any more. Its arguments are the number of pages, whether the guest was committed
+/// to this side ([`Fetching::commit`]), and the cause. Called once, from a thread of this module. Threads that wait for pages stay
+/// blocked.
 pub type OnLost = Box<dyn Fn(u64, bool, MigrationError) + Send + Sync>;
 
-/// How far it is.
+/// Progress of a post-copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Report {
-    /// Pages that haven't come.
+    /// Pages that aren't present yet.
     pub left: u64,
-    /// Pages that were waited for.
+    /// Waits of threads for pages.
     pub waits: Waits,
-    /// Faults for pages that are zero, as they were never used.
+    /// Faults for pages that are zero because they were never used.
     pub zero: u64,
-    /// Pages that came and weren't missing.
+    /// Received pages that weren't missing.
     pub dropped: u64,
-    /// Whether all have come.
+    /// Whether all pages are present.
     pub over: bool,
 }
 
-/// Pages that come in. Cheap to clone.
+/// A running post-copy. Cheap to clone.
 #[derive(Clone)]
 pub struct Fetching(Arc<Shared>);
 
@@ -74,24 +75,25 @@ struct Shared {
     state: Mutex<State>,
     huge: bool,
     on_lost: OnLost,
-    /// What a daemon that has the memory mapped, too, is told.
+    /// Presence map for a daemon that also has the memory mapped.
     presence: Option<Presence>,
 }
 
-/// What has happened.
+/// State of the post-copy.
 #[derive(Debug, Clone, Copy, Default)]
 struct State {
-    /// The guest is this side's. Not before may the source hear that it isn't needed any more.
+    /// The guest is committed to this side. The source must not get `Complete` before.
     given: bool,
     /// All pages are in memory.
     all_here: bool,
-    /// There is no more to say or to take.
+    /// The streams have no more messages to send or receive.
     over: bool,
 }
 
 impl Fetching {
-    /// Begins: `ram` was made without the missing pages of `rest`, and `presence`, where a daemon has the memory mapped, filled. Threads end when all pages are there, or with the process. Once all are there,
-    /// huge pages are possible again with `huge`.
+    /// Starts the post-copy. `ram` was created without the missing pages of `rest`. `presence`, for a daemon that has the memory mapped,
+    /// was filled. The threads end when all pages are present, or with the process. Once they are, the kernel may use huge pages again if
+    /// `huge`.
     ///
     /// # Errors
     /// When the host refuses a thread or descriptor.
@@ -143,7 +145,7 @@ impl Fetching {
         spawned.map(drop).map_err(MigrationError::machine("given a thread"))
     }
 
-    /// How far it is. Takes time that grows with the number of pages that were waited for.
+    /// Progress. The time for this call grows with the number of pages that threads waited for.
     pub fn report(&self) -> Report {
         let pages = self.0.pages();
         let (zero, dropped) = pages.others();
@@ -151,12 +153,12 @@ impl Fetching {
         Report { left, waits, zero, dropped, over: self.0.state().all_here }
     }
 
-    /// Pages that haven't come.
+    /// Pages that aren't present yet.
     pub fn left(&self) -> u64 {
         self.0.pages().left()
     }
 
-    /// The guest is this side's from here on.
+    /// Records that the guest is committed to this side.
     pub fn commit(&self) {
         self.0.say(|state| {
             state.given = true;
@@ -164,12 +166,13 @@ impl Fetching {
         });
     }
 
-    /// The VM ends, and needs no more pages: tells the source. Nothing if all are there, or the guest isn't this side's.
+    /// The VM ends, and needs no more pages: reports it to the source. Does nothing if all pages are present, or the guest isn't
+    /// committed to this side.
     pub fn end(&self) {
         self.0.say(|state| state.given);
     }
 
-    /// The guest stays with its source, or goes on there; pages that can't come are no loss.
+    /// After an abort: the source keeps or resumes the guest, so pages that can't be fetched are no loss.
     pub fn abandon(&self) {
         self.0.state().over = true;
         self.0.stop.set();
@@ -185,7 +188,7 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Nanoseconds since the beginning.
+    /// Nanoseconds since the start.
     fn now(&self) -> u64 {
         u64::try_from(self.began.elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
@@ -210,7 +213,7 @@ impl Shared {
             wanted.clear();
             let now = self.now();
             for page in &faults {
-                // The kernel names pages of RAM only.
+                // The kernel reports only pages of RAM.
                 let fault =
                     self.pages().fault(*page, now).map_err(|error| failed(std::io::Error::other(error)))?;
                 match fault {
@@ -228,7 +231,7 @@ impl Shared {
                 match self.pages().fault(*page, now).map_err(|error| failed(std::io::Error::other(error)))? {
                     Fault::Ask => wanted.push(*page),
                     Fault::Wait => {}
-                    // It has come in this moment.
+                    // The page has been placed in the meantime.
                     Fault::Zero => here |= self.presence.as_ref().is_some_and(|all| all.placed(*page)),
                 }
             }
@@ -264,7 +267,7 @@ impl Shared {
         }
     }
 
-    /// Puts a page where it belongs. Whether the daemon has waited for it.
+    /// Places a page in memory. Returns whether the daemon has waited for it.
     fn take_page(&self, run: &pages::Run<'_>, index: u64) -> Result<bool, MigrationError> {
         let wild = |error: NoSuchPage| MigrationError::Protocol(error.to_string());
         let address = run.address.checked_add(index * STEP).ok_or(NoSuchPage(run.address)).map_err(wild)?;
@@ -273,7 +276,7 @@ impl Shared {
         }
         let from = usize::try_from(index * STEP).unwrap_or(usize::MAX);
         let page = match run.contents {
-            // As long as the run says.
+            // The parser has checked that the run has contents of this length.
             Some(contents) => contents.get(from..).and_then(|rest| rest.get(..PAGE)).unwrap_or(&[0; PAGE]),
             None => &[0; PAGE],
         };
@@ -306,7 +309,7 @@ impl Shared {
         );
     }
 
-    /// Says the last word to the source after this change, if it is due, and ends the streams.
+    /// Applies `change`. If it returns `true`, sends `Complete` to the source once, and ends the streams.
     fn say(&self, change: impl FnOnce(&mut State) -> bool) {
         {
             let mut state = self.state();
@@ -337,7 +340,7 @@ impl Shared {
         self.stop.set();
     }
 
-    /// A stream is lost. Pages can't come any more, or needn't.
+    /// A stream is lost. If pages are still missing, they can't be fetched any more.
     fn lose(&self, error: MigrationError) {
         let State { given, all_here, over } = {
             let mut state = self.state();

@@ -1,48 +1,48 @@
-//! Which pages the destination lacks, who waits for them, and since when.
+//! The destination's page states: which pages are missing, and since when threads wait for them.
 
 use std::collections::{HashMap, HashSet};
 
 use super::set::{NoSuchPage, PageSet};
 
-/// What a fault calls for.
+/// The action that a fault needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
-    /// The page is at the source: ask for it.
+    /// The page is at the source: request it.
     Ask,
-    /// It never was anywhere: it is zero.
+    /// The page was never used: it is zero.
     Zero,
-    /// It has been asked for, or is being placed.
+    /// The page was requested, or is being placed.
     Wait,
 }
 
-/// The destination's pages. Time is nanoseconds from any beginning.
+/// Page states at the destination. Time is in nanoseconds from any start.
 #[derive(Debug)]
 pub struct Incoming {
-    /// At the source, or on their way.
+    /// Pages at the source, or in flight.
     missing: PageSet,
-    /// Arrived, and about to be in memory.
+    /// Received pages that aren't in memory yet.
     placing: HashSet<u64>,
-    /// Since when somebody waits.
+    /// Start of the wait, by page.
     waiting: HashMap<u64, u64>,
-    /// How long they waited, microseconds, one for each page that was waited for.
+    /// Durations of finished waits in microseconds, one for each page that threads waited for.
     waited: Vec<u32>,
     zero: u64,
     dropped: u64,
 }
 
-/// How long pages were waited for.
+/// Statistics of waits for pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Waits {
-    /// Pages that somebody waited for.
+    /// Pages that a thread waited for.
     pub count: u64,
-    /// Half of the waits were no longer than this, microseconds.
+    /// Median wait in microseconds.
     pub median_us: u32,
-    /// The longest one, microseconds.
+    /// Longest wait in microseconds.
     pub worst_us: u32,
 }
 
 impl Incoming {
-    /// With all these still to come.
+    /// With all pages of `missing` missing.
     pub fn new(missing: PageSet) -> Self {
         Self {
             missing,
@@ -54,7 +54,7 @@ impl Incoming {
         }
     }
 
-    /// Somebody touched a page that isn't in memory.
+    /// A thread accessed a page that isn't in memory.
     ///
     /// # Errors
     /// When the VM has no such page.
@@ -76,8 +76,8 @@ impl Incoming {
         }
     }
 
-    /// A page has come: whether it is to be put into memory, and [`Incoming::placed`] called then. `false`: it isn't missing, and what is
-    /// in memory is newer.
+    /// A page was received. `true`: the caller must place it in memory, and then call [`Incoming::placed`]. `false`: it isn't missing,
+    /// and memory has newer contents.
     ///
     /// # Errors
     /// When the VM has no such page.
@@ -91,7 +91,7 @@ impl Incoming {
         Ok(wanted)
     }
 
-    /// A page that had come is in memory; who waits for it goes on.
+    /// A received page is in memory, and the threads that waited for it resume.
     pub fn placed(&mut self, address: u64, now: u64) {
         if self.placing.remove(&address)
             && let Some(since) = self.waiting.remove(&address)
@@ -105,12 +105,12 @@ impl Incoming {
         self.missing.count() + self.placing.len() as u64
     }
 
-    /// Faults for pages that never were anywhere, and pages that came without being missing.
+    /// Faults for pages that were never used, and received pages that weren't missing.
     pub fn others(&self) -> (u64, u64) {
         (self.zero, self.dropped)
     }
 
-    /// How long pages were waited for, up to now. Takes time that grows with their number.
+    /// Statistics of the waits so far. The time for this call grows with their number.
     pub fn waits(&self) -> Waits {
         let mut waited = self.waited.clone();
         let middle = waited.len() / 2;
@@ -156,7 +156,7 @@ mod tests {
         assert_eq!((incoming.left(), incoming.others()), (0, (2, 0)));
     }
 
-    /// Pages that come twice, that nobody lacks, and that don't exist.
+    /// Pages that are received twice, that aren't missing, and that don't exist.
     #[test]
     fn pages_that_are_not_missing_are_dropped() {
         let mut incoming = Incoming::new(set([3]));
@@ -175,8 +175,8 @@ mod tests {
     }
 
     proptest! {
-        /// A guest that touches pages, and a source that sends any: each missing page is placed at most once, is asked for at most once,
-        /// never becomes zero, and when the source has sent all of them nobody waits.
+        /// A guest that accesses pages, and a source that sends any: each missing page is requested at most once, placed at most once,
+        /// and never becomes zero. When the source has sent all of them, no thread waits.
         #[test]
         fn each_missing_page_is_placed_once(
             pages in prop::collection::btree_set(0u64..100, 0..100),

@@ -1,4 +1,4 @@
-//! What post-copy adds to the stream.
+//! Messages of post-copy.
 //!
 //! ```text
 //! payload of a Missing frame: address u64 of the first page, multiple of 64 pages behind its range's start; then words u64 of a
@@ -13,23 +13,23 @@ use super::set::PageSet;
 use crate::migration::error::MigrationError;
 use crate::migration::pages::PAGE;
 
-/// Most words of a bitmap in a frame: 32 GiB of memory in a mebibyte.
+/// Limit for the words of a bitmap in a frame: 1 MiB describes 32 GiB of memory.
 const MOST_WORDS: usize = 1 << 17;
-/// Most bytes of a `Missing` frame.
+/// Limit in bytes for a `Missing` frame.
 pub const MOST_MISSING: usize = 8 + 8 * MOST_WORDS;
-/// Most pages that one frame asks for.
+/// Limit for the pages that one frame requests.
 pub const MOST_WANTED: usize = 64;
 
 /// The payload of `Complete`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Complete {
-    /// Pages that didn't come any more: the VM ended before.
+    /// Pages that weren't received because the VM ended.
     pub left: u64,
-    /// Pages that were waited for.
+    /// Pages that threads waited for.
     pub faults: u64,
-    /// Half of these waits were no longer, microseconds.
+    /// Median wait in microseconds.
     pub median_us: u32,
-    /// The longest, microseconds.
+    /// Longest wait in microseconds.
     pub worst_us: u32,
 }
 
@@ -49,10 +49,10 @@ pub fn encode_missing(set: &PageSet) -> impl Iterator<Item = Vec<u8>> + '_ {
     })
 }
 
-/// Adds the pages of a `Missing` frame.
+/// Adds the pages of a `Missing` frame to a set.
 ///
 /// # Errors
-/// When it is none, or has pages that the VM hasn't.
+/// When the payload is invalid, or has pages that the VM doesn't have.
 pub fn decode_missing(payload: &[u8], into: &mut PageSet) -> Result<(), MigrationError> {
     let bad = || MigrationError::Protocol(format!("missing pages in {} bytes", payload.len()));
     let words = words(payload).ok_or_else(bad)?;
@@ -69,10 +69,10 @@ pub fn encode_wanted(pages: &[u64]) -> Vec<u8> {
     pages.iter().flat_map(|page| page.to_le_bytes()).collect()
 }
 
-/// The pages of a `Want` frame; whether the VM has them isn't checked.
+/// Decodes the pages of a `Want` frame; doesn't check whether the VM has them.
 ///
 /// # Errors
-/// When it is none.
+/// When the payload is invalid.
 pub fn decode_wanted(payload: &[u8]) -> Result<Vec<u64>, MigrationError> {
     let pages = words(payload).filter(|pages| (1..=MOST_WANTED).contains(&pages.len()));
     pages.ok_or_else(|| MigrationError::Protocol(format!("a wish for pages in {} bytes", payload.len())))
@@ -91,7 +91,7 @@ mod tests {
 
     const RANGES: [(u64, u64); 2] = [(0, 48 << 30), (64 << 30, 100 * 4096)];
 
-    /// A set of more than a frame's worth arrives; empty stretches aren't sent.
+    /// A set larger than a frame's limit is received completely; empty parts aren't sent.
     #[test]
     fn missing_pages_arrive() {
         let mut set = PageSet::empty(&RANGES);
@@ -131,7 +131,7 @@ mod tests {
     }
 
     proptest! {
-        /// Any bytes are an answer, and none are more pages than there are.
+        /// Any bytes give pages or an error, and never more pages than the set's ranges have.
         #[test]
         fn any_bytes_are_an_answer(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
             let mut set = PageSet::empty(&[(0, 1 << 20)]);

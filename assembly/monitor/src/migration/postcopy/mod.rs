@@ -1,33 +1,34 @@
-//! Post-copy: the guest runs at the destination before all of its memory is there.
+//! Post-copy: the guest runs at the destination before all of its memory is present there.
 //!
 //! ```text
-//! source                                               destination
-//!   │── Postcopy ────────────────────────────────────────▶│ has it a userfaultfd, RAM in small pages, and has its daemon, if it has one, this ABI?
+//! source                                              destination
+//!   │── Postcopy ────────────────────────────────────────▶│ checks for a userfaultfd, RAM in small pages, and its daemon's support
 //!   │◀────────────────────────────── Accepted | Refused ──│
 //!   │══ Pages: rounds, if any, every stream ═════════════▶│ the guest runs at the source
-//!   │ stops the guest, gives up its disks                 │
-//!   │── Missing: which pages are still here ─────────────▶│
-//!   │── State ── End (each stream) ──────────────────────▶│ takes these pages out of RAM, watches it for faults
+//!   │ stops the guest, unlocks its disks                  │
+//!   │── Missing: not-present pages ──────────────────────▶│
+//!   │── State ── End (each stream) ──────────────────────▶│ removes these pages from RAM, registers it for faults
 //!   │══ Pages: pushed, third stream on ══════════════════▶│   from here on, in any order
-//!   │◀── Want: pages that are waited for, second stream ──│
+//!   │◀── Want: requested pages, second stream ────────────│
 //!   │══ Pages: these, second stream ═════════════════════▶│
-//!   │◀──────────────────────────────────────────── Ready ─│ restores, takes the disks
+//!   │◀──────────────────────────────────────────── Ready ─│ restores, locks the disks
 //!   │── Go ──────────────────────────────────────────────▶│ runs the guest
 //!   │◀────────────────────────────────────────── Running ─│
 //!   │══ Pages, Want, Pages ══════════════════════════════▶│ the guest runs at the destination
-//!   │◀── Complete, second stream ─────────────────────────│ all are there: an ordinary VM
+//!   │◀── Complete, second stream ─────────────────────────│ all pages are present: an ordinary VM
 //!   ends
 //! ```
 //!
-//! Until `Go` all is as without: the source has every page and goes on where anything fails. Afterwards neither side has the whole
-//! VM: **if one of them, or what is between them, is lost before `Complete`, the VM is lost.** Both say so.
+//! Until `Go` a failure is the same as without post-copy: the source has every page, and resumes the guest. Afterwards neither side has
+//! the whole VM. **If either side, or the connection, is lost before `Complete`, the VM is lost.** Both sides report it.
 //!
-//! Each page goes once: the guest stands still at the source, so that no page changes there, and a page that has come is the guest's,
-//! so that none may come again. Which pages are where is known by [`outgoing::Outgoing`] and [`incoming::Incoming`], which have neither
-//! sockets nor threads; [`serving`] and [`fetching`] are the threads around them.
+//! Each page is sent once. The guest is stopped at the source, so its pages don't change there. A received page belongs to the guest, so
+//! no later copy may overwrite it. [`outgoing::Outgoing`] and [`incoming::Incoming`] hold the page states, without sockets or threads;
+//! [`serving`] and [`fetching`] are the threads that use them.
 //!
-//! A page that is missing is a hole: this process's threads wait for it in the kernel ([`machine::memory::arriving`]). The host's daemon, which maps
-//! the RAM of VMs with RDMA NICs as well, isn't to wait: [`presence`] tells it which pages are here, and takes its wishes for others.
+//! A not-present page is a hole: this process's threads block on it in the kernel ([`machine::memory::arriving`]). The host daemon, which
+//! also maps the RAM of VMs with RDMA NICs, must not block. [`presence`] shows it which pages are present, and receives its requests for
+//! others.
 
 pub mod departing;
 pub mod fetching;
@@ -38,7 +39,7 @@ pub mod presence;
 pub mod serving;
 pub mod set;
 
-/// The first version of the protocol that knows it.
+/// The first version of the protocol with post-copy.
 pub const SINCE: u16 = 3;
-/// Streams that it takes: what is said, pages that are waited for, and all other pages.
+/// Least number of streams: for control frames, for requested pages, and for pushed pages.
 pub const LEAST_STREAMS: usize = 3;

@@ -1,27 +1,27 @@
-//! Which pages are still at the source, and which goes next.
+//! The source's page states: which pages it still has to send, and which is next.
 
 use super::set::{NoSuchPage, PageSet};
 use crate::migration::pages::PAGE;
 
-/// The source's pages. Each leaves once: those that are asked for at once, the others in order, from behind the last that was asked for:
-/// what a guest touches next is often near.
+/// Pages to send. Each is sent once: requested pages at once, the others in ascending order, starting behind the last requested page. A
+/// guest's next access is often near its last one.
 #[derive(Debug)]
 pub struct Outgoing {
     left: PageSet,
-    /// Where the next push looks first.
+    /// Address where the next push starts to search.
     at: u64,
     asked: u64,
     pushed: u64,
 }
 
 impl Outgoing {
-    /// With all these still here.
+    /// With all pages of `left` to send.
     pub fn new(left: PageSet) -> Self {
         Self { left, at: 0, asked: 0, pushed: 0 }
     }
 
-    /// The destination asks for a page: whether it is to be sent now. `false`: it is on its way, or never was here, and its
-    /// destination knows that.
+    /// The destination requests a page. `true`: the caller must send it now. `false`: it was sent already, or was never missing, and the
+    /// destination handles that.
     ///
     /// # Errors
     /// When the VM has no such page.
@@ -34,11 +34,11 @@ impl Outgoing {
         Ok(send)
     }
 
-    /// Pages to be sent now, unasked, at most so many: where, and how many. `None`: all have left.
+    /// Selects up to `most` pages to push: address of the first, and their number. `None` when all pages were sent.
     pub fn push(&mut self, most: usize) -> Option<(u64, usize)> {
         let (start, pages) = self.left.run(self.at, most)?;
         for page in 0..pages as u64 {
-            // It was found there.
+            // `run` found the page in the set.
             let _ = self.left.remove(start + page * PAGE as u64);
         }
         self.pushed += pages as u64;
@@ -46,12 +46,12 @@ impl Outgoing {
         Some((start, pages))
     }
 
-    /// Pages that haven't left.
+    /// Pages that weren't sent yet.
     pub fn left(&self) -> u64 {
         self.left.count()
     }
 
-    /// Pages that left because they were asked for, and others.
+    /// Numbers of requested pages and of pushed pages that were sent.
     pub fn sent(&self) -> (u64, u64) {
         (self.asked, self.pushed)
     }
@@ -73,7 +73,7 @@ mod tests {
         set
     }
 
-    /// A page that is asked for goes at once, and the push goes on behind it, then from the beginning.
+    /// A requested page is sent at once; the push then continues behind it, and later from the start.
     #[test]
     fn what_is_asked_for_goes_first_and_the_push_follows_it() {
         let mut outgoing = Outgoing::new(set([1, 2, 3, 50, 51, 52, 53, 90]));
@@ -89,7 +89,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever is asked for and pushed, in whatever order: each page leaves exactly once.
+        /// For any requests and pushes in any order, each page is sent exactly once.
         #[test]
         fn each_page_leaves_once(pages in prop::collection::btree_set(0u64..200, 0..200), steps in prop::collection::vec((0u64..210, 1usize..70), 0..300)) {
             let mut outgoing = Outgoing::new(set(pages.iter().copied()));

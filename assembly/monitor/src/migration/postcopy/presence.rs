@@ -1,5 +1,5 @@
-//! What this host's daemon, which has the VM's memory mapped as well, is told of pages that are still to come: it can't wait for them as this process's
-//! threads do, since a page that it touches would be zero from then on ([`dma::arriving`]).
+//! Presence map of post-copy memory for the host daemon, which also has the VM's memory mapped. The daemon can't block on a not-present
+//! page as this process's threads do: its access would make the page zero for good ([`dma::arriving`]).
 
 use std::collections::HashSet;
 use std::io;
@@ -15,13 +15,13 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
-/// Bytes of a page as addresses count them.
+/// Bytes of a page, as `u64`.
 const STEP: u64 = 4096;
 
-/// The bitmap can't be had.
+/// The presence map can't be created.
 #[derive(Debug, thiserror::Error)]
 pub enum PresenceError {
-    /// The host refused.
+    /// The host refused an operation.
     #[error("What the host's daemon is told of memory that is still to come could not be {what}")]
     Refused {
         /// What was tried.
@@ -30,7 +30,7 @@ pub enum PresenceError {
         #[source]
         source: io::Error,
     },
-    /// Mapped.
+    /// The map's memory can't be mapped.
     #[error("What the host's daemon is told of memory that is still to come could not be mapped")]
     Mapped(
         #[from]
@@ -48,31 +48,31 @@ fn refused(what: &'static str) -> impl FnOnce(Errno) -> PresenceError {
 struct Range {
     address: u64,
     size: u64,
-    /// Where its bitmap begins in the file.
+    /// Offset of its bitmap in the file, in bytes.
     offset: u64,
     bitmap: Bitmap,
 }
 
-/// Which pages are here, as the daemon sees it, and which of them it wants.
+/// Which pages are present, as the daemon sees it, and which of them it has requested.
 #[derive(Debug)]
 pub struct Presence {
     file: OwnedFd,
     ranges: Vec<Range>,
     wishes: OwnedFd,
-    /// The end that the daemon writes to.
+    /// The daemon's end of the socket for requests.
     wisher: OwnedFd,
     arrivals: OwnedFd,
     /// Pages that the daemon waits for.
     wanted: Mutex<HashSet<u64>>,
-    /// The daemon has been told.
+    /// The daemon has the map.
     used: AtomicBool,
 }
 
 impl Presence {
-    /// Of ranges of RAM (address, bytes), of which no page counts as here.
+    /// For ranges of RAM (address, bytes), with no page present.
     ///
     /// # Errors
-    /// When the host gives no descriptors or memory.
+    /// When the host refuses descriptors or memory.
     pub fn new(ranges: &[(u64, u64)]) -> Result<Self, PresenceError> {
         let name = "pages that are here";
         let file =
@@ -102,7 +102,7 @@ impl Presence {
         })
     }
 
-    /// All pages are here but these. Before the daemon is told.
+    /// Marks all pages but `missing` as present. To be called before [`Presence::tell`].
     pub fn fill(&self, missing: &[DirtyPages]) {
         for range in &self.ranges {
             let missing = missing.iter().find(|set| set.start == range.address);
@@ -113,8 +113,8 @@ impl Presence {
         }
     }
 
-    /// Tells the daemon, by `tell`, which gets the ranges (address, bytes, where the bitmap begins), the file with bitmaps, the socket and the
-    /// eventfd.
+    /// Passes the map to the daemon by `tell`. Its arguments are the ranges (address, bytes, offset of the bitmap), the file with
+    /// bitmaps, the socket and the eventfd.
     pub fn tell<E>(
         &self,
         tell: impl FnOnce(&[(u64, u64, u64)], BorrowedFd<'_>, BorrowedFd<'_>, BorrowedFd<'_>) -> Result<(), E>,
@@ -125,7 +125,7 @@ impl Presence {
         tell(&ranges, self.file.as_fd(), self.wisher.as_fd(), self.arrivals.as_fd())
     }
 
-    /// Readable when the daemon wants pages.
+    /// Readable when the daemon requests pages.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.wishes.as_fd()
     }
@@ -134,7 +134,7 @@ impl Presence {
         self.wanted.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes the pages that the daemon wants, as guest-physical addresses of pages of RAM that aren't here.
+    /// Reads the daemon's requests, and appends the guest-physical addresses of requested pages of RAM that aren't present.
     ///
     /// # Errors
     /// When the socket fails.
@@ -147,7 +147,7 @@ impl Presence {
                 Ok(read) => read,
                 Err(error) => return Err(error.into()),
             };
-            // Wishes are written whole.
+            // The daemon writes each request in one piece.
             for wish in bytes.get(..read).unwrap_or_default().as_chunks::<8>().0 {
                 let (address, pages) = wished(*wish);
                 let pages = (0..pages).filter_map(|index| address.checked_add(index * STEP));
@@ -167,7 +167,7 @@ impl Presence {
         Some((found, (page - found.address) / STEP))
     }
 
-    /// A page is in memory. Whether the daemon has waited for it.
+    /// Marks a page as present. Returns whether the daemon has waited for it.
     #[must_use]
     pub fn placed(&self, page: u64) -> bool {
         if let Some((range, index)) = self.find(page) {
@@ -176,7 +176,7 @@ impl Presence {
         self.used.load(Ordering::Acquire) && self.wanted().remove(&page)
     }
 
-    /// Pages that the daemon has waited for are in memory: it looks again.
+    /// Signals the daemon that pages it has waited for are present.
     pub fn came(&self) {
         if let Some(range) = self.ranges.first() {
             range.bitmap.came();
@@ -184,14 +184,14 @@ impl Presence {
         self.ring();
     }
 
-    /// All pages are in memory.
+    /// Marks all pages as present, and signals the daemon.
     pub fn complete(&self) {
         self.ranges.iter().for_each(|range| range.bitmap.complete());
         self.ring();
     }
 
     fn ring(&self) {
-        // A full counter means that it is signalled already.
+        // A full counter means that a signal is pending already.
         let _ = rustix::io::write(&self.arrivals, &1_u64.to_ne_bytes());
     }
 }
@@ -212,8 +212,8 @@ mod tests {
         MemoryRegion::map(address, pages * STEP, &fd, 0, true).unwrap()
     }
 
-    /// The daemon's side and this one: what it lacks it asks for, each page once, and finds it when it was placed; wishes for what isn't missing,
-    /// or isn't RAM, ask for nothing.
+    /// The daemon's side and this one: the daemon requests each page that it lacks once, and finds it when it was placed. Requests for
+    /// present pages, or outside RAM, have no effect.
     #[test]
     fn a_daemon_asks_and_finds() {
         let ranges = [(0, 100 * STEP), (1 << 32, 70 * STEP)];

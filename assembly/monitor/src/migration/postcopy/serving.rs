@@ -1,4 +1,4 @@
-//! The source's threads: one answers the destination's wishes, the others push.
+//! The source's threads: one answers the destination's requests, the others push pages.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -16,22 +16,22 @@ use crate::migration::frame::{Kind, MOST_PAGES, Receiver, Sender};
 use crate::migration::message;
 use crate::migration::pages::{PAGE, send_run};
 
-/// How long the destination may take to say that it has everything, once all was sent.
+/// Time-out for the destination's `Complete`, once all pages were sent.
 pub(super) const LAST_WORD: Duration = Duration::from_secs(60);
-/// How often progress is told.
+/// Interval of progress reports.
 const EVERY: Duration = Duration::from_millis(250);
-/// Nobody may wish for a page for long.
+/// The request stream may be silent for any time.
 const FOREVER: Duration = Duration::MAX;
 
-/// A stream as it was left at its `End`.
+/// A stream after its `End` frame.
 pub struct Stream {
     /// The socket.
     pub connection: Connection,
-    /// Counts on.
+    /// Continues the count of frames.
     pub sender: Sender,
 }
 
-/// The threads that send what is left. They end with this.
+/// The threads that send the remaining pages. They end when this value is dropped.
 pub struct Serving {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
@@ -46,14 +46,14 @@ struct Shared {
     bytes: AtomicU64,
 }
 
-/// How far it is.
+/// Progress of sending.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Served {
     /// Pages that weren't sent yet.
     pub left: u64,
-    /// Pages that were sent because they were asked for.
+    /// Pages that were sent on request.
     pub asked: u64,
-    /// Other pages that were sent.
+    /// Pages that were pushed.
     pub pushed: u64,
     /// Bytes sent.
     pub bytes: u64,
@@ -68,7 +68,7 @@ impl Shared {
         self.end.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The first end is the one.
+    /// Records the end; only the first one counts.
     fn over(&self, how: Result<Complete, MigrationError>) {
         let mut end = self.end();
         if end.is_none() {
@@ -126,7 +126,8 @@ impl Shared {
 }
 
 impl Serving {
-    /// Serves the pages `left` of memory that nobody changes any more: wishes come and are answered on `wishes`, all other pages go by `others`.
+    /// Sends the pages `left` of memory that doesn't change any more. The stream `wishes` carries requests and their pages, `others` the
+    /// pushed pages.
     ///
     /// # Errors
     /// When the host refuses a thread.
@@ -152,7 +153,7 @@ impl Serving {
         })?;
         for stream in others {
             serving.spawn("push", stream, |shared, mut stream| match shared.push(&mut stream) {
-                // The stream stays open until all is over: its end would be a loss to the destination.
+                // The stream stays open until everything is over: the destination would treat its end as a loss.
                 Ok(()) => shared.wait_for_end(),
                 Err(error) => shared.over(Err(error)),
             })?;
@@ -173,17 +174,17 @@ impl Serving {
         Ok(())
     }
 
-    /// How far it is.
+    /// Progress of sending.
     pub fn served(&self) -> Served {
         let pages = self.shared.pages();
         let (asked, pushed) = pages.sent();
         Served { left: pages.left(), asked, pushed, bytes: self.shared.bytes.load(Ordering::Relaxed) }
     }
 
-    /// Waits until the destination says that it has everything, or that it ends without; tells now and then how far it is.
+    /// Waits until the destination has everything, or ends without it. Calls `tell` with the progress at intervals.
     ///
     /// # Errors
-    /// When the connection to it is lost, or it sends what can't be.
+    /// When the connection to the destination is lost, or it sends invalid data.
     pub fn wait(&self, tell: &mut dyn FnMut(Served)) -> Result<Complete, MigrationError> {
         let mut since = Instant::now();
         let mut end = self.shared.end();

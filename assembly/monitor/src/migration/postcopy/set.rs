@@ -6,26 +6,26 @@ use crate::migration::pages::PAGE;
 
 const STEP: u64 = PAGE as u64;
 
-/// A page that isn't one of the VM's RAM.
+/// A page outside the VM's RAM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("a page at {0:#x}, which isn't RAM")]
 pub struct NoSuchPage(pub u64);
 
-/// Pages of some ranges of RAM, by guest-physical address.
+/// A set of pages in ranges of RAM, by guest-physical address.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PageSet {
     /// One per range, ascending.
     sets: Vec<DirtyPages>,
-    /// How many pages each range has: the last word of a bitmap has room for more.
+    /// Number of pages in each range: the last word of a bitmap has room for more.
     pages: Vec<u64>,
     count: u64,
 }
 
-/// Where a page is: set, word, bit.
+/// Position of a page: set, word, bit.
 type Place = (usize, usize, u64);
 
 impl PageSet {
-    /// None of the pages of these ranges: start and bytes, both multiples of the page size.
+    /// An empty set for these ranges: start and bytes, both multiples of the page size.
     pub fn empty(ranges: &[(u64, u64)]) -> Self {
         let set = |&(start, bytes): &(u64, u64)| {
             let words = usize::try_from((bytes / STEP).div_ceil(64)).unwrap_or(usize::MAX);
@@ -37,7 +37,7 @@ impl PageSet {
         Self { sets: ranges.iter().map(set).collect(), pages, count: 0 }
     }
 
-    /// How many there are.
+    /// Number of pages in the set.
     pub fn count(&self) -> u64 {
         self.count
     }
@@ -49,7 +49,7 @@ impl PageSet {
 
     fn place(&self, address: u64) -> Result<Place, NoSuchPage> {
         let none = NoSuchPage(address);
-        // The last that begins at or below.
+        // The last range that begins at or below the address.
         let at = self.sets.partition_point(|set| set.start <= address).checked_sub(1).ok_or(none)?;
         let set = self.sets.get(at).ok_or(none)?;
         let offset = address - set.start;
@@ -61,19 +61,19 @@ impl PageSet {
         Ok((at, word, 1 << (index % 64)))
     }
 
-    /// Whether a page is in it.
+    /// Whether the set contains a page.
     ///
     /// # Errors
-    /// When it is no page of the ranges.
+    /// When no range has this page.
     pub fn contains(&self, address: u64) -> Result<bool, NoSuchPage> {
         let (at, word, bit) = self.place(address)?;
         Ok(self.sets[at].bitmap[word] & bit != 0)
     }
 
-    /// Adds a page; `false` when it was in it.
+    /// Adds a page; `false` when the set contained it.
     ///
     /// # Errors
-    /// When it is no page of the ranges.
+    /// When no range has this page.
     pub fn insert(&mut self, address: u64) -> Result<bool, NoSuchPage> {
         let (at, word, bit) = self.place(address)?;
         let word = &mut self.sets[at].bitmap[word];
@@ -83,10 +83,10 @@ impl PageSet {
         Ok(new)
     }
 
-    /// Takes a page out; `false` when it wasn't in it.
+    /// Removes a page; `false` when the set didn't contain it.
     ///
     /// # Errors
-    /// When it is no page of the ranges.
+    /// When no range has this page.
     pub fn remove(&mut self, address: u64) -> Result<bool, NoSuchPage> {
         let (at, word, bit) = self.place(address)?;
         let word = &mut self.sets[at].bitmap[word];
@@ -99,13 +99,13 @@ impl PageSet {
     /// Adds all pages of a set.
     ///
     /// # Errors
-    /// When one is no page of the ranges; those before it are in, then.
+    /// When no range has one of the pages; the pages before it have been added then.
     pub fn insert_all(&mut self, more: &DirtyPages) -> Result<(), NoSuchPage> {
         for (index, word) in (0u64..).zip(&more.bitmap).filter(|(_, word)| **word != 0) {
             let first = more.start.saturating_add(index * 64 * STEP);
             let last = first.saturating_add(u64::from(63 - word.leading_zeros()) * STEP);
             match (self.place(first), self.place(last)) {
-                // Bits of one word here, too.
+                // The bits belong to one word of this set, too.
                 (Ok((at, to, 1)), Ok((end, _, _))) if at == end => {
                     let to = &mut self.sets[at].bitmap[to];
                     self.count += u64::from((word & !*to).count_ones());
@@ -122,8 +122,7 @@ impl PageSet {
         Ok(())
     }
 
-    /// The first page at or after an address, or else the first of all, with those that follow it without a gap: where, and how many, at most
-    /// `most`.
+    /// The first run of pages at or after an address, or else the first run of the set: address, and number of pages, at most `most`.
     pub fn run(&self, from: u64, most: usize) -> Option<(u64, usize)> {
         let first = self.next(from).or_else(|| self.next(0))?;
         let more = (1..most).take_while(|index| {
@@ -158,7 +157,7 @@ mod tests {
     /// Two ranges with a hole between them, 100 and 70 pages.
     const RANGES: [(u64, u64); 2] = [(0x100_0000, 70 * 4096), (0, 100 * 4096)];
 
-    /// Pages behind a range's end, for which its bitmap has room, in the hole between ranges, between pages and far away.
+    /// Pages behind a range's end for which its bitmap has room, in the hole between ranges, unaligned, and far away.
     #[test]
     fn only_pages_of_the_ranges_are_taken() {
         let mut set = PageSet::empty(&RANGES);
@@ -176,7 +175,7 @@ mod tests {
     }
 
     proptest! {
-        /// Sets of bits are added as their pages are, wherever they begin.
+        /// Adding a bitmap has the same result as adding its pages one by one, for any start.
         #[test]
         fn bits_are_pages(start in page(), words in prop::collection::vec(any::<u64>(), 1..4)) {
             let more = DirtyPages { start, bitmap: words };
@@ -186,7 +185,7 @@ mod tests {
             prop_assert_eq!(all, each);
         }
 
-        /// Whatever is put in and taken out, the set is the one that a simple set would be: members, number, and runs from anywhere.
+        /// After any additions and removals, the set equals a `BTreeSet`: members, count, and runs from any address.
         #[test]
         fn it_is_a_set(steps in prop::collection::vec((page(), any::<bool>()), 0..200), from in page(), most in 1usize..80) {
             let (mut set, mut model) = (PageSet::empty(&RANGES), BTreeSet::new());

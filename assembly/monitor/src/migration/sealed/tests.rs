@@ -1,4 +1,4 @@
-//! Handshakes between sides of one mind and of two.
+//! Handshakes of sides with the same and with different configurations.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -15,7 +15,7 @@ fn over(fd: impl Into<OwnedFd>) -> Connection {
     Connection::new(fd.into(), Stop::default(), Duration::from_secs(5))
 }
 
-/// Both sides of a handshake, and what came of it.
+/// Runs both sides of a handshake; returns their connections and results.
 fn shake(
     source: Option<&ClusterKey>,
     destination: Option<&ClusterKey>,
@@ -29,7 +29,7 @@ fn shake(
         });
         let result = match source {
             Some(key) => as_source(&mut a, key),
-            // What a source says that doesn't encrypt, up to the answer.
+            // The messages of a source that doesn't encrypt, up to the answer.
             None => {
                 Sender::new().send(&mut a, Kind::Hello, &[b"hello"]).unwrap();
                 match destination {
@@ -51,7 +51,7 @@ fn pair() -> (Connection, Connection) {
     (a, b)
 }
 
-/// Bytes come out as they went in, in both directions, however they are cut; and none of them is to be seen on the way.
+/// Received bytes are equal to the sent ones, in both directions, in pieces of any size. None of them is readable on the socket.
 #[test]
 fn what_was_sealed_is_opened() {
     let (mut a, mut b) = pair();
@@ -74,7 +74,7 @@ fn what_was_sealed_is_opened() {
     });
 }
 
-/// Who isn't of the same mind is told in a sentence, on both sides.
+/// Sides with different configurations report it, each in a sentence.
 #[test]
 fn sides_of_two_minds_are_told() {
     let refused = |source: Option<u8>, destination: Option<u8>| {
@@ -94,7 +94,7 @@ fn sides_of_two_minds_are_told() {
     assert!(here.is_ok() && there.is_ok());
 }
 
-/// A destination that has seen the key's owner can't be spoken to with what was recorded then.
+/// A recorded handshake can't be replayed to the destination.
 #[test]
 fn a_recorded_handshake_leads_nowhere() {
     let recorded = {
@@ -109,14 +109,14 @@ fn a_recorded_handshake_leads_nowhere() {
     let (mut a, b) = UnixStream::pair().unwrap();
     let mut b = over(b);
     a.write_all(&recorded).unwrap();
-    // The handshake itself goes well, since nothing in it is the destination's yet; the first record doesn't.
+    // The replayed handshake succeeds, because nothing in it depends on the destination; the first record fails.
     as_destination(&mut b, Some(&key(1))).unwrap();
     a.write_all(&[18, 0]).unwrap();
     a.write_all(&[7; 18]).unwrap();
     assert_eq!(b.read(&mut [0; 8]).unwrap_err().kind(), io::ErrorKind::InvalidData);
 }
 
-/// One that sends and one that receives share a stream, each in a thread of its own; the one that gave the sending away can't send.
+/// A sender and a receiver share a stream, each in its own thread. The connection that has passed on its sending side can't send.
 #[test]
 fn sending_can_be_given_away() {
     let (mut a, mut b) = pair();

@@ -1,4 +1,4 @@
-//! Disks that are copied along, as the source's migration has them: before memory until little is left, then with each of its rounds.
+//! Copying disks in the source's migration: before memory until little is left, then with each round of memory.
 
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant};
@@ -16,7 +16,7 @@ use crate::migration::pages::PAGE;
 use crate::migration::policy::{Decision, Policy, RoundEnd};
 
 impl Departure<'_> {
-    /// Asks the destination whether it takes the disks that are to be copied along; before anything has begun.
+    /// Asks the destination whether it accepts the disks to copy, before the migration begins.
     pub(super) fn ask_for_disks(&mut self, version: u16) -> Result<(), MigrationError> {
         let Some(names) = self.wish.take() else { return Ok(()) };
         let mut mirror = Mirroring::new(self.machine.disks(), &names)?;
@@ -31,8 +31,8 @@ impl Departure<'_> {
         Ok(())
     }
 
-    /// Copies whole disks while the guest runs, and again what it writes meanwhile, until that is little. The time limit runs from the end of
-    /// the first copy: how long that takes is a matter of size alone.
+    /// Copies whole disks while the guest runs, then repeatedly what it wrote meanwhile, until little is left. The time limit starts at
+    /// the end of the first copy, whose duration depends on the size alone.
     pub(super) fn copy_disks(&mut self) -> Result<(), MigrationError> {
         let Some(mirror) = &mut self.mirror else { return Ok(()) };
         mirror.begin()?;
@@ -41,7 +41,7 @@ impl Departure<'_> {
         throttled(machine, |throttle| self.disk_rounds_until_little(true, throttle))
     }
 
-    /// The same later, without beginning anew.
+    /// Copies what was written since, without starting from the whole disks.
     pub(super) fn copy_disks_again(&mut self) -> Result<(), MigrationError> {
         if self.mirror.is_none() {
             return Ok(());
@@ -55,7 +55,7 @@ impl Departure<'_> {
         mut first: bool,
         throttle: &AtomicU8,
     ) -> Result<(), MigrationError> {
-        // Disks are whole before the guest goes, however its memory does.
+        // Disks must be complete before the switchover, also with post-copy.
         let policy = Policy { post_copy_after: None, ..self.policy };
         loop {
             let number = u32::try_from(self.timeline.rounds.len()).unwrap_or(u32::MAX - 1) + 1;
@@ -94,7 +94,7 @@ impl Departure<'_> {
         }
     }
 
-    /// What the guest has written is to be copied, too; returns how many bytes that are in all.
+    /// Adds the guest's writes to what is left to copy; returns the bytes left.
     pub(super) fn look_at_disks(&mut self) -> Result<u64, MigrationError> {
         let Some(mirror) = &mut self.mirror else { return Ok(0) };
         mirror.look()?;
@@ -103,13 +103,13 @@ impl Departure<'_> {
         Ok(left)
     }
 
-    /// Rounds so far that were of disks alone.
+    /// Number of rounds so far that copied disks alone.
     pub(super) fn disk_rounds(&self) -> u32 {
         let rounds = self.timeline.rounds.iter().filter(|round| round.pages == 0 && round.disk_bytes > 0);
         u32::try_from(rounds.count()).unwrap_or(u32::MAX)
     }
 
-    /// The time is up, with so many pages of memory and bytes of disks left.
+    /// The error for a time limit that passed, with pages of memory and bytes of disks left.
     pub(super) fn not_converging(&self, pages: u64, disk_bytes: u64) -> MigrationError {
         let downtime_ms = u64::try_from(self.policy.downtime.as_millis()).unwrap_or(u64::MAX);
         let seconds = self.policy.timeout.as_ref().map_or(0, Duration::as_secs);

@@ -1,4 +1,4 @@
-//! How a migration ends at the source: committed, in doubt, or given up with the guest going on here.
+//! The end of a migration at the source: committed, in doubt, or aborted with a rollback.
 
 use std::cell::Cell;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use crate::migration::postcopy::departing::PostCopy;
 use crate::migration::served::{DOUBT_AFTER, Daemon, Verdict, Waits};
 
 impl Departure<'_> {
-    /// The destination is ready: tells it to run the guest.
+    /// The destination is ready: commits the migration.
     pub(super) fn commit(mut self, stopped: Instant) -> Result<MigrationTimeline, MigrationError> {
         if !self.watch.commit() {
             return self.undo(MigrationError::Cancelled, Some(stopped));
@@ -24,7 +24,7 @@ impl Departure<'_> {
             return self.commit_by_daemon(committing, stopped);
         }
         if let Err(error) = self.control().and_then(|control| control.send(Kind::Go, &[])) {
-            // A frame that wasn't taken whole can't be understood by the destination.
+            // The destination can't decode a frame that wasn't sent completely.
             return self.undo(error, Some(stopped));
         }
         let running = self.answer(Kind::Running);
@@ -35,13 +35,13 @@ impl Departure<'_> {
         }
     }
 
-    /// Whatever this side hears of the destination: the coordinator decides.
+    /// With a daemon the coordinator decides, whatever this side gets from the destination.
     fn commit_by_daemon(
         mut self,
         committing: Instant,
         stopped: Instant,
     ) -> Result<MigrationTimeline, MigrationError> {
-        // A destination that has all pages has run the guest: it says so itself, if the daemon doesn't.
+        // A destination that has all pages runs the guest: its `Complete` shows that, if the daemon doesn't answer.
         let patience = self.post_copy.is_some().then_some(DOUBT_AFTER);
         match self.decision(Daemon::outcome, patience) {
             Ok(Verdict::RunsThere) => self.moved(committing, stopped),
@@ -66,7 +66,8 @@ impl Departure<'_> {
         }
     }
 
-    /// Has the daemon say how it was decided, for as long as it takes, or for so long. When that isn't known for a while the VM is shown as in doubt.
+    /// Waits for the daemon's decision, without a time limit or up to `patience`. The VM becomes in doubt when the decision is unknown
+    /// for a while.
     fn decision(
         &self,
         ask: impl Fn(&Daemon, &Waits<'_>) -> Result<Verdict, MigrationError>,
@@ -85,7 +86,7 @@ impl Departure<'_> {
                 ));
             });
         };
-        // Its user can let it go on then.
+        // The user may resume a VM in doubt.
         let gone_on = || in_doubt.get() && !machine.stands();
         let is_over = || gone_on() || patience.is_some_and(|patience| began.elapsed() > patience);
         ask(machine.daemon().ok_or_else(none)?, &Waits { doubtful: &doubtful, is_over: &is_over })
@@ -119,7 +120,7 @@ impl Departure<'_> {
         self.timeline
     }
 
-    /// Serves pages to the end. Where the destination's word that the guest runs was missed, its word that it has all pages says so, too.
+    /// Serves pages to the end. If the destination's `Running` was missed, its `Complete` shows as well that the guest runs.
     fn serve(
         mut self,
         post_copy: &PostCopy,
@@ -141,7 +142,7 @@ impl Departure<'_> {
         }
     }
 
-    /// The guest runs at the destination, and pages of its memory don't come there any more.
+    /// The guest runs at the destination, which can't get its remaining pages any more.
     fn lost(&self, error: MigrationError) -> MigrationError {
         self.machine.stop_logging();
         error
@@ -162,7 +163,8 @@ impl Departure<'_> {
         self.timeline
     }
 
-    /// The guest goes on here; returns why. Or it has moved after all: this side has failed when that was decided.
+    /// Rolls back: resumes the guest here, and returns the cause. If the coordinator has committed already, the VM has migrated although
+    /// this side failed.
     pub(super) fn undo(
         mut self,
         error: MigrationError,
@@ -181,7 +183,7 @@ impl Departure<'_> {
                     );
                 }
             }
-            // It may have been decided already, or be known to be given up.
+            // The coordinator may have decided already.
             (Some(_), Some(stopped)) => match self.decision(Daemon::give_up, None) {
                 Ok(Verdict::GivenUp(_) | Verdict::RunsHere) => {}
                 Ok(Verdict::RunsThere) => {
@@ -196,7 +198,7 @@ impl Departure<'_> {
 
     fn go_on(&mut self, error: MigrationError, stopped: Stopped) -> MigrationError {
         let gone_on = stopped.map_or(Ok(()), |_| self.machine.go_on());
-        // It costs the guest time.
+        // Dirty logging slows the guest down.
         self.machine.stop_logging();
         if let Some(stopped) = stopped {
             if let Err(also) = gone_on {
@@ -209,8 +211,8 @@ impl Departure<'_> {
         error
     }
 
-    /// Ends the streams, and finds the reason that is worth telling: a cancelled migration's streams fail because of that, and
-    /// a destination that broke one off may have said why.
+    /// Ends the streams, and finds the cause to report. The streams of a cancelled migration fail because of the cancel, and a
+    /// destination that closed one may have sent its reason.
     pub(super) fn give_up(&mut self, error: MigrationError) -> MigrationError {
         let cancelled = self.stop.is_set();
         let error = match error {
@@ -227,10 +229,10 @@ impl Departure<'_> {
             while !text.is_char_boundary(end) {
                 end -= 1;
             }
-            // A destination that hears nothing ends when the streams do.
+            // A destination that doesn't get this frame ends when the streams do.
             let _ = self.control().and_then(|control| control.send(Kind::Abort, &text.as_bytes()[..end]));
         }
-        // A destination that was ready holds the disks until it hears that it is over.
+        // A destination that was ready holds the disks until the streams end.
         self.post_copy = None;
         self.streams.clear();
         error

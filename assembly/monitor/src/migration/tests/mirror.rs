@@ -1,4 +1,4 @@
-//! Disks that are copied along: real images, written through real queues all the while, on both sides of whole, cut and lying streams.
+//! Copying disks: real images that real queues write meanwhile, with complete, cut and hostile streams.
 
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -21,14 +21,14 @@ const HEADER: u64 = 0x1000;
 const STATUS: u64 = 0x1800;
 const DATA: u64 = 0x10_0000;
 
-/// A guest's driver, writing all over a disk, a request at a time.
+/// A guest's driver that writes to random places of a disk, one request at a time.
 struct Driver {
     driver: MockDriver,
     queue: BlockQueue,
     interrupt: Arc<MockInterrupt>,
     bytes: u64,
     seed: u64,
-    /// Requests done; none more after the guest was stopped.
+    /// Completed requests. None is made after the guest was stopped.
     done: u64,
     stopped: bool,
 }
@@ -42,7 +42,7 @@ impl Driver {
         Self { driver, queue, interrupt, bytes, seed: 1, done: 0, stopped: false }
     }
 
-    /// A write, or zeroes, or a discard, somewhere.
+    /// A write, a write of zeroes, or a discard at a random place.
     fn request(&mut self) {
         self.seed = self.seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         let sectors = 1 + (self.seed >> 40) % 200;
@@ -85,7 +85,7 @@ fn open(path: &Path, change: impl FnOnce(&mut BlockConfig)) -> Block {
 }
 
 impl Disks {
-    /// Holes, data and zeroes here; old content there, in an image of so many bytes.
+    /// The source's disk has holes, data and zeroes. The destination's image, of `there_bytes` bytes, has old content.
     fn new(bytes: u64, there_bytes: u64) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let (here, there) = (directory.path().join("here.raw"), directory.path().join("there.raw"));
@@ -103,7 +103,7 @@ impl Disks {
         Self { _directory: directory, here, there, source: content, _owner: Mutex::new(source), driver }
     }
 
-    /// A guest that writes so often whenever it is asked what it wrote, and as it is stopped.
+    /// A guest that makes `requests` disk requests at each query for dirty pages, and as it is stopped.
     fn machine(&self, requests: u64, writes: Vec<Vec<u64>>) -> StandIn {
         let driver = Arc::clone(&self.driver);
         let writer = move |stopping: bool| {
@@ -150,7 +150,7 @@ impl Devices for WithDisks {
     }
 }
 
-/// As a monitor does it: takes the VM, then its disk, and runs it when it is told to.
+/// Acts as a monitor: receives the VM, locks its disk, and runs it after the commit.
 fn arrive(ends: Vec<OwnedFd>, key: Option<&ClusterKey>, to: &GuestRam, mut disk: Block) -> There {
     let stop = Stop::default();
     let devices = WithDisks(vec![disk.content()]);
@@ -175,7 +175,7 @@ fn arrive(ends: Vec<OwnedFd>, key: Option<&ClusterKey>, to: &GuestRam, mut disk:
     }
 }
 
-/// A move of such a machine to such a disk; the source gives its own up first, as a monitor does.
+/// A migration of such a machine to such a disk. The source unlocks its own first, as a monitor does.
 fn go_with(
     machine: &StandIn,
     disk: Block,
@@ -196,8 +196,8 @@ fn go_with(
     Outcome { here, there, same: same(&machine.ram, to), carried: carried.load(Ordering::SeqCst) }
 }
 
-/// What the guest writes in each round, besides a thread that writes all the time, arrives: both images are equal when the guest runs there. What was
-/// there before is gone, holes are holes, and the timeline says what was copied.
+/// The guest writes in each round, and a thread writes all the time. Both images are equal when the guest runs there. Old content is
+/// gone, holes are holes, and the timeline has the copied bytes.
 #[test]
 fn a_disk_goes_along_while_its_guest_writes() {
     let bytes = (6 << 20) + 512 * 3;
@@ -233,7 +233,7 @@ fn a_disk_goes_along_while_its_guest_writes() {
         assert!(disk.copied == copied && copied > bytes, "{copied}");
         assert_eq!(timeline.rounds[0].disk_bytes, bytes);
         assert!(timeline.rounds[0].pages == 0 && timeline.rounds.last().unwrap().stopped);
-        // What is zero, and most is not written to, takes no space.
+        // Zeroes and unwritten parts occupy no space.
         let (here, there) =
             (std::fs::metadata(&disks.here).unwrap(), std::fs::metadata(&disks.there).unwrap());
         assert!(there.blocks() <= here.blocks() + 256, "{} {}", there.blocks(), here.blocks());
@@ -241,7 +241,8 @@ fn a_disk_goes_along_while_its_guest_writes() {
     }
 }
 
-/// Wherever the streams are cut: before the commit the guest has its own disk, with all it wrote, and the other image is no disk.
+/// At every cut of the streams before the commit, the guest has its own disk with all its writes, and the other image is marked as
+/// incomplete.
 #[test]
 fn wherever_the_streams_are_cut_the_source_keeps_its_disk() {
     let bytes = 256 << 10;
@@ -270,7 +271,7 @@ fn wherever_the_streams_are_cut_the_source_keeps_its_disk() {
                     assert_eq!(life, 0, "cut {cut}");
                     assert!(!reason.is_empty());
                     stays += 1;
-                    // Its own disk is as good as before.
+                    // The source's disk still works.
                     let mut driver = disks.driver.lock().unwrap();
                     driver.request();
                     let file = std::fs::File::open(&disks.there).unwrap();
@@ -288,7 +289,7 @@ fn wherever_the_streams_are_cut_the_source_keeps_its_disk() {
     }
 }
 
-/// Disks that can't be copied are named in a sentence before anything begins, on the side that knows.
+/// Disks that can't be copied are named in a sentence before the migration begins, by the side that detects it.
 #[test]
 fn disks_that_cannot_be_copied_are_named() {
     let bytes = 1 << 20;
@@ -320,7 +321,7 @@ fn disks_that_cannot_be_copied_are_named() {
     assert_eq!(std::fs::read(&disks.there).unwrap()[0], 0xDD, "nothing was written");
 }
 
-/// A disk that both sides have in common is left alone, and said to be in use where it was named.
+/// A disk that both sides share isn't copied, and is reported as in use where the user named it.
 #[test]
 fn a_shared_disk_is_not_copied_onto_itself() {
     let disks = Disks::new(1 << 20, 1 << 20);
@@ -333,13 +334,13 @@ fn a_shared_disk_is_not_copied_onto_itself() {
     assert_eq!(machine.stops.load(Ordering::SeqCst), 0);
 
     let machine = disks.machine(1, vec![]);
-    // The stand-in doesn't give its disk up, so that the other side can't take it in the end.
+    // The stand-in doesn't unlock its disk, so the other side can't lock it in the end.
     let outcome = go_with(&machine, same(), 2, u64::MAX, &mirrored(request(300, 60)));
     assert!(matches!(outcome.there, There::No(reason) if reason.contains("take its image")));
     assert!(outcome.here.is_err() && machine.stops.load(Ordering::SeqCst) == 1, "it came to the end");
 }
 
-/// A file in a small file system of another mount namespace, and the process that keeps that. `None` without privileges.
+/// A file in a small file system of another mount namespace, and the process that keeps the namespace. `None` without privileges.
 fn small_file_system(bytes: u64) -> Option<(Child, PathBuf)> {
     let script = format!(
         "mount -t tmpfs -o size=1m none /mnt && truncate -s {bytes} /mnt/disk && echo ready && exec sleep 300"
@@ -361,7 +362,7 @@ fn small_file_system(bytes: u64) -> Option<(Child, PathBuf)> {
     Some((child, path))
 }
 
-/// A destination without room for what the guest has written: it says so, and the guest goes on where it is.
+/// A destination without room for the guest's writes reports that, and the source resumes the guest.
 #[test]
 fn a_full_disk_at_the_destination_is_said() {
     let bytes = 8 << 20;
@@ -392,8 +393,8 @@ fn a_full_disk_at_the_destination_is_said() {
     child.wait().unwrap();
 }
 
-/// A guest that writes its disk faster than it is copied is held back, and left where it is when the time is up; the limit runs from the end of the
-/// first copy.
+/// A guest that writes its disk faster than it is copied is throttled, and stays at the source when the time limit has passed. The limit
+/// starts at the end of the first copy.
 #[test]
 fn a_guest_that_writes_its_disk_too_fast_is_held_back_and_then_left() {
     let disks = Disks::new(2 << 20, 2 << 20);
@@ -415,7 +416,7 @@ fn a_guest_that_writes_its_disk_too_fast_is_held_back_and_then_left() {
     assert_eq!(machine.stops.load(Ordering::SeqCst), 0);
 }
 
-/// A cancel while disks are copied ends it; the guest was never disturbed, and writes aren't noted any more.
+/// A cancel while disks are copied ends the migration. The guest was never disturbed, and its writes aren't logged any more.
 #[test]
 fn a_cancel_ends_the_copy_of_disks() {
     let disks = Disks::new(2 << 20, 2 << 20);
@@ -447,7 +448,7 @@ fn a_cancel_ends_the_copy_of_disks() {
     assert_eq!(disks.source.take_written().unwrap().covered(), 0);
 }
 
-/// With post-copy the disk is whole before the guest runs there; its memory comes afterwards.
+/// With post-copy the disk is complete before the guest runs there; its memory follows.
 #[test]
 fn with_post_copy_disks_are_whole_before_the_guest_goes() {
     for after in [0, 1] {
@@ -479,7 +480,7 @@ fn with_post_copy_disks_are_whole_before_the_guest_goes() {
     }
 }
 
-/// An older destination isn't asked: the user hears what it would take, before anything begins.
+/// An older destination gets no request: the user learns which version is needed before the migration begins.
 #[test]
 fn an_older_destination_is_named() {
     let disks = Disks::new(1 << 20, 1 << 20);
@@ -502,8 +503,8 @@ fn an_older_destination_is_named() {
     assert_eq!((machine.stops.load(Ordering::SeqCst), machine.logging.load(Ordering::SeqCst)), (0, 0));
 }
 
-/// A source that lies: pieces of disks without having asked, of disks that aren't there, beyond their ends, or less than all of one. Each is a
-/// sentence, and what isn't whole is no disk.
+/// A hostile source sends pieces of disks without a request, of disks that don't exist, beyond their ends, or not all of one. Each is
+/// refused with a sentence, and an incomplete image stays marked.
 #[test]
 fn a_source_that_lies_is_refused() {
     use crate::migration::message::{End, Hello, OLDEST, VERSION};
@@ -548,7 +549,7 @@ fn a_source_that_lies_is_refused() {
     }
 }
 
-/// A source whose further stream ends without its share of a round isn't waited for; what is missing is found at the end.
+/// A round doesn't wait for a further stream that has ended without its share. The missing part is detected at the end.
 #[test]
 fn a_stream_that_ends_early_is_not_waited_for() {
     use crate::migration::message::{End, Hello, OLDEST, VERSION};

@@ -1,5 +1,5 @@
-//! Memory that comes after the guest: both sides against each other over real userfaultfd, a source that is lost on the way, one that lies, and
-//! destinations that can't. Where this machine gives no userfaultfd the tests say so and end.
+//! Post-copy: both sides against each other over real userfaultfd, a source that is lost, a hostile one, and destinations without
+//! support. Where this machine has no userfaultfd the tests report that and end.
 
 use std::collections::HashSet;
 use std::sync::mpsc;
@@ -25,7 +25,7 @@ pub(super) fn uffd() -> Option<Userfault> {
     }
 }
 
-/// A destination that takes memory late.
+/// A destination that accepts post-copy.
 struct Late<'a>(&'a GuestRam, &'a [DiskContent]);
 
 impl Devices for Late<'_> {
@@ -43,10 +43,10 @@ impl Devices for Late<'_> {
     }
 }
 
-/// What came of it there: pages lost and whether the guest was given, or how it was.
+/// The result at the destination: a report, or the lost pages, whether the guest was committed, and the cause.
 pub(super) type Lost = Result<Report, (u64, bool, String)>;
 
-/// Takes the VM in, runs `guest` on its memory when it is told to, and waits for the last page or the loss.
+/// Receives the VM, runs `guest` on its memory after the commit, and waits for the last page or the loss.
 fn late_destination(
     uffd: Userfault,
     to: &GuestRam,
@@ -56,7 +56,7 @@ fn late_destination(
     late_destination_with(uffd, to, &[], ends, guest)
 }
 
-/// The same with disks that are filled.
+/// The same with disks to fill.
 pub(super) fn late_destination_with(
     uffd: Userfault,
     to: &GuestRam,
@@ -112,7 +112,7 @@ pub(super) fn use_all(ram: &GuestRam) {
     }
 }
 
-/// Contents but for what [`use_all`] wrote.
+/// Compares contents, apart from the writes of [`use_all`].
 pub(super) fn same_but_for_use(from: &GuestRam, to: &GuestRam) -> bool {
     (0..1024u64).for_each(|page| {
         from.memory().memory().write_obj(page ^ 0x55, GuestAddress(page * 4096 + 1024)).unwrap();
@@ -120,13 +120,13 @@ pub(super) fn same_but_for_use(from: &GuestRam, to: &GuestRam) -> bool {
     same(from, to)
 }
 
-/// A guest with many pages that runs before any of them is there, or after rounds that don't converge, finds all as it was left, pages
-/// that were sent before and changed since included; each missing page is sent once; writes at the destination aren't overwritten.
+/// A guest with many pages runs before any of them is present, or after rounds that don't converge. It finds all contents, including
+/// pages that were sent and then changed. Each missing page is sent once, and writes at the destination aren't overwritten.
 #[test]
 fn a_guest_runs_before_its_memory_is_there() {
     let many: Vec<Vec<u64>> = vec![(0..900).collect(), (5..700).collect()];
     let few: Vec<Vec<u64>> = vec![vec![0, 1, 2, 3], vec![0, 1], vec![1], vec![2, 900]];
-    // Six pages are used at first. Nine hundred after six don't converge, so that the second round isn't taken.
+    // Six pages are used at first. Nine hundred after six don't converge, so there is no second round.
     for (after, streams, writes, rounds, missing) in [
         (0, 3, &many, 0, 901),
         (0, 5, &many, 0, 901),
@@ -141,7 +141,7 @@ fn a_guest_runs_before_its_memory_is_there() {
         let watch = Watch::default();
         let stop = watch.begin("there", None).unwrap();
         let (timeline, report) = std::thread::scope(|scope| {
-            // With more streams than it takes they are encrypted.
+            // Cases with more than the least number of streams are encrypted.
             let asked = if streams > 3 { sealed(late_request(after)) } else { late_request(after) };
             let key = key_of(&asked);
             let to = &to;
@@ -161,7 +161,7 @@ fn a_guest_runs_before_its_memory_is_there() {
     }
 }
 
-/// A guest that converges is moved as without post-copy, though that was allowed.
+/// A guest that converges is migrated without post-copy, although it was allowed.
 #[test]
 fn what_converges_needs_no_post_copy() {
     let Some(uffd) = uffd() else { return };
@@ -180,8 +180,8 @@ fn what_converges_needs_no_post_copy() {
     assert!(timeline.post_copy.is_none() && same(&machine.ram, &to));
 }
 
-/// The streams are cut at many places. Before the destination runs the guest, the source has it; afterwards both sides say that it is lost, with
-/// the pages that are missing, unless all had come. At no point do both run it.
+/// The streams are cut at many points. Before the destination runs the guest, the source has it. Afterwards both sides report the loss
+/// and the number of missing pages, unless all were received. At no point do both run it.
 #[test]
 fn a_connection_that_is_lost_is_reported_for_what_it_is() {
     let go = |limit: u64| {
@@ -192,7 +192,7 @@ fn a_connection_that_is_lost_is_reported_for_what_it_is() {
         let watch = Watch::default();
         let stop = watch.begin("there", None).unwrap();
         let (here, there) = std::thread::scope(|scope| {
-            // The guest touches nothing: a thread that waits for a lost page would wait for ever.
+            // The guest accesses no page: a thread that waits for a lost page would block forever.
             let arriving = scope.spawn(|| late_destination(uffd, &to, (b, None), |_| {}));
             let here = migrate(&machine, a, &late_request(0), &watch, &stop);
             (here, arriving.join().unwrap())
@@ -216,7 +216,7 @@ fn a_connection_that_is_lost_is_reported_for_what_it_is() {
                 assert_eq!(life, 2);
                 seen.insert("doubt");
             }
-            // The last word, that all is there, was cut; or it was said, and the rest of the streams' life.
+            // All pages were received, and the cut hit `Complete` or the end of the streams.
             (Err(MigrationError::LostDestination { .. }) | Ok(_), Ok(Ok(report))) => {
                 assert_eq!((report.left, life), (0, 1), "cut {cut}");
                 seen.insert("all");
@@ -232,7 +232,8 @@ fn a_connection_that_is_lost_is_reported_for_what_it_is() {
     assert!(seen.contains("stays") && seen.contains("lost"), "{seen:?}");
 }
 
-/// Destinations that can't: one says why, and one of a version that isn't spoken any more is told from its answer. The guest isn't disturbed.
+/// Destinations without support: one sends the reason; one of an unsupported version is detected from its answer. The guest isn't
+/// disturbed.
 #[test]
 fn a_destination_that_cannot_is_noticed_before_the_guest_is_disturbed() {
     let machine = StandIn::new(vec![]);
@@ -262,7 +263,7 @@ fn a_destination_that_cannot_is_noticed_before_the_guest_is_disturbed() {
     assert_eq!((machine.stops.load(Ordering::SeqCst), machine.life.load(Ordering::SeqCst)), (0, 0));
 }
 
-/// One side's end of a stream, for a peer that lies.
+/// One side's end of a stream, for a hostile peer.
 pub(super) struct Peer {
     connection: Connection,
     sender: Sender,
@@ -277,7 +278,7 @@ impl Peer {
     pub(super) fn send(&mut self, kind: Kind, payload: &[u8]) {
         self.sender.send(&mut self.connection, kind, &[payload]).unwrap();
     }
-    /// As [`Peer::send`], to somebody who may have hung up.
+    /// As [`Peer::send`], to a peer that may have disconnected.
     pub(super) fn send_if_heard(&mut self, kind: Kind, payload: &[u8]) {
         let _ = self.sender.send(&mut self.connection, kind, &[payload]);
     }
@@ -296,8 +297,8 @@ fn page_frame(address: u64, byte: u8) -> Vec<u8> {
     frame
 }
 
-/// A source that lies: pages that nobody lacks, twice the same and other contents for it, are dropped, and what the guest wrote stays; a page
-/// outside of RAM ends it as a loss, with the pages that are missing.
+/// A hostile source: pages that aren't missing, and repeated pages with other contents, are dropped, and the guest's writes stay. A page
+/// outside RAM ends the migration as a loss, with the number of missing pages.
 #[test]
 fn a_source_that_lies_cannot_overwrite_the_guest() {
     for wild in [None, Some(4u64 << 20), Some(u64::MAX - 4095), Some(77)] {
@@ -310,7 +311,7 @@ fn a_source_that_lies_cannot_overwrite_the_guest() {
             let to = &to;
             let arriving = scope.spawn(move || {
                 late_destination(uffd, to, (b, None), move |ram| {
-                    // Page 5 is waited for; page 6 is never touched.
+                    // The write waits for page 5; page 6 is never accessed.
                     ram.memory().memory().write_obj(0xEEu8, GuestAddress(5 * 4096 + 9)).unwrap();
                     go_on.send(()).unwrap();
                 })
@@ -354,7 +355,7 @@ fn a_source_that_lies_cannot_overwrite_the_guest() {
                 Some(wild) => {
                     push.send(Kind::Pages, &page_frame(wild, 3));
                     let (left, given, error) = arriving.join().unwrap().unwrap().unwrap_err();
-                    // Page 6; and page 5, as long as its being placed, which its waiter has seen, isn't noted.
+                    // Page 6; also page 5, while its placement isn't recorded although its waiter has seen it.
                     assert!((1..=2).contains(&left) && given, "{left}");
                     assert!(error.contains("isn't RAM") || error.contains("can't be"), "{error}");
                 }
@@ -363,7 +364,7 @@ fn a_source_that_lies_cannot_overwrite_the_guest() {
     }
 }
 
-/// A destination that lies: wishes for pages that aren't there are no harm before the source has given the guest away, and a loss after it.
+/// A hostile destination: invalid page requests cause a rollback before the source has committed, and a loss after it.
 #[test]
 fn a_destination_that_lies_is_noticed() {
     for wish in [vec![4u64 << 20], vec![1], vec![]] {
@@ -390,7 +391,7 @@ fn a_destination_that_lies_is_noticed() {
                 control.send(Kind::Running, &[]);
                 let bytes: Vec<u8> = wish.iter().flat_map(|page| page.to_le_bytes()).collect();
                 wishes.send(Kind::Want, &bytes);
-                // Until the source has noticed.
+                // Until the source has detected it.
                 while wishes.receiver.receive(&mut wishes.connection).is_ok() {}
             });
             let error = migrate(&machine, a, &late_request(0), &watch, &stop).unwrap_err();
@@ -402,7 +403,8 @@ fn a_destination_that_lies_is_noticed() {
     }
 }
 
-/// The stream breaks when all but the late pages are there, and the daemon says that the VM has moved: it is lost, and known to be. (It was shown as in doubt, for ever.)
+/// The stream breaks when everything but the post-copy pages was received, and the daemon reports that the VM has migrated: it is lost,
+/// not in doubt.
 #[test]
 fn a_source_that_has_lost_its_late_pages_is_in_no_doubt() {
     use control_api::host::proto::move_vm_reply::State;
@@ -426,7 +428,7 @@ fn a_source_that_has_lost_its_late_pages_is_in_no_doubt() {
             control.send(Kind::Accepted, &accepted);
             control.expect(Kind::Postcopy);
             control.send(Kind::Accepted, &accepted);
-            // The others take nothing: pages are left that weren't sent.
+            // The other streams read nothing, so pages stay unsent.
             while !matches!(control.receiver.receive(&mut control.connection).unwrap(), (Kind::State, _)) {}
             drop((control, ends));
         });

@@ -1,4 +1,4 @@
-//! A VM with served devices: a daemon says when it stops and where it runs, whatever the streams do.
+//! A VM with served devices: the daemon determines when it stops and where it runs, whatever happens on the streams.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
@@ -11,7 +11,7 @@ use control_api::host::proto::{BeginTogether, ClaimVm};
 use super::super::served::{Verdict, Waits};
 use super::*;
 
-/// What a daemon was told, and what it answers, one after the other; the last answer stays.
+/// The daemon's answers, one per step; the last one repeats.
 type Answers = Vec<Result<(State, &'static str), &'static str>>;
 
 pub(super) fn daemon(answers: Answers) -> (Daemon, Arc<Mutex<Vec<Step>>>) {
@@ -19,7 +19,7 @@ pub(super) fn daemon(answers: Answers) -> (Daemon, Arc<Mutex<Vec<Step>>>) {
     let (told, next) = (Arc::clone(&heard), AtomicUsize::new(0));
     let daemon = Daemon::answering(move |step: &Step| {
         if matches!(step, Step::Look(_)) {
-            // Only a slow machine asks this while so little is copied.
+            // Only a slow machine sends this step while so little is copied.
             return Ok((State::Copy, String::new()));
         }
         told.lock().unwrap().push(step.clone());
@@ -32,10 +32,10 @@ pub(super) fn daemon(answers: Answers) -> (Daemon, Arc<Mutex<Vec<Step>>>) {
     (daemon, heard)
 }
 
-/// Pieces of devices' state, as they came: number and bytes.
+/// Received pieces of devices' state: number and bytes.
 type Came = Vec<(u32, Vec<u8>)>;
 
-/// The destination's devices note what comes.
+/// Devices of the destination that record what they receive.
 #[derive(Default)]
 struct Noting(Mutex<Came>);
 
@@ -55,12 +55,12 @@ impl Devices for Noting {
     }
 }
 
-/// A move with such a daemon; the destination only takes what comes. What the guest's life is afterwards, and what came.
+/// A migration with such a daemon; the destination only receives. Returns the result, the machine, and what was received.
 fn go(answers: Answers) -> (Result<MigrationTimeline, MigrationError>, StandIn, Came, Vec<Step>) {
     go_with(answers, &[])
 }
 
-/// As [`go`], together with others.
+/// As [`go`], in a group.
 fn go_with(
     answers: Answers,
     others: &[&str],
@@ -80,7 +80,7 @@ fn go_with(
             let taken = Streams::over(b, None, &theirs)
                 .and_then(|streams| streams.take(&shape(), &to.memory(), &noting, &theirs));
             if let Ok((mut landing, _)) = taken {
-                // Its own daemon tells it the rest.
+                // The destination's own daemon decides the rest.
                 let _ = landing.restored();
             }
         });
@@ -94,7 +94,7 @@ fn go_with(
     (here, machine, noting.0.into_inner().unwrap(), steps)
 }
 
-/// The source ends when its daemon says that the VM has moved, and not before; devices' state comes whole and in order.
+/// The source ends when its daemon reports that the VM has migrated, and not before. Devices' state is received completely and in order.
 #[test]
 fn the_daemon_s_word_ends_the_source() {
     let (here, machine, came, steps) = go(vec![
@@ -123,7 +123,8 @@ fn the_daemon_s_word_ends_the_source() {
     assert_eq!(of(1), vec![3; 2 << 20]);
 }
 
-/// With others it asks until all have, copies, and copies again while others of them aren't ready: all that was written is there in the end.
+/// In a group the monitor waits until all VMs have begun, copies, and copies again while others aren't ready. The destination has all
+/// writes in the end.
 #[test]
 fn a_vm_that_moves_with_others_waits_for_them() {
     let (here, machine, came, steps) = go_with(
@@ -158,7 +159,8 @@ fn a_vm_that_moves_with_others_waits_for_them() {
     assert_eq!((of(0), of(1)), (b"firstlast".to_vec(), vec![3; 2 << 20]));
 }
 
-/// A peer moves first: the user sees which one, memory is copied on, and the guest is stopped when it is its turn. A cancel ends the wait.
+/// A peer migrates first: the user sees which one, memory is copied meanwhile, and the guest is stopped afterwards. A cancel ends the
+/// wait.
 #[test]
 fn a_vm_waits_until_its_peer_has_moved() {
     let waits_for = Arc::new(Mutex::new(Vec::new()));
@@ -210,7 +212,7 @@ fn a_vm_waits_until_its_peer_has_moved() {
     assert_eq!((machine.stops.load(Ordering::SeqCst), left), (0, None), "its guest has never stopped");
 }
 
-/// A group that can't be: the guest never stands still, and nothing was copied.
+/// A refused group: the guest is never stopped, and nothing was copied.
 #[test]
 fn a_group_that_is_refused_stops_nobody() {
     let (here, machine, came, _) = go_with(vec![Err("The cluster has no VM nobody")], &["a", "nobody"]);
@@ -219,7 +221,7 @@ fn a_group_that_is_refused_stops_nobody() {
     assert!(came.is_empty());
 }
 
-/// Refused, or given up before the stop: the guest never stands still, and the log is off.
+/// Refused, or aborted before the stop: the guest is never stopped, and dirty logging is off.
 #[test]
 fn what_is_given_up_before_the_stop_never_stops_the_guest() {
     let (here, machine, _, _) = go(vec![Err("QP 7 is connected by transport wire")]);
@@ -231,7 +233,7 @@ fn what_is_given_up_before_the_stop_never_stops_the_guest() {
     assert_eq!(steps.last(), Some(&Step::Broken(true)));
 }
 
-/// A destination whose devices take nothing for the time being, so that the streams fill up.
+/// A destination whose devices receive nothing for now, so that the streams' buffers fill.
 struct Stalled(Mutex<()>);
 
 impl Devices for Stalled {
@@ -250,7 +252,7 @@ impl Devices for Stalled {
     }
 }
 
-/// Another host gives it up while memory is copied: that is heard of then, and not when little is left.
+/// Another host aborts the migration while memory is copied: the source learns of it at once, and not when little is left.
 #[test]
 fn what_is_given_up_while_it_is_copied_is_heard_of_at_once() {
     let looks = Arc::new(AtomicUsize::new(0));
@@ -287,7 +289,7 @@ fn what_is_given_up_while_it_is_copied_is_heard_of_at_once() {
     assert_eq!((machine.stops.load(Ordering::SeqCst), machine.logging.load(Ordering::SeqCst)), (0, 0));
 }
 
-/// Given up when all had been sent: the guest goes on.
+/// Aborted when everything was sent: the source resumes the guest.
 #[test]
 fn what_is_given_up_after_the_stop_lets_the_guest_go_on() {
     let (here, machine, _, _) = go(vec![
@@ -300,12 +302,13 @@ fn what_is_given_up_after_the_stop_lets_the_guest_go_on() {
     assert_eq!((machine.life.load(Ordering::SeqCst), machine.logging.load(Ordering::SeqCst)), (0, 0));
 }
 
-/// A daemon that can't say how it ended, for however long: the guest stands still, in doubt, and the daemon is asked until it can.
+/// A daemon that doesn't know the decision for any time: the guest stays stopped, in doubt, and the monitor repeats its request until the
+/// daemon knows.
 #[test]
 fn a_guest_whose_fate_is_unknown_stands_still_until_it_is_known() {
     let ask = |last: &[Result<(State, &'static str), &'static str>]| {
         let mut answers = vec![Ok((State::Copy, "")), Ok((State::Stop, "")), Ok((State::Stop, ""))];
-        // The daemon is away, has been started again, and asks a service that is away.
+        // In turn, the daemon can't be reached, was restarted, and can't reach the service.
         for _ in 0..50 {
             answers.extend([Err("no such VM"), Ok((State::Pending, "the cluster service can't be asked"))]);
             answers.extend([Ok((State::Unknown, "")), Ok((State::Pending, "it hasn't decided"))]);
@@ -324,7 +327,8 @@ fn a_guest_whose_fate_is_unknown_stands_still_until_it_is_known() {
     assert_eq!((machine.life.load(Ordering::SeqCst), machine.doubts.load(Ordering::SeqCst)), (0, 1));
 }
 
-/// A daemon that was started again knows of no migration: that is no decision. The service says that the VM has moved, or that it is still this host's.
+/// A restarted daemon that doesn't know the migration is no decision. The service reports that the VM has migrated, or that this host
+/// still has it.
 #[test]
 fn a_daemon_that_was_started_again_decides_nothing() {
     let stopped = vec![Ok((State::Copy, "")), Ok((State::Stop, "")), Ok((State::Stop, ""))];
@@ -341,7 +345,7 @@ fn a_daemon_that_was_started_again_decides_nothing() {
     assert_eq!(machine.life.load(Ordering::SeqCst), 0, "it goes on here");
 }
 
-/// This side fails after the stop, and it had been decided: the VM has moved.
+/// This side fails after the stop, and the coordinator had committed: the VM has migrated.
 #[test]
 fn a_source_that_fails_after_the_decision_has_moved() {
     let (here, machine, ..) = go(vec![
@@ -354,7 +358,7 @@ fn a_source_that_fails_after_the_decision_has_moved() {
     assert_eq!(machine.life.load(Ordering::SeqCst), 1, "it stands still here");
 }
 
-/// Its user lets a guest in doubt go on: it isn't asked any longer how that ended.
+/// The user resumes a guest in doubt: the monitor no longer asks for the decision.
 #[test]
 fn a_guest_in_doubt_that_is_let_go_on_is_left_alone() {
     let asked = Arc::new(AtomicUsize::new(0));
@@ -371,8 +375,9 @@ fn a_guest_in_doubt_that_is_let_go_on_is_left_alone() {
     assert!(asked.load(Ordering::SeqCst) <= 2);
 }
 
-/// A destination that has voted waits for the decision, however long nothing is heard, and runs the guest when it is heard. It doesn't believe a daemon that was started again,
-/// and asks the service, which tells it that it was given up, or that the VM is this host's, whose devices are lost.
+/// A destination that has voted waits for the decision without a time limit, and runs the guest after a commit. It doesn't trust a
+/// restarted daemon, and asks the service. The answer is that the migration was aborted, or that this host has the VM and its devices are
+/// lost.
 #[test]
 fn a_vote_is_not_taken_back() {
     let arrived = |answers: Answers| {
