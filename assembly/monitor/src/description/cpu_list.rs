@@ -1,4 +1,4 @@
-//! Sets of CPU numbers, as Linux writes them: `0-3,8`.
+//! Sets of CPU numbers in Linux's format: `0-3,8`.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -11,7 +11,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 pub struct CpuList(BTreeSet<u16>);
 
 impl CpuList {
-    /// CPU numbers lie below this: the most that Linux can be built for on x86.
+    /// CPU numbers lie below this limit, the largest that Linux can be built for on x86.
     pub const LIMIT: u16 = 8192;
 
     /// The numbers, ascending.
@@ -19,17 +19,17 @@ impl CpuList {
         self.0.iter().copied()
     }
 
-    /// How many there are.
+    /// Number of CPUs.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Whether there are none.
+    /// Whether the set is empty.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Whether it has `cpu`.
+    /// Whether the set contains `cpu`.
     pub fn contains(&self, cpu: u16) -> bool {
         self.0.contains(&cpu)
     }
@@ -46,7 +46,7 @@ impl CpuList {
 }
 
 impl FromIterator<u16> for CpuList {
-    /// Numbers from [`CpuList::LIMIT`] on are left out.
+    /// Numbers from [`CpuList::LIMIT`] on are ignored.
     fn from_iter<I: IntoIterator<Item = u16>>(cpus: I) -> Self {
         Self(cpus.into_iter().filter(|cpu| *cpu < Self::LIMIT).collect())
     }
@@ -73,7 +73,7 @@ impl FromStr for CpuList {
             if first > last {
                 return Err(refused());
             }
-            // Checks the end before walking there.
+            // Checks the range's end before the loop, which a huge end would make long.
             list.insert(last)?;
             for cpu in first..last {
                 list.insert(cpu)?;

@@ -1,9 +1,9 @@
-//! What can be wrong with a description, each in one sentence.
+//! Errors of a description, each in one sentence.
 
 use std::fmt;
 use std::path::PathBuf;
 
-/// Place of a value in a description: `disks[1].serial`.
+/// Path of a key in a description: `disks[1].serial`.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Key(String);
 
@@ -18,23 +18,23 @@ impl Key {
         Self(format!("{}.{name}", self.0))
     }
 
-    /// An item of the list that this key holds.
+    /// An item of this key's list.
     pub fn item(&self, index: usize) -> Self {
         Self(format!("{}[{index}]", self.0))
     }
 
-    /// The key that holds this one, `None` for a key of the outermost table.
+    /// The key that contains this one; `None` for a key of the outermost table.
     pub fn parent(&self) -> Option<Self> {
         let end = self.0.rfind(['.', '['])?;
         Some(Self(self.0[..end].to_owned()))
     }
 
-    /// The outermost table's key that this one is in: `disks` of `disks[1].serial`.
+    /// The key in the outermost table that contains this one: `disks` of `disks[1].serial`.
     pub fn first(&self) -> &str {
         self.0.split(['.', '[']).next().unwrap_or_default()
     }
 
-    /// The number of the list item right below the outermost key: 1 in `disks[1].serial`.
+    /// Index of the list item right below the outermost key: 1 in `disks[1].serial`.
     pub fn first_index(&self) -> Option<usize> {
         let rest = self.0.strip_prefix(self.first())?.strip_prefix('[')?;
         rest.split(']').next()?.parse().ok()
@@ -47,13 +47,13 @@ impl fmt::Display for Key {
     }
 }
 
-/// A value that can't be used. Who knows where it was written (file and line, or flag) adds that.
+/// A value that can't be used. The caller adds where it was written (file and line, or flag).
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{key}: {problem}")]
 pub struct Invalid {
-    /// Where it stands.
+    /// Key of the value.
     pub key: Key,
-    /// What was written and what is allowed.
+    /// The written value, and the allowed ones.
     pub problem: String,
 }
 
@@ -76,7 +76,7 @@ pub enum DescriptionError {
         #[source]
         source: std::io::Error,
     },
-    /// The file is something else.
+    /// The file isn't a description.
     #[error("{} is not a VM description: {problem}", path.display())]
     NotADescription {
         /// The file.
@@ -84,16 +84,16 @@ pub enum DescriptionError {
         /// Why.
         problem: String,
     },
-    /// It isn't TOML, has a key that isn't known, or a value of the wrong type.
+    /// The text isn't TOML, has an unknown key, or a value of the wrong type.
     #[error("{}, line {line}{}: {problem}", path.display(), at(key.as_ref()))]
     Malformed {
         /// The file.
         path: PathBuf,
         /// Line, from 1.
         line: usize,
-        /// The key it is about, where one is known.
+        /// Key at the error, where known.
         key: Option<Key>,
-        /// What is wrong and what is allowed.
+        /// The error, and what is allowed.
         problem: String,
     },
     /// A value can't be used.
@@ -103,7 +103,7 @@ pub enum DescriptionError {
         path: PathBuf,
         /// Line, from 1; `None` when the key isn't in the file.
         line: Option<usize>,
-        /// What and why.
+        /// Key and problem.
         invalid: Invalid,
     },
 }

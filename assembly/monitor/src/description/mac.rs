@@ -10,10 +10,10 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 pub struct MacAddress(pub [u8; 6]);
 
 impl MacAddress {
-    /// A locally administered unicast address made from a VM's name and a device number: the same each time the VM
-    /// starts, so that the guest's network set-up keeps fitting. It is the same on every host, so that a VM that moves keeps it.
+    /// A locally administered unicast address, derived from a VM's name and a device number. It is the same at each start, so that the
+    /// guest's network configuration stays valid. It is also the same on every host, so that a VM keeps it when it migrates.
     pub fn derived(vm: &str, device: usize) -> Self {
-        // FNV-1a; spreads names well enough, and a clash is settled by writing `mac`.
+        // FNV-1a; spreads names well enough. In case of a collision the user writes `mac`.
         let bytes = vm.bytes().chain([b'/']).chain(device.to_le_bytes());
         let hash = bytes.fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
             (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
@@ -22,9 +22,9 @@ impl MacAddress {
         Self([0x02, hash[0] ^ hash[5], hash[1] ^ hash[6], hash[2] ^ hash[7], hash[3], hash[4]])
     }
 
-    /// The address of `vm`'s device to its neighbour `peer` in `group`: locally administered, unicast, the same each time. The FNV-1a hash
-    /// of 64 bits of the three names, a zero byte behind each, folded by `hash ^ hash >> 29`; its low 48 bits, the lowest byte first, of
-    /// which the first byte says unicast and local. docs/reference/neighbours.md specifies it.
+    /// The address of `vm`'s device to its neighbour `peer` in `group`: locally administered, unicast, the same at each start. It is the
+    /// 64-bit FNV-1a hash of the three names, each with a zero byte behind it, folded by `hash ^ hash >> 29`. The address has the low 48
+    /// bits, the lowest byte first. Its first byte is modified to be unicast and local. docs/reference/neighbours.md specifies it.
     pub fn to_neighbour(group: &str, vm: &str, peer: &str) -> Self {
         let bytes = [group, vm, peer].into_iter().flat_map(|name| name.bytes().chain([0]));
         let hash = bytes.fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
@@ -34,7 +34,7 @@ impl MacAddress {
         Self([a & 0xfc | 0x02, b, c, d, e, f])
     }
 
-    /// Its six bytes in the order of transmission.
+    /// The six bytes in the order of transmission.
     pub fn octets(self) -> [u8; 6] {
         self.0
     }
@@ -94,7 +94,7 @@ impl<'de> Deserialize<'de> for MacAddress {
 mod tests {
     use super::MacAddress;
 
-    /// What docs/reference/neighbours.md has as its example.
+    /// The example of docs/reference/neighbours.md.
     const FILES_TO_DISKS: &str = "96:bb:98:4f:e0:74";
 
     #[test]
@@ -121,7 +121,7 @@ mod tests {
         assert!(first.is_unicast() && first.0[0] & 2 != 0);
     }
 
-    /// Two appliances on one LAN have the same slots, and the same names of VMs too: the group tells them apart.
+    /// Two appliances on one LAN may have the same slots and the same VM names: their groups make the addresses different.
     #[test]
     fn addresses_to_neighbours_differ_by_group_vm_and_peer() {
         let first = MacAddress::to_neighbour("nas", "files", "disks");

@@ -1,13 +1,12 @@
-//! What a VM is to be: read from a TOML file, from flags, or from both, then validated.
+//! The description of a VM: read from a TOML file, from flags, or from both, then validated.
 //!
 //! ```text
 //! vm.toml --parse--> written::Vm --flags override--> written::Vm --validate--> VmDescription
-//!                    (what was written)                            (what holds; nothing left to check)
+//!                     (as written)                           (validated, complete)
 //! ```
 //!
-//! [`written`] mirrors the file, key by key. [`VmDescription`] can't hold a combination that makes no sense, so
-//! nothing after [`validate`] checks values again. Validation is pure: no file is opened here except the
-//! description itself.
+//! [`written`] has the file's keys one to one. [`VmDescription`] can't represent an invalid combination, so no code after [`validate`]
+//! checks values again. Validation is pure: it opens no file. Only [`read`] opens the description itself.
 
 mod cpu_list;
 mod error;
@@ -38,11 +37,10 @@ pub use vm::{
 
 use std::path::Path;
 
-/// A description file is refused beyond this many bytes: it is some other file.
+/// Limit in bytes for a description file. A larger file is something else.
 const LARGEST_FILE: u64 = 1 << 20;
 
-/// Reads what is written in a TOML file, and where each key stands. Relative paths in it are taken from the
-/// file's own directory.
+/// Reads a TOML file, and the position of each key. Relative paths in it start at the file's own directory.
 pub fn read(path: &Path) -> Result<(written::Vm, Positions), DescriptionError> {
     use std::io::Read as _;
 
@@ -63,7 +61,7 @@ pub fn read(path: &Path) -> Result<(written::Vm, Positions), DescriptionError> {
     parse(&text, path)
 }
 
-/// Parses the text of a description file; `path` is only named in errors and resolves relative paths.
+/// Parses the text of a description file. `path` appears in errors, and its directory resolves relative paths.
 pub fn parse(text: &str, path: &Path) -> Result<(written::Vm, Positions), DescriptionError> {
     let positions = Positions::of(text, path)?;
     let mut vm: written::Vm = toml::from_str(text).map_err(|error| positions.syntax_error(&error))?;

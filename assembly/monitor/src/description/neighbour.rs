@@ -5,12 +5,12 @@ use super::validate::{quoted, socket_path};
 use super::vm::{Neighbour, NeighbourPeer, Net, NetBackend};
 use super::{Invalid, Key, written};
 
-/// Longest name of a group or a VM.
+/// Limit for the length of a group's or a VM's name.
 const LONGEST_NAME: usize = 64;
-/// VMs that one may permit.
+/// Limit for the VMs that one VM may permit.
 const MOST_PEERS: usize = 64;
 
-/// Checks the table, and that the VM has nothing that can't go with it.
+/// Checks the table, and that the VM has no device that excludes a neighbourhood.
 pub(super) fn validate(vm: &written::Vm, vm_name: &str) -> Result<Option<Neighbour>, Invalid> {
     let Some(table) = &vm.neighbour else { return Ok(None) };
     let key = Key::root("neighbour");
@@ -29,7 +29,7 @@ pub(super) fn validate(vm: &written::Vm, vm_name: &str) -> Result<Option<Neighbo
     for (index, text) in table.permit.iter().enumerate() {
         let key = key.below("permit").item(index);
         let peer = peer(&key, text)?;
-        // Its memory can't be sealed against writing, see `machine::memory::Readers`.
+        // The VM's memory can't be sealed against writes; see `machine::memory::Readers`.
         if served > 0 && peer.uid.is_none() {
             let problem = format!(
                 "{} is a VM of the same user, from which memory that devices of [[rdma]] and [[vfio-user]] write can't be \
@@ -50,7 +50,7 @@ pub(super) fn validate(vm: &written::Vm, vm_name: &str) -> Result<Option<Neighbo
     Ok(Some(Neighbour { group: table.group.clone(), permit, host }))
 }
 
-/// Checks that a network device to neighbours has some, and is the only one.
+/// Checks that a network device with neighbours has a neighbourhood, and is the only such device.
 pub(super) fn check_network(net: &[Net], neighbour: Option<&Neighbour>) -> Result<(), Invalid> {
     let mut to_neighbours = net
         .iter()
@@ -131,7 +131,7 @@ mod tests {
         assert!(validated("").unwrap().neighbour.is_none());
     }
 
-    /// One virtio-net device may have the neighbourhood, if there is one.
+    /// One virtio-net device may be the neighbourhood's member.
     #[test]
     fn a_network_device_may_have_the_neighbourhood() {
         let group = "[neighbour]\ngroup = \"g\"\npermit = [\"b\"]\n";

@@ -4,10 +4,10 @@ use super::validate::{MOST_DEVICES, at_most, interface, path, quoted};
 use super::vm::{Nic, NicMode, NicPolicy};
 use super::{Invalid, Key, MacAddress, written};
 
-/// Numbers of network devices that are commodity NICs, for made-up addresses: virtio-net devices begin at 0, RDMA NICs at 1000.
+/// First device number of commodity NICs, for derived addresses. virtio-net devices start at 0, RDMA NICs at 1000.
 const FIRST_NUMBER: usize = 2000;
 
-/// Checks the list. A card, a tap and an address are each used once.
+/// Checks the list. A card, a tap and an address may be used once.
 pub(super) fn validate(vm: &written::Vm, vm_name: &str) -> Result<Vec<Nic>, Invalid> {
     let mut nics: Vec<Nic> = Vec::new();
     for (index, written) in vm.nic.iter().flatten().enumerate() {
@@ -24,7 +24,7 @@ pub(super) fn validate(vm: &written::Vm, vm_name: &str) -> Result<Vec<Nic>, Inva
     Ok(nics)
 }
 
-/// What two NICs can't both have: its key and its value.
+/// A resource that two NICs share, which isn't allowed: its key and its value.
 fn shared(one: &NicMode, other: &NicMode) -> Option<(&'static str, String)> {
     let card = |mode: &NicMode| match mode {
         NicMode::Vpio { device, .. } => Some(("vpio", device.clone())),
@@ -107,7 +107,7 @@ fn mode(vm: &str, index: usize, nic: &written::Nic) -> Result<NicMode, Invalid> 
     }
 }
 
-/// `0000:03:00.0`, in lower case as sysfs has it.
+/// Checks a PCI address, and converts it to lower case as in sysfs: `0000:03:00.0`.
 fn pci_address(key: &Key, text: &str) -> Result<String, Invalid> {
     let shape = [4, 2, 2, 1];
     let parts: Vec<&str> = text.split([':', '.']).collect();

@@ -1,4 +1,4 @@
-//! A key that takes one value or a list of them.
+//! A key whose value is one item or a list.
 
 use std::fmt;
 use std::marker::PhantomData;

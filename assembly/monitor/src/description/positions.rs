@@ -1,4 +1,4 @@
-//! Where each key of a description file stands, so that an error names its line.
+//! Positions of the keys in a description file, so that an error has a line number.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -19,12 +19,12 @@ pub struct Positions {
 #[derive(Debug)]
 struct Entry {
     key: Key,
-    /// From the key's first byte to the value's last.
+    /// Bytes from the key's first to the value's last.
     span: Range<usize>,
 }
 
 impl Positions {
-    /// Finds the keys in the text of a file.
+    /// Parses the text of a file, and records its keys.
     pub(super) fn of(text: &str, path: &Path) -> Result<Self, DescriptionError> {
         let line_starts =
             std::iter::once(0).chain(text.match_indices('\n').map(|(offset, _)| offset + 1)).collect();
@@ -43,7 +43,7 @@ impl Positions {
         self.line_starts.partition_point(|start| *start <= offset)
     }
 
-    /// The line (from 1) on which a key, or the closest key that holds it, is written.
+    /// The line (from 1) of a key, or of the closest key that contains it.
     pub fn line(&self, key: &Key) -> Option<usize> {
         let mut wanted = Some(key.clone());
         while let Some(key) = wanted {
@@ -55,10 +55,10 @@ impl Positions {
         None
     }
 
-    /// An error of the TOML parser or of deserialisation, with file, line and key.
+    /// An error of the TOML parser or of deserialization, with file, line and key.
     pub(super) fn syntax_error(&self, error: &toml::de::Error) -> DescriptionError {
         let offset = error.span().map_or(0, |span| span.start);
-        // The innermost key around the place.
+        // The innermost key that contains the error's position.
         let around = self.entries.iter().filter(|entry| entry.span.contains(&offset));
         let key = around.min_by_key(|entry| entry.span.len()).map(|entry| entry.key.clone());
         DescriptionError::Malformed {
@@ -69,7 +69,7 @@ impl Positions {
         }
     }
 
-    /// A problem found by validation, with file and line.
+    /// A validation error, with file and line.
     pub fn invalid(&self, invalid: Invalid) -> DescriptionError {
         DescriptionError::Invalid { path: self.path.clone(), line: self.line(&invalid.key), invalid }
     }
@@ -78,7 +78,7 @@ impl Positions {
 fn collect_table(table: &DeTable<'_>, parent: Option<&Key>, entries: &mut Vec<Entry>) {
     for (name, value) in table {
         let key = parent.map_or_else(|| Key::root(name.get_ref()), |parent| parent.below(name.get_ref()));
-        // A header's table begins at its bracket, before the name; a dotted key's begins after it.
+        // A header's table begins at its bracket, before the name; the table of a dotted key begins after the name.
         let start = value.span().start.min(name.span().start);
         let end = value.span().end.max(name.span().end);
         collect_value(value.get_ref(), &key, entries);
@@ -100,7 +100,7 @@ fn collect_value(value: &DeValue<'_>, key: &Key, entries: &mut Vec<Entry>) {
     }
 }
 
-/// serde's and the parser's messages on one line, in the words of the manual.
+/// Converts messages of serde and the parser to one line, with the manual's terms.
 fn one_sentence(message: &str) -> String {
     const PLAINER: [(&str, &str, &str); 3] = [
         ("unknown field ", "Unknown key ", "known: "),

@@ -7,16 +7,16 @@ use super::validate::{MOST_DEVICES, at_most, interface, quoted, socket_path};
 use super::vm::{Rdma, VfioUser};
 use super::{Invalid, Key, MacAddress, written};
 
-/// Where the host daemon listens, if nothing else is said.
+/// Default path of the host daemon's socket.
 pub(super) const HOST_SOCKET: &str = "/run/causeway/host.sock";
-/// Longest name of a device.
+/// Limit for the length of a device's name.
 const LONGEST_NAME: usize = 32;
-/// Longest name of a segment.
+/// Limit for the length of a segment's name.
 const LONGEST_SEGMENT: usize = 64;
-/// Numbers of network devices that are RDMA NICs, for made-up addresses: virtio-net devices begin at 0.
+/// First device number of RDMA NICs, for derived addresses. virtio-net devices start at 0.
 const FIRST_NUMBER: usize = 1000;
 
-/// Checks both lists. Names and slots differ within the VM.
+/// Checks both lists. Names and slots must be unique in the VM.
 pub(super) fn validate(vm: &written::Vm, vm_name: &str) -> Result<(Vec<Rdma>, Vec<VfioUser>), Invalid> {
     let mut taken = Taken::default();
     let nics = vm.rdma.iter().flatten().enumerate();
@@ -30,7 +30,7 @@ pub(super) fn validate(vm: &written::Vm, vm_name: &str) -> Result<(Vec<Rdma>, Ve
     Ok((nics, devices))
 }
 
-/// Who has a name, a slot or an address.
+/// Names, slots, addresses and sockets in use, and the keys that use them.
 #[derive(Default)]
 struct Taken {
     names: BTreeMap<String, Key>,
@@ -88,7 +88,7 @@ fn served(index: usize, device: &written::VfioUser, taken: &mut Taken) -> Result
     Ok(VfioUser { name, socket: device.socket.clone(), slot })
 }
 
-/// Begins with a letter or digit, and has nothing but these and `others`.
+/// Whether the text begins with a letter or digit, and has no other characters than these and `others`.
 fn plain(text: &str, longest: usize, others: &[u8]) -> bool {
     (1..=longest).contains(&text.len())
         && text.starts_with(|c: char| c.is_ascii_alphanumeric())
@@ -96,7 +96,7 @@ fn plain(text: &str, longest: usize, others: &[u8]) -> bool {
 }
 
 fn name(key: &Key, name: String, taken: &mut Taken) -> Result<String, Invalid> {
-    // Virtio and platform devices are numbered; these names are theirs.
+    // Virtio and platform devices have these numbered names.
     let numbered = ["disk", "net", "nic", "rng", "vsock", "com"].iter().any(|kind| {
         name.strip_prefix(kind)
             .is_some_and(|rest| !rest.is_empty() && rest.bytes().all(|b| b.is_ascii_digit()))

@@ -1,4 +1,4 @@
-//! Sizes as people write them: `512M`, `1G`, `1.5GiB`.
+//! Sizes with a unit: `512M`, `1G`, `1.5GiB`.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,7 +9,7 @@ use serde::{Deserialize, Deserializer};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ByteSize(pub u64);
 
-/// Suffixes and the powers of two they stand for.
+/// Suffixes and their powers of two.
 const UNITS: [(&str, u32); 9] = [
     ("KiB", 10),
     ("MiB", 20),
@@ -22,14 +22,14 @@ const UNITS: [(&str, u32); 9] = [
     ("B", 0),
 ];
 
-/// At most this many digits after the point; more only hide a number that isn't whole bytes.
+/// Limit for the digits after the point: longer fractions of a unit aren't whole bytes.
 const LONGEST_FRACTION: usize = 6;
 
 impl FromStr for ByteSize {
     type Err = String;
 
-    /// A decimal number with a binary unit. A bare number and decimal units (`GB`) are refused: in memory sizes
-    /// nobody can tell what was meant.
+    /// Parses a decimal number with a binary unit. Refuses a bare number and decimal units (`GB`), because they are ambiguous for memory
+    /// sizes.
     fn from_str(text: &str) -> Result<Self, String> {
         let text = text.trim();
         let refused = |problem: &str| format!("\"{}\" is not a size: {problem}", text.escape_debug());
@@ -54,7 +54,7 @@ impl FromStr for ByteSize {
         }
         let too_large = || refused("it doesn't fit into 64 bits");
         let scale = 10_u128.pow(u32::try_from(fraction.len()).unwrap_or(0));
-        // `whole` may be empty in ".5G", which is no number either.
+        // `whole` may be empty, as in ".5G", which is refused.
         let digits: u128 = format!("{whole}{fraction}").parse().map_err(|_| too_large())?;
         if whole.is_empty() {
             return Err(refused("write a digit before the point"));

@@ -1,4 +1,4 @@
-//! What a description file may hold, and that every wrong one ends in a sentence.
+//! Valid descriptions, and a sentence for every invalid one.
 
 use std::path::{Path, PathBuf};
 
@@ -68,7 +68,7 @@ fn valid(text: &str) -> VmDescription {
     validate(&vm).map_err(|invalid| positions.invalid(invalid)).unwrap()
 }
 
-/// The whole way from text to a description, the error as it is printed.
+/// From text to a description, with the error as the program prints it.
 fn check(text: &str) -> Result<VmDescription, String> {
     let (vm, positions) = parse(text, Path::new("vm.toml")).map_err(|error| error.to_string())?;
     validate(&vm).map_err(|invalid| positions.invalid(invalid).to_string())
@@ -140,7 +140,7 @@ fn the_content_of_an_image_never_decides_its_format() {
     assert_eq!(vm.disks[0].format, DiskFormat::Auto);
 }
 
-/// Text, and what its error must say.
+/// Text, and the expected error.
 const WRONG: &[(&str, &str)] = &[
     ("", "vm.toml, kernel: there is nothing to run"),
     ("kernel = \"k\"\nkernle = \"k\"", "vm.toml, line 2, kernle: Unknown key `kernle`; known: `name`"),
@@ -289,7 +289,7 @@ fn an_image_that_can_only_be_read_is_never_attached_for_writing() {
     }
 }
 
-/// Every pair of sockets and cores that is accepted has a topology, and firmware can describe it.
+/// Every accepted pair of sockets and cores has a topology that firmware can describe.
 #[test]
 fn accepted_vcpus_have_apic_ids_that_firmware_can_describe() {
     use machine::x86::CpuTopology;
@@ -310,7 +310,7 @@ fn accepted_vcpus_have_apic_ids_that_firmware_can_describe() {
     assert!(refused > 0);
 }
 
-/// As many devices as there are slots, of whatever kinds, and not one more.
+/// Devices of any types fill all slots, and one more is refused.
 #[test]
 fn devices_of_all_kinds_fit_the_bus_together() {
     let with = |disks: usize, nets: usize| {
@@ -318,7 +318,7 @@ fn devices_of_all_kinds_fit_the_bus_together() {
         let nets: String = (0..nets).map(|n| format!("[[net]]\ntap = \"t{n}\"\n")).collect();
         check(&format!("kernel = \"k\"\n{disks}{nets}"))
     };
-    // One slot is the random-number device's.
+    // The random-number device has one slot.
     with(26, 4).unwrap();
     let error = with(26, 5).unwrap_err();
     assert!(error.contains("disks: disks, net, nic, rdma") && error.contains("32 devices"), "{error}");
@@ -357,7 +357,7 @@ fn files_that_are_none_are_refused() {
     assert!(load(directory.path()).unwrap_err().to_string().contains("can't be read"));
 }
 
-/// A change to a text, as slips and broken tools make them.
+/// A change to a text, as typing errors and broken tools make them.
 #[derive(Debug, Clone)]
 enum Mutation {
     Remove { at: usize, len: usize },
@@ -427,7 +427,7 @@ fn apply(text: &mut Vec<char>, mutation: &Mutation) {
     *text = lines.join("\n").chars().collect();
 }
 
-/// What holds for every valid description.
+/// Properties of every valid description.
 fn consistent(vm: &VmDescription) {
     let count = usize::from(vm.cpus.count());
     assert!((1..=254).contains(&count));
@@ -441,7 +441,7 @@ fn consistent(vm: &VmDescription) {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 12_000, ..ProptestConfig::default() })]
 
-    /// Whatever is written, the end is a consistent description or one sentence.
+    /// Any text gives a consistent description or one sentence.
     #[test]
     fn mutated_files_end_in_a_description_or_one_sentence(mutations in proptest::collection::vec(mutation(), 1..4)) {
         let mut text = FULL.chars().collect();

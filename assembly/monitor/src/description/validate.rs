@@ -1,4 +1,4 @@
-//! From what was written to what holds. Pure: opens no file, asks no kernel.
+//! Validates a written description. Pure: opens no file and makes no system call.
 
 use std::path::Path;
 
@@ -12,32 +12,32 @@ use super::vm::{
 };
 use super::{BootProtocol, ByteSize, CpuList, Invalid, Key, MacAddress, OnReboot, SandboxMode, written};
 
-/// Most RAM: 16 TiB.
+/// Limit for RAM: 16 TiB.
 const MOST_MEMORY: u64 = 16 << 40;
-/// Least RAM of a payload: what page tables, boot data and a small program need. A kernel needs [`MINIMUM_RAM`].
+/// Minimum RAM of a payload: page tables, boot data and a small program. A kernel needs [`MINIMUM_RAM`].
 const LEAST_PAYLOAD_MEMORY: u64 = 2 << 20;
 const DEFAULT_MEMORY: u64 = 512 << 20;
-/// Most NUMA nodes, as many as the SLIT is worth filling for.
+/// Limit for NUMA nodes, as the SLIT grows with their square.
 const MOST_NODES: usize = 64;
-/// Linux truncates longer ones (`COMMAND_LINE_SIZE` of arch/x86 less the NUL).
+/// Limit for the command line's length: Linux truncates longer ones (`COMMAND_LINE_SIZE` of arch/x86 without the NUL).
 const LONGEST_CMDLINE: usize = 2047;
 const LONGEST_NAME: usize = 64;
 /// virtio 1.2, 5.2.6.1: VIRTIO_BLK_ID_BYTES.
 const LONGEST_SERIAL: usize = 20;
-/// PCI slots beside the host bridge; every device has one.
+/// PCI slots without the host bridge's; every device needs one.
 const PCI_SLOTS: usize = 31;
-/// PCI slots that devices of one kind can fill.
+/// Limit for the devices of one type.
 pub(super) const MOST_DEVICES: usize = 26;
 const MOST_QUEUES: u64 = 32;
 const DEFAULT_CONSOLE_LIMIT_BYTES: u64 = 64 << 20;
-/// Below, a file holds less than a kernel's boot messages; above, the file has no limit in effect.
+/// A smaller file holds less than a kernel's boot messages; a larger one is unlimited in practice.
 const CONSOLE_LIMIT_RANGE_BYTES: std::ops::RangeInclusive<u64> = 64 << 10..=1 << 40;
 /// IFNAMSIZ without the NUL.
 const LONGEST_INTERFACE: usize = 15;
 /// sun_path without the NUL.
 const LONGEST_SOCKET_PATH: usize = 107;
 
-/// Checks a description and fills in the defaults. The error names the key and says what is allowed.
+/// Checks a description, and adds the defaults. The error names the key and what is allowed.
 pub fn validate(vm: &written::Vm) -> Result<VmDescription, Invalid> {
     let name = name(vm.name.as_deref())?;
     let hugepages = hugepages(vm.hugepages)?;
@@ -65,7 +65,7 @@ pub fn validate(vm: &written::Vm) -> Result<VmDescription, Invalid> {
     let (rdma, vfio_user) = super::served::validate(vm, &name)?;
     let neighbour = super::neighbour::validate(vm, &name)?;
     super::neighbour::check_network(&net, neighbour.as_ref())?;
-    // The neighbourhood is either a device of its own or one of `net`.
+    // The neighbourhood has either a device of its own or one of `net`.
     let own_neighbour = neighbour.is_some() && !net.iter().any(|net| net.backend == NetBackend::Neighbours);
     // A payload has no drivers.
     let rng = vm.rng.unwrap_or(vm.payload.is_none());
@@ -124,7 +124,7 @@ pub(super) fn at_most(key: &str, count: usize, most: usize) -> Result<(), Invali
     Ok(())
 }
 
-/// Devices of all kinds have one bus.
+/// Devices of all types share one bus.
 fn fit_slots(counts: &[usize]) -> Result<(), Invalid> {
     let count: usize = counts.iter().sum();
     if count > PCI_SLOTS {
@@ -191,7 +191,7 @@ fn cpus(vm: &written::Vm) -> Result<Cpus, Invalid> {
     }
 }
 
-/// APIC ids of a socket begin at a multiple of a power of two, so that not every product of 254 has enough of them.
+/// APIC ids of a socket begin at a multiple of a power of two, so not every product up to 254 has enough ids.
 fn topology(cpus: Cpus) -> Result<Cpus, Invalid> {
     match CpuTopology::packages(&vec![u32::from(cpus.cores); usize::from(cpus.sockets)]) {
         Ok(_) => Ok(cpus),
@@ -368,7 +368,7 @@ fn guest(vm: &written::Vm) -> Result<Guest, Invalid> {
             for (index, argument) in payload.arguments.iter().enumerate() {
                 no_nul(&key.below("arguments").item(index), argument)?;
             }
-            // Arguments lie on the payload's stack.
+            // Arguments are on the payload's stack.
             let total: usize = payload.arguments.iter().map(|argument| argument.len() + 1).sum();
             if total > 64 << 10 {
                 let problem = format!("{total} bytes are too many; arguments take at most 65536");
@@ -476,7 +476,7 @@ fn block_size(disk: &Key, bytes: u64) -> Result<u32, Invalid> {
     })
 }
 
-/// Two devices that write one image destroy it.
+/// Refuses two devices with one image of which one may write: they would destroy it.
 fn writable_once(disks: &[Disk]) -> Result<(), Invalid> {
     for (index, disk) in disks.iter().enumerate() {
         let other = disks[..index].iter().position(|other| other.path == disk.path);

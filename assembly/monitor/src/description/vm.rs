@@ -1,4 +1,4 @@
-//! A validated VM description. Every value in it has been checked by [`super::validate`].
+//! A validated VM description. [`super::validate`] has checked every value in it.
 
 use std::path::PathBuf;
 
@@ -7,21 +7,21 @@ use serde::Serialize;
 
 use super::{CpuList, MacAddress};
 
-/// What a VM is to be.
+/// The description of a VM.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct VmDescription {
     /// 1 to 64 of letters, digits, `.`, `_` and `-`, beginning with a letter or digit.
     pub name: String,
     /// Virtual CPUs.
     pub cpus: Cpus,
-    /// Per vCPU, the host CPUs it may run on; empty: no pinning.
+    /// By vCPU, the host CPUs that it may run on; empty for no pinning.
     pub pinning: Vec<CpuList>,
     /// RAM.
     pub memory: Memory,
-    /// NUMA nodes, never empty: one node with everything when the description names none. Their memory adds up to
-    /// [`Memory::size`], and every vCPU is in exactly one.
+    /// NUMA nodes, never empty: without nodes in the description, one node has everything. Their memory adds up to [`Memory::size`], and
+    /// every vCPU is in exactly one.
     pub numa: Vec<NumaNode>,
-    /// What runs in it.
+    /// Kernel or payload.
     pub guest: Guest,
     /// virtio-block devices `disk0`, `disk1`, ...
     pub disks: Vec<Disk>,
@@ -33,15 +33,15 @@ pub struct VmDescription {
     pub rdma: Vec<Rdma>,
     /// Devices of other processes.
     pub vfio_user: Vec<VfioUser>,
-    /// The neighbourhood that it is a member of.
+    /// Membership in a neighbourhood.
     pub neighbour: Option<Neighbour>,
     /// Whether there is a virtio-rng device.
     pub rng: bool,
     /// The virtio-vsock device.
     pub vsock: Option<Vsock>,
-    /// Where the serial console goes.
+    /// Destination of the serial console.
     pub console: Console,
-    /// Most bytes of a console's file, 64 KiB to 1 TiB.
+    /// Limit for the bytes of a console's file, 64 KiB to 1 TiB.
     pub console_limit_bytes: u64,
     /// Path of the API socket; `None`: the program chooses (`NAME.sock` in the runtime directory).
     pub api_socket: Option<PathBuf>,
@@ -63,9 +63,9 @@ pub struct Cpus {
 }
 
 impl Cpus {
-    /// How many vCPUs there are, 1 to 254.
+    /// Number of vCPUs, 1 to 254.
     pub fn count(self) -> u8 {
-        // Validation has bounded the product.
+        // Validation has limited the product.
         self.sockets.saturating_mul(self.cores)
     }
 }
@@ -75,14 +75,14 @@ impl Cpus {
 pub struct Memory {
     /// Bytes, a multiple of the page size in use.
     pub size: u64,
-    /// Pages that back it.
+    /// Host pages for it.
     pub hugepages: HugePages,
 }
 
 /// Page size of guest RAM on the host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub enum HugePages {
-    /// 4 KiB pages; transparent huge pages as the host decides.
+    /// 4 KiB pages; the host's settings determine transparent huge pages.
     #[serde(rename = "none")]
     None,
     /// Reserved 2 MiB pages (hugetlbfs).
@@ -104,20 +104,20 @@ impl HugePages {
     }
 }
 
-/// One NUMA node that the guest sees.
+/// A guest-visible NUMA node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct NumaNode {
     /// vCPU numbers.
     pub cpus: CpuList,
     /// Bytes of RAM; zero for a node with only CPUs.
     pub memory: u64,
-    /// Distance to each node in order, as the ACPI SLIT has it: 10 to itself, else 11 to 254 (255: unreachable).
+    /// Distance to each node in order, as in the ACPI SLIT: 10 to itself, else 11 to 254 (255: unreachable).
     pub distances: Vec<u8>,
     /// Host node that its RAM is bound to.
     pub host_node: Option<u32>,
 }
 
-/// What a VM runs.
+/// What a VM runs: kernel or payload.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Guest {
@@ -132,19 +132,19 @@ pub enum Guest {
 pub struct LinuxBoot {
     /// bzImage or vmlinux.
     pub kernel: PathBuf,
-    /// Initramfs archives, laid one after the other in this order.
+    /// Initramfs archives, concatenated in this order.
     pub initrd: Vec<PathBuf>,
     /// Kernel command line, as written: at most 2047 bytes without NUL.
     pub cmdline: String,
-    /// How the kernel is entered.
+    /// Boot protocol.
     pub protocol: BootProtocol,
 }
 
-/// How a kernel is entered.
+/// Protocol that starts the kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum BootProtocol {
-    /// PVH where the kernel has its note, else the Linux 64-bit protocol.
+    /// PVH if the kernel has a PVH note, else the Linux 64-bit protocol.
     Auto,
     /// PVH.
     Pvh,
@@ -152,12 +152,12 @@ pub enum BootProtocol {
     Linux64,
 }
 
-/// A ring-3 program as the whole guest.
+/// A ring-3 program without a kernel.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Payload {
     /// Static x86-64 ELF.
     pub program: PathBuf,
-    /// Its arguments, without the program's name; none has a NUL byte.
+    /// Its arguments, without the program's name and without NUL bytes.
     pub arguments: Vec<String>,
 }
 
@@ -168,13 +168,13 @@ pub struct Disk {
     pub path: PathBuf,
     /// Whether the guest may only read.
     pub readonly: bool,
-    /// Serial number that the guest sees, at most 20 printable ASCII bytes.
+    /// Guest-visible serial number, at most 20 printable ASCII bytes.
     pub serial: Option<String>,
     /// Request queues, 1 to 32.
     pub queues: u16,
-    /// Whether to go around the host's page cache (`O_DIRECT`).
+    /// Whether to bypass the host's page cache (`O_DIRECT`).
     pub direct: bool,
-    /// Bytes of the smallest block that the guest uses, 512 or 4096; `None`: 512, or a block device's own.
+    /// Bytes of the smallest block that the guest uses, 512 or 4096; `None`: 512, or the size of the host's block device.
     pub logical_block_size: Option<u32>,
     /// Image format.
     pub format: DiskFormat,
@@ -184,7 +184,7 @@ pub struct Disk {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DiskFormat {
-    /// Nobody said, and the file's name doesn't: raw, refused if it begins like an image of another format.
+    /// Neither the description nor the file's name determines it: raw, refused if it begins like an image of another format.
     Auto,
     /// The file's bytes are the disk's.
     Raw,
@@ -195,9 +195,9 @@ pub enum DiskFormat {
 /// A virtio-net device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Net {
-    /// What is behind it.
+    /// Backend.
     pub backend: NetBackend,
-    /// Its address: as written, or made from the VM's name and the device's number.
+    /// Address: as written, or derived from the VM's name and the device's number.
     pub mac: MacAddress,
     /// Queue pairs, 1 to 32.
     pub queues: u16,
@@ -205,7 +205,7 @@ pub struct Net {
     pub mtu: Option<u16>,
 }
 
-/// What is behind a virtio-net device.
+/// Backend of a virtio-net device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum NetBackend {
@@ -213,9 +213,9 @@ pub enum NetBackend {
     Tap(String),
     /// An open tap file descriptor that the monitor inherited, 3 or more.
     Fd(i32),
-    /// Network without root, through passt.
+    /// Network without root privileges, through passt.
     User,
-    /// The VMs of its neighbourhood; `[neighbour]` says which. There is one such device at most, and no neighbour function then.
+    /// The VMs of the neighbourhood in `[neighbour]`. A VM has at most one such device, and then no neighbour function.
     Neighbours,
 }
 
@@ -224,60 +224,60 @@ pub enum NetBackend {
 pub struct Nic {
     /// `nic0`, `nic1`, ...
     pub name: String,
-    /// What is behind it.
+    /// How the NIC is given to the VM.
     pub mode: NicMode,
 }
 
-/// What is behind a commodity NIC.
+/// How a commodity NIC is given to the VM.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase", tag = "mode")]
 pub enum NicMode {
-    /// An emulated card and a tap.
+    /// An emulated card with a tap.
     Virtual {
         /// Short name of its description: `ne2000`, `rtl8139`, `e1000`.
         model: String,
         /// Tap interface, 1 to 15 bytes.
         tap: String,
-        /// Its address: as written, or made from the VM's name and the device's number.
+        /// Address: as written, or derived from the VM's name and the device's number.
         mac: MacAddress,
     },
-    /// A card of this host that is bound to vfio-pci, under its model. It has its own address.
+    /// A card of this host that is bound to vfio-pci, guarded by its device model. It has its own address.
     Vpio {
         /// PCI address: `0000:03:00.0`.
         device: String,
-        /// What happens when a request is refused.
+        /// Policy for violations.
         policy: NicPolicy,
-        /// What the guest may do beyond its own traffic.
+        /// Accesses beyond the guest's own traffic that are allowed.
         allow: Vec<NicPermission>,
-        /// Tap interface of the card's emulation, which the guest can be taken to.
+        /// Tap interface of the emulated card, to which the guest can be switched.
         #[serde(skip_serializing_if = "Option::is_none")]
         tap: Option<String>,
-        /// Where traces of refused requests go, a line each.
+        /// File for traces of violations, a line each.
         #[serde(skip_serializing_if = "Option::is_none")]
         violations: Option<PathBuf>,
     },
-    /// A card of this host that is bound to vfio-pci, by itself.
+    /// A card of this host that is bound to vfio-pci, without a device model.
     Passthrough {
-        /// As above.
+        /// PCI address, as in [`Self::Vpio`].
         device: String,
     },
 }
 
-/// What happens when a model refuses a request ([`vpio::FailurePolicy`]).
+/// Policy for violations ([`vpio::FailurePolicy`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum NicPolicy {
-    /// It is dropped and counted.
+    /// The request is dropped and counted.
     Ignore,
-    /// The device's own error status is raised.
+    /// The device reports its own error status.
     DeviceError,
-    /// The vCPU that made the request gets a machine check.
+    /// The vCPU that made the request raises a machine check.
     MachineCheck,
-    /// The guest's use of the device is frozen.
+    /// The device refuses all further requests, and the VM ends.
     Stop,
 }
 
-/// What a guest may do beyond its own traffic.
+/// A permission beyond the guest's own traffic.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum NicPermission {
@@ -302,13 +302,13 @@ impl From<NicPermission> for device_models::describe::Permission {
 /// An RDMA NIC that the host daemon serves: a slot with an Ethernet function (0) and an RDMA function (1).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Rdma {
-    /// 1 to 32 of a-z, A-Z, 0-9, `_` and `-`; no other device of the VM has it. Functions are `NAME.0` and `NAME.1`.
+    /// 1 to 32 of a-z, A-Z, 0-9, `_` and `-`, unique among the VM's devices. Functions are `NAME.0` and `NAME.1`.
     pub name: String,
-    /// Ethernet address: as written, or made from the VM's name and the device's number.
+    /// Ethernet address: as written, or derived from the VM's name and the device's number.
     pub mac: MacAddress,
-    /// Ethernet segment of the host that it is connected to: 1 to 64 of a-z, A-Z, 0-9, `.`, `_` and `-`.
+    /// Ethernet segment of the host to which it is connected: 1 to 64 of a-z, A-Z, 0-9, `.`, `_` and `-`.
     pub segment: String,
-    /// Tap interface that the segment shall be connected to, 1 to 15 bytes.
+    /// Tap interface to which the segment is connected, 1 to 15 bytes.
     pub tap: Option<String>,
     /// Unix socket of the host daemon.
     pub host: PathBuf,
@@ -327,23 +327,24 @@ pub struct VfioUser {
     pub slot: Option<u8>,
 }
 
-/// Membership in a neighbourhood: VMs that read each other's memory. With devices of other processes, those VMs are other users'.
+/// Membership in a neighbourhood: VMs that read each other's memory. If the VM has devices of other processes, the other VMs must run as
+/// other users.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Neighbour {
     /// The neighbourhood: 1 to 64 of a-z, A-Z, 0-9, `.`, `_` and `-`.
     pub group: String,
-    /// VMs that may see this one's memory, and whose memory it wants to see: connected are those who permit each other.
+    /// VMs that may read this one's memory, and whose memory it requests: two VMs are connected if each permits the other.
     pub permit: Vec<NeighbourPeer>,
     /// Unix socket of the host daemon.
     pub host: PathBuf,
 }
 
-/// A VM that a neighbour permits.
+/// A VM that a member permits.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct NeighbourPeer {
     /// Its name.
     pub vm: String,
-    /// The user whose monitor runs it; `None`: the same as this VM's.
+    /// User id of its monitor; `None`: the same as this VM's.
     pub uid: Option<u32>,
 }
 
@@ -352,11 +353,11 @@ pub struct NeighbourPeer {
 pub struct Vsock {
     /// The guest's context id, 3 to 2^32 - 2.
     pub cid: u32,
-    /// Unix socket: the host connects to it, and the guest's connections to port P go to `socket_P`.
+    /// Path of the Unix socket that the host connects to. The guest's connections to port P go to `socket_P`.
     pub socket: PathBuf,
 }
 
-/// Where the serial console goes.
+/// Destination of the serial console.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Console {
@@ -368,7 +369,7 @@ pub enum Console {
     File(PathBuf),
     /// A Unix socket that one client at a time connects to.
     Socket(PathBuf),
-    /// Nowhere.
+    /// Output is discarded.
     Null,
 }
 
@@ -378,13 +379,13 @@ pub enum Console {
 pub enum SandboxMode {
     /// Enforced.
     On,
-    /// Shows what would be refused and lets it pass.
+    /// Logs what would be refused, and allows it.
     Log,
     /// None.
     Off,
 }
 
-/// What a guest's reboot does.
+/// Effect of a guest's reboot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum OnReboot {

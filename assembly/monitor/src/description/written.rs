@@ -1,4 +1,4 @@
-//! The description as it is written: one type per TOML table, nothing checked beyond the type of each value.
+//! The written description: one type per TOML table, checked only for the type of each value.
 
 use std::path::{Path, PathBuf};
 
@@ -13,15 +13,15 @@ use super::{
 #[derive(Debug, Clone, PartialEq, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Vm {
-    /// Name of the VM; the file's name without extension when it isn't written.
+    /// Name of the VM. Default: the file's name without extension.
     pub name: Option<String>,
     /// vCPUs: a number, or `{ sockets = 2, cores = 4 }`. Default 1, or as many as `numa` names.
     pub cpus: Option<Cpus>,
-    /// Per vCPU, the host CPUs it may run on: `pin = ["2", "3", "4-7"]`.
+    /// By vCPU, the host CPUs that it may run on: `pin = ["2", "3", "4-7"]`.
     pub pin: Option<Vec<CpuList>>,
     /// RAM: `"1G"`. Default 512M, or the sum of `numa`.
     pub memory: Option<ByteSize>,
-    /// `"2M"` or `"1G"`: back RAM by reserved huge pages of that size.
+    /// `"2M"` or `"1G"`: use reserved huge pages of that size for RAM.
     pub hugepages: Option<ByteSize>,
     /// NUMA nodes.
     pub numa: Option<Vec<Numa>>,
@@ -54,7 +54,7 @@ pub struct Vm {
     pub vsock: Option<Vsock>,
     /// `stdio`, `pty`, `file:PATH`, `socket:PATH` or `null`.
     pub console: Option<String>,
-    /// Size at which a console's file begins anew. Default 64M.
+    /// Size at which a console's file is started again. Default 64M.
     pub console_limit: Option<ByteSize>,
     /// Path of the API socket.
     pub api_socket: Option<PathBuf>,
@@ -119,14 +119,14 @@ impl<'de> Deserialize<'de> for Cpus {
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Numa {
-    /// vCPUs in it: `"0-3"` or `[0, 1]`.
+    /// vCPUs of the node: `"0-3"` or `[0, 1]`.
     #[serde(default)]
     pub cpus: CpuList,
-    /// RAM in it.
+    /// RAM of the node.
     pub memory: ByteSize,
     /// Distances to all nodes, in order. Default 10 to itself, 20 to others.
     pub distances: Option<Vec<u64>>,
-    /// Host node that the RAM is bound to.
+    /// Host node to which the RAM is bound.
     pub host_node: Option<u32>,
 }
 
@@ -154,7 +154,7 @@ pub struct Disk {
     pub serial: Option<String>,
     /// Request queues. Default 1.
     pub queues: Option<u64>,
-    /// Around the page cache. Default false.
+    /// Whether to bypass the page cache. Default false.
     #[serde(default)]
     pub direct: bool,
     /// Bytes: 512 or 4096. Default 512, or a block device's own.
@@ -164,12 +164,12 @@ pub struct Disk {
     pub format: DiskFormat,
 }
 
-/// Format of an image as it is written.
+/// Written format of an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DiskFormat {
-    /// By the file's name: `.qcow2` is QCOW2, everything else raw. What the image begins with never makes it QCOW2, because a guest with a raw disk can write such
-    /// a header, but an image that begins like one of another format is refused.
+    /// By the file's name: `.qcow2` is QCOW2, everything else raw. An image's first bytes never make it QCOW2, because a guest with a raw
+    /// disk can write such a header. But an image that begins like one of another format is refused.
     #[default]
     Auto,
     /// Raw.
@@ -204,22 +204,23 @@ pub struct Net {
 #[derive(Debug, Clone, PartialEq, Eq, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Nic {
-    /// PCI address of a card of this host, under its model.
+    /// PCI address of a card of this host, guarded by its device model.
     pub vpio: Option<String>,
-    /// PCI address of a card of this host, by itself.
+    /// PCI address of a card of this host, without a device model.
     pub passthrough: Option<String>,
-    /// Which card to emulate, with `tap`.
+    /// Name of the card to emulate, with `tap`.
     #[serde(rename = "virtual")]
     pub emulate: Option<String>,
-    /// With `virtual`: name of a tap interface. With `vpio`: the same, for the card's emulation, which the guest can be taken to while it runs.
+    /// With `virtual`: name of a tap interface. With `vpio`: tap interface of the emulated card, to which the guest can be switched while
+    /// it runs.
     pub tap: Option<String>,
     /// With `virtual`: address.
     pub mac: Option<MacAddress>,
-    /// With `vpio`: what happens when a request is refused. Default `device-error`.
+    /// With `vpio`: policy for violations. Default `device-error`.
     pub policy: Option<NicPolicy>,
-    /// With `vpio`: what the guest may do beyond its own traffic. Default nothing.
+    /// With `vpio`: permissions beyond the guest's own traffic. Default none.
     pub allow: Option<Vec<NicPermission>>,
-    /// With `vpio`: file for the traces of refused requests. Default none.
+    /// With `vpio`: file for traces of violations. Default none.
     pub violations: Option<PathBuf>,
 }
 
@@ -233,7 +234,7 @@ pub struct Rdma {
     pub mac: Option<MacAddress>,
     /// Ethernet segment of the host.
     pub segment: String,
-    /// Tap interface behind the segment.
+    /// Tap interface to which the segment is connected.
     pub tap: Option<String>,
     /// The host daemon's socket. Default `/run/causeway/host.sock`.
     pub host: Option<PathBuf>,
@@ -259,7 +260,7 @@ pub struct VfioUser {
 pub struct Neighbour {
     /// Name of the neighbourhood.
     pub group: String,
-    /// `"VM"`, or `"VM@UID"` for another user's. Default: nobody.
+    /// `"VM"`, or `"VM@UID"` for another user's. Default: none.
     #[serde(default)]
     pub permit: Vec<String>,
     /// The host daemon's socket. Default `/run/causeway/host.sock`.
@@ -277,13 +278,13 @@ pub struct Vsock {
 }
 
 impl Vm {
-    /// Takes every relative path from `base`.
+    /// Resolves every relative path against `base`.
     pub(super) fn resolve_paths(&mut self, base: &Path) {
         if base.as_os_str().is_empty() {
             return;
         }
         let resolve = |path: &mut PathBuf| {
-            // An empty path stays empty, so that validation sees it.
+            // An empty path stays empty, so that validation detects it.
             if !path.as_os_str().is_empty() {
                 *path = base.join(&*path);
             }
