@@ -33,8 +33,8 @@ causes! {
     MmioRead = "mmio_read", "Memory-mapped read.";
     MmioWrite = "mmio_write", "Memory-mapped write.";
     Hlt = "hlt", "HLT without an in-kernel interrupt controller.";
-    Kick = "kick", "A signal from this process (KVM_RUN said EINTR): pause, kick or stop.";
-    Retry = "retry", "KVM_RUN said EAGAIN: the vCPU waited for SIPI.";
+    Kick = "kick", "A signal from this process (KVM_RUN returned EINTR): pause, kick or stop.";
+    Retry = "retry", "KVM_RUN returned EAGAIN: the vCPU waited for SIPI.";
     Intr = "intr", "KVM_EXIT_INTR.";
     IrqWindow = "irq_window", "KVM_EXIT_IRQ_WINDOW_OPEN.";
     Shutdown = "shutdown", "Triple fault.";

@@ -100,7 +100,7 @@ impl KernelIrqchip {
             .and_then(|entries| vm.fd().set_gsi_routing(&entries).map_err(errno))
             .map_err(|e| VmError::refused(format!("route {IOAPIC_PINS} interrupt pins"), e))?;
         let power_on =
-            save(vm, options.pit).map_err(|e| VmError::refused("tell interrupt controller state", e))?;
+            save(vm, options.pit).map_err(|e| VmError::refused("read interrupt controller state", e))?;
         Ok(Arc::new(Self { shared, pit: options.pit, power_on, edges: Mutex::new(BTreeMap::new()) }))
     }
 

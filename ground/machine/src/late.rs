@@ -178,7 +178,7 @@ impl Drop for Ring {
     fn drop(&mut self) {
         // SAFETY: exactly the mapping made in `of`; no other code has its address.
         if let Err(error) = unsafe { rustix::mm::munmap(self.0.as_ptr().cast(), PAGE) } {
-            tracing::error!(%error, "The ring of late writes could not be released");
+            tracing::error!(%error, "The ring of deferred writes could not be unmapped");
         }
     }
 }

@@ -244,7 +244,7 @@ impl Vm {
     /// Saves the paravirtual clock, while all vCPUs are paused.
     pub fn save_clock(&self) -> Result<SavedClock, VmError> {
         let data =
-            self.fd.get_clock().map_err(|e| VmError::refused("tell the paravirtual clock", errno(e)))?;
+            self.fd.get_clock().map_err(|e| VmError::refused("read the paravirtual clock", errno(e)))?;
         Ok(SavedClock {
             version: CLOCK_STATE_VERSION,
             clock_ns: data.clock,

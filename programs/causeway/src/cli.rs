@@ -81,7 +81,7 @@ pub struct ForcedTarget {
     /// Which.
     #[command(flatten)]
     pub target: Target,
-    /// Of a VM in doubt (`causeway list`): run it here although it may run at the other side of its migration. Only when it certainly doesn't: two of it write the same disks
+    /// Of a VM in doubt (`causeway list`): run it here although it may run at the other side of its migration. Only when it certainly doesn't: two copies write the same disks
     #[arg(long)]
     pub force: bool,
 }

@@ -261,7 +261,7 @@ impl Control<'_> {
         if self.version < mirror::SINCE || disks.filling.get().is_some() {
             return Err(MigrationError::Protocol("Mirror among pages".to_owned()));
         }
-        let wish = message::decode(wish, "a wish for disks")?;
+        let wish = message::decode(wish, "a request for disks")?;
         let (filling, answer) = Filling::agree(&wish, self.devices.disks(), self.streams)?;
         // No race: only the first stream's thread sets it.
         let _ = disks.filling.set(filling);
@@ -276,7 +276,7 @@ impl Control<'_> {
         }
         if self.streams < LEAST_STREAMS {
             let text =
-                format!("a wish for post-copy over {} streams; it takes {LEAST_STREAMS}", self.streams);
+                format!("a request for post-copy over {} streams; it takes {LEAST_STREAMS}", self.streams);
             return Err(MigrationError::Protocol(text));
         }
         self.devices.post_copy()?;
@@ -324,13 +324,13 @@ impl Landing {
             }
         };
         if let Some(obstacle) = ours.obstacle(&offered) {
-            return Err(MigrationError::Protocol(format!("a VM that can't go on here: {obstacle}")));
+            return Err(MigrationError::Protocol(format!("a VM that can't run here: {obstacle}")));
         }
         tracing::info!(
             vm = offered.name,
             source = offered.program,
             streams = others.len() + 1,
-            "A VM arrives"
+            "A VM is being received"
         );
         let accepted = message::encode(&Accepted { version, host: devices.host()? })?;
         self.send(Kind::Accepted, &accepted)?;
@@ -388,7 +388,7 @@ impl Landing {
         self.connection.set_stop(Stop::default());
         self.connection.set_patience(Duration::from_secs(1));
         if let Err(error) = self.sender.send(&mut self.connection, Kind::Refused, &[reason.as_bytes()]) {
-            tracing::debug!(%error, "The source didn't hear why its VM was refused");
+            tracing::debug!(%error, "The reason for the refusal could not be sent to the source");
         }
     }
 
@@ -494,7 +494,7 @@ fn fill(
             (Kind::End, payload) => {
                 let end: End = message::decode(payload, "an end")?;
                 if end.pages != pages {
-                    let text = format!("{pages} pages on a stream that says it had {}", end.pages);
+                    let text = format!("{pages} pages on a stream whose end announces {}", end.pages);
                     return Err(MigrationError::Protocol(text));
                 }
                 if let (None, Some(filling)) = (&control, disks.filling.get()) {

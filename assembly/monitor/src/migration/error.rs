@@ -50,7 +50,7 @@ pub enum MigrationError {
     #[error("The destination refuses the VM: {0}")]
     Refused(String),
     /// The source aborted the migration.
-    #[error("The source gave the migration up: {0}")]
+    #[error("The source aborted the migration: {0}")]
     Aborted(String),
     /// The VM has devices that can't migrate.
     #[error("The VM can't move, because of {0}")]
@@ -73,7 +73,7 @@ pub enum MigrationError {
     )]
     NoCluster(String),
     /// The coordinator, or a host that takes part, aborted the migration.
-    #[error("The migration was given up: {0}")]
+    #[error("The migration was aborted: {0}")]
     GivenUp(String),
     /// Post-copy isn't possible here.
     #[error("Post-copy isn't possible here: {0}")]
@@ -110,7 +110,7 @@ pub enum MigrationError {
     },
     /// The source was lost in post-copy, and pages of the guest with it.
     #[error(
-        "The connection to {from} was lost in post-copy while {left} pages of the VM's memory were still there: the VM is stopped, it can't go on here nor at its source"
+        "The connection to {from} was lost in post-copy while {left} pages of the VM's memory were still there: the VM is stopped, and can run neither here nor at its source"
     )]
     LostSource {
         /// Address of the source.
@@ -123,7 +123,7 @@ pub enum MigrationError {
     },
     /// The destination was lost in post-copy, and the guest with it.
     #[error(
-        "The connection to the destination was lost in post-copy before it said that all of the VM's memory is there ({left} pages had not been sent): the VM can't go on here, and can there only if it had all pages"
+        "The connection to the destination was lost in post-copy before it confirmed that it has all of the VM's memory ({left} pages had not been sent): the VM can't run here, and can run there only if it had all pages"
     )]
     LostDestination {
         /// Pages that weren't sent.
@@ -134,7 +134,7 @@ pub enum MigrationError {
     },
     /// The user ended or resumed the VM before the decision was known.
     #[error(
-        "The VM was ended, or let go on, before it was known how its migration was decided: it may run at its other host, and if it was decided to run here it is lost"
+        "The VM was ended, or resumed, before the decision about its migration was known: it may run at its other host, and if it was committed to this host it is lost"
     )]
     NotAwaited,
     /// The user cancelled.
@@ -163,7 +163,7 @@ pub enum MigrationError {
     },
     /// The commit was sent to the destination, which hasn't confirmed it.
     #[error(
-        "The destination was told to run the VM and hasn't said that it does; the VM stands still here. See whether it runs there: if so, end it here with `causeway stop --force`, else let it go on here with `causeway resume --force`"
+        "The commit was sent to the destination, which hasn't confirmed that it runs the VM; the VM is stopped here, in doubt. Check whether it runs there: if so, end it here with `causeway stop --force`, else resume it here with `causeway resume --force`"
     )]
     InDoubt(#[source] Box<MigrationError>),
 }

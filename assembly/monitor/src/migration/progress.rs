@@ -34,7 +34,7 @@ pub enum NotCancelled {
     #[error("No migration of this VM is under way")]
     None,
     /// The migration is committed.
-    #[error("The destination was told to run the VM; the migration can't be cancelled any more")]
+    #[error("The migration is committed, so it can't be cancelled any more")]
     Committed,
 }
 

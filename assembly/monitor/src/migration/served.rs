@@ -198,7 +198,7 @@ impl Daemon {
             if let Err(unknown) = self.say(&Step::Broken(true)) {
                 tracing::warn!(
                     error = line(&unknown),
-                    "The host's daemon can't be told that the VM doesn't move"
+                    "The host's daemon could not be notified that the VM doesn't migrate"
                 );
             }
             return Err(error);
@@ -320,7 +320,7 @@ impl Daemon {
             Err(error) => {
                 tracing::debug!(
                     error = line(&error),
-                    "The host's daemon doesn't say how long peers were held"
+                    "The host's daemon has no measurement of the peer pauses"
                 );
                 return Vec::new();
             }
@@ -361,7 +361,7 @@ impl Daemon {
                 in_doubt = true;
                 tracing::warn!(
                     reason,
-                    "It isn't known how the migration ended; the VM stands still, and it is asked again"
+                    "The decision about the migration isn't known; the VM stays stopped, in doubt, and the request is repeated"
                 );
                 (waits.doubtful)(&reason);
             }

@@ -153,7 +153,7 @@ fn begin(
     }
     if request.max_throttle_percent > 99 {
         let percent = request.max_throttle_percent;
-        return Err(format!("vCPUs can't be held back by {percent} %; 0 to 99 are possible"));
+        return Err(format!("vCPUs can't be throttled by {percent} %; 0 to 99 are possible"));
     }
     if let Some(reasons) = machine.immovable() {
         return Err(line(&MigrationError::Immovable(reasons)));

@@ -157,7 +157,7 @@ impl Departing for StandIn {
         while self.held_there.load(Ordering::SeqCst) {
             if Instant::now() > until {
                 let busy = std::io::Error::other("the destination holds the disks");
-                return Err(MigrationError::machine("let go on")(busy));
+                return Err(MigrationError::machine("resumed")(busy));
             }
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -432,7 +432,7 @@ fn a_guest_that_writes_too_fast_is_held_back_and_then_left() {
     assert!(matches!(error, MigrationError::NotConverging { seconds: 1, left: 1024, .. }), "{error}");
     assert!(machine.held.load(Ordering::SeqCst) > 0);
     assert_eq!(machine.stops.load(Ordering::SeqCst), 0);
-    assert!(matches!(outcome.there, There::No(reason) if reason.contains("gave the migration up")));
+    assert!(matches!(outcome.there, There::No(reason) if reason.contains("aborted the migration")));
 }
 
 /// Peers that write into the guest's memory faster than it is copied are throttled, step by step, until the migration converges.

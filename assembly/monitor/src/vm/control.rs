@@ -46,19 +46,19 @@ impl Control {
         }
         if forced {
             tracing::warn!(
-                "A VM in doubt runs here by its user's word: if it runs at its destination as well, both write its disks"
+                "The user forced a VM in doubt to run here: if it runs at its destination as well, both write its disks"
             );
             return Ok(());
         }
         let why = self.migration.progress().and_then(|progress| progress.problem).unwrap_or_default();
         let asked = if self.machine.description.rdma.is_empty() {
-            "Nobody can be asked: look at the destination"
+            "There is no cluster service to ask: check the destination"
         } else {
-            "The cluster service is asked all the time, and the VM goes on by itself, or ends, as soon as it is known"
+            "The monitor keeps asking the cluster service, and resumes or ends the VM as soon as the decision is known"
         };
         Err(ControlError::NotNow {
             reason: format!(
-                "The VM is in doubt: it may run at the destination of its migration. {asked}. If it certainly doesn't run there, `causeway {command} --force` runs it here; if it does, two of it write the same disks. {why}"
+                "The VM is in doubt: it may run at the destination of its migration. {asked}. If it certainly doesn't run there, `causeway {command} --force` runs it here; if it does, two copies write the same disks. {why}"
             ),
         })
     }
@@ -163,7 +163,7 @@ impl VmControl for Control {
     }
 
     fn power_button(&self) -> Result<(), ControlError> {
-        self.require("take its power button", &[VmState::Running])?;
+        self.require("press its power button", &[VmState::Running])?;
         self.machine.devices.power.press_button().map_err(|source| ControlError::Failed {
             what: "press the power button",
             source: Box::new(source),

@@ -72,10 +72,10 @@ pub enum Error {
     #[error("The VM's saved state has no device {0}, which is described here")]
     NoSavedDevice(String),
     /// A device's saved state can't be used.
-    #[error("Device {0} can't go on here: {1}")]
+    #[error("Device {0} can't be restored here: {1}")]
     BadSavedDevice(String, String),
     /// The saved state doesn't fit the machine.
-    #[error("The VM can't go on here: {0}")]
+    #[error("The VM can't be restored here: {0}")]
     BadSavedMachine(String),
     /// The VM's state doesn't allow a migration.
     #[error("The VM is {0}, so it can't be moved now")]
@@ -101,11 +101,11 @@ pub enum Error {
         source: std::io::Error,
     },
     /// The guest can't run further.
-    #[error("The guest can't go on: {0}")]
+    #[error("The guest can't run any further: {0}")]
     GuestFailed(String),
     /// A device's policy stops the VM.
     #[error(
-        "The VM was stopped, as policy `stop` of {device} says: {what}; with `policy=ignore` or `policy=device-error` it goes on"
+        "The VM was stopped by policy `stop` of {device}: {what}; with `policy=ignore` or `policy=device-error` it keeps running"
     )]
     Refused {
         /// The device.

@@ -104,14 +104,14 @@ fn announce(description: &VmDescription, address: SocketAddr) -> Option<Awaiting
             tracing::info!(
                 host = announced.host,
                 address = announced.address,
-                "The cluster knows where the VM is waited for"
+                "The address for the incoming VM is registered with the cluster service"
             );
             Some(announced)
         }
         Err(error) => {
             tracing::info!(
                 reason = line(&error),
-                "The cluster isn't told where the VM is waited for; its address does as well"
+                "The address for the incoming VM couldn't be registered with the cluster service; give `migrate --to` the address"
             );
             None
         }
@@ -367,11 +367,11 @@ pub fn land(
         machine.resume()?;
     }
     if let Err(error) = landing.running() {
-        tracing::warn!(error = line(&error), "The source doesn't hear that its VM runs here");
+        tracing::warn!(error = line(&error), "The source could not be notified that its VM runs here");
     }
     for function in &machine.devices.virtio {
         if let Err(error) = function.announce() {
-            tracing::warn!(error = line(&error), "The network doesn't hear that the VM is here");
+            tracing::warn!(error = line(&error), "The VM's new place could not be announced to the network");
         }
     }
     let restore_ms = restored.as_secs_f64() * 1000.0;
@@ -399,7 +399,7 @@ fn decide(
     }
     // The source may have voted before its connection was lost.
     if let Err(error) = landing.restored() {
-        tracing::warn!(error = line(&error), "The source doesn't hear that its VM is here");
+        tracing::warn!(error = line(&error), "The source could not be notified that its VM was received");
     }
     let doubtful = |reason: &str| doubt.set(reason);
     let waits = Waits { doubtful: &doubtful, is_over: &|| is_ended(events) };
@@ -540,7 +540,7 @@ impl VmControl for Waiting {
         Err(Self::not_here("cancel its migration here; cancel it at the source"))
     }
     fn power_button(&self) -> Result<(), ControlError> {
-        Err(Self::not_here("take its power button"))
+        Err(Self::not_here("press its power button"))
     }
     fn reset(&self, _forced: bool) -> Result<(), ControlError> {
         Err(Self::not_here("be reset"))

@@ -219,7 +219,7 @@ impl Chassis {
         if let Some(nanoseconds) = difference {
             tracing::warn!(
                 difference_ms = nanoseconds / 1_000_000,
-                "The hosts' wall clocks differ: the guest's clock goes on by the measured pause. Keep both by NTP"
+                "The hosts' wall clocks differ: the guest's clock advances by the measured blackout. Synchronize both by NTP"
             );
             machine.clock_differed = true;
         }
@@ -443,7 +443,7 @@ impl Machine {
             _ => false,
         };
         if waits {
-            tracing::info!(state = ?*state, "A reset waits until the VM goes on, here or where it moves to");
+            tracing::info!(state = ?*state, "A reset waits until the VM is resumed, here or at its destination");
             return Ok(None);
         }
         self.vcpus.pause()?;

@@ -190,7 +190,7 @@ fn wait(machine: &Machine, events: &mpsc::Receiver<Event>) -> Result<Outcome, Er
         let Ok(event) = events.recv() else { return Ok(Outcome::Stopped) };
         if event.request().is_some() && !matches!(event, Event::Reset { .. }) && machine.is_away() {
             // The saved state includes the request. After a rollback the source sends its event again.
-            tracing::info!(?event, "what the guest asks for goes with it");
+            tracing::info!(?event, "the guest's request is part of the migrated state");
             continue;
         }
         match event {

@@ -94,7 +94,7 @@ impl MovingMachine {
         for function in &machine.devices.served {
             if let Err(error) = function.set_device_state(DeviceState::Running) {
                 // The device's server has ended, and its state is lost. The guest runs without the device until the server is back.
-                tracing::warn!(error = line(&error), "A device doesn't go on with the VM");
+                tracing::warn!(error = line(&error), "A device could not be resumed with the VM");
             }
         }
         let until = Instant::now() + LETTING_GO;
@@ -179,10 +179,7 @@ impl Departing for MovingMachine {
 
     fn stop_logging(&self) {
         if let Err(error) = self.machine.vm.slots().set_dirty_logging_all(false) {
-            tracing::warn!(
-                error = line(&error),
-                "The log of the guest's writes stays on, which costs it time"
-            );
+            tracing::warn!(error = line(&error), "Dirty logging could not be stopped, which slows the guest");
         }
         for function in &self.machine.devices.served {
             let ended = function.log_writes(false).and_then(|()| match &self.daemon {
@@ -193,7 +190,7 @@ impl Departing for MovingMachine {
                 _ => Ok(()),
             });
             if let Err(error) = ended {
-                tracing::warn!(error = line(&error), "A device's server still notes what it writes");
+                tracing::warn!(error = line(&error), "A device's server still logs its writes");
             }
         }
     }
@@ -231,7 +228,7 @@ impl Departing for MovingMachine {
             if self.machine.events.asked().is_some() { Ok(()) } else { self.machine.vcpus.resume() }
         });
         if let Err(error) = held {
-            tracing::warn!(error = line(&error), "The vCPUs can't be held back");
+            tracing::warn!(error = line(&error), "The vCPUs could not be throttled");
         }
     }
 
@@ -250,7 +247,7 @@ impl Departing for MovingMachine {
     }
 
     fn go_on(&self) -> Result<(), MigrationError> {
-        self.take_back().map_err(MigrationError::machine("let go on"))
+        self.take_back().map_err(MigrationError::machine("resumed"))
     }
 
     fn daemon(&self) -> Option<&Daemon> {
@@ -299,7 +296,7 @@ impl Movable for MovingMachine {
         let state = *self.machine.state();
         if self.daemon.is_some() && state != VmState::Running {
             return Some(format!(
-                "its state, {state:?}: a VM with RDMA NICs moves while it runs; let it go on with `causeway resume`"
+                "its state, {state:?}: a VM with RDMA NICs moves while it runs; resume it with `causeway resume`"
             ));
         }
         if let Some(left) = self.fetching.as_ref().map(Fetching::left).filter(|left| *left > 0) {

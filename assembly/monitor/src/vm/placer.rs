@@ -210,8 +210,9 @@ fn late_zones(
 ) -> Result<Vec<LateZone>, String> {
     let here = function.late_writes().into_iter().filter(|late| late.bar == bar.index);
     let zone = |late: LateWrites| {
-        let at =
-            address.checked_add(u64::from(late.offset)).ok_or("late writes lie beyond the address space")?;
+        let at = address
+            .checked_add(u64::from(late.offset))
+            .ok_or("deferred writes lie beyond the address space")?;
         Ok(LateZone { space, address: at, length: late.len })
     };
     here.map(zone).collect()

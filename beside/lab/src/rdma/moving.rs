@@ -35,7 +35,7 @@ pub fn await_guest(
     let next = boot_with(lab, &layout, Device::Pvrdma, coming.cpus, coming.number + 1, Some(address))?;
     // The monitor prints whether the cluster knows it after it listens. A query by a program would take an emulated
     // host most of a second.
-    match next.session.err.wait_for("where the VM is waited for", 0, patience) {
+    match next.session.err.wait_for("The address for the incoming VM", 0, patience) {
         Waited::Line(..) => {}
         Waited::Ended | Waited::Timeout => {
             let name = coming.member.name;

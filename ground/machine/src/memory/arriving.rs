@@ -42,7 +42,7 @@ pub enum ArrivingRamError {
     },
     /// A page that must be not-present is still in memory, for instance as part of a huge page.
     #[error(
-        "{pages} pages of guest RAM that are still to come can't be taken out of it, the first at {first:#x}"
+        "{pages} pages of guest RAM that aren't present yet can't be removed from it, the first at {first:#x}"
     )]
     Stuck {
         /// Number of such pages.
@@ -182,7 +182,7 @@ impl ArrivingRam {
     pub fn release(&self, huge: bool) {
         for region in &self.regions {
             if let Err(error) = self.uffd.unregister(whole(region)) {
-                tracing::error!(%error, start = region.range.start, "Guest RAM is still watched for faults, which costs time");
+                tracing::error!(%error, start = region.range.start, "Guest RAM is still registered for faults, which slows the guest");
             }
         }
         if huge {

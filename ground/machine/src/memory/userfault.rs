@@ -13,12 +13,12 @@ use rustix::mm::{Advice, UserfaultfdFlags};
 pub enum UserfaultError {
     /// The kernel gives this user no userfaultfd that reports faults of the kernel.
     #[error(
-        "A userfaultfd that sees faults inside KVM could not be had; run as a user with CAP_SYS_PTRACE, or that may open /dev/userfaultfd"
+        "A userfaultfd that reports faults inside KVM could not be opened; run as a user with CAP_SYS_PTRACE, or that may open /dev/userfaultfd"
     )]
     Open(#[source] io::Error),
     /// The kernel's userfaultfd lacks a feature.
     #[error(
-        "This kernel's userfaultfd lacks what is needed of it for guest memory: it has features {has:#x}, of {needs:#x} needed"
+        "This kernel's userfaultfd lacks features for guest memory: it has {has:#x}, and {needs:#x} are needed"
     )]
     Features {
         /// Bits of `UFFD_FEATURE_*` that it has.

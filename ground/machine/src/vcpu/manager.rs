@@ -318,7 +318,7 @@ impl VcpuManager {
         let member = self.member(vcpu)?;
         let refused = move |error| VcpuError::Refused {
             vcpu,
-            what: "tell the registers of".into(),
+            what: "read the registers of".into(),
             source: errno(error),
         };
         Self::call(member, what, move |thread| {
@@ -443,7 +443,7 @@ fn create(
     })?;
     vm.late().map(&fd).map_err(|source| VcpuError::Refused {
         vcpu: id,
-        what: "map the ring of late writes of".into(),
+        what: "map the ring of deferred writes of".into(),
         source,
     })?;
     let control = Arc::new(Control::new(page));

@@ -44,20 +44,20 @@ impl Vcpu<'_> {
     pub(super) fn save(&self) -> Result<SavedVcpu, VcpuError> {
         let fd = self.fd;
         // First, because KVM processes pending INIT and SIPI here, which changes registers.
-        let mp_state = fd.get_mp_state().map_err(self.refused("tell whether it runs:"))?;
-        let cpuid = fd.get_cpuid2(KVM_MAX_CPUID_ENTRIES).map_err(self.refused("tell CPUID of"))?;
+        let mp_state = fd.get_mp_state().map_err(self.refused("read the run state of"))?;
+        let cpuid = fd.get_cpuid2(KVM_MAX_CPUID_ENTRIES).map_err(self.refused("read CPUID of"))?;
         if offers_virtualisation(&cpuid) {
             let reason =
                 "its CPUID offers nested virtualisation, whose state Causeway doesn't save".to_owned();
             return Err(VcpuError::NotSaveable { vcpu: self.id, reason });
         }
         let lapic = if self.vm.has_kernel_irqchip() {
-            Some(fd.get_lapic().map_err(self.refused("tell the local APIC of"))?)
+            Some(fd.get_lapic().map_err(self.refused("read the local APIC of"))?)
         } else {
             None
         };
         let xcrs = if self.vm.has_xcrs() {
-            Some(fd.get_xcrs().map_err(self.refused("tell the XCRs of"))?)
+            Some(fd.get_xcrs().map_err(self.refused("read the XCRs of"))?)
         } else {
             None
         };
@@ -65,16 +65,16 @@ impl Vcpu<'_> {
             version: VCPU_STATE_VERSION,
             id: self.id,
             cpuid: cpuid.as_slice().to_vec(),
-            regs: fd.get_regs().map_err(self.refused("tell the registers of"))?,
-            sregs: fd.get_sregs().map_err(self.refused("tell the system registers of"))?,
+            regs: fd.get_regs().map_err(self.refused("read the registers of"))?,
+            sregs: fd.get_sregs().map_err(self.refused("read the system registers of"))?,
             xsave: self.save_xsave()?,
             xcrs,
-            debugregs: fd.get_debug_regs().map_err(self.refused("tell the debug registers of"))?,
+            debugregs: fd.get_debug_regs().map_err(self.refused("read the debug registers of"))?,
             lapic,
             mp_state,
             msrs: self.save_msrs()?,
             // After the APIC, so that an interrupt in delivery is saved in at least one of the two.
-            events: fd.get_vcpu_events().map_err(self.refused("tell pending events of"))?,
+            events: fd.get_vcpu_events().map_err(self.refused("read pending events of"))?,
             // KVM reports no frequency for an unstable TSC of the host.
             tsc_khz: fd.get_tsc_khz().ok().filter(|khz| *khz > 0),
         })
@@ -82,12 +82,12 @@ impl Vcpu<'_> {
 
     fn save_xsave(&self) -> Result<Vec<u8>, VcpuError> {
         let Some(bytes) = self.vm.xsave2_bytes() else {
-            let area = self.fd.get_xsave().map_err(self.refused("tell the XSAVE area of"))?;
+            let area = self.fd.get_xsave().map_err(self.refused("read the XSAVE area of"))?;
             return Ok(area.region.iter().flat_map(|word| word.to_ne_bytes()).collect());
         };
         let mut area = self.new_xsave(bytes)?;
         // SAFETY: the area has as many bytes as this VM's KVM_CAP_XSAVE2 reports, which is what KVM writes.
-        unsafe { self.fd.get_xsave2(&mut area) }.map_err(self.refused("tell the XSAVE area of"))?;
+        unsafe { self.fd.get_xsave2(&mut area) }.map_err(self.refused("read the XSAVE area of"))?;
         let legacy = &area.as_fam_struct_ref().xsave.region;
         Ok(legacy.iter().chain(area.as_slice()).flat_map(|word| word.to_ne_bytes()).collect())
     }
@@ -125,7 +125,7 @@ impl Vcpu<'_> {
             let entries: Vec<_> =
                 batch.iter().map(|index| kvm_msr_entry { index: *index, ..Default::default() }).collect();
             let mut msrs = self.msr_list(&entries)?;
-            let read = self.fd.get_msrs(&mut msrs).map_err(self.refused("tell the MSRs of"))?;
+            let read = self.fd.get_msrs(&mut msrs).map_err(self.refused("read the MSRs of"))?;
             saved.extend(
                 msrs.as_slice().iter().take(read).map(|m| SavedMsr { index: m.index, value: m.data }),
             );
@@ -150,7 +150,7 @@ impl Vcpu<'_> {
                 // A read-only MSR that already has the right value is no error.
                 let mut present =
                     self.msr_list(&[kvm_msr_entry { index: refused.index, ..Default::default() }])?;
-                let read = self.fd.get_msrs(&mut present).map_err(self.refused("tell the MSRs of"))?;
+                let read = self.fd.get_msrs(&mut present).map_err(self.refused("read the MSRs of"))?;
                 if read != 1 || present.as_slice()[0].data != refused.data {
                     return Err(
                         self.bad(format!("MSR {:#x} doesn't take value {:#x}", refused.index, refused.data))
@@ -168,13 +168,13 @@ impl Vcpu<'_> {
     /// IA32_ARCH_CAPABILITIES.
     pub(super) fn announce_locked_x2apic(&self) -> Result<(), VcpuError> {
         let index = MSR_IA32_ARCH_CAPABILITIES;
-        let cpuid = self.fd.get_cpuid2(KVM_MAX_CPUID_ENTRIES).map_err(self.refused("tell CPUID of"))?;
+        let cpuid = self.fd.get_cpuid2(KVM_MAX_CPUID_ENTRIES).map_err(self.refused("read CPUID of"))?;
         let has_capabilities = cpuid
             .as_slice()
             .iter()
             .any(|leaf| leaf.function == 7 && leaf.index == 0 && leaf.edx & 1 << 29 != 0);
         let mut present = self.msr_list(&[kvm_msr_entry { index, ..Default::default() }])?;
-        let read = self.fd.get_msrs(&mut present).map_err(self.refused("tell the MSRs of"))?;
+        let read = self.fd.get_msrs(&mut present).map_err(self.refused("read the MSRs of"))?;
         if !has_capabilities || read != 1 {
             return Ok(());
         }
@@ -211,7 +211,7 @@ impl Vcpu<'_> {
         self.restore_cpuid(saved)?;
         self.restore_tsc_frequency(saved.tsc_khz)?;
         if self.vm.has_kernel_irqchip() {
-            fd.set_mp_state(saved.mp_state).map_err(self.refused("set whether it runs:"))?;
+            fd.set_mp_state(saved.mp_state).map_err(self.refused("set the run state of"))?;
         }
         fd.set_regs(&saved.regs).map_err(self.refused("set the registers of"))?;
         // The APIC base in these registers determines how KVM interprets the APIC page.
@@ -233,7 +233,7 @@ impl Vcpu<'_> {
     /// CPUID determines which registers and MSRs exist, so it is the first. Once a vCPU has run, KVM accepts only the same leaves again,
     /// and refuses a difference even in bits that change by themselves.
     fn restore_cpuid(&self, saved: &SavedVcpu) -> Result<(), VcpuError> {
-        let present = self.fd.get_cpuid2(KVM_MAX_CPUID_ENTRIES).map_err(self.refused("tell CPUID of"))?;
+        let present = self.fd.get_cpuid2(KVM_MAX_CPUID_ENTRIES).map_err(self.refused("read CPUID of"))?;
         let difference = cpuid_difference(present.as_slice(), &saved.cpuid);
         if difference.is_empty() {
             return Ok(());
@@ -284,7 +284,7 @@ impl Vcpu<'_> {
     }
 
     fn set_mp_state(&self, mp_state: u32) -> Result<(), VcpuError> {
-        self.fd.set_mp_state(kvm_mp_state { mp_state }).map_err(self.refused("set whether it runs:"))
+        self.fd.set_mp_state(kvm_mp_state { mp_state }).map_err(self.refused("set the run state of"))
     }
 
     fn set_registers(&self, start: &StartRegisters) -> Result<(), VcpuError> {
@@ -293,7 +293,7 @@ impl Vcpu<'_> {
             self.set_mp_state(KVM_MP_STATE_RUNNABLE)?;
         }
         let mut sregs = start.sregs;
-        sregs.apic_base = fd.get_sregs().map_err(self.refused("tell the system registers of"))?.apic_base;
+        sregs.apic_base = fd.get_sregs().map_err(self.refused("read the system registers of"))?.apic_base;
         fd.set_sregs(&sregs).map_err(self.refused("set the system registers of"))?;
         fd.set_regs(&start.regs).map_err(self.refused("set the registers of"))?;
         if let Some(fpu) = &start.fpu {

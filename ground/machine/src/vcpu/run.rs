@@ -41,7 +41,7 @@ impl GuestRegisters for VcpuThread {
     fn get(&self) -> Result<kvm_regs, VcpuError> {
         let refused = |error| VcpuError::Refused {
             vcpu: self.id,
-            what: "tell the registers of".into(),
+            what: "read the registers of".into(),
             source: errno(error),
         };
         self.fd.get_regs().map_err(refused)
@@ -356,7 +356,7 @@ impl VcpuThread {
             }
             KVM_EXIT_INTERNAL_ERROR => {
                 let text = internal_error(run);
-                self.failed(format!("KVM can't go on{at}: {text}"))
+                self.failed(format!("KVM can't run it any further{at}: {text}"))
             }
             kvm_bindings::KVM_EXIT_FAIL_ENTRY => {
                 // SAFETY: for this exit reason, `fail_entry` is the valid field of the union.
@@ -365,7 +365,7 @@ impl VcpuThread {
                 self.failed(format!("The processor refused to enter the guest{at}, with reason {code:#x}"))
             }
             _ => self.failed(format!(
-                "It left the guest{at} for a reason that nobody handles: {} ({reason})",
+                "It left the guest{at} for a reason without a handler: {} ({reason})",
                 cause.name()
             )),
         }

@@ -25,7 +25,7 @@ pub fn allowed(version: u16, streams: usize) -> Result<(), MigrationError> {
     }
     if streams < LEAST_STREAMS {
         let text = format!(
-            "it takes {LEAST_STREAMS} streams (what is said, pages that are waited for, and all others), not {streams}"
+            "it takes {LEAST_STREAMS} streams (for control frames, requested pages and pushed pages), not {streams}"
         );
         return Err(MigrationError::NoPostcopy(text));
     }

@@ -107,7 +107,7 @@ impl Fetching {
         let stop = Stop::default();
         let Rest { missing, mut wishes, mut others } = rest;
         let writer = wishes.connection.sender(stop.clone(), super::serving::LAST_WORD);
-        let writer = writer.map_err(MigrationError::stream("used for wishes"))?;
+        let writer = writer.map_err(MigrationError::stream("used for page requests"))?;
         wishes.connection.set_patience(FOREVER);
         for stream in others.iter_mut().chain([&mut wishes]) {
             stream.connection.set_stop(stop.clone());
@@ -335,7 +335,10 @@ impl Shared {
             sender.send(connection, Kind::Complete, &[&payload]).map_err(MigrationError::stream("written"))
         });
         if let Err(error) = said {
-            tracing::warn!(error = line(&error), "The source doesn't hear that it isn't needed any more");
+            tracing::warn!(
+                error = line(&error),
+                "The source could not be notified that the post-copy is over"
+            );
         }
         self.stop.set();
     }
@@ -350,7 +353,10 @@ impl Shared {
         };
         self.stop.set();
         if !over && all_here {
-            tracing::warn!(error = line(&error), "The source doesn't hear that it isn't needed any more");
+            tracing::warn!(
+                error = line(&error),
+                "The source could not be notified that the post-copy is over"
+            );
         } else if !over {
             (self.on_lost)(self.pages().left(), given, error);
         }

@@ -75,7 +75,7 @@ pub fn encode_wanted(pages: &[u64]) -> Vec<u8> {
 /// When the payload is invalid.
 pub fn decode_wanted(payload: &[u8]) -> Result<Vec<u64>, MigrationError> {
     let pages = words(payload).filter(|pages| (1..=MOST_WANTED).contains(&pages.len()));
-    pages.ok_or_else(|| MigrationError::Protocol(format!("a wish for pages in {} bytes", payload.len())))
+    pages.ok_or_else(|| MigrationError::Protocol(format!("a request for pages in {} bytes", payload.len())))
 }
 
 fn words(bytes: &[u8]) -> Option<Vec<u64>> {

@@ -22,7 +22,7 @@ const STEP: u64 = 4096;
 #[derive(Debug, thiserror::Error)]
 pub enum PresenceError {
     /// The host refused an operation.
-    #[error("What the host's daemon is told of memory that is still to come could not be {what}")]
+    #[error("The map of not-present pages for the host's daemon could not be {what}")]
     Refused {
         /// What was tried.
         what: &'static str,
@@ -31,7 +31,7 @@ pub enum PresenceError {
         source: io::Error,
     },
     /// The map's memory can't be mapped.
-    #[error("What the host's daemon is told of memory that is still to come could not be mapped")]
+    #[error("The map of not-present pages for the host's daemon could not be mapped")]
     Mapped(
         #[from]
         #[source]

@@ -110,14 +110,12 @@ impl Shared {
                 (Kind::Want, payload) => decode_wanted(payload)?,
                 (Kind::Complete, payload) => return message::decode(payload, "the end of post-copy"),
                 (kind, _) => {
-                    return Err(MigrationError::Protocol(format!(
-                        "{kind:?} where wishes for pages were to come"
-                    )));
+                    return Err(MigrationError::Protocol(format!("{kind:?} in place of requests for pages")));
                 }
             };
             for page in wanted {
                 let send = self.pages().ask(page);
-                if send.map_err(|error| MigrationError::Protocol(format!("a wish for {error}")))? {
+                if send.map_err(|error| MigrationError::Protocol(format!("a request for {error}")))? {
                     self.send(&mut stream, page, 1)?;
                 }
             }

@@ -82,7 +82,7 @@ impl Departure<'_> {
             watch.update(|progress| {
                 progress.phase = MigrationPhase::InDoubt;
                 progress.problem = Some(format!(
-                    "It isn't known how the migration was decided: {reason}. The VM stands still here until it is; see `causeway cluster vms`"
+                    "The decision about the migration isn't known: {reason}. The VM stays stopped here, in doubt, until it is; see `causeway cluster vms`"
                 ));
             });
         };
@@ -179,7 +179,7 @@ impl Departure<'_> {
                 if let Err(unknown) = daemon.withdraw() {
                     tracing::warn!(
                         error = line(&unknown),
-                        "The host's daemon can't be told that the migration is over"
+                        "The host's daemon could not be notified that the migration is over"
                     );
                 }
             }
@@ -202,11 +202,11 @@ impl Departure<'_> {
         self.machine.stop_logging();
         if let Some(stopped) = stopped {
             if let Err(also) = gone_on {
-                tracing::error!(error = line(&also), "The VM stands still after a failed migration");
+                tracing::error!(error = line(&also), "The VM can't be resumed after a failed migration");
                 return also;
             }
             let ms = milliseconds(stopped.elapsed());
-            tracing::info!(pause_ms = ms, "The VM goes on here after a failed migration");
+            tracing::info!(pause_ms = ms, "The VM was resumed here after a failed migration");
         }
         error
     }

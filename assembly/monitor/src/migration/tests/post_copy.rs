@@ -397,7 +397,7 @@ fn a_destination_that_lies_is_noticed() {
             let error = migrate(&machine, a, &late_request(0), &watch, &stop).unwrap_err();
             let text = crate::migration::error::line(&error);
             assert!(matches!(error, MigrationError::LostDestination { .. }), "{text}");
-            assert!(text.contains("a wish for"), "{text}");
+            assert!(text.contains("a request for"), "{text}");
         });
         assert_eq!(machine.life.load(Ordering::SeqCst), 1, "the guest isn't run here again");
     }

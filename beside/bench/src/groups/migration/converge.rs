@@ -195,7 +195,7 @@ impl Departing for Mover {
         Ok(vec![0])
     }
     fn go_on(&self) -> Result<(), MigrationError> {
-        self.each("let go on", |client| client.set_device_state(DeviceState::Running))
+        self.each("resumed", |client| client.set_device_state(DeviceState::Running))
     }
     fn daemon(&self) -> Option<&Daemon> {
         Some(&self.daemon)

@@ -345,7 +345,7 @@ impl World<'_> {
             command.kill()?;
         }
         let said = command.err.text();
-        let ending = self.settle(said.contains("stands still here"), at == Step::Begun)?;
+        let ending = self.settle(said.contains("stopped here, in doubt"), at == Step::Begun)?;
         let last = said.lines().last().unwrap_or_default();
         progress!(
             "{}: {fault:?} at {at:?}: status {code:?}, guest a at {ending:?}: {last}",
