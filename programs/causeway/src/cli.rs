@@ -45,11 +45,11 @@ pub enum Command {
     Inspect(InspectArgs),
     /// Stop a VM's vCPUs and devices until `resume`
     Pause(Target),
-    /// Let a paused VM go on
+    /// Resume a paused VM
     Resume(ForcedTarget),
     /// Press a VM's reset button
     Reset(ForcedTarget),
-    /// Take a VM's commodity NIC from its card to the card's emulation, or back, while the guest runs (docs/reference/vpio.md)
+    /// Switch a VM's commodity NIC between its card and the card's emulation while the guest runs (docs/reference/vpio.md)
     Nic(NicArgs),
     /// Move a running VM to another monitor, which waits for it with `causeway run --incoming`
     Migrate(MigrateArgs),
@@ -59,29 +59,30 @@ pub enum Command {
     Stop(StopArgs),
     /// Run this host's daemon in the foreground: it serves RDMA NICs to VMs
     Host(HostArgs),
-    /// Share one card of this host between VMs, in the foreground: their guests take turns with it, each with its own driver (docs/reference/vpio.md)
+    /// Share one card of this host between VMs by time slices, in the foreground; each guest uses its own driver (docs/reference/vpio.md)
     Card(CardArgs),
     /// Change what a VM may use of this host's RDMA: quotas and rates, at once (root and the daemon's user only)
     Limits(LimitsArgs),
     /// Write a new cluster key for `causeway host --cluster-key` to a file that isn't there yet
     Key(KeyArgs),
-    /// Run the cluster service, or ask it: where VMs are, who is connected to whom (docs/how-to/run-the-cluster-service.md)
+    /// Run or query the cluster service: where VMs run, and which VMs are connected (docs/how-to/run-the-cluster-service.md)
     #[command(subcommand)]
     Cluster(cluster::ClusterCommand),
-    /// Look at the memory that nodes of a VM share
+    /// Inspect the memory that nodes of a VM share
     #[command(subcommand)]
     Dsm(DsmCommand),
-    /// Say what this host can do, what is missing and how to get it
+    /// Show what this host supports, what is missing and how to get it
     Doctor,
 }
 
-/// Which VM, and whether it is risked that it runs twice.
+/// A VM, and whether the user accepts the risk that it runs twice.
 #[derive(Debug, Args)]
 pub struct ForcedTarget {
     /// Which.
     #[command(flatten)]
     pub target: Target,
-    /// Of a VM in doubt (`causeway list`): run it here although it may run at the other side of its migration. Only when it certainly doesn't: two copies write the same disks
+    /// For a VM in doubt (`causeway list`): run it here although it may run at the other host of its migration. Only if it certainly
+    /// doesn't run there: two copies write the same disks
     #[arg(long)]
     pub force: bool,
 }
@@ -105,19 +106,19 @@ pub struct NicArgs {
     /// Which NIC, as `causeway inspect` names it
     #[arg(long, value_name = "NIC", default_value = "nic0")]
     pub nic: String,
-    /// What the guest is to drive: the host's card, or its emulation with the tap that was named beside it (`--nic vpio:ADDRESS,tap=NAME`)
+    /// What the guest drives: the host's card, or the card's emulation with the tap that --nic named (`--nic vpio:ADDRESS,tap=NAME`)
     #[arg(long)]
     pub behind: Behind,
 }
 
-/// What is behind a NIC.
+/// Backend of a NIC.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Behind {
-    /// A card of the host, under its model.
+    /// A card of the host, guarded by its device model.
     Card,
     /// The card's emulation.
     Emulation,
-    /// The card without its model: the guest has all of it, and it reaches all of the guest's memory.
+    /// The card without its device model: the guest controls all of it, and it can access all of the guest's memory.
     Passthrough,
 }
 
@@ -142,7 +143,7 @@ pub struct InspectArgs {
 /// `causeway host`.
 #[derive(Debug, Args)]
 pub struct HostArgs {
-    /// Where to listen for monitors; the folder of the same name with .d, beside it, is used as well
+    /// Socket for monitors; the folder of the same name with .d, beside it, is used as well
     #[arg(long, value_name = "PATH", default_value = control_api::host::DEFAULT_SOCKET)]
     pub socket: PathBuf,
     /// A user who may have NICs, besides root and the daemon's own; may be given several times
@@ -151,13 +152,14 @@ pub struct HostArgs {
     /// A primary group whose users may have NICs; may be given several times
     #[arg(long, value_name = "GID")]
     pub allow_gid: Vec<u32>,
-    /// Serve metrics at this address by HTTP, to everybody who reaches it  [default: the socket `metrics` in the folder only]
+    /// Serve metrics at this address by HTTP, to every client that can connect  [default: the socket `metrics` in the folder only]
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub metrics: Option<SocketAddr>,
-    /// RDMA to other hosts: a file that says which hosts there are, which VMs they run, and their addresses (docs/how-to/rdma-between-hosts.md)
+    /// RDMA to other hosts: a file with the hosts, their VMs and their addresses (docs/how-to/rdma-between-hosts.md)
     #[arg(long, value_name = "PATH", requires = "fabric_address", group = "places")]
     pub directory: Option<PathBuf>,
-    /// RDMA to other hosts: the cluster service that knows where VMs are, in place of a file (docs/how-to/run-the-cluster-service.md); its instances with commas between them
+    /// RDMA to other hosts: the cluster service, in place of a file (docs/how-to/run-the-cluster-service.md); several instances separated
+    /// by commas
     #[arg(long, value_name = "HOST:PORT", requires_all = ["fabric_address", "name"], group = "places")]
     pub cluster: Option<String>,
     /// This host's name in the cluster
@@ -166,17 +168,18 @@ pub struct HostArgs {
     /// Keys for the cluster service, where it has some.
     #[command(flatten)]
     pub keys: cluster::KeysArgs,
-    /// This host's address, where packets of other hosts are taken by UDP; with --directory, one of its hosts
+    /// This host's UDP address for packets of other hosts; with --directory, one of its hosts
     #[arg(long, value_name = "ADDRESS:PORT", requires = "places")]
     pub fabric_address: Option<SocketAddr>,
     /// Encrypt and authenticate packets between hosts with the key in this file, the same on all hosts (`causeway key` makes one)
     #[arg(long, value_name = "FILE", requires = "places")]
     pub cluster_key: Option<PathBuf>,
-    /// Speak with other hosts without a key: whoever reaches --fabric-address can read and write what guests have registered for others
+    /// Communicate with other hosts without a key: anyone who can reach --fabric-address can read and write memory that guests have
+    /// registered
     #[arg(long, requires = "fabric_address")]
     pub insecure: bool,
-    /// Offer transport verbs to VMs that the directory or the cluster service pins to it: their connections are carried by this host's RDMA device
-    /// that has the address of --fabric-address (docs/how-to/rdma-between-hosts.md)
+    /// Offer transport verbs to VMs that the directory or the cluster service pins to it: their connections use this host's RDMA device
+    /// with the address of --fabric-address (docs/how-to/rdma-between-hosts.md)
     #[arg(long, requires = "places")]
     pub verbs: bool,
     /// Run without seccomp, Landlock and dropped capabilities
@@ -185,8 +188,8 @@ pub struct HostArgs {
     /// Neighbourhoods.
     #[command(flatten)]
     pub neighbourhoods: neighbourhood::NeighbourhoodArgs,
-    /// A guest that rings 32 doorbells within this time is busy: its doorbells become memory, milliseconds; more on hosts that are slow to
-    /// exit, as emulated ones are
+    /// A guest that writes 32 doorbells within this time is busy, and its doorbells become memory, milliseconds; more on hosts with slow
+    /// exits, such as emulated ones
     #[arg(long, value_name = "MS", default_value_t = 40, value_parser = clap::value_parser!(u64).range(1..=10_000))]
     pub doorbell_window: u64,
     /// Bind the thread that does the RDMA work to this CPU
@@ -202,16 +205,16 @@ pub struct CardArgs {
     /// A guest: NAME[,mac=M][,uid=N]; its VM is run with --vfio-user FOLDER/NAME; may be given several times
     #[arg(long, value_name = "GUEST", required = true, value_parser = flags::card_guest)]
     pub guest: Vec<host::card::Guest>,
-    /// Where the guests' sockets are made  [default: /run/causeway/card-DEVICE]
+    /// Folder for the guests' sockets  [default: /run/causeway/card-DEVICE]
     #[arg(long, value_name = "PATH")]
     pub folder: Option<PathBuf>,
-    /// How long a guest has the card at least while others wait, milliseconds
+    /// Time slice: least time for which a guest has the card while others wait, milliseconds
     #[arg(long, value_name = "MS", default_value_t = 2, value_parser = clap::value_parser!(u64).range(1..=1000))]
     pub slice: u64,
-    /// After how long the card is taken from a guest that doesn't finish what it began, milliseconds
+    /// Time limit for a quiescent point, after which a guest loses the card, milliseconds
     #[arg(long, value_name = "MS", default_value_t = 500, value_parser = clap::value_parser!(u64).range(10..=3000))]
     pub limit: u64,
-    /// What happens when the model refuses a request: ignore, device-error or stop
+    /// Policy for violations: ignore, device-error or stop
     #[arg(long, value_name = "POLICY", default_value = "device-error", value_parser = flags::card_policy)]
     pub policy: host::card::FailurePolicy,
     /// Run without seccomp, Landlock and dropped capabilities
@@ -222,7 +225,7 @@ pub struct CardArgs {
 /// `causeway limits`.
 #[derive(Debug, Args)]
 pub struct LimitsArgs {
-    /// The VM, as `causeway run --name` has it
+    /// Name of the VM, as given to `causeway run --name`
     pub vm: String,
     /// What changes; the rest stays.
     #[command(flatten)]
@@ -293,26 +296,26 @@ pub struct StopArgs {
 /// `causeway dsm`.
 #[derive(Debug, Subcommand)]
 pub enum DsmCommand {
-    /// Show the pages that vCPUs wait for most, from where, how each is kept, and what would help
+    /// Show the pages on which vCPUs stall most, with instructions, the mode of each page, and advice
     Top(DsmTopArgs),
 }
 
 /// `causeway dsm top`.
 #[derive(Debug, Args)]
 pub struct DsmTopArgs {
-    /// Name of the VM, which has to span nodes; asked is its node 0, on this host
+    /// Name of a VM that spans nodes; its node 0, on this host, answers
     pub name: String,
     /// Pages to show
     #[arg(long, value_name = "N", default_value_t = 10)]
     pub count: usize,
 }
 
-/// How nodes keep memory the same.
+/// Coherence protocol of a VM's nodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Coherence {
-    /// Pages move; one node may write a page, or several may read it
+    /// Write-invalidate: one node may write a page, or several may read it
     Invalidate,
-    /// Pages that several nodes use all the time stay, and get updates
+    /// Write-update for pages that several nodes use all the time: their copies stay, and get updates
     Update,
 }
 
@@ -353,28 +356,29 @@ pub struct RunArgs {
     /// Monitors that the VM spans, all started here unless --peers is given; payload guests only
     #[arg(long, value_name = "N")]
     pub nodes: Option<u8>,
-    /// Which node of a VM this is, from 0 on; with --peers
+    /// Number of this node, from 0; with --peers
     #[arg(long, value_name = "NODE", requires = "peers")]
     pub node: Option<u8>,
-    /// Where all nodes of the VM listen, in order: unix:PATH, tcp:HOST:PORT or rdma:HOST:PORT, separated by commas
+    /// Addresses of all nodes of the VM, in order: unix:PATH, tcp:HOST:PORT or rdma:HOST:PORT, separated by commas
     #[arg(long, value_name = "ADDRESS,...", value_delimiter = ',', requires = "node")]
     pub peers: Vec<NodeAddress>,
     /// With --peers: encrypt and authenticate links with the cluster key in this file, the same on all nodes (`causeway key FILE` makes one)
     #[arg(long, value_name = "FILE", requires = "peers")]
     pub cluster_key: Option<PathBuf>,
-    /// Let --peers and --incoming speak with other hosts without a key: whoever reaches them can read and change the guest's memory
+    /// Let --peers and --incoming communicate with other hosts without a key: anyone who can reach them can read and change the guest's
+    /// memory
     #[arg(long)]
     pub insecure: bool,
-    /// How nodes keep memory the same: by moving pages only, or also by sending updates of pages that many use  [default: update]
+    /// Coherence protocol of nodes: write-invalidate only, or also write-update for pages that many nodes use  [default: update]
     #[arg(long, value_name = "HOW")]
     pub coherence: Option<Coherence>,
-    /// A folder in which to keep the last checkpoint of a VM of several nodes, on each node's host
+    /// Folder for the last checkpoint of a VM of several nodes, on each node's host
     #[arg(long, value_name = "FOLDER")]
     pub checkpoint: Option<PathBuf>,
-    /// Seconds from one checkpoint to the next  [default: 10]
+    /// Interval of checkpoints, seconds  [default: 10]
     #[arg(long, value_name = "SECONDS", requires = "checkpoint")]
     pub checkpoint_every: Option<f64>,
-    /// Go on from the last checkpoint in this folder, with the same program and settings on the same number of nodes
+    /// Restart from the last checkpoint in this folder, with the same program and settings on the same number of nodes
     #[arg(long, value_name = "FOLDER")]
     pub restart: Option<PathBuf>,
     /// vCPUs: a number, or sockets=S,cores=C; those of all nodes together
@@ -419,10 +423,11 @@ pub struct RunArgs {
     /// API socket  [default: NAME.sock in $XDG_RUNTIME_DIR/causeway or /run/causeway]
     #[arg(long, value_name = "PATH")]
     pub api_socket: Option<PathBuf>,
-    /// Don't boot: wait at this address for a VM of the same description to come from another monitor (`causeway migrate`)
+    /// Don't boot: wait at this address for the migration of a VM with the same description (`causeway migrate`)
     #[arg(long, value_name = "ADDRESS:PORT", conflicts_with = "payload")]
     pub incoming: Option<SocketAddr>,
-    /// With --incoming: take encrypted streams only, with the cluster key in this file (`causeway key FILE` makes one; `causeway migrate --key`)
+    /// With --incoming: accept encrypted streams only, with the cluster key in this file (`causeway key FILE` makes one; `causeway
+    /// migrate --key`)
     #[arg(long, value_name = "FILE", requires = "incoming")]
     pub incoming_key: Option<PathBuf>,
     /// Interrupt controllers: in the kernel, or in the monitor (x2APIC only)  [default: kernel]

@@ -1,4 +1,4 @@
-//! `causeway cluster`, and what others need to speak with the cluster service.
+//! `causeway cluster`, and the options of other commands for the cluster service.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -16,15 +16,16 @@ use host::transport::TransportKind;
 /// `causeway cluster`.
 #[derive(Debug, Subcommand)]
 pub enum ClusterCommand {
-    /// Run the cluster service in the foreground: where each VM is, who is connected to whom, which migrations are under way
+    /// Run the cluster service in the foreground: it records where each VM runs, which VMs are connected, and migrations in progress
     Serve(Box<ServeArgs>),
     /// Show the service and migrations
     Status(AskArgs),
-    /// Show the hosts, and whether they are heard of
+    /// Show the hosts, and whether they report
     Hosts(AskArgs),
     /// Show the VMs: where they run, in which epoch, with which addresses
     Vms(AskArgs),
-    /// Say that a host is gone for good: its VMs are lost and may be started elsewhere, and what waits for it goes on. Refused while it is heard of
+    /// Declare a host permanently gone: its VMs are lost and may be started on other hosts, and migrations stop waiting for it. Refused
+    /// while it reports
     Forget(ForgetArgs),
 }
 
@@ -42,7 +43,7 @@ pub struct ForgetArgs {
 /// Files for mutual TLS.
 #[derive(Debug, Args, Clone)]
 pub struct KeysArgs {
-    /// Speak TLS, and only with those whose certificates this authority has signed (PEM)
+    /// Use TLS, and only with peers whose certificates this authority has signed (PEM)
     #[arg(long, value_name = "FILE", requires_all = ["cert", "key"])]
     pub ca: Option<PathBuf>,
     /// Own certificate (PEM); its name must be what others connect to
@@ -75,14 +76,14 @@ impl KeysArgs {
 /// etcd, and this instance among several.
 #[derive(Debug, Args, Clone)]
 pub struct EtcdArgs {
-    /// Keep the state in etcd, as one of several instances of which one leads: members of etcd with commas between them, as http://HOST:PORT or
-    /// https://HOST:PORT (docs/how-to/run-the-cluster-service.md)
+    /// Keep the state in etcd, as one of several instances of which one leads: members of etcd separated by commas, as http://HOST:PORT
+    /// or https://HOST:PORT (docs/how-to/run-the-cluster-service.md)
     #[arg(long, value_name = "URL,URL", conflicts_with = "state")]
     pub etcd: Option<String>,
-    /// What its keys begin with; the same for all instances of a cluster, another for each cluster
+    /// Prefix of its keys; the same for all instances of a cluster, another for each cluster
     #[arg(long, value_name = "PREFIX", default_value = "/causeway", requires = "etcd", value_parser = prefix)]
     pub etcd_prefix: String,
-    /// Speak TLS with etcd, whose certificates this authority has signed (PEM)
+    /// Use TLS with etcd, whose certificates this authority has signed (PEM)
     #[arg(long, value_name = "FILE", requires = "etcd")]
     pub etcd_ca: Option<PathBuf>,
     /// Own certificate for etcd (PEM)
@@ -97,13 +98,13 @@ pub struct EtcdArgs {
     /// A file with the user's password in its first line
     #[arg(long, value_name = "FILE", requires = "etcd_user")]
     pub etcd_password_file: Option<PathBuf>,
-    /// Begin with the state of this database of a service that has ended, where etcd has none yet
+    /// Start with the state in this database of a former service, if etcd has none yet
     #[arg(long, value_name = "FILE", requires = "etcd")]
     pub etcd_import: Option<PathBuf>,
     /// The address at which daemons and the program reach this instance  [default: --listen]
     #[arg(long, value_name = "HOST:PORT", requires = "etcd")]
     pub advertise: Option<String>,
-    /// How long an instance that is gone is waited for before another leads, seconds
+    /// Lease of the leading instance: if it doesn't renew it for this time, another one leads, seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 6, requires = "etcd", value_parser = clap::value_parser!(u64).range(2..=60))]
     pub leader_lease: u64,
 }
@@ -170,10 +171,10 @@ impl EtcdArgs {
 /// `causeway cluster serve`.
 #[derive(Debug, Args)]
 pub struct ServeArgs {
-    /// Where to listen
+    /// Address to listen at
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub listen: SocketAddr,
-    /// The database, where this is the only instance; made where there is none
+    /// Database of a single instance; created if it is missing
     #[arg(long, value_name = "FILE", required_unless_present = "etcd")]
     pub state: Option<PathBuf>,
     /// One of several instances: the state is in etcd, and one of them leads.
@@ -182,17 +183,17 @@ pub struct ServeArgs {
     /// Keys; without them nothing is authenticated.
     #[command(flatten)]
     pub keys: KeysArgs,
-    /// Serve metrics at this address by HTTP, to everybody who reaches it
+    /// Serve metrics at this address by HTTP, to every client that can connect
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub metrics: Option<SocketAddr>,
-    /// A host that isn't heard of for so long counts as silent, seconds
+    /// Lease of hosts: one that doesn't report for this time counts as silent, seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 6, value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub lease: u64,
-    /// How long a migration's switch-over may take, in milliseconds: what takes longer is given up, and the VM goes on where it was.
+    /// Limit for a migration's switchover, milliseconds: a longer one is aborted, and the VM resumes at its source
     #[arg(long, value_name = "MS", default_value_t = 2000, value_parser = clap::value_parser!(u64).range(10..=600_000))]
     pub switch_limit: u64,
-    /// Pin RDMA connections of a VM, or of all that aren't named (*), to a transport: local, fabric, wire or verbs; may be given several times. Hosts
-    /// hear of it when they register, and NICs are pinned when they are attached
+    /// Pin RDMA connections of a VM, or of all that aren't named (*), to a transport: local, fabric, wire or verbs; may be given several
+    /// times. Hosts learn of it when they register, and NICs are pinned when they are attached
     #[arg(long, value_name = "VM=TRANSPORT", value_parser = pin)]
     pub pin: Vec<(String, TransportKind)>,
     /// Bytes of payload per packet between hosts: a multiple of 4 from 256 to 4096; 1376 fills links with an MTU of 1500  [default: as before, or 1376]
@@ -206,7 +207,7 @@ pub struct ServeArgs {
 /// `causeway cluster status|hosts|vms`.
 #[derive(Debug, Args)]
 pub struct AskArgs {
-    /// The cluster service, or its instances with commas between them
+    /// The cluster service; several instances separated by commas
     #[arg(long, value_name = "HOST:PORT")]
     pub cluster: String,
     /// Keys, where the service has some.

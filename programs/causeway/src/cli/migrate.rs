@@ -10,24 +10,24 @@ use super::Target;
 /// How memory is copied, and when the guest is stopped.
 #[derive(Debug, Args)]
 pub struct TransferArgs {
-    /// How long the guest may stand still, milliseconds: memory is copied again until the rest is expected to fit
+    /// Limit for the blackout, milliseconds: memory is copied again until the rest is expected to fit
     #[arg(long, value_name = "MS", default_value_t = 300, value_parser = clap::value_parser!(u64).range(0..=600_000))]
     pub downtime: u64,
-    /// Give up after so many seconds, if the guest wasn't stopped by then; 0: never
+    /// Abort after this many seconds, unless the guest was stopped by then; 0: never
     #[arg(long, value_name = "SECONDS", default_value_t = 600)]
     pub timeout: u64,
-    /// By how much vCPUs, and what peers write into the VM by RDMA, may be held back when memory changes faster than it is copied, per cent; 0: not at
-    /// all
+    /// Limit for throttling vCPUs, and peers' RDMA writes into the VM, when memory changes faster than it is copied, per cent; 0: no
+    /// throttling
     #[arg(long, value_name = "PERCENT", default_value_t = 90, value_parser = clap::value_parser!(u8).range(0..=99))]
     pub max_throttle: u8,
-    /// TCP streams that a VM's memory goes over, at least 3 with post-copy  [default: 2, with post-copy 3]
+    /// TCP streams for a VM's memory, at least 3 with post-copy  [default: 2, with post-copy 3]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=16))]
     pub streams: Option<u8>,
-    /// Copy the content of disks along, into the images that the VM's description names there (of the same size): these disks, or all that the guest may
-    /// write and that aren't shared by both ends
+    /// Also copy the content of disks, into the images of the destination's description (of the same size): these disks, or all that the
+    /// guest may write and that aren't shared by both ends
     #[arg(long, value_name = "DISK,...", num_args = 0..=1, value_delimiter = ',')]
     pub mirror: Option<Vec<String>>,
-    /// The daemon of this host, which finds where monitors wait on a host that --to names
+    /// The daemon of this host, which finds the addresses of monitors that wait on the host named by --to
     #[arg(long, value_name = "PATH", default_value = control_api::host::DEFAULT_SOCKET)]
     pub daemon: PathBuf,
     /// Encrypt the streams with the cluster key in this file, which the monitors that wait must have, too (--incoming-key)
@@ -41,8 +41,9 @@ pub struct MigrateArgs {
     /// Which VM.
     #[command(flatten)]
     pub target: Target,
-    /// Move these VMs as one: all of them, or none. With --to their monitors wait at consecutive ports from that one on, in this order, or at any port of the host that it names; else each
-    /// that runs here has its own address, and those that run elsewhere are moved by a command there that names the same VMs
+    /// Migrate these VMs as a group: all of them, or none. With --to their monitors wait at consecutive ports from that one on, in this
+    /// order, or at any port of the named host. Otherwise each VM of this host has its own address, and a command for the same group on
+    /// another host migrates the others
     #[arg(long, value_name = "VM[=ADDRESS:PORT|HOST],...", value_delimiter = ',', conflicts_with_all = ["name", "socket"])]
     pub group: Vec<Member>,
     /// Where a monitor of the same description waits for it: an address, or the name of a host of the cluster (`causeway cluster hosts`)
@@ -51,14 +52,14 @@ pub struct MigrateArgs {
     /// How it is done.
     #[command(flatten)]
     pub transfer: TransferArgs,
-    /// Post-copy: run the guest there at once, and copy its memory afterwards. If either host or the network between them fails before all
-    /// is there, the VM is lost
+    /// Post-copy: run the guest at the destination at once, and copy its memory afterwards. If a host or the network between them fails
+    /// before all pages are present, the VM is lost
     #[arg(long, conflicts_with_all = ["post_copy_after", "group"])]
     pub post_copy: bool,
-    /// Hybrid: copy memory at most so many times first, then go on as with --post-copy; earlier when copies don't get less, or at --timeout
+    /// Hybrid: at most this many rounds of pre-copy, then post-copy; earlier when rounds don't shrink, or at --timeout
     #[arg(long, value_name = "COPIES", conflicts_with = "group", value_parser = clap::value_parser!(u32).range(1..))]
     pub post_copy_after: Option<u32>,
-    /// Cancel the migration of this VM that is under way; the guest goes on here, and so do those that move with it
+    /// Cancel this VM's running migration; the guest stays here, and so do the VMs of its group
     #[arg(long, conflicts_with_all = ["to", "group", "downtime", "timeout", "max_throttle", "streams", "mirror", "key", "post_copy", "post_copy_after"])]
     pub cancel: bool,
 }

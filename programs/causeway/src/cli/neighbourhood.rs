@@ -9,14 +9,15 @@ use monitor::description::ByteSize;
 /// How large neighbourhoods are, and when a member counts as dead.
 #[derive(Debug, Args)]
 pub struct NeighbourhoodArgs {
-    /// VMs that a neighbourhood takes: 1 to 64  [default: 16]
+    /// Slots of a neighbourhood, which limit its number of VMs: 1 to 64  [default: 16]
     #[arg(long, value_name = "COUNT")]
     pub neighbour_slots: Option<u32>,
     /// Largest memory of a VM in a neighbourhood, with the hole below 4 GiB: a power of two of at least 2M. All windows lie between
     /// 512G, or the window's size where that is larger, and the end of what the processor addresses  [default: 32G]
     #[arg(long, value_name = "SIZE")]
     pub neighbour_window: Option<ByteSize>,
-    /// Neighbours that show no sign of life for this long are taken for dead, milliseconds; more on hosts whose VMs often stand still
+    /// Heartbeat time-out: a neighbour without a heartbeat for this time counts as dead, milliseconds; more on hosts that often don't run
+    /// their VMs
     #[arg(long, value_name = "MS", default_value_t = 600, value_parser = clap::value_parser!(u64).range(300..=60_000))]
     pub neighbour_patience: u64,
 }

@@ -49,7 +49,7 @@ fn serve(args: &ServeArgs, json: bool) -> anyhow::Result<()> {
         output::print_json(&json!({ "listen": server.address().to_string(), "metrics": metrics }))?;
     }
     if let Some(signal) = signals.forever().next() {
-        tracing::info!(signal, "The cluster service ends: hosts go on with what they know");
+        tracing::info!(signal, "The cluster service ends: hosts keep their last known state");
     }
     drop(server);
     Ok(())

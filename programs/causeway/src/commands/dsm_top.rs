@@ -37,13 +37,13 @@ struct Row {
 pub fn top(args: &DsmTopArgs, json: bool) -> anyhow::Result<()> {
     let socket = top_socket(&args.name);
     let mut stream = UnixStream::connect(&socket).with_context(|| {
-        format!("The VM {} has no node 0 here that can be asked at {}", args.name, socket.display())
+        format!("The VM {} has no node 0 here that answers at {}", args.name, socket.display())
     })?;
     stream.set_read_timeout(Some(ANSWER_TIMEOUT))?;
     let mut text = String::new();
     stream.read_to_string(&mut text).with_context(|| format!("The VM {} doesn't answer", args.name))?;
     let reports: Vec<Value> = serde_json::from_str(&text).with_context(|| {
-        format!("What the VM {} answers can't be read; is it of another release?", args.name)
+        format!("The answer of VM {} can't be decoded; is it of another release?", args.name)
     })?;
     let rows = rows(&reports, args.count);
     if json {
@@ -140,9 +140,9 @@ fn advice(row: &Row) -> &'static str {
     if apart && row.writes > row.reads / 8 {
         "nodes use different words of it: put them on pages of their own"
     } else if row.trapped > 4 * (row.reads + 1) {
-        "many stores, few reads: gather stores, or write where nobody reads yet"
+        "many stores, few reads: batch stores, or write where no node reads yet"
     } else if shared && row.writes > 0 && row.mode == "invalidate" {
-        "nodes take turns with it: let one node do what needs it, or do more at a time"
+        "nodes write it alternately: let one node do the work that needs it, or do more work at a time"
     } else if shared && row.writes == 0 {
         "read only: each node fetches it once"
     } else {

@@ -34,7 +34,7 @@ pub fn host(args: &HostArgs, json: bool) -> anyhow::Result<()> {
     let daemon = Daemon::start(&config)?;
     if let Some(service) = args.cluster.as_ref().filter(|_| args.keys.ca.is_none()) {
         tracing::warn!(
-            "What the cluster service says is taken without keys: whoever answers at {service} is believed; --ca, --cert and --key make it safe"
+            "The cluster service isn't authenticated: this daemon trusts any server that answers at {service}; --ca, --cert and --key authenticate it"
         );
     }
     if json {
@@ -65,7 +65,7 @@ fn fabric(args: &HostArgs) -> anyhow::Result<Option<FabricConfig>> {
             flag: "--fabric-address",
             address: &address.to_string(),
             key_flag: "--cluster-key",
-            risk: "whoever can send packets there can read and write what guests have registered for others",
+            risk: "anyone who can send packets there can read and write memory that guests have registered",
         };
         exposure::check(exposed, [address.ip()], args.cluster_key.is_some(), args.insecure)?;
     }

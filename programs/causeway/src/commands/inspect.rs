@@ -17,7 +17,7 @@ pub fn inspect(args: InspectArgs, json: bool) -> anyhow::Result<()> {
             let at = folder.join(host::card::STATE);
             host::card::state_of(&folder).with_context(|| {
                 format!(
-                    "The daemon of a card at {} doesn't say its state; is it running, and yours?",
+                    "The daemon of a card at {} doesn't report its state; is it running, and yours?",
                     at.display()
                 )
             })?

@@ -84,7 +84,7 @@ fn uptime(seconds: f64) -> String {
 mod tests {
     use control_api::types::VmState;
 
-    /// A VM that has to wait until a peer has moved says for which one.
+    /// A VM that waits until a peer has migrated is shown with that peer.
     #[test]
     fn a_vm_that_waits_is_shown_with_what_it_waits_for() {
         let mut vm = super::VmSummary {

@@ -62,7 +62,7 @@ pub fn migrate(args: &MigrateArgs, json: bool) -> anyhow::Result<ExitCode> {
         }
         _ => Err(anyhow!(
             "{}",
-            progress.problem.unwrap_or_else(|| "the migration ended without a word".to_owned())
+            progress.problem.unwrap_or_else(|| "the migration ended without a report".to_owned())
         )),
     }
 }
@@ -82,7 +82,7 @@ pub fn ask(
 ) -> anyhow::Result<Packets> {
     let requests = socket_of(client.socket());
     let monitor = Packets::connect(&requests)
-        .with_context(|| format!("No monitor takes migrations at {}", requests.display()))?;
+        .with_context(|| format!("No monitor accepts migrations at {}", requests.display()))?;
     let key = transfer.key.as_deref().map(ClusterKey::load).transpose()?;
     let request = MigrationRequest {
         destination: to.to_owned(),
@@ -95,7 +95,7 @@ pub fn ask(
         key: key.map(|key| StreamKey(*key.bytes())),
     };
     let fds: Vec<_> = streams.iter().map(|stream| stream.as_fd()).collect();
-    monitor.send(&request, &fds, true).context("The VM's monitor doesn't take the request")?;
+    monitor.send(&request, &fds, true).context("The VM's monitor doesn't accept the request")?;
     // Only the monitor's copies keep the streams open: this process closes its own.
     Ok(monitor)
 }
@@ -238,7 +238,7 @@ pub fn describe(name: &str, timeline: &MigrationTimeline) -> String {
     for disk in &timeline.disks {
         let _ = writeln!(
             text,
-            "{} went along: {}, {} copied with what was written meanwhile",
+            "{} migrated too: {}, {} copied including later writes",
             disk.name,
             mib(disk.bytes),
             mib(disk.copied)
@@ -258,12 +258,12 @@ pub fn describe(name: &str, timeline: &MigrationTimeline) -> String {
         timeline.state_bytes
     );
     for peer in &timeline.peers {
-        let _ = writeln!(text, "peers on host {} were held for {:.1} ms", peer.host, peer.pause_ms);
+        let _ = writeln!(text, "peers on host {} were suspended for {:.1} ms", peer.host, peer.pause_ms);
     }
     if let Some(post) = &timeline.post_copy {
         let _ = writeln!(
             text,
-            "post-copy {:.0} ms: {} pages after the guest, {} of them asked for, {}; {} waits for pages, median {} us, worst {} us",
+            "post-copy {:.0} ms: {} pages after the guest, {} of them on request, {}; {} waits for pages, median {} us, worst {} us",
             post.took_ms,
             post.missing_pages,
             post.asked_pages,
@@ -273,7 +273,8 @@ pub fn describe(name: &str, timeline: &MigrationTimeline) -> String {
             post.fault_worst_us
         );
         if post.left_pages > 0 {
-            let _ = writeln!(text, "the VM ended there before {} of its pages had come", post.left_pages);
+            let _ =
+                writeln!(text, "the VM ended there before {} of its pages were received", post.left_pages);
         }
     }
     text
@@ -334,16 +335,16 @@ mod tests {
             ["1", "12", "300", "3.0", "MiB", "4", "20", "2.0", "MiB", "0.0", "MiB"]
         );
         assert!(lines[3].starts_with("  rest"));
-        assert_eq!(lines[4], "disk0 went along: 3.0 MiB, 4.0 MiB copied with what was written meanwhile");
+        assert_eq!(lines[4], "disk0 migrated too: 3.0 MiB, 4.0 MiB copied including later writes");
         assert!(lines[5].starts_with(
             "pause 10.0 ms: stop 1.0, rest 2.0, restore 3.0, commit 4.0; in all 22 ms, 6.0 MiB"
         ));
-        assert_eq!(lines[6], "peers on host h3 were held for 11.2 ms");
+        assert_eq!(lines[6], "peers on host h3 were suspended for 11.2 ms");
         assert_eq!(
             lines[7],
-            "post-copy 40 ms: 900 pages after the guest, 20 of them asked for, 3.0 MiB; 19 waits for pages, median 210 us, worst 4000 us"
+            "post-copy 40 ms: 900 pages after the guest, 20 of them on request, 3.0 MiB; 19 waits for pages, median 210 us, worst 4000 us"
         );
-        assert_eq!(lines[8], "the VM ended there before 7 of its pages had come");
+        assert_eq!(lines[8], "the VM ended there before 7 of its pages were received");
     }
 
     /// A value without a port is a host's name, which requires a daemon.

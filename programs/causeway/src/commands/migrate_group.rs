@@ -63,7 +63,7 @@ pub fn drain(args: &DrainArgs, json: bool) -> anyhow::Result<ExitCode> {
     running.sort_by(|one, other| one.name.cmp(&other.name));
     let mut here = Vec::new();
     for vm in running {
-        let unknown = || format!("VM {} doesn't say whether it runs: nothing has moved", vm.name);
+        let unknown = || format!("The state of VM {} is unknown: nothing has moved", vm.name);
         let summary = vm.client().summary().with_context(unknown)?;
         // A monitor that waits for a VM has none to move.
         if summary.state != VmState::Incoming {
@@ -92,7 +92,7 @@ pub fn drain(args: &DrainArgs, json: bool) -> anyhow::Result<ExitCode> {
     for vm in &alone {
         let end = match (&first, ended.iter().all(|one| matches!(one, Ended::Moved(_)))) {
             (None, true) => by_itself(vm, &args.transfer, json),
-            _ => Ended::Stays("it was not tried, since another VM hasn't moved".to_owned()),
+            _ => Ended::Stays("it wasn't started, since another VM hasn't moved".to_owned()),
         };
         if let Ended::Stays(problem) = &end {
             first.get_or_insert_with(|| format!("VM {}: {problem}", vm.name));
@@ -236,7 +236,7 @@ fn one(
             (MigrationPhase::Done, Some(timeline)) => Ended::Moved(Box::new(timeline)),
             (MigrationPhase::InDoubt, _) => Ended::InDoubt(progress.problem.unwrap_or_default()),
             _ => Ended::Stays(
-                progress.problem.unwrap_or_else(|| "the migration ended without a word".to_owned()),
+                progress.problem.unwrap_or_else(|| "the migration ended without a report".to_owned()),
             ),
         },
         Err(error) => Ended::InDoubt(format!("{error:#}")),

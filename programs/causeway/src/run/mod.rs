@@ -26,7 +26,7 @@ pub fn run(mut args: RunArgs, json: bool) -> anyhow::Result<ExitCode> {
             flag: "--incoming",
             address: &address.to_string(),
             key_flag: "--incoming-key",
-            risk: "whoever reaches it can send a VM in place of yours, and whoever is on the way can read and change its memory",
+            risk: "anyone who can reach it can send a VM in place of yours, and anyone on the network path can read and change its memory",
         };
         exposure::check(exposed, [address.ip()], key.is_some(), args.insecure)?;
     }

@@ -186,7 +186,7 @@ fn check_exposure(addresses: &[NodeAddress], insecure: bool) -> anyhow::Result<(
             flag: "--peers",
             address: &address.to_string(),
             key_flag: "--cluster-key",
-            risk: "whoever reaches it can take a node's place, and whoever is on the way can read and change the guest's memory",
+            risk: "anyone who can reach it can take a node's place, and anyone on the network path can read and change the guest's memory",
         };
         exposure::check(exposed, found.map(|found| found.ip()), false, insecure)?;
     }
