@@ -1,4 +1,4 @@
-//! `causeway cluster` by the shipped program: a service in a process of its own, and the commands that speak with it.
+//! `causeway cluster` as shipped: a service in a process of its own, and the commands that query it.
 
 use std::io::Read as _;
 use std::process::{Child, Command, Output, Stdio};
@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 use control_api::cluster::Service;
 use control_api::cluster::proto::{HeartbeatRequest, RegisterHostRequest, RegisterVmRequest, Speaker};
 
-/// What takes longer hangs.
+/// Time limit, after which a step counts as hung.
 const HANG_LIMIT: Duration = Duration::from_secs(60);
 
-/// A service that ends with this.
+/// A service that ends when this value is dropped.
 struct Running {
     child: Child,
     address: String,
@@ -27,7 +27,7 @@ impl Running {
             .stderr(Stdio::null())
             .spawn()
             .unwrap();
-        // One object, perhaps over several lines.
+        // One JSON object, which may have several lines.
         let (mut text, mut byte) = (String::new(), [0]);
         let mut out = child.stdout.take().unwrap();
         let shown = loop {
@@ -75,7 +75,7 @@ fn start_vm(service: &Service, speaker: Speaker, name: &str) -> u64 {
     service.ask("RegisterVm", async |client| client.register_vm(request).await).unwrap().epoch
 }
 
-/// Until a host isn't heard of, which it is for a second after it has said something.
+/// Waits until a host counts as silent, one second after its last report.
 fn wait_for_silence(service: &Service, name: &str) {
     let until = Instant::now() + HANG_LIMIT;
     while service.state().unwrap().hosts.iter().any(|host| host.name == name && host.heard) {
@@ -84,14 +84,15 @@ fn wait_for_silence(service: &Service, name: &str) {
     }
 }
 
-/// A host that is heard of isn't forgotten. One that is gone is, with the VMs that are lost by that, which are free to be started elsewhere; and nobody is shown it any more.
+/// A host that reports can't be forgotten. A silent one can, and isn't listed any more; its VMs are lost and may be started on other
+/// hosts.
 #[test]
 fn a_host_that_is_gone_is_forgotten() {
     let running = Running::start();
     let service = Service::new(&running.address, None).unwrap();
     let (h1, h2) = (register(&service, "h1", 1), register(&service, "h2", 2));
     assert_eq!((start_vm(&service, h1, "a"), start_vm(&service, h1, "b")), (1, 1));
-    // It says that it lives until the command has been refused.
+    // The host keeps reporting until the command has been refused.
     let refused = std::thread::scope(|scope| {
         let asked = scope.spawn(|| running.ask(&["cluster", "forget", "h1"]));
         while !asked.is_finished() {

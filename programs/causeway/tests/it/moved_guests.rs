@@ -1,4 +1,4 @@
-//! Guests of a few instructions that move between two monitors, by the shipped program.
+//! Guests of a few instructions that migrate between two monitors of the shipped program.
 #![allow(unsafe_code)] // The guests are in this program, as assembly.
 
 use std::io::{BufRead as _, BufReader};
@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 
 use crate::small_guests::{HANG_LIMIT, code, end, has_kvm, kernel, run};
 
-// 32-bit protected mode without paging, as PVH starts a guest. Nothing refers to its own address.
+// 32-bit protected mode without paging, as PVH starts a guest. The code is position-independent.
 std::arch::global_asm!(
     ".pushsection .rodata",
     ".code32",
-    // Prints the letter B, and resets, by the keyboard controller.
+    // Prints the letter B, and resets through the keyboard controller.
     "boots_and_resets:",
     "mov $0x3f8, %dx",
     "mov $0x42, %al",
@@ -47,7 +47,8 @@ fn wait_for(log: &mut BufReader<ChildStderr>, words: &[&str]) {
     }
 }
 
-/// A guest that has asked for a reset waits for it when its VM moves: it is reset where the VM goes. (The source dropped the request, and the guest waited for ever.)
+/// A guest with a pending reset whose VM migrates is reset at the destination. (The source once dropped the request, and the guest waited
+/// forever.)
 #[test]
 fn a_guest_that_waits_for_its_reset_gets_it_where_it_moves_to() {
     if !has_kvm() {
@@ -66,7 +67,7 @@ fn a_guest_that_waits_for_its_reset_gets_it_where_it_moves_to() {
     let address = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).unwrap();
     let (mut destination, mut log) = start(&there, &["--incoming", &address.to_string()]);
     wait_for(&mut log, &["Waiting for a VM"]);
-    // From the request on it waits for almost a second, and boots in a moment: it moves while it waits.
+    // The reset is delayed by almost a second, and a boot is short: the VM migrates during the delay.
     wait_for(&mut source_log, &["resetting the machine", "delay_ms=800"]);
     let moved = Command::new(env!("CARGO_BIN_EXE_causeway"))
         .args(["migrate", "small", "--to", &address.to_string()])
@@ -78,7 +79,7 @@ fn a_guest_that_waits_for_its_reset_gets_it_where_it_moves_to() {
     let status = source.wait().unwrap();
     assert!(status.success(), "{status}");
     wait_for(&mut log, &["The VM has arrived"]);
-    // What it asked for at its source, and what it asks for then.
+    // First the request from the source, then a request made at the destination.
     wait_for(&mut log, &["resetting the machine", "delay_ms=100"]);
     wait_for(&mut log, &["resetting the machine", "delay_ms=200"]);
     // The console's own thread writes the file.

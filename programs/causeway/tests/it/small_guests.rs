@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-/// What takes longer hangs.
+/// Time limit, after which a step counts as hung.
 pub const HANG_LIMIT: Duration = Duration::from_secs(60);
-/// Where a guest is loaded and begins.
+/// Load address and entry point of a guest.
 pub const LOAD_ADDRESS: u32 = 0x10_0000;
 /// Its offset in the file.
 const FILE_OFFSET: u64 = 0x1000;
@@ -20,7 +20,7 @@ const FILE_OFFSET: u64 = 0x1000;
 std::arch::global_asm!(
     ".pushsection .rodata",
     ".code32",
-    // Resets at once, by the keyboard controller.
+    // Resets at once through the keyboard controller.
     "resets_at_once:",
     "mov $0xfe, %al",
     "out %al, $0x64",
@@ -104,17 +104,17 @@ pub fn code(begin: &'static u8, end: &'static u8) -> &'static [u8] {
     unsafe { std::slice::from_raw_parts(begin, end.addr() - begin.addr()) }
 }
 
-/// A vmlinux of these instructions: ELF with a PVH note, which begins in 32-bit mode.
+/// A vmlinux of these instructions: ELF with a PVH note, which starts in 32-bit mode.
 pub fn kernel(directory: &Path, code: &[u8]) -> PathBuf {
     elf(directory, code, LOAD_ADDRESS, 2)
 }
 
-/// The same without the note: it begins in 64-bit mode, at `entry`.
+/// A vmlinux without the note, which starts in 64-bit mode at `entry`.
 pub fn kernel64(directory: &Path, code: &[u8], entry: u32) -> PathBuf {
     elf(directory, code, entry, 1)
 }
 
-/// With the first `headers` of a segment to load and a PVH note.
+/// An ELF file whose first `headers` program headers are a segment to load and a PVH note.
 fn elf(directory: &Path, code: &[u8], entry: u32, headers: u8) -> PathBuf {
     let mut file = b"\x7fELF\x02\x01\x01".to_vec();
     file.resize(16, 0);
@@ -153,12 +153,12 @@ pub fn has_kvm() -> bool {
     there
 }
 
-/// `causeway run` in a directory of its own. `timeout` passes signals on, and ends what hangs.
+/// `causeway run` in a directory of its own. `timeout` forwards signals, and ends a hung program.
 pub fn run(directory: &Path, arguments: &[&str]) -> Command {
     run_within(HANG_LIMIT, directory, arguments)
 }
 
-/// The same with another limit.
+/// `causeway run` with another time limit.
 pub fn run_within(limit: Duration, directory: &Path, arguments: &[&str]) -> Command {
     let mut command = Command::new("timeout");
     command

@@ -1,5 +1,5 @@
-//! Guests of a few instructions under the shipped program, with interrupt controllers in the monitor: timers, interrupts between vCPUs, start-up, NMI, pins,
-//! and registers written at random.
+//! Guests of a few instructions under the shipped program, with interrupt controllers in the monitor: timers, interrupts between vCPUs,
+//! start-up, NMI, pins, and random register writes.
 #![allow(unsafe_code)] // The guests are in this program, as assembly.
 
 use std::io::{BufRead as _, BufReader};
@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 
 use crate::small_guests::{HANG_LIMIT, LOAD_ADDRESS, code, end, has_kvm, kernel64, run, run_within};
 
-/// Rounds of interrupts between two halted vCPUs; a line each thousandth.
+/// Rounds of interrupts between two halted vCPUs. The guest prints a line per thousand rounds.
 const ROUNDS: usize = 10_000;
 
-// 64-bit mode with memory below 4 GiB mapped to itself, as the Linux protocol starts a guest. The interrupt table is at 0x200000; vCPU 1 begins in the page
-// at 0x8000. Code and data are named by where they are loaded.
+// 64-bit mode with memory below 4 GiB mapped one to one, as the Linux protocol starts a guest. The interrupt table is at 0x200000; vCPU 1
+// starts in the page at 0x8000. Code and data are addressed by their load addresses.
 std::arch::global_asm!(
     ".pushsection .rodata",
     ".code64",
@@ -46,7 +46,7 @@ std::arch::global_asm!(
     "lidt 0x1ff000",
     ".endm",
     "interrupt_guests:",
-    // Takes 100 interrupts of a one-shot timer and 100 of a periodic one, halting in between.
+    // Handles 100 interrupts of a one-shot timer and 100 of a periodic one, and halts in between.
     "guest_timers:",
     "load_table",
     "gate 0x41, counts",
@@ -82,7 +82,8 @@ std::arch::global_asm!(
     "jmp 3b",
     "9: print 0x45",
     "jmp 3b",
-    // An NMI to itself, which counts by 1000, then an edge of COM1's pin through a level-triggered entry, again and again: each has to be ended.
+    // Repeatedly sends itself an NMI, which counts by 1000, and an edge of COM1's pin through a level-triggered entry. Each interrupt
+    // must be ended.
     "guest_nmi_and_pin:",
     "load_table",
     "gate 2, takes_nmi",
@@ -117,13 +118,13 @@ std::arch::global_asm!(
     "print 0x50",
     "3: hlt",
     "jmp 3b",
-    // Starts vCPU 1 and sends it interrupts; it answers each with one. Both halt in between.
+    // Starts vCPU 1 and sends it interrupts; vCPU 1 answers each with one. Both halt in between.
     "guest_pair:",
     "load_table",
     "gate 0x41, counts",
     "gate 0x42, answers",
     "write_msr 0x80f, 0x1ff",
-    // The start of vCPU 1 goes to 0x8000.
+    // Copies the start code of vCPU 1 to 0x8000.
     "mov $(starts - interrupt_guests + 0x100000), %esi",
     "mov $0x8000, %edi",
     "mov $256, %ecx",
@@ -152,7 +153,7 @@ std::arch::global_asm!(
     "xor %r12d, %r12d",
     "print 0x2e",
     "jmp 2b",
-    // A line per 20 interrupts of a periodic timer.
+    // Prints a line per 20 interrupts of a periodic timer.
     "guest_ticks:",
     "load_table",
     "gate 0x41, counts",
@@ -168,11 +169,11 @@ std::arch::global_asm!(
     "jb 2b",
     "print 0x74",
     "jmp 1b",
-    // Both vCPUs write and read registers at random, but for INIT and SMI; each refused access is skipped. vCPU 0 prints now and then.
+    // Both vCPUs write and read random registers, without INIT and SMI; a handler skips each refused access. vCPU 0 prints at intervals.
     "guest_random:",
     "load_table",
     "mov $(skips - interrupt_guests + 0x100000), %esi",
-    // All vectors count as taken and end; 13 skips, those with an error code don't come otherwise.
+    // All vectors count as delivered and are ended. Vector 13 skips the instruction; other exceptions with an error code don't occur.
     "xor %r12d, %r12d",
     "1: mov $(ends - interrupt_guests + 0x100000), %eax",
     "cmp $13, %r12d",
@@ -192,7 +193,7 @@ std::arch::global_asm!(
     "mov $0x8000, %edi",
     "mov $256, %ecx",
     "rep movsb",
-    // vCPU 1 goes on at 0x8000 + its code, which looks here for what to do.
+    // vCPU 1 continues at 0x8000 + its code, which reads its next address here.
     "movl $(random - interrupt_guests + 0x100000), 0x1fe008",
     "write_msr 0x830, 0xc500, 1",
     "write_msr 0x830, 0x4608, 1",
@@ -214,7 +215,7 @@ std::arch::global_asm!(
     "or $0x800, %ecx",
     "mov %r14, %rax",
     "shr $20, %rax",
-    // Half of all values are small: large ones are mostly refused.
+    // Half of all values are small, because most large ones are refused.
     "test $0x40, %r14d",
     "jz 3f",
     "and $0x1ffff, %eax",
@@ -225,7 +226,7 @@ std::arch::global_asm!(
     "xor %edx, %edx",
     "4: cmp $0x830, %ecx",
     "jne 5f",
-    // INIT would end this, and start-up waits for it.
+    // INIT would stop the vCPU until a start-up IPI.
     "and $~0x600, %eax",
     "5: test $0x300, %r14d",
     "jz 6f",
@@ -326,7 +327,7 @@ unsafe extern "C" {
     static guest_ticks: u8;
 }
 
-/// A guest that begins at `entry`, its monitor, and its console.
+/// Starts a guest at `entry`; returns its monitor and its console.
 fn start(directory: &Path, cpus: &str, entry: &'static u8) -> (Child, BufReader<ChildStdout>) {
     start_with(directory, entry, &["--interrupts", "monitor", "--cpus", cpus])
 }
@@ -337,7 +338,7 @@ fn start_with(directory: &Path, entry: &'static u8, options: &[&str]) -> (Child,
         unsafe { (code(&interrupt_guests, &interrupt_guests_end), &raw const interrupt_guests) };
     let entry = LOAD_ADDRESS + u32::try_from((&raw const *entry).addr() - begin.addr()).unwrap();
     let kernel = kernel64(directory, all, entry);
-    // Ten thousand rounds are more than one wait.
+    // Ten thousand rounds need more than one time limit.
     let mut command = run_within(10 * HANG_LIMIT, directory, options);
     command.args(["--console", "stdio", "--on-reboot", "stop", "--kernel"]).arg(kernel);
     let mut vm = command.spawn().unwrap();
@@ -345,7 +346,7 @@ fn start_with(directory: &Path, entry: &'static u8, options: &[&str]) -> (Child,
     (vm, console)
 }
 
-/// The next line; empty where the VM has ended, as it does when it hangs.
+/// The next line; empty where the VM has ended, as `timeout` makes it when it hangs.
 fn line(console: &mut BufReader<ChildStdout>) -> String {
     let mut line = String::new();
     console.read_line(&mut line).unwrap();
@@ -383,7 +384,7 @@ fn nmis_and_pins_interrupt() {
     end_well(vm);
 }
 
-/// INIT and start-up of a second vCPU, and then two interrupts per round that wake a halted vCPU: one that is lost is a hang.
+/// INIT and start-up of a second vCPU, then two interrupts per round that wake a halted vCPU. A lost interrupt would be a hang.
 #[test]
 fn halted_vcpus_lose_no_interrupt_of_each_other() {
     if !has_kvm() {
@@ -413,12 +414,12 @@ fn registers_written_at_random_stop_neither_guest_nor_monitor() {
     end_well(vm);
 }
 
-/// An address at which nobody listens.
+/// An address without a listener.
 fn free_address() -> String {
     std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string()
 }
 
-/// Moves the VM of `directory`, as soon as somebody listens there: what the command says, and whether it did.
+/// Migrates the VM of `directory`, once a monitor listens there. Returns whether it succeeded, and the command's message.
 fn migrate(directory: &Path, to: &str) -> (bool, String) {
     let begin = Instant::now();
     loop {
@@ -435,7 +436,8 @@ fn migrate(directory: &Path, to: &str) -> (bool, String) {
     }
 }
 
-/// The timer goes on at the destination. A destination with controllers in the kernel refuses the VM by name, and it goes on at its source.
+/// The timer keeps running at the destination. A destination with controllers in the kernel refuses the VM with that reason, and the VM
+/// stays at its source.
 #[test]
 fn a_vm_migrates_to_its_own_kind() {
     if !has_kvm() {
@@ -465,7 +467,7 @@ fn a_vm_migrates_to_its_own_kind() {
     end_well(waiting);
 }
 
-/// Without local APICs there is nothing to place, and no third place.
+/// Without local APICs there is nothing to place, and no third place exists.
 #[test]
 fn what_can_not_be_is_refused() {
     let directory = tempfile::tempdir().unwrap();
