@@ -27,7 +27,7 @@ enum Verb {
         /// With the hosts of this scenario.
         #[arg(long)]
         scenario: Option<String>,
-        /// Which of its hosts, beside its guests; without it, a scenario with guests of its own opens the first of them.
+        /// Number of one of its hosts, beside its guests. Without it, a scenario with its own guests opens the first of them.
         #[arg(long)]
         host: Option<usize>,
         /// What guests do RDMA through: pvrdma (default) or rxe.
@@ -205,7 +205,7 @@ enum Verb {
         /// How many faults.
         #[arg(long, default_value_t = 200)]
         count: u32,
-        /// Number of the first fault, to repeat one or to go on.
+        /// Number of the first fault, to repeat or continue a run.
         #[arg(long, default_value_t = 0)]
         first: u32,
         /// Where randomness begins.
@@ -220,7 +220,7 @@ enum Verb {
     Scenario(Vec<String>),
 }
 
-/// A scenario and what its run may be told.
+/// A scenario and its options.
 #[derive(Debug, Parser)]
 #[command(name = "lab", no_binary_name = true)]
 struct ScenarioCli {
@@ -250,7 +250,7 @@ struct OptionArgs {
     /// Only guests that end in this way: poweroff, reboot or button; may be given again.
     #[arg(long = "end")]
     ends: Vec<String>,
-    /// Who runs the guests, to try the lab itself: causeway, microvm or q35.
+    /// Monitor that runs the guests, to test the lab itself: causeway, microvm or q35.
     #[arg(long)]
     monitor: Option<String>,
     /// Where guests' interrupt controllers are, in `boot`: kernel (default) or monitor.

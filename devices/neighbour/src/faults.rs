@@ -86,7 +86,7 @@ impl fmt::Display for Violation {
             }
             Self::Taken { says, before, sent } => write!(
                 f,
-                "The neighbour says that it took {says} entries, after {before}, and {sent} were sent"
+                "The neighbour reports {says} consumed entries, after {before}, and {sent} were sent"
             ),
         }
     }

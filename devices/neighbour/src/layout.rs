@@ -176,7 +176,7 @@ impl fmt::Display for LayoutError {
                 )
             }
             Self::Differs { field } => {
-                write!(f, "The segment's header has another {field} than the registry told")
+                write!(f, "The segment's header has another {field} than the registry announced")
             }
         }
     }

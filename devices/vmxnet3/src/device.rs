@@ -267,7 +267,7 @@ impl<M: Dma> Vmxnet3<M> {
         let direction = if rx { "RX" } else { "TX" };
         guest_warn!(
             self.log,
-            "{}: {direction} queue {index} stopped: {error}; it goes on when the guest's driver resets the device",
+            "{}: {direction} queue {index} stopped: {error}; it resumes when the guest's driver resets the device",
             self.config.name
         );
         if let Some(memory) = self.dma() {

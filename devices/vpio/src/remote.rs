@@ -293,7 +293,7 @@ impl Remote {
 
     /// Sends a request and returns the response.
     fn ask(&mut self, kind: u32, body: &[u8]) -> Result<u64, String> {
-        send(&self.socket, kind, body, &[]).map_err(|error| format!("it can't be told anything: {error}"))?;
+        send(&self.socket, kind, body, &[]).map_err(|error| format!("it can't be reached: {error}"))?;
         let word = |bytes: &[u8], at: usize| {
             let bytes: [u8; 8] =
                 bytes.get(at..at + 8).and_then(|part| part.try_into().ok()).unwrap_or_default();

@@ -285,7 +285,7 @@ pub struct StopArgs {
     /// Press the power button and wait until the guest has powered off (this is the default)
     #[arg(long, conflicts_with = "force")]
     pub power_button: bool,
-    /// End the VM at once, as pulling the plug does
+    /// End the VM at once, like a power cut
     #[arg(long)]
     pub force: bool,
     /// How long to wait for the VM to end

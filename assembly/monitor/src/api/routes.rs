@@ -46,13 +46,13 @@ fn done(vm: &dyn VmControl, what: &str) -> Json<Done> {
     Json(Done { state })
 }
 
-/// The VM in a few words.
+/// Returns a summary of the VM.
 #[utoipa::path(get, path = "/v1/vm", operation_id = "summary", responses((status = 200, body = VmSummary)))]
 pub(super) async fn summary(State(vm): State<Vm>) -> Json<VmSummary> {
     Json(vm.summary())
 }
 
-/// Ends the VM at once, as pulling the plug does.
+/// Ends the VM at once, like a power cut.
 #[utoipa::path(
     delete,
     path = "/v1/vm",
@@ -66,17 +66,17 @@ pub(super) async fn stop(State(vm): State<Vm>) -> Result<Json<Done>, Refusal> {
     Ok(Json(Done { state: VmState::Stopping }))
 }
 
-/// Which part of the tree.
+/// A part of the tree.
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 #[serde(deny_unknown_fields)]
 pub(super) struct InspectQuery {
-    /// Keys and list numbers from the root on: `disks/disk0`. Default: the whole tree.
+    /// Keys and list indices from the root: `disks/disk0`. Default: the whole tree.
     #[serde(default)]
     path: String,
 }
 
-/// The live device tree with counters, or the part of it that a path names.
+/// Returns the live device tree with counters, or the part below a path.
 #[utoipa::path(
     get,
     path = "/v1/inspect",
@@ -94,7 +94,7 @@ pub(super) async fn inspect(
         .map_err(|error| Refusal::new(StatusCode::NOT_FOUND, error))
 }
 
-/// Stops vCPUs and devices until `resume`.
+/// Pauses vCPUs and devices until `resume`.
 #[utoipa::path(
     put,
     path = "/v1/pause",
@@ -106,12 +106,12 @@ pub(super) async fn pause(State(vm): State<Vm>) -> Result<Json<Done>, Refusal> {
     Ok(done(&*vm, "pause"))
 }
 
-/// Whether what is risky is wanted all the same.
+/// Whether to accept a risk.
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 #[serde(deny_unknown_fields)]
 pub(super) struct ForceQuery {
-    /// Of a VM in doubt: it runs here although it may run elsewhere. Default: false.
+    /// For a VM in doubt: run it here although it may run on the other host. Default: false.
     #[serde(default)]
     force: bool,
 }
@@ -121,7 +121,7 @@ fn forced(query: Result<Query<ForceQuery>, QueryRejection>) -> Result<bool, Refu
     Ok(query.force)
 }
 
-/// Lets a paused VM go on.
+/// Resumes a paused VM.
 #[utoipa::path(
     put,
     path = "/v1/resume",
@@ -142,16 +142,16 @@ pub(super) async fn resume(
     Ok(done(&*vm, "resume"))
 }
 
-/// What is to be behind a NIC.
+/// The new backend of a NIC.
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 #[serde(deny_unknown_fields)]
 pub(super) struct NicQuery {
-    /// Its card, or the card's emulation with a tap.
+    /// The card, or the card's emulation with a tap.
     behind: NicBehind,
 }
 
-/// Changes what is behind a commodity NIC while its guest runs.
+/// Changes the backend of a commodity NIC while its guest runs.
 #[utoipa::path(
     put,
     path = "/v1/nics/{nic}",
@@ -175,7 +175,7 @@ pub(super) async fn change_nic(
     Ok(done(&*vm, "change NIC"))
 }
 
-/// Cancels the migration that is under way; the guest goes on here.
+/// Cancels the running migration; the guest stays here.
 #[utoipa::path(
     delete,
     path = "/v1/migration",
@@ -226,13 +226,13 @@ pub(super) async fn reset(
     Ok(done(&*vm, "reset"))
 }
 
-/// VM exits since the start, by cause and address range.
+/// Returns VM exits since the start, by cause and address range.
 #[utoipa::path(get, path = "/v1/exits", operation_id = "exits", responses((status = 200, body = ExitTable)))]
 pub(super) async fn exits(State(vm): State<Vm>) -> Json<ExitTable> {
     Json(vm.exits())
 }
 
-/// Counters as Prometheus text.
+/// Returns counters as Prometheus text.
 #[utoipa::path(
     get,
     path = "/metrics",
@@ -246,7 +246,7 @@ pub(super) async fn metrics(State(vm): State<Vm>) -> Result<Response, Refusal> {
     Ok(([(header::CONTENT_TYPE, telemetry::metrics::CONTENT_TYPE)], text).into_response())
 }
 
-/// This description.
+/// Returns this description.
 #[utoipa::path(
     get,
     path = "/openapi.json",
@@ -260,12 +260,12 @@ pub(super) async fn openapi_json() -> Json<utoipa::openapi::OpenApi> {
 
 /// Response for an unknown path.
 pub(super) async fn not_found(uri: Uri) -> Refusal {
-    let error = format!("There is no {}; GET /openapi.json says what there is", uri.path());
+    let error = format!("There is no {}; GET /openapi.json lists what exists", uri.path());
     Refusal::new(StatusCode::NOT_FOUND, error)
 }
 
 /// Response for a path that doesn't support the method.
 pub(super) async fn wrong_method(method: Method, uri: Uri) -> Refusal {
-    let error = format!("{} doesn't take {method}; GET /openapi.json says what it takes", uri.path());
+    let error = format!("{} doesn't support {method}; GET /openapi.json lists what it supports", uri.path());
     Refusal::new(StatusCode::METHOD_NOT_ALLOWED, error)
 }

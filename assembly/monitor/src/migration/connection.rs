@@ -96,7 +96,7 @@ impl Connection {
             Crypt::Plain => Crypt::Plain,
             Crypt::Sealed(sealing, _) => match sealing.take() {
                 Some(sealing) => Crypt::Sends(sealing),
-                None => return Err(io::Error::other("somebody else sends already")),
+                None => return Err(io::Error::other("another connection sends already")),
             },
             Crypt::Sends(_) => return Err(io::Error::other("it receives nothing")),
         };
@@ -207,7 +207,7 @@ impl Write for Connection {
         match &mut self.crypt {
             Crypt::Plain => self.socket.write(from),
             Crypt::Sealed(Some(sealing), _) | Crypt::Sends(sealing) => sealing.write(from, &mut self.socket),
-            Crypt::Sealed(None, _) => Err(io::Error::other("somebody else sends")),
+            Crypt::Sealed(None, _) => Err(io::Error::other("another connection sends")),
         }
     }
 

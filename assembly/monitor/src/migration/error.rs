@@ -56,10 +56,10 @@ pub enum MigrationError {
     #[error("The VM can't move, because of {0}")]
     Immovable(String),
     /// The host daemon, which serves devices of the VM, refuses or can't be reached.
-    #[error("The host's daemon, which serves devices of the VM, doesn't move it")]
+    #[error("The host's daemon, which serves devices of the VM, refuses the migration")]
     Daemon(#[source] Box<control_api::host::HostError>),
     /// A served device refuses its state.
-    #[error("Device {name} doesn't take the VM's state; its server's log says why")]
+    #[error("Device {name} doesn't accept the VM's state; its server's log has the reason")]
     Device {
         /// Its name.
         name: String,

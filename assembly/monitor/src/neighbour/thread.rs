@@ -206,7 +206,7 @@ impl Registry {
                     }
                 }
                 Ok(Some((other, _))) => {
-                    tracing::warn!(message = ?other, "The registry of neighbours says something unexpected");
+                    tracing::warn!(message = ?other, "The registry of neighbours sent an unexpected message");
                     return false;
                 }
                 Err(error) => {
@@ -229,7 +229,7 @@ impl Registry {
                 inner.log(),
                 error = &*error as &dyn std::error::Error,
                 slot,
-                "A neighbour can't be mapped; it is let go, and tried again after a while"
+                "A neighbour can't be mapped; it is released, and mapped again after a delay"
             );
             return self.say_released(slot, epoch);
         }
@@ -278,7 +278,7 @@ impl Registry {
         {
             tracing::debug!(
                 error = &error as &dyn std::error::Error,
-                "The registry of neighbours can't be told"
+                "The registry of neighbours could not be notified"
             );
         }
     }
@@ -292,7 +292,7 @@ impl Registry {
 
     /// The connection to the daemon is lost. Connections to peers continue without heartbeats.
     fn lose(&mut self, inner: &dyn Member) {
-        telemetry::guest_warn!(inner.log(), path = %self.path.display(), "The host daemon has gone; neighbours stay connected, and no new ones come until it is back");
+        telemetry::guest_warn!(inner.log(), path = %self.path.display(), "The host daemon has ended; neighbours stay connected, and no new ones connect until it is back");
         self.socket = None;
         self.pending.clear();
         inner.counters().losses.increment();

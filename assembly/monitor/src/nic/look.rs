@@ -47,7 +47,7 @@ impl Look {
         let Ok(it_value) = Timespec::try_from(after(empty)) else { return };
         let time = Itimerspec { it_interval: never, it_value };
         if let Err(error) = timerfd_settime(&self.0, TimerfdTimerFlags::empty(), &time) {
-            tracing::error!(%error, "The timer of a NIC can't be set; what its guest writes late may wait");
+            tracing::error!(%error, "The timer of a NIC can't be set; the guest's deferred writes may be delayed");
         }
     }
 

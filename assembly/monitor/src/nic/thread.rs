@@ -202,7 +202,7 @@ fn run(shared: &Shared, sources: &Sources, call: impl Fn(Woken) -> Next) {
             }
         }
         if ready.intersects(PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL) {
-            tracing::warn!("What is behind a NIC has gone; the NIC receives nothing any more");
+            tracing::warn!("The backend of a NIC has ended; the NIC receives nothing any more");
             return;
         }
     }

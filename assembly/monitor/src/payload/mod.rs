@@ -118,7 +118,7 @@ pub enum PayloadError {
         vcpus: u32,
     },
     /// KVM can't continue a vCPU, or an exit handler of the monitor failed.
-    #[error("vCPU {vcpu} of the payload VM can't go on: {what}")]
+    #[error("vCPU {vcpu} of the payload VM can't run any further: {what}")]
     Failed {
         /// Id of the vCPU.
         vcpu: u32,

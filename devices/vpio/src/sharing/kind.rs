@@ -47,7 +47,7 @@ impl Side<'_> {
         let seat = self.seats.get(holder);
         seat.and_then(|seat| seat.map.as_deref()).map(|map| map as &dyn MemoryMap).ok_or_else(|| {
             let why = format!(
-                "it has no IOMMU, and nobody has said where the memory of the guest in seat {holder} is: add the seat with its memory map"
+                "it has no IOMMU, and the memory map of the guest in seat {holder} is missing: add the seat with its memory map"
             );
             DeviceError { bar: self.device.bar(), offset: 0, why }
         })

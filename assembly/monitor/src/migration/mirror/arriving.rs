@@ -227,7 +227,7 @@ fn begin(wished: &WishedDisk, content: &DiskContent) -> Result<Option<String>, M
         return Err(unsure("it is a block device at both ends"));
     }
     match content.lock() {
-        Ok(false) if !wished.named => return Err(unsure("its file system has no locks that would tell")),
+        Ok(false) if !wished.named => return Err(unsure("its file system has no locks that would show it")),
         Ok(_) => {}
         Err(error @ BlockError::Locked { .. }) if !wished.named => return Ok(Some(line(&error))),
         Err(error) => return Err(filled(error)),

@@ -36,7 +36,7 @@ use std::time::{Duration, Instant};
 /// The scenario.
 pub const SCENARIO: Scenario = Scenario {
     name: "migrate-faults",
-    about: "whoever takes part in a migration is killed, stopped or cut off at each step (--count faults in an order of --seed; --only etcd: the service and members of etcd): one owner, the source unharmed",
+    about: "each participant of a migration is killed, stopped or cut off at each step (--count faults in an order of --seed; --only etcd: the service and members of etcd): one owner, the source unharmed",
     topology,
     run,
     prompt: None,
