@@ -30,7 +30,7 @@ pub trait MsiRoute: Send + Sync {
 pub struct LevelLine {
     /// Writing asserts the pin.
     pub trigger: Arc<OwnedFd>,
-    /// Becomes readable when the guest has signaled the end of the interrupt and KVM has deasserted the pin. A device that still needs
+    /// Becomes readable when the guest has signaled the end of the interrupt and the pin was deasserted. A device that still needs
     /// service writes `trigger` again.
     pub resample: Arc<OwnedFd>,
 }

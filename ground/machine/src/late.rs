@@ -2,9 +2,9 @@
 //! before any later access that exits (`KVM_REGISTER_COALESCED_MMIO`). The code calls them late writes.
 //!
 //! ```text
-//! guest's store ──▶ KVM: in a zone? ──▶ ring, 169 places ──▶ LateWrites::drain ──▶ bus ──▶ device
+//! guest's store ──▶ KVM: in a zone? ──▶ ring, 169 entries ─▶ LateWrites::drain ──▶ bus ──▶ device
 //!                        │ no, or the ring is full                ▲
-//!                        └──▶ exit ── drains first ───────────────┘  also: pauses, and threads of devices before they look
+//!                        └──▶ exit ── drains first ───────────────┘  also: pauses, and wake-ups of devices' threads
 //! ```
 //!
 //! A VM has one ring for both address spaces, so all deferred writes stay in order. A thread that drains the ring holds a lock until the

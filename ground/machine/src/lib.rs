@@ -6,7 +6,7 @@
 //! kvm::Host --create_vm--> vm::Vm --+-- slots::Slots        memslots, dirty log
 //!                                   +-- irqchip::KernelIrqchip (interrupt::InterruptController), or local_apic::LocalApics in the monitor
 //!                                   +-- ioeventfds
-//!            +-- late::LateWrites         deferred (coalesced) MMIO and port writes
+//!                                   +-- late::LateWrites    deferred (coalesced) MMIO and port writes
 //! memory::RamLayout -> memory::GuestRam (sealed memfds) --> Slots::add_ram
 //! bus::AddressSpace (ports), bus::AddressSpace (memory) --+
 //! x86::guest_cpuid, vcpu::VcpuStart --------------------- +--> vcpu::VcpuManager: one thread per vCPU

@@ -57,8 +57,8 @@ const ROUNDS: u8 = 8;
 const PORT_BEGIN: u16 = 0x80;
 const PORT_COUNTED: u16 = 0x81;
 const PORT_END: u16 = 0x82;
-/// Limit in nanoseconds per iteration, which has two instructions. Emulators need microseconds for each, processors less than a
-/// nanosecond. A virtual machine inside a binary translator needs a few nanoseconds and still counts as able.
+/// Limit in nanoseconds per instruction; an iteration has two. Emulators need microseconds, processors less than a nanosecond. A virtual
+/// machine inside a binary translator needs a few nanoseconds and still counts as able.
 const SLOWEST_NS: f64 = 50.0;
 const TIME_LIMIT: Duration = Duration::from_secs(1);
 

@@ -22,7 +22,7 @@ const UNITS: [(&str, u32); 9] = [
     ("B", 0),
 ];
 
-/// Limit for the digits after the point: longer fractions of a unit aren't whole bytes.
+/// Limit for the digits after the point.
 const LONGEST_FRACTION: usize = 6;
 
 impl FromStr for ByteSize {

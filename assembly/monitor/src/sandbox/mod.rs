@@ -1,4 +1,4 @@
-//! Confinement of the monitor process: it limits an attacker who has taken over a device model.
+//! Confinement of the monitor process: it limits an attacker in control of a device model.
 //!
 //! ```text
 //! Sandbox::prepare        compiles filters, opens paths             so that errors occur before anything runs

@@ -313,7 +313,7 @@ pub enum ResetBy {
     Guest,
     /// The user.
     User,
-    /// The user, who has asserted that the VM doesn't run at its destination.
+    /// The user, with the assertion that the VM doesn't run at its destination.
     UserWithForce,
 }
 

@@ -1,9 +1,10 @@
 //! RAM of a post-copy destination: an access to a not-present page blocks until the page is placed.
 //!
 //! ```text
-//!   vCPU, KVM, device thread ──accesses a not-present page──▶ userfaultfd event (faults)
-//!       blocks                                                  │  the monitor fetches the contents from the source
-//!       resumes  ◀──────────── UFFDIO_COPY (place) ─────────────┘
+//!   vCPU, KVM, device thread ──accesses a not-present page─▶ userfaultfd event (faults)
+//!                        blocks                                   │ the monitor fetches the contents from the source
+//!                        resumes ◀── UFFDIO_COPY (place) ─────────┘
+//! ```
 //!
 //! A not-present page is a hole of its memfd, and this process registers its one mapping of the RAM for missing faults
 //! (`UFFDIO_REGISTER_MODE_MISSING`). Every access through this process blocks. This includes vCPUs, KVM and vhost on its behalf, and

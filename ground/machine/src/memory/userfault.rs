@@ -158,7 +158,7 @@ impl Userfault {
             }
             Err(error) => return Err(UserfaultError::Open(error.into())),
         };
-        // Where the kernel lacks a requested feature, it reports the features that it has. UFFDIO_API works once per descriptor.
+        // On EINVAL, `api.features` has the kernel's answer. UFFDIO_API works once per descriptor, so it isn't repeated.
         let mut api = ApiRequest { api: API, features, ioctls: 0 };
         match uffd.call(UFFDIO_API, &mut api) {
             Ok(()) => Ok(uffd),

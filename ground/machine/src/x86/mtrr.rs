@@ -7,8 +7,8 @@ use std::ops::RangeInclusive;
 /// `IA32_MTRR_DEF_TYPE`: whether MTRRs are on, and the type of memory that none of them covers.
 pub(crate) const MSR_MTRR_DEF_TYPE: u32 = 0x2ff;
 
-/// Value that firmware leaves in [`MSR_MTRR_DEF_TYPE`] of every processor: MTRRs are enabled (bit 11), and all memory is write-back (type
-/// 6) unless a range or the page tables select another type. With MTRRs disabled, Linux disables PAT too, and then has no
+/// Value that firmware leaves in [`MSR_MTRR_DEF_TYPE`] of every processor: MTRRs are enabled (bit 11), and all memory is write-back
+/// (type 6) unless a range or the page tables select another type. With MTRRs disabled, Linux disables PAT too, and then has no
 /// write-combining.
 pub(crate) const MTRR_WRITE_BACK: u64 = 1 << 11 | 6;
 

@@ -16,7 +16,9 @@
 //! | `LINT0_AFTER_RESET` | resets the bootstrap processor's LINT0 to ExtINT, unmasked | SDM: masked; for guests that expect firmware to have set it |
 //! | `IO_APIC_RESERVED_BITS` | stores reserved bits of redirection entries | data sheet: reserved |
 //! | `IO_APIC_VERSION` | has version 0x11, without the EOI register | has version 0x20 |
-//! | `ENDED_WHEN_TAKEN` | under PVM: ends each interrupt at its delivery, with the broadcast of a level-triggered one; the test puts it in service (KVM_SET_LAPIC) to compare priorities and EOI | SDM: in service until EOI |
+//! | `ENDED_WHEN_TAKEN` | under PVM: ends each interrupt at its delivery, with the broadcast of a level-triggered one | SDM: in service until EOI |
+//!
+//! For `ENDED_WHEN_TAKEN` the test puts the vector in service (KVM_SET_LAPIC), to compare priorities and EOI.
 //!
 //! Deviations that no step causes, because the states of the two sides would differ from there on:
 //!
