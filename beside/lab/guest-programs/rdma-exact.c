@@ -1,4 +1,5 @@
 // Operations that are to be carried out exactly once and in order, in both directions of several connections, until there were --count rounds of each.
+// With --while FILE at the client, legs of --count rounds follow one another until that file is gone; both sides agree on each leg over TCP.
 //
 //   server: rdma-exact [options]           client: rdma-exact [options] SERVER
 //
@@ -39,7 +40,7 @@ struct connection {
 	struct sequence completions, sends, receives;
 };
 
-static const char *device_name, *port = "18602";
+static const char *device_name, *port = "18602", *while_file;
 static int gid_index = -1;
 static unsigned connections = 4;
 static uint64_t rounds = 1000;
@@ -264,9 +265,44 @@ static void connect_all(int fd, int client) {
 	}
 }
 
+// Returns whether another leg follows. The client decides.
+static int another_leg(int fd, int client) {
+	char word = while_file && !access(while_file, F_OK) ? 'm' : 'e';
+	if (client)
+		write_all(fd, &word, 1);
+	else
+		read_all(fd, &word, 1);
+	if (word != 'm' && word != 'e')
+		die("The peer is out of step: it sent 0x%02x", word);
+	return word == 'm';
+}
+
+// Works until there were `rounds` of each connection, in both directions.
+static void work(double start, double *said) {
+	unsigned idle = 0;
+	for (unsigned left = connections; left;) {
+		idle = step() ? 0 : idle + 1;
+		// An emulated host has one CPU: whoever polls takes it from the engine.
+		if (idle > 3)
+			usleep(500);
+		left = 0;
+		uint64_t least_done = rounds;
+		for (unsigned i = 0; i < connections; i++) {
+			left += !over(&all[i]);
+			least_done = least(least_done, all[i].completed);
+		}
+		if (seconds() - *said > 5) {
+			*said = seconds();
+			printf("DONE rounds=%llu seconds=%.0f lost=%llu repeated=%llu reordered=%llu corrupt=%llu\n", (unsigned long long)least_done, *said - start,
+			       (unsigned long long)tally.lost, (unsigned long long)tally.repeated, (unsigned long long)tally.reordered, (unsigned long long)tally.corrupt);
+			fflush(stdout);
+		}
+	}
+}
+
 int main(int argc, char **argv) {
 	static const struct option known[] = { { "device", 1, 0, 'd' }, { "gid", 1, 0, 'g' }, { "count", 1, 0, 'n' }, { "connections", 1, 0, 'c' },
-		{ "port", 1, 0, 'p' }, { 0, 0, 0, 0 } };
+		{ "port", 1, 0, 'p' }, { "while", 1, 0, 'w' }, { 0, 0, 0, 0 } };
 	for (int c; (c = getopt_long(argc, argv, "", known, NULL)) != -1;)
 		switch (c) {
 		case 'd': device_name = optarg; break;
@@ -274,6 +310,7 @@ int main(int argc, char **argv) {
 		case 'n': rounds = strtoull(optarg, NULL, 0); break;
 		case 'c': connections = (unsigned)atoi(optarg); break;
 		case 'p': port = optarg; break;
+		case 'w': while_file = optarg; break;
 		default: return 2;
 		}
 	errno = EINVAL;
@@ -296,24 +333,11 @@ int main(int argc, char **argv) {
 	connect_all(fd, client);
 	barrier(fd);
 	double start = seconds(), said = start;
-	unsigned idle = 0;
-	for (unsigned left = connections; left;) {
-		idle = step() ? 0 : idle + 1;
-		// An emulated host has one CPU: whoever polls takes it from the engine.
-		if (idle > 3)
-			usleep(500);
-		left = 0;
-		uint64_t least_done = rounds;
-		for (unsigned i = 0; i < connections; i++) {
-			left += !over(&all[i]);
-			least_done = least(least_done, all[i].completed);
-		}
-		if (seconds() - said > 5) {
-			said = seconds();
-			printf("DONE rounds=%llu seconds=%.0f lost=%llu repeated=%llu reordered=%llu corrupt=%llu\n", (unsigned long long)least_done, said - start,
-			       (unsigned long long)tally.lost, (unsigned long long)tally.repeated, (unsigned long long)tally.reordered, (unsigned long long)tally.corrupt);
-			fflush(stdout);
-		}
+	uint64_t leg = rounds;
+	work(start, &said);
+	while (another_leg(fd, client)) {
+		rounds += leg;
+		work(start, &said);
 	}
 	barrier(fd);
 	// What would still come now is one too many.

@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 /// The scenario.
 pub const SCENARIO: Scenario = Scenario {
     name: "migrate-exact",
-    about: "numbered SENDs, WRITEs, READs, fetch-and-adds and compare-and-swaps (--count of them) while a guest moves to and fro: each exactly once and in order",
+    about: "numbered SENDs, WRITEs, READs, fetch-and-adds and compare-and-swaps (--count of them; --only short: until a move there and one back) while a guest moves to and fro: each exactly once and in order",
     topology: rdma_fabric::topology,
     run,
     prompt: None,
@@ -31,6 +31,14 @@ pub const SCENARIO: Scenario = Scenario {
 
 /// Default number of operations; `--count` overrides it.
 const OPERATIONS: u32 = 10_000_000;
+/// Part that ends after a migration there and one back, however many operations that takes.
+const SHORT: &str = "short";
+/// Operations after which the programs of [`SHORT`] agree whether to go on.
+const SHORT_OPERATIONS: u32 = 3000;
+/// Migrations of [`SHORT`].
+const SHORT_MOVES: usize = 2;
+/// File in the migrating guest; while it exists, its program goes on.
+const WHILE: &str = "/run/moving";
 /// Number of connections between the guests, and operations of a round on one of them in one direction (rdma-exact.c).
 const CONNECTIONS: u64 = 8;
 const EACH: u64 = 6;
@@ -38,7 +46,7 @@ const EACH: u64 = 6;
 const STUCK: Duration = Duration::from_secs(400);
 
 fn command(m: &Member<'_>, rounds: u64, server: Option<&str>) -> String {
-    let to = server.unwrap_or("");
+    let to = server.map_or_else(String::new, |server| format!("--while {WHILE} {server}"));
     format!(
         "rdma-exact --device {} --gid {} --connections {CONNECTIONS} --count {rounds} {to}",
         m.port.device, m.port.gid
@@ -66,12 +74,17 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     if options.rdma_device()? != Device::Pvrdma {
         bail!("migrate-exact is about Causeway's device");
     }
-    let wanted = u64::from(options.count.unwrap_or(OPERATIONS));
+    let short = !options.only.is_empty() && options.wants(SHORT);
+    let wanted = u64::from(options.count.unwrap_or(if short { SHORT_OPERATIONS } else { OPERATIONS }));
+    let least_moves = if short { SHORT_MOVES } else { 1 };
     let rounds = wanted.div_ceil(EACH * CONNECTIONS * 2);
     let _service = talk::service(lab)?;
     let layout = Layout { cmdline: talk::SMALL, ..talk::layout(&[0, 1]) };
     let mut pair = Pair::place(lab, options, layout)?;
     talk::shrink(&pair.a)?;
+    if short {
+        pair.a.sh(&format!("touch {WHILE}"))?;
+    }
     talk::detach(&pair.b, &command(&pair.b, rounds, None))?;
     talk::detach(&pair.a, &command(&pair.a, rounds, Some(&pair.b.tcp)))?;
     let (first, mut transports) = talk::connected(&pair.a)?;
@@ -80,7 +93,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         format!("before the first move {first:?} are connected, not {CONNECTIONS} queue pairs"),
     );
     let (mut moves, mut errors, mut last) = (0_usize, 0_u32, (0, Instant::now()));
-    while talk::works(&pair.a)? && talk::works(&pair.b)? {
+    while !(short && moves == SHORT_MOVES) && talk::works(&pair.a)? && talk::works(&pair.b)? {
         let to = (moves + 1) % 2;
         let timeline = migrate_rdma::step(lab, &mut pair, to, migrate_rdma::BEFORE)
             .with_context(|| format!("Move {}", moves + 1))?;
@@ -110,9 +123,32 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
             timeline["pause_ms"]
         );
     }
+    pair.a.sh(&format!("rm -f {WHILE}"))?;
     report.figure("moves", moves as u64);
     report.figure("transports", transports.iter().cloned().collect::<Vec<_>>());
-    let mut sums: BTreeMap<&str, u64> =
+    let (sums, wrong_programs) = judged(&pair, report)?;
+    errors += wrong_programs;
+    for (name, sum) in &sums {
+        report.figure(name, *sum);
+    }
+    report.figure("errors", errors);
+    report.check(
+        sums["operations"] >= wanted,
+        format!("{} operations in place of {wanted}", sums["operations"]),
+    );
+    report.check(
+        moves >= least_moves,
+        format!("the guest moved {moves} times while the programs worked, not {least_moves} times"),
+    );
+    let wrong: u64 = sums.iter().filter(|(name, _)| **name != "operations").map(|(_, sum)| sum).sum();
+    report.check(errors == 0 && wrong == 0, format!("{errors} errors, {wrong} operations that were wrong"));
+    pair.finish()
+}
+
+/// Waits for the programs' end. Returns the sums of what both report, and the number of failures.
+fn judged(pair: &Pair<'_>, report: &mut Report) -> Result<(BTreeMap<&'static str, u64>, u32)> {
+    let mut errors = 0;
+    let mut sums: BTreeMap<&'static str, u64> =
         ["operations", "lost", "repeated", "reordered", "corrupt"].map(|name| (name, 0)).into();
     for m in [&pair.a, &pair.b] {
         let (code, said) = talk::ended(m, STEP_TIMEOUT)?;
@@ -127,18 +163,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         progress!("guest {}: {said}", m.name);
         errors += talk::complaints(m, report)?;
     }
-    for (name, sum) in &sums {
-        report.figure(name, *sum);
-    }
-    report.figure("errors", errors);
-    report.check(
-        sums["operations"] >= wanted,
-        format!("{} operations in place of {wanted}", sums["operations"]),
-    );
-    report.check(moves > 0, "nothing moved while the programs worked");
-    let wrong: u64 = sums.iter().filter(|(name, _)| **name != "operations").map(|(_, sum)| sum).sum();
-    report.check(errors == 0 && wrong == 0, format!("{errors} errors, {wrong} operations that were wrong"));
-    pair.finish()
+    Ok((sums, errors))
 }
 
 #[cfg(test)]
