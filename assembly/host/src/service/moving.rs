@@ -13,19 +13,20 @@ use crate::cluster::ClusterDirectory;
 use crate::migration::manager::{MoverHandle, Phase, Said};
 use crate::registry::Registry;
 
-/// An answer comes after so long at the latest.
+/// Limit for an answer to a monitor.
 const MAX_ANSWER_DELAY: Duration = Duration::from_secs(10);
-/// A monitor whose VM waits until another one has moved hears after so long that it does: it copies memory on, so that little is left when it is the VM's turn.
+/// Limit for the answer to a monitor whose VM has to wait for another VM's switchover. The monitor then copies memory again, so that little is left
+/// when its VM may switch over.
 const QUEUED: Duration = Duration::from_secs(1);
-/// A monitor whose VM moves with others hears after so long that some haven't asked.
+/// Limit for the answer to a monitor whose group isn't complete.
 const GATHERING: Duration = Duration::from_secs(1);
-/// How often the service is asked whether they have.
+/// Interval of requests to the service while a group isn't complete.
 const SERVICE_POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// How long hosts' reports of what they held are waited for.
+/// Time-out for hosts' reports of peer pauses.
 const REPORTS: Duration = Duration::from_secs(1);
 
-/// One step; what the monitor is to do.
+/// Takes a monitor's step, and answers with its next one.
 pub(super) async fn step(
     cluster: &ClusterDirectory,
     registry: &Registry,
@@ -35,7 +36,7 @@ pub(super) async fn step(
     let none =
         || Status::unavailable("This daemon doesn't take part in migrations: it is starting or ending");
     let mover = cluster.mover().ok_or_else(none)?;
-    // One that was started again since knows nothing, and never will.
+    // A daemon that was restarted since knows nothing of the migration (Idle).
     let ended = |phase: &Phase| phase.is_end() || *phase == Phase::Idle;
     let phase = match step {
         Step::Begin(host) => return begin(cluster, registry, mover, vm, host).await,
@@ -69,7 +70,7 @@ async fn wait(mover: &MoverHandle, vm: &str, wanted: impl Fn(&Phase) -> bool) ->
     waited.unwrap_or_else(|_| mover.phases().get(vm))
 }
 
-/// Little is left of a VM: whether it is its turn, or which one moves first.
+/// Little of a VM is left to copy: answers whether it may switch over, or which VM does so first.
 async fn may_stop(mover: &MoverHandle, vm: &str, wanted: impl Fn(&Phase) -> bool) -> MoveVmReply {
     let until = Instant::now() + MAX_ANSWER_DELAY;
     loop {
@@ -97,7 +98,7 @@ fn reply(phase: Phase) -> MoveVmReply {
     MoveVmReply { state: state.into(), reason, ..MoveVmReply::default() }
 }
 
-/// A monitor has heard nothing of how its migration ended: what the service knows, where this daemon doesn't know better.
+/// Answers a monitor that doesn't know how its migration ended: what this daemon knows, else what the service does.
 async fn claim(cluster: &ClusterDirectory, mover: &MoverHandle, vm: &str, asked: ClaimVm) -> MoveVmReply {
     let phase = mover.phases().get(vm);
     if phase.is_end() {
@@ -119,7 +120,7 @@ async fn claim(cluster: &ClusterDirectory, mover: &MoverHandle, vm: &str, asked:
     match answer.answer() {
         Claim::Undecided => pending("the cluster service hasn't decided".to_owned()),
         Claim::Here if phase != Phase::Idle => {
-            // The migration thread hears of it, and has its devices go on: then this daemon says so.
+            // The migration thread resumes the VM's devices, and a later answer of this daemon reports that.
             mover.started(answer.vm, answer.epoch, 0);
             pending("it is this host's, and goes on as soon as its devices do".to_owned())
         }
@@ -129,8 +130,8 @@ async fn claim(cluster: &ClusterDirectory, mover: &MoverHandle, vm: &str, asked:
     }
 }
 
-/// The service says that another host has the VM in an epoch, or, without a host, that it knows no such VM. A service that has lost its database, or has an old
-/// copy of it, says so of a VM that nobody else has: then the last copy of it waits for its user.
+/// The service reports that another host has the VM in an epoch, or, without a host, that it knows no such VM. A service that has lost its database, or
+/// has an old copy of it, reports that of a VM that no other host has: then the last copy of the VM waits for its user.
 fn elsewhere(asked: &ClaimVm, host: &str, epoch: u64) -> MoveVmReply {
     let is_forgotten = host.is_empty() || asked.keeps && epoch < asked.epoch;
     if !is_forgotten {
@@ -151,7 +152,7 @@ fn elsewhere(asked: &ClaimVm, host: &str, epoch: u64) -> MoveVmReply {
     MoveVmReply { reason, ..reply(Phase::Begun) }
 }
 
-/// How long hosts of a VM's peers have held what faces it, as they have told the service: all of them, or those that have within [`REPORTS`].
+/// Peer pauses as the peers' hosts reported them to the service: all of them, or those that come within [`REPORTS`].
 async fn peers(cluster: &ClusterDirectory, mover: &MoverHandle, vm: &str) -> MoveVmReply {
     let mut answer = reply(mover.phases().get(vm));
     let (Some((migration, hosts)), Some(number)) = (mover.phases().peers(vm), cluster.number(vm)) else {
@@ -179,7 +180,7 @@ async fn peers(cluster: &ClusterDirectory, mover: &MoverHandle, vm: &str) -> Mov
                 tracing::debug!(%error, vm, "The service doesn't say how long peers were held");
                 return answer;
             }
-            // It may be away for a moment.
+            // The service may be away for a moment.
             Err(error) => {
                 connected = None;
                 tracing::debug!(%error, vm, "The service can't be asked how long peers were held");
@@ -234,8 +235,8 @@ async fn begin(
     }
 }
 
-/// As [`begin`], together with others, each of which asks for itself. Where some haven't, the monitor hears of that after a second, and asks again in
-/// the same try.
+/// As [`begin`], for a group whose members each request their own move. If some are missing after [`GATHERING`], the answer names them, and the monitor
+/// repeats its request in the same try.
 async fn begin_together(
     cluster: &ClusterDirectory,
     registry: &Registry,
@@ -252,7 +253,7 @@ async fn begin_together(
     let request = cluster_proto::MigrateRequest { wishes: vec![wish], speaker, together: vms, attempt };
     let until = Instant::now() + GATHERING;
     loop {
-        // Once another one has made the group complete, this host hears of it from the coordinator, whatever became of an answer of the service's.
+        // When another member completes the group, the coordinator notifies this host, even if the service's answer is lost.
         let phase = mover.phases().get(vm);
         if phase != Phase::Begun {
             return Ok(MoveVmReply { epoch: mover.phases().epoch(vm), ..reply(phase) });
@@ -267,7 +268,7 @@ async fn begin_together(
                 mover.phases().withdraw(vm, Phase::Idle);
                 return Err(refusal(vm, error));
             }
-            // One that is started again knows of nobody who has asked; all ask again.
+            // A restarted service knows no requests of the group; all members repeat theirs.
             Err(error) => format!("waits for the cluster service: {error}"),
         };
         if Instant::now() > until {
@@ -287,7 +288,7 @@ async fn begun(
 ) -> Result<MoveVmReply, Status> {
     let phase = wait(mover, vm, |phase| phase.is_end() || matches!(phase, Phase::Copying(_))).await;
     if phase == Phase::Begun {
-        // The destination had no room, or a host was lost: the source never heard of it. What is still under way is ended.
+        // The destination had no room, or a host was lost, and the source got no message. The rest of the migration is aborted.
         withdraw(cluster, vm, migration).await;
         mover.phases().withdraw(vm, Phase::Idle);
         return Err(Status::failed_precondition(format!(
@@ -313,9 +314,9 @@ async fn ask(
     service.within("Migrate", client.migrate(request.clone())).await
 }
 
-/// The monitor can't go on: where this host can't give the migration up on its own, the service is asked to.
+/// The monitor can't continue: aborts the migration, by the service if this host can't do so on its own.
 async fn cancel(cluster: &ClusterDirectory, mover: &MoverHandle, vm: &str) {
-    // One that others of its group are still waited for hasn't begun. Where the service can't be told, it forgets the VM in some seconds.
+    // A migration whose group isn't complete hasn't begun. If the service can't be reached, it forgets the VM in some seconds.
     if mover.phases().withdraw(vm, Phase::Stays("it was cancelled".to_owned())) {
         give_up(cluster, vm, cluster_proto::CancelMigrationRequest { migration: 0, vm: vm.to_owned() }).await;
     }
@@ -326,7 +327,7 @@ async fn cancel(cluster: &ClusterDirectory, mover: &MoverHandle, vm: &str) {
     }
 }
 
-/// Asks the service to give a migration up.
+/// Asks the service to abort a migration.
 async fn withdraw(cluster: &ClusterDirectory, vm: &str, migration: u64) {
     give_up(cluster, vm, cluster_proto::CancelMigrationRequest { migration, vm: String::new() }).await;
 }
@@ -338,7 +339,7 @@ async fn give_up(cluster: &ClusterDirectory, vm: &str, request: cluster_proto::C
         service.within("CancelMigration", client.cancel_migration(request)).await
     };
     if let Err(error) = asked.await {
-        // It is over already, or the service is away: then this host has given it up, or will be told.
+        // The migration is over, or the service is away: then this host has aborted it, or learns the decision later.
         tracing::debug!(%error, vm, "A migration can't be cancelled at the service");
     }
 }
@@ -347,12 +348,12 @@ async fn give_up(cluster: &ClusterDirectory, vm: &str, request: cluster_proto::C
 mod tests {
     use super::*;
 
-    /// What a monitor does with the answer, it can't take back: a source ends when its VM has moved, a destination when it hasn't.
+    /// A monitor can't take back what it does with the answer: a source ends when its VM has moved, a destination when it hasn't.
     #[test]
     fn a_service_that_has_forgotten_a_vm_ends_no_copy_of_it() {
         let state = |keeps, epoch, host, known| elsewhere(&ClaimVm { epoch, keeps }, host, known).state();
         assert_eq!(state(true, 3, "h2", 4), State::Moved);
-        // A migration that was given up: its source has the VM in the epoch before.
+        // An aborted migration: its source has the VM in the epoch before.
         assert_eq!(state(false, 4, "h1", 3), State::Moved);
         for (keeps, epoch, host, known) in [(true, 3, "h2", 2), (true, 3, "", 0), (false, 4, "", 0)] {
             assert_eq!(state(keeps, epoch, host, known), State::Pending, "{keeps} {epoch} {host} {known}");

@@ -12,7 +12,7 @@ use tonic::codegen::tokio_stream::Stream;
 
 use crate::cluster::{ClusterDirectory, Waits};
 
-/// A monitor that has just begun to wait may not be known yet: whoever looks for it waits so long.
+/// Time-out for the announcement of a monitor that has just begun to wait.
 const NEW_MONITOR_TIMEOUT: Duration = Duration::from_secs(2);
 const RETRY_INTERVAL: Duration = Duration::from_millis(100);
 
@@ -22,7 +22,7 @@ pub(super) fn no_cluster() -> Status {
     )
 }
 
-/// The answer to a monitor that waits: says once what others are told, and then nothing. The monitor's end of it is the end of its waiting.
+/// The answer to a monitor that waits: one message with its announced address. The announcement lasts until the monitor closes the stream.
 pub struct Announcement {
     first: Option<proto::AwaitVmReply>,
     _waits: Waits,
@@ -32,7 +32,7 @@ impl Stream for Announcement {
     type Item = Result<proto::AwaitVmReply, Status>;
 
     fn poll_next(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Self::Item>> {
-        // Never woken after that: it is dropped with the connection.
+        // No further item: the connection's end drops the stream.
         self.first.take().map_or(Poll::Pending, |first| Poll::Ready(Some(Ok(first))))
     }
 }

@@ -1,5 +1,5 @@
-//! How a migration ended is known to whoever has to know it, however daemons and hosts fare: a monitor whose daemon was started again asks, and a host that is gone for good
-//! keeps nobody.
+//! Monitors learn how a migration ended although daemons and hosts fail: a monitor whose daemon was restarted asks the service, and a host that never
+//! returns blocks no VM.
 
 use crate::common;
 

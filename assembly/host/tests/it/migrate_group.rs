@@ -175,7 +175,7 @@ fn a_group_that_cannot_move_is_refused_with_a_sentence() {
     assert!(text.contains("VM a can't move to host h1: it runs there"), "{text}");
     let text = refused(wish("h2", &["b"]));
     assert!(text.contains("each named once"), "{text}");
-    // The other one never asks: it is said who is waited for.
+    // The other member never asks: the answer names it.
     let reply = client(0).move_vm("a", wish("h3", &["a", "b"])).unwrap();
     assert_eq!(State::try_from(reply.state).unwrap(), State::Pending);
     assert!(reply.reason.contains("waits for VM b"), "{}", reply.reason);
