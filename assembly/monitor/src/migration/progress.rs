@@ -74,12 +74,14 @@ impl Watch {
         Some(state.stop.clone())
     }
 
-    /// Changes the progress and reports it.
+    /// Changes the progress and reports it. Logs it when the phase or the round changes; a round is reported several times a second.
     pub fn update(&self, change: impl FnOnce(&mut MigrationProgress)) {
         let mut state = self.lock();
         let elapsed = state.began.map_or(Duration::ZERO, |began| began.elapsed());
         let Some(progress) = &mut state.progress else { return };
+        let before = (progress.phase, progress.round);
         change(progress);
+        let advances = (progress.phase, progress.round) != before;
         progress.elapsed_ms = u64::try_from(elapsed.as_millis()).unwrap_or(u64::MAX);
         let last = progress.phase.is_last();
         let progress = progress.clone();
@@ -87,16 +89,9 @@ impl Watch {
         state.reported = Some(Instant::now());
         let listener = if last { state.listener.take() } else { state.listener.clone() };
         drop(state);
-        tracing::info!(
-            phase = ?progress.phase,
-            round = progress.round,
-            bytes = progress.bytes_sent,
-            left = progress.pages_left,
-            disk_bytes_left = progress.disk_bytes_left,
-            predicted_pause_ms = progress.predicted_pause_ms,
-            throttle = progress.throttle_percent,
-            "Migration"
-        );
+        if advances {
+            log(&progress);
+        }
         if let Some(listener) = listener {
             // A listener that doesn't read, or has disconnected, misses reports; `inspect` has them. The send of the last one blocks.
             let sent = listener.send(&MigrationReport::Progress(Box::new(progress)), &[], last);
@@ -166,6 +161,20 @@ impl Watch {
         }
         Some(progress)
     }
+}
+
+/// Logs a migration's progress.
+fn log(progress: &MigrationProgress) {
+    tracing::info!(
+        phase = ?progress.phase,
+        round = progress.round,
+        bytes = progress.bytes_sent,
+        left = progress.pages_left,
+        disk_bytes_left = progress.disk_bytes_left,
+        predicted_pause_ms = progress.predicted_pause_ms,
+        throttle = progress.throttle_percent,
+        "Migration"
+    );
 }
 
 #[cfg(test)]
