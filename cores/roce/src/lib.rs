@@ -25,7 +25,7 @@
 //! | [`counters`] | counters under Linux's names |
 //! | [`testing`] | the simulator |
 //!
-//! Sources: InfiniBand Architecture Specification (IBTA), volume 1, chapters 9 and 12; annex A17 for RoCEv2.
+//! Sources: InfiniBand Architecture Specification (IBTA), volume 1, chapters 9 and 12; annex A17 for RoCEv2; docs/design/specs/rocev2.md.
 
 pub mod config;
 pub mod congestion;

@@ -15,7 +15,7 @@
 //! | [`counters`] | [`PortCounters`], under Linux's names |
 //! | [`mac`] | [`MacAddress`] |
 //!
-//! Source: Linux `drivers/net/vmxnet3`, kernels 6.1 (which selects revision 7) and 6.12.
+//! Sources: docs/design/specs/vmxnet3.md; Linux `drivers/net/vmxnet3`, kernels 6.1 (which selects revision 7) and 6.12.
 
 mod checksum;
 pub mod counters;

@@ -3,7 +3,7 @@
 //!
 //! KVM decides by page. A page of a memory BAR is mapped, or is mapped read-only over a shadow page that the monitor
 //! updates, or traps. Port reads always exit. Deferred writes stay in a coalescing ring, which the monitor drains
-//! before it does anything else for the device (`docs/design/vpio.md`).
+//! before it does anything else for the device. `docs/design/specs/guarded-passthrough.md` lists what KVM offers.
 
 use device_models::describe::{Bar, Class, Device, Effect, Event, Register};
 

@@ -371,7 +371,7 @@ const PHYSICAL_MASK: u32 = 0x02DF;
 pub static E1000: Device = Device {
     name: "e1000",
     title: "e1000 (82540EM)",
-    source: "spec nics, section 3; manual of the PCI/PCI-X family of Gigabit Ethernet controllers",
+    source: "docs/design/specs/nics-rtl8139-ne2000-e1000.md; manual of the PCI/PCI-X family",
     pci: Pci {
         vendor: 0x8086,
         device: 0x100E,

@@ -412,7 +412,7 @@ const PHYSICAL_MASK: u32 = 0x3F;
 pub static NE2000: Device = Device {
     name: "ne2000",
     title: "NE2000-PCI (RTL8029AS, DP8390 core)",
-    source: "spec nics, section 1; data sheets of RTL8029AS and DP8390",
+    source: "docs/design/specs/nics-rtl8139-ne2000-e1000.md; data sheets of RTL8029AS and DP8390",
     pci: Pci { vendor: 0x10EC, device: 0x8029, revision: 0, class: 0x02_0000, bus_master: BusMaster::Never },
     bars: &[Bar::Ports(32)],
     reset: &[

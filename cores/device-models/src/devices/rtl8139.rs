@@ -388,7 +388,7 @@ const PHYSICAL_MASK: u32 = 0x007F;
 pub static RTL8139: Device = Device {
     name: "rtl8139",
     title: "RTL8139 in C mode",
-    source: "spec nics, section 2; data sheet of RTL8139C",
+    source: "docs/design/specs/nics-rtl8139-ne2000-e1000.md; data sheet of RTL8139C",
     pci: Pci {
         vendor: 0x10EC,
         device: 0x8139,

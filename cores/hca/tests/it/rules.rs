@@ -1,4 +1,4 @@
-//! Rules on which hardware differs; docs/reference/rdma.md lists Causeway's.
+//! Rules on which hardware differs; docs/reference/rdma.md lists Causeway's, docs/design/specs/verbs-rules.md the sources.
 
 use crate::common;
 

@@ -15,7 +15,7 @@
 //! writable pages in a row. So a page becomes writable by a new mapping. (Measured, conjugate gradients: 3 faults per page and step, 17
 //! µs each.)
 //!
-//! Sources: docs/design/dsm.md; Linux, admin-guide/mm/userfaultfd.
+//! Sources: docs/design/specs/x86-tso-and-dsm.md; Linux, admin-guide/mm/userfaultfd.
 #![allow(unsafe_code)] // madvise, and accesses to memory that the guest changes at the same time.
 
 use std::io;
