@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0 */
 /*
- * Shared declarations of the neighbours' core. neigh.h is its interface to users, ../../docs/reference/neighbours.md the
+ * Shared declarations of the neighbours' core. neigh.h is its interface to users, ../../docs/design/specs/neighbours-abi.md the
  * protocol.
  */
 #ifndef CW_NEIGH_CORE_H

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
  * Rings and the poll. The protocol is that of the crate `neighbour` (devices/neighbour/src/channel.rs and ring.rs);
- * docs/reference/neighbours.md has its tables.
+ * docs/design/specs/neighbours-abi.md has its tables.
  *
  * Everything that the peer writes is read once, into private memory, and checked there. A violation of the protocol ends the
  * link, with a sentence in the kernel's log. Barriers are the virt_ ones: the other side is another VM, whatever this kernel was

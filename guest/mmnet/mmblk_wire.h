@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0 */
 /*
- * Messages between client and server of mmblk, version 1; explained in docs/reference/neighbours.md. All numbers are
- * little-endian. Reserved fields are 0, and refused otherwise, so that they can get a meaning later.
+ * Messages between client and server of mmblk, version 1; explained in docs/design/specs/neighbours-abi.md. All
+ * numbers are little-endian. Reserved fields are 0, and refused otherwise, so that they can get a meaning later.
  *
  * The first part of every message is exactly one of the structures below, in the sender's memory. The receiver copies it once,
  * and reads only the copy. The other parts are data.

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0 */
 /* Neighbours: the PCI function, and the segment of a pair. Made by devices/neighbour/tests/c_header.rs; explained in
- * docs/reference/neighbours.md. All numbers are little-endian. */
+ * docs/design/specs/neighbours-abi.md. All numbers are little-endian. */
 #ifndef CAUSEWAY_NEIGHBOUR_H
 #define CAUSEWAY_NEIGHBOUR_H
 

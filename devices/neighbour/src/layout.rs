@@ -1,5 +1,5 @@
-//! The metadata segment of a pair: memory that both VMs write. `docs/reference/neighbours.md` and `include/causeway_neighbour.h` describe
-//! it for C. A test keeps the header equal to this module.
+//! The metadata segment of a pair: memory that both VMs write. `docs/design/specs/neighbours-abi.md` describes it, and
+//! `include/causeway_neighbour.h` has it for C. A test keeps the header equal to this module.
 //!
 //! ```text
 //! 0       header: written once, by the registry, before either side sees the segment

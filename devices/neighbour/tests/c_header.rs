@@ -13,7 +13,7 @@ fn header() -> String {
     let mut text = String::from(
         "/* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0 */\n\
          /* Neighbours: the PCI function, and the segment of a pair. Made by devices/neighbour/tests/c_header.rs; explained in\n \
-         * docs/reference/neighbours.md. All numbers are little-endian. */\n\
+         * docs/design/specs/neighbours-abi.md. All numbers are little-endian. */\n\
          #ifndef CAUSEWAY_NEIGHBOUR_H\n#define CAUSEWAY_NEIGHBOUR_H\n\n\
          #ifdef __KERNEL__\n#include <linux/build_bug.h>\n#include <linux/types.h>\n#else\n#include <stdint.h>\n\
          typedef uint16_t __le16;\ntypedef uint32_t __le32;\ntypedef uint64_t __le64;\n#endif\n",

@@ -24,7 +24,7 @@ impl MacAddress {
 
     /// The address of `vm`'s device to its neighbour `peer` in `group`: locally administered, unicast, the same at each start. It is the
     /// 64-bit FNV-1a hash of the three names, each with a zero byte behind it, folded by `hash ^ hash >> 29`. The address has the low 48
-    /// bits, the lowest byte first. Its first byte is modified to be unicast and local. docs/reference/neighbours.md specifies it.
+    /// bits, the lowest byte first. Its first byte is modified to be unicast and local. docs/design/specs/neighbours-abi.md specifies it.
     pub fn to_neighbour(group: &str, vm: &str, peer: &str) -> Self {
         let bytes = [group, vm, peer].into_iter().flat_map(|name| name.bytes().chain([0]));
         let hash = bytes.fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
@@ -94,7 +94,7 @@ impl<'de> Deserialize<'de> for MacAddress {
 mod tests {
     use super::MacAddress;
 
-    /// The example of docs/reference/neighbours.md.
+    /// The example of docs/design/specs/neighbours-abi.md.
     const FILES_TO_DISKS: &str = "96:bb:98:4f:e0:74";
 
     #[test]
