@@ -1,6 +1,6 @@
 //! Numbers and layouts of the guest ABI (interface version 20), as Linux's driver `vmw_pvrdma` and rdma-core's provider `libvmw_pvrdma`
-//! define them. Sources are Linux's headers in `drivers/infiniband/hw/vmw_pvrdma/` and `include/uapi/rdma/vmw_pvrdma-abi.h`; rules between the fields:
-//! docs/design/specs/pvrdma-abi.md.
+//! define them. Sources are Linux's headers in `drivers/infiniband/hw/vmw_pvrdma/` and `include/uapi/rdma/vmw_pvrdma-abi.h`;
+//! docs/design/specs/pvrdma-abi.md has the rules between the fields.
 //!
 //! | module | holds | header |
 //! |---|---|---|
