@@ -37,7 +37,7 @@ pub(super) struct Card {
     /// KiB of each transfer: a card that moves each word through a port is slow.
     kib: u64,
     /// Receive window of the guest in bytes, which fits the card's ring. The emulated wire has no speed, and its cards hold back frames
-    /// that don't fit. Linux's 8139too doesn't see the frames left in its ring after a poll of 64 frames (docs/design/vpio.md). A real
+    /// that don't fit. Linux's 8139too doesn't see the frames left in its ring after a poll of 64 frames (docs/reference/vpio.md). A real
     /// wire's limited speed prevents this.
     window: u32,
 }

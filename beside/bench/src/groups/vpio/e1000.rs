@@ -50,7 +50,7 @@ const STEPS: u64 = 0x2000;
 const TX_BUFFERS: u64 = 0x2_0000;
 const RX_BUFFERS: u64 = 0x4_0000;
 const BUFFER: u64 = 2048;
-/// Aims for all sizes (`docs/design/vpio.md`). The wire transports 81,000 long frames per second, which limits their gain over
+/// Aims for all sizes (`SPECIFICATION.md`). The wire transports 81,000 long frames per second, which limits their gain over
 /// trapping.
 const AIM_OF_PASSTHROUGH: f64 = 0.95;
 const AIM_OF_TRAPPED: f64 = 3.0;

@@ -31,7 +31,7 @@ const COUNT: u16 = 0x20;
 const STATION: [u8; 6] = [0x02, 0, 0, 0, 0, 9];
 /// Bytes per frame, and frames per sample.
 const FRAMES: [(usize, u64); 2] = [(60, 20), (1514, 10)];
-/// Required ratio for the longest frames on transmission, by fewer exits (`docs/design/vpio.md`).
+/// Required ratio for the longest frames on transmission, by fewer exits (`SPECIFICATION.md`).
 const AIM: f64 = 15.0;
 
 // Register offsets.

@@ -32,7 +32,7 @@ const STATION: [u8; 6] = [0x02, 0, 0, 0, 0, 9];
 const BAR: u8 = 1;
 /// Bytes per frame, and rounds of [`DESCRIPTORS`] frames per sample.
 const FRAMES: [(u32, u64); 2] = [(60, 200), (1514, 100)];
-/// Aims for all sizes (`docs/design/vpio.md`). The wire transports 144,000 short frames per second and 8,100 long ones, which limits
+/// Aims for all sizes (`SPECIFICATION.md`). The wire transports 144,000 short frames per second and 8,100 long ones, which limits
 /// the long ones' gain over trapping.
 const AIM_OF_PASSTHROUGH: f64 = 0.95;
 const AIM_OF_TRAPPED: f64 = 3.0;
