@@ -19,7 +19,7 @@ pub enum QpKind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[repr(u32)]
 pub enum QpState {
-    /// Reset.
+    /// Initial state. A change to it closes the connection and resets all attributes.
     Reset = 0,
     /// Initialized: receives may be posted.
     Init = 1,
@@ -31,7 +31,7 @@ pub enum QpState {
     SendQueueDrained = 4,
     /// Send queue error (UD, UC).
     SendQueueError = 5,
-    /// Error.
+    /// Failed, or set by the guest: requests and receives complete as [`crate::work::Status::Flushed`].
     Error = 6,
 }
 
@@ -39,47 +39,47 @@ bitflags::bitflags! {
     /// Which attributes a modify call carries (`enum ib_qp_attr_mask`).
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     pub struct QpAttributeMask: u32 {
-        /// `state`.
+        /// `IB_QP_STATE`: carries [`QpAttributes::state`].
         const STATE = 1 << 0;
-        /// `current_state`.
+        /// `IB_QP_CUR_STATE`: the call fails unless [`QpAttributes::current_state`] is the state.
         const CURRENT_STATE = 1 << 1;
         /// Requests the event SQ_DRAINED.
         const SQD_NOTIFY = 1 << 2;
-        /// `access`.
+        /// `IB_QP_ACCESS_FLAGS`: carries [`QpAttributes::access`].
         const ACCESS_FLAGS = 1 << 3;
-        /// `pkey_index`.
+        /// `IB_QP_PKEY_INDEX`: carries [`QpAttributes::pkey_index`].
         const PKEY_INDEX = 1 << 4;
-        /// `port`.
+        /// `IB_QP_PORT`: carries [`QpAttributes::port`].
         const PORT = 1 << 5;
-        /// `qkey`.
+        /// `IB_QP_QKEY`: carries [`QpAttributes::qkey`].
         const QKEY = 1 << 6;
-        /// `address`.
+        /// `IB_QP_AV`: carries [`QpAttributes::address`].
         const ADDRESS_VECTOR = 1 << 7;
-        /// `path_mtu`.
+        /// `IB_QP_PATH_MTU`: carries [`QpAttributes::path_mtu`].
         const PATH_MTU = 1 << 8;
-        /// `timeout`.
+        /// `IB_QP_TIMEOUT`: carries [`QpAttributes::timeout`].
         const TIMEOUT = 1 << 9;
-        /// `retry_count`.
+        /// `IB_QP_RETRY_CNT`: carries [`QpAttributes::retry_count`].
         const RETRY_COUNT = 1 << 10;
-        /// `rnr_retry`.
+        /// `IB_QP_RNR_RETRY`: carries [`QpAttributes::rnr_retry`].
         const RNR_RETRY = 1 << 11;
-        /// `rq_psn`.
+        /// `IB_QP_RQ_PSN`: carries [`QpAttributes::rq_psn`].
         const RQ_PSN = 1 << 12;
-        /// `max_rd_atomic`.
+        /// `IB_QP_MAX_QP_RD_ATOMIC`: carries [`QpAttributes::max_rd_atomic`].
         const MAX_RD_ATOMIC = 1 << 13;
         /// Alternate path: accepted where the state table permits it, and never used.
         const ALTERNATE_PATH = 1 << 14;
-        /// `min_rnr_timer`.
+        /// `IB_QP_MIN_RNR_TIMER`: carries [`QpAttributes::min_rnr_timer`].
         const MIN_RNR_TIMER = 1 << 15;
-        /// `sq_psn`.
+        /// `IB_QP_SQ_PSN`: carries [`QpAttributes::sq_psn`].
         const SQ_PSN = 1 << 16;
-        /// `max_dest_rd_atomic`.
+        /// `IB_QP_MAX_DEST_RD_ATOMIC`: carries [`QpAttributes::max_dest_rd_atomic`].
         const MAX_DEST_RD_ATOMIC = 1 << 17;
         /// Path migration state.
         const PATH_MIGRATION = 1 << 18;
         /// Capacities; can't be changed.
         const CAPACITIES = 1 << 19;
-        /// `destination_qpn`.
+        /// `IB_QP_DEST_QPN`: carries [`QpAttributes::destination_qpn`].
         const DESTINATION_QPN = 1 << 20;
     }
 }
@@ -105,7 +105,7 @@ bitflags::bitflags! {
 /// The path to a peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct AddressVector {
-    /// Destination.
+    /// GID of the peer's port.
     pub dgid: Gid,
     /// Index into the own GID table.
     pub sgid_index: u8,
@@ -130,7 +130,7 @@ pub struct QpAttributes {
     pub current_state: QpState,
     /// Path MTU code: 1 to 5 for 256 to 4096 bytes.
     pub path_mtu: u8,
-    /// Q_Key.
+    /// Q_Key of a datagram queue pair, 32 bits.
     pub qkey: u32,
     /// First expected PSN, 24 bits.
     pub rq_psn: u32,

@@ -108,14 +108,14 @@ counters! {
 /// Counters of one queue pair, with its identity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 pub struct QpReport {
-    /// Handle.
+    /// Handle in the guest's ABI.
     pub handle: crate::names::QpHandle,
-    /// Number.
+    /// Number in packets, 24 bits.
     pub qpn: crate::names::Qpn,
-    /// Kind.
+    /// Transport service (`enum ib_qp_type`).
     pub kind: crate::attributes::QpKind,
     /// Current state.
     pub state: crate::attributes::QpState,
-    /// Counters.
+    /// Counts since the queue pair was created; a migration keeps them.
     pub counters: QpCounters,
 }

@@ -72,7 +72,7 @@ pub struct Name {
 pub struct Device {
     /// Addresses: index, address, MAC.
     pub gids: Vec<(u32, Gid, [u8; 6])>,
-    /// Counters.
+    /// Counts since the device was created, without those that a migration doesn't transfer.
     pub counters: DeviceCounters,
     /// Whether arms of completion queues are exact.
     pub exact: bool,
@@ -87,7 +87,7 @@ pub struct Device {
 /// A context.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Context {
-    /// Stamp.
+    /// Number that is never reused; it distinguishes objects with the same handle.
     pub stamp: u64,
     /// Whether arms of its completion queues are exact.
     pub exact: bool,
@@ -119,9 +119,9 @@ pub type Reference = (u32, u64);
 /// A completion queue, with its ring.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Cq<R> {
-    /// Stamp.
+    /// Number that is never reused; it distinguishes objects with the same handle.
     pub stamp: u64,
-    /// Owner.
+    /// Handle of the user context that owns it.
     pub context: u32,
     /// Accepts no completions any more.
     pub failed: bool,
@@ -142,11 +142,11 @@ pub struct Cq<R> {
 /// A shared receive queue, with its ring.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Srq<R> {
-    /// Stamp.
+    /// Number that is never reused; it distinguishes objects with the same handle.
     pub stamp: u64,
     /// Protection domain.
     pub pd: u32,
-    /// Context.
+    /// Handle of the user context that owns it.
     pub context: u32,
     /// Capacity, requests.
     pub max_wr: u32,
@@ -195,17 +195,17 @@ pub struct Current {
 /// A queue pair, with its rings.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Qp<S, R> {
-    /// Stamp.
+    /// Number that is never reused; it distinguishes objects with the same handle.
     pub stamp: u64,
-    /// State.
+    /// State of IBTA's queue pair state machine.
     pub state: QpState,
-    /// Kind.
+    /// Transport service.
     pub kind: QpKind,
     /// Whether every send request produces a completion.
     pub signal_all: bool,
     /// Protection domain.
     pub pd: u32,
-    /// Context.
+    /// Handle of the user context that owns it.
     pub context: u32,
     /// Completion queue of the send queue.
     pub send_cq: Reference,
@@ -213,7 +213,7 @@ pub struct Qp<S, R> {
     pub receive_cq: Reference,
     /// Shared receive queue.
     pub srq: Option<Reference>,
-    /// Number.
+    /// Number in packets, 24 bits.
     pub qpn: Qpn,
     /// Number of times that it left RESET.
     pub incarnation: u32,
@@ -225,7 +225,7 @@ pub struct Qp<S, R> {
     pub established: bool,
     /// Whether a transport serves it.
     pub carried: bool,
-    /// Counters.
+    /// Counts since the queue pair was created.
     pub counters: QpCounters,
     /// State of requests and receives that a transport has.
     pub elsewhere: Option<Elsewhere>,

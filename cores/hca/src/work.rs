@@ -13,7 +13,7 @@ pub const MAX_SGE: usize = 16;
 pub struct Sge {
     /// Address in the region's terms (user virtual address; guest-physical for a DMA region).
     pub address: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub length: u32,
     /// Local key.
     pub lkey: u32,
@@ -56,7 +56,7 @@ pub struct Datagram {
     pub qkey: u32,
     /// Protection domain of the address vector; must be the queue pair's.
     pub pd: u32,
-    /// Destination.
+    /// GID of the destination's port.
     pub dgid: Gid,
     /// Index into the sender's GID table.
     pub sgid_index: u8,
@@ -112,7 +112,7 @@ pub enum Operation {
     },
     /// Invalidates a fast-register region of this guest.
     LocalInvalidate {
-        /// Key.
+        /// Key of the region, of the queue pair's protection domain.
         rkey: u32,
     },
     /// Makes a fast-register region valid.
@@ -147,7 +147,7 @@ pub struct SendRequest {
     pub signaled: bool,
     /// Raises a solicited event at the receiver.
     pub solicited: bool,
-    /// Buffers.
+    /// Buffers with the data to send; a READ or atomic stores its result in them.
     #[serde(with = "sge_list")]
     pub sges: SgeList,
 }
@@ -157,7 +157,7 @@ pub struct SendRequest {
 pub struct ReceiveRequest {
     /// Echoed in the completion.
     pub wr_id: u64,
-    /// Buffers.
+    /// Buffers for the message, filled in order.
     #[serde(with = "sge_list")]
     pub sges: SgeList,
 }
@@ -185,7 +185,7 @@ pub enum Malformed {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[repr(u32)]
 pub enum Status {
-    /// Success.
+    /// The operation is complete, without error.
     Success = 0,
     /// Local length error.
     LocalLength = 1,
@@ -193,7 +193,7 @@ pub enum Status {
     LocalQpOperation = 2,
     /// Local protection error.
     LocalProtection = 4,
-    /// Flushed.
+    /// Not executed or not known to be: the queue pair is in the error state (`IB_WC_WR_FLUSH_ERR`).
     Flushed = 5,
     /// Memory window bind or fast registration error.
     MemoryBind = 6,
@@ -223,7 +223,7 @@ pub enum CompletedOperation {
     Send = 0,
     /// WRITE, also with immediate.
     Write = 1,
-    /// READ.
+    /// READ: the data is in the request's buffers.
     Read = 2,
     /// Compare and swap.
     CompareSwap = 3,

@@ -131,7 +131,7 @@ pub struct MrInit {
 /// Handle and keys of a memory region.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MrInfo {
-    /// Handle.
+    /// Handle of the region, never 0.
     pub handle: MrHandle,
     /// Local key.
     pub lkey: u32,
@@ -166,7 +166,7 @@ pub struct SrqAttributes {
 pub struct QpInit {
     /// Protection domain.
     pub pd: PdHandle,
-    /// Kind.
+    /// Transport service (`enum ib_qp_type`).
     pub kind: QpKind,
     /// Completion queue of the send queue.
     pub send_cq: CqHandle,

@@ -48,9 +48,9 @@ pub struct DeviceReport {
     pub limits: Limits,
     /// Addresses by index.
     pub gids: Vec<(u32, String)>,
-    /// Objects.
+    /// Numbers of existing objects.
     pub objects: ObjectCounts,
-    /// Counters.
+    /// Counts since the device was created.
     pub counters: DeviceCounters,
     /// Queue pairs.
     pub queue_pairs: Vec<QpReport>,

@@ -85,7 +85,7 @@ impl<P: Provider> Engine<P> {
         Step::DONE
     }
 
-    /// READ.
+    /// Executes the next part of a READ: copies it from the peer's memory to the request's buffers.
     #[inline]
     pub(crate) fn read(
         &mut self,

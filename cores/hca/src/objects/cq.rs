@@ -11,7 +11,7 @@ pub(crate) const NOT_NOTIFIED: u64 = u64::MAX;
 pub(crate) struct Cq<R> {
     pub stamp: u64,
     pub ring: R,
-    /// Owner.
+    /// Handle of the user context that owns it.
     pub context: u32,
     /// Overrun or broken: accepts no completions any more.
     pub failed: bool,

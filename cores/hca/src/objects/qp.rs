@@ -26,7 +26,7 @@ pub(crate) enum Path {
 /// The reason why a send queue waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Wait {
-    /// Nothing.
+    /// It doesn't wait.
     None,
     /// A receive at the peer.
     Receive,

@@ -64,7 +64,7 @@ pub struct IncomingDatagram<'a> {
     pub solicited: bool,
     /// The GRH area, where the packet had a network header; otherwise the engine makes it from the fields above.
     pub header: Option<[u8; 40]>,
-    /// Payload.
+    /// Payload of the datagram, without the GRH area.
     pub payload: &'a [u8],
 }
 

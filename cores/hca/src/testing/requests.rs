@@ -16,19 +16,19 @@ pub fn request(wr_id: u64, operation: Operation, sges: &[Sge]) -> SendRequest {
     }
 }
 
-/// SEND.
+/// A signaled SEND without immediate data, for a connected queue pair.
 #[must_use]
 pub fn send(wr_id: u64, sges: &[Sge]) -> SendRequest {
     request(wr_id, Operation::Send { immediate: None, invalidate: None, datagram: None }, sges)
 }
 
-/// WRITE.
+/// A signaled WRITE without immediate data.
 #[must_use]
 pub fn write(wr_id: u64, address: u64, rkey: u32, sges: &[Sge]) -> SendRequest {
     request(wr_id, Operation::Write { remote: Remote { address, rkey }, immediate: None }, sges)
 }
 
-/// READ.
+/// A signaled READ of the buffers' length.
 #[must_use]
 pub fn read(wr_id: u64, address: u64, rkey: u32, sges: &[Sge]) -> SendRequest {
     request(wr_id, Operation::Read { remote: Remote { address, rkey } }, sges)
