@@ -7,7 +7,7 @@ mod saved;
 
 use crate::message::{Message, low, vector_of};
 
-/// Pins.
+/// Number of pins, each with a redirection entry.
 pub const IO_APIC_PINS: u8 = 24;
 /// Version 0x20, and the number of the last pin in bits 23:16.
 const VERSION_VALUE: u32 = 0x17_0020;

@@ -76,7 +76,7 @@ pub enum Delivery {
     Smi,
     /// Non-maskable interrupt.
     Nmi,
-    /// INIT.
+    /// INIT: resets the processor.
     Init,
     /// Start-up IPI.
     Startup {
@@ -205,7 +205,7 @@ pub enum MsiError {
         /// Guest-physical address.
         address: u64,
     },
-    /// Reserved.
+    /// A reserved delivery mode.
     #[error(
         "A message-signalled interrupt has the reserved delivery mode {mode}: the driver has to choose another one"
     )]

@@ -1,8 +1,8 @@
 //! Numbers and bits of the registers that guests see: Intel SDM volume 3, chapter "Advanced Programmable Interrupt Controller".
 
-/// IA32_APIC_BASE.
+/// MSR IA32_APIC_BASE; a write that changes it is answered with #GP.
 pub const APIC_BASE: u32 = 0x1B;
-/// IA32_XAPIC_DISABLE_STATUS.
+/// MSR IA32_XAPIC_DISABLE_STATUS, read-only: 1, as x2APIC mode can't be left.
 pub const XAPIC_DISABLE_STATUS: u32 = 0xBD;
 /// The bit of IA32_ARCH_CAPABILITIES that announces [`XAPIC_DISABLE_STATUS`].
 pub const ARCH_CAPABILITIES_XAPIC_DISABLE_STATUS: u64 = 1 << 21;

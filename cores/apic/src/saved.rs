@@ -27,21 +27,21 @@ pub struct SavedControllers {
 pub struct SavedLocalApic {
     /// Its id.
     pub id: u32,
-    /// TPR.
+    /// Task priority register (TPR).
     pub task_priority: u8,
-    /// SVR.
+    /// Spurious-interrupt vector register (SVR).
     pub spurious: u32,
-    /// ICR.
+    /// Interrupt command register (ICR).
     pub command: u64,
-    /// IRR.
+    /// Interrupt request register (IRR): vectors that the vCPU hasn't accepted.
     pub requested: VectorSet,
-    /// ISR.
+    /// In-service register (ISR): accepted vectors without their EOI.
     pub in_service: VectorSet,
-    /// TMR.
+    /// Trigger mode register (TMR): vectors of level-triggered interrupts.
     pub trigger: VectorSet,
     /// Timer, thermal sensor, performance counters, LINT0, LINT1, error.
     pub lvt: [u32; 6],
-    /// ESR.
+    /// Error status register (ESR), as software last latched it.
     pub error_status: u32,
     /// Errors found since ESR was last written.
     pub errors_found: u32,
@@ -68,7 +68,7 @@ pub struct SavedLocalApic {
 /// An IOAPIC.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SavedIoApic {
-    /// Identification.
+    /// The 4 bits of the identification register.
     pub id: u8,
     /// Index register.
     pub select: u8,

@@ -68,7 +68,7 @@ pub enum ConfigError {
         /// The id.
         apic_id: u32,
     },
-    /// Ambiguous.
+    /// Two APICs of the VM have the same id.
     #[error("APIC id {apic_id:#x} was given twice: each vCPU of a VM needs its own")]
     DuplicateApicId {
         /// The id.
@@ -91,7 +91,7 @@ pub enum ConfigError {
 /// Destinations resolved to APICs and nodes. Immutable, as ids are, and logical ids are derived from them.
 #[derive(Debug)]
 pub(crate) struct Topology {
-    /// Ascending.
+    /// Ids of this node's APICs, ascending.
     local: Vec<u32>,
     /// By id, ascending.
     remote: Vec<RemoteApic>,

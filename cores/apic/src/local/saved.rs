@@ -41,7 +41,10 @@ impl LocalApic {
         }
     }
 
-    /// The APIC that was saved, whose timer goes on from `now_ns`.
+    /// Restores a saved APIC, whose timer continues from `now_ns`.
+    ///
+    /// # Errors
+    /// When a register has a value that no APIC can have.
     pub(crate) fn restore(
         saved: &SavedLocalApic,
         is_bootstrap: bool,

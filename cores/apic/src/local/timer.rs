@@ -52,7 +52,7 @@ impl Timer {
         self.deadline_ns = (initial != 0).then(|| now_ns.saturating_add(self.period_ns()));
     }
 
-    /// The count goes on at another speed.
+    /// Sets the divide configuration register: the count continues from its current value, at the new rate.
     pub(crate) fn set_divide(&mut self, divide: u32, now_ns: u64) {
         let current = self.current(now_ns);
         self.divide = divide;
