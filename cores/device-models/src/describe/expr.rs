@@ -115,9 +115,9 @@ impl Expr {
 /// A condition.
 #[derive(Debug, Clone, Copy)]
 pub enum Cond {
-    /// Always.
+    /// Holds in every state.
     Always,
-    /// Never.
+    /// Holds in no state.
     Never,
     /// At least one of these bits of the register is set.
     Set(Reg, u32),

@@ -222,9 +222,9 @@ pub enum BusMaster {
 /// PCI identity.
 #[derive(Debug, Clone, Copy)]
 pub struct Pci {
-    /// Vendor.
+    /// Vendor ID.
     pub vendor: u16,
-    /// Device.
+    /// Device ID.
     pub device: u16,
     /// Revision ID that the guest reads.
     pub revision: u8,
@@ -293,7 +293,7 @@ pub struct Device {
     pub power_on: &'static [Poke],
     /// Source of the device's own address.
     pub station: Station,
-    /// Registers.
+    /// All registers of the model; a [`Reg`] is an index of this list.
     pub registers: &'static [Register],
     /// The bank register, if offsets mean different registers.
     pub bank: Option<Bank>,
@@ -301,11 +301,11 @@ pub struct Device {
     pub identity: &'static [Reg],
     /// Components of the state.
     pub components: &'static [Component],
-    /// Transitions.
+    /// Changes of the components' states, and their effects.
     pub transitions: &'static [Transition],
     /// Memory that the device accesses by itself.
     pub windows: &'static [Window],
-    /// Interrupts.
+    /// Interrupt status and mask, and the line that follows from them.
     pub interrupts: Interrupts,
     /// Registers that drivers poll.
     pub polled: Polled,

@@ -49,7 +49,7 @@ pub enum Store {
 /// The part of a returned value that the guest may read.
 #[derive(Debug, Clone, Copy)]
 pub enum Returns {
-    /// Everything.
+    /// Every bit: the guest reads what the device returns.
     Any,
     /// The register isn't read from the device: the stored value is the answer.
     Shadow,

@@ -9,9 +9,9 @@ const STATIONS: usize = 16;
 #[expect(clippy::large_enum_variant, reason = "a few, for a moment each: no reason to allocate")]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Groups {
-    /// None.
+    /// No multicast frame passes.
     None,
-    /// All.
+    /// Every multicast frame passes.
     All,
     /// A bit per value of six bits of the Ethernet CRC.
     Hashed(u64),
