@@ -25,7 +25,7 @@ struct Arguments {
     /// Most transitions of one machine; a state takes about 8 bytes of memory, an open one a few kilobytes.
     #[arg(long, default_value_t = 8_000_000)]
     each: usize,
-    /// Threads.
+    /// Number of threads that explore states.
     #[arg(long, default_value_t = 1)]
     threads: usize,
     /// A fault that is put in, and must be found.

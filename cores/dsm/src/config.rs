@@ -123,7 +123,7 @@ impl Policy {
 /// A bug that tests inject. The model checker or the simulator must find each.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Plant {
-    /// None.
+    /// No injected bug.
     #[default]
     None,
     /// `InvalidateAck` carries no time stamp.

@@ -33,7 +33,7 @@ pub enum Operation {
 /// Atomic read-modify-write instructions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Atomic {
-    /// `xchg`.
+    /// `xchg`, which is always locked.
     Exchange,
     /// `lock xadd`, `add`, `inc`. The decoder builds `sub`, `dec` and `neg` from this and from a compare-exchange.
     Add,

@@ -51,7 +51,7 @@ struct Arguments {
 enum Shown {
     /// Bytes on the network.
     Bytes,
-    /// Messages.
+    /// Number of messages on the network.
     Messages,
     /// Simulated time, microseconds.
     Time,

@@ -53,7 +53,7 @@ impl Model for Machine {
 pub struct Found {
     /// Distinct states.
     pub states: usize,
-    /// Transitions.
+    /// Number of states generated, repeated ones included.
     pub transitions: usize,
     /// Steps of the longest run.
     pub depth: usize,
