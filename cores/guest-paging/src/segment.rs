@@ -27,7 +27,7 @@ pub struct Segment {
 pub enum SegmentRegister {
     /// CS, for instructions' own bytes.
     Code,
-    /// SS.
+    /// SS; its faults are #SS instead of #GP.
     Stack,
     /// DS and ES.
     Data,

@@ -32,15 +32,15 @@ pub const RFLAGS_VM: u64 = 1 << 17;
 /// Registers of one vCPU, as they are before the instruction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PagingState {
-    /// CR0.
+    /// CR0: paging, protected mode, write protection.
     pub cr0: u64,
-    /// CR3.
+    /// CR3: physical address of the top table, and flags.
     pub cr3: u64,
-    /// CR4.
+    /// CR4: format of the tables, SMEP, SMAP, protection keys.
     pub cr4: u64,
-    /// IA32_EFER.
+    /// IA32_EFER: IA-32e mode, no-execute.
     pub efer: u64,
-    /// RFLAGS.
+    /// RFLAGS: AC and virtual-8086 mode.
     pub rflags: u64,
     /// Current privilege level, 0 to 3: the DPL of SS.
     pub cpl: u8,

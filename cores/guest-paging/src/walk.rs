@@ -57,7 +57,7 @@ pub enum PageSize {
 }
 
 impl PageSize {
-    /// Bytes.
+    /// Size in bytes.
     pub fn bytes(self) -> u64 {
         match self {
             Self::Size4K => 4 << 10,
