@@ -70,9 +70,9 @@ impl From<Mtu> for u32 {
 /// Kind of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Reliability {
-    /// RC.
+    /// RC: lost packets are retransmitted, and requests are acknowledged.
     Reliable,
-    /// UC.
+    /// UC: a message with a lost packet is dropped, and nothing is acknowledged.
     Unreliable,
 }
 
@@ -189,10 +189,10 @@ impl Config {
 /// Attributes that are out of range.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum InvalidConfig {
-    /// [`Config::max_requests`].
+    /// [`Config::max_requests`] is 0 or above its limit.
     #[error("A connection can't have room for {0} requests; 1 to 65536 are possible")]
     Requests(u32),
-    /// [`Config::congestion`].
+    /// [`Config::congestion`] has a parameter out of range.
     #[error(
         "The parameters of congestion control are no positive numbers, or the minimum rate is above the line rate"
     )]

@@ -72,9 +72,9 @@ pub struct Template {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("The path from {from} to {to} is between two address families")]
 pub struct MixedFamilies {
-    /// Source.
+    /// Address of the sender.
     pub from: IpAddr,
-    /// Destination.
+    /// Address of the receiver.
     pub to: IpAddr,
 }
 

@@ -304,7 +304,7 @@ impl Syndrome {
 pub struct Header {
     /// Transport service.
     pub service: Service,
-    /// Operation.
+    /// Operation; with `service` it makes the BTH's opcode.
     pub operation: Operation,
     /// Solicited event.
     pub solicited: bool,
@@ -469,7 +469,7 @@ pub enum Invalid {
 /// A packet: headers, copied, and its payload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Packet<'a> {
-    /// Headers.
+    /// Headers from the BTH on; see [`Header`].
     pub header: Header,
     /// Payload without the pad.
     pub payload: &'a [u8],

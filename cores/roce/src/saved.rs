@@ -18,9 +18,9 @@ pub const VERSION: u32 = 1;
 /// A connection.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Connection {
-    /// [`VERSION`].
+    /// Layout of this type: [`VERSION`].
     pub version: u32,
-    /// Attributes.
+    /// Attributes in force when it was saved.
     pub config: Config,
     /// Whether it is usable.
     pub state: State,
@@ -36,7 +36,7 @@ pub struct Connection {
     pub notify: bool,
     /// Nanoseconds until the next one may be sent.
     pub next_notification: u64,
-    /// Counters.
+    /// Counts since the connection was created.
     #[serde(default)]
     pub counters: Counters,
 }
@@ -113,7 +113,7 @@ pub struct Responder {
 /// A message in progress.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Incoming {
-    /// None.
+    /// No message has begun.
     None,
     /// A SEND; its receive is in use.
     Send {
@@ -174,7 +174,7 @@ pub enum Answer {
 /// The acknowledgement or NAK after the responses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Tail {
-    /// Nothing.
+    /// No acknowledgement is due.
     Nothing,
     /// Acknowledges everything accepted.
     Ack,

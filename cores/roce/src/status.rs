@@ -6,7 +6,7 @@ use crate::packet::Syndrome;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[repr(u32)]
 pub enum Status {
-    /// Success.
+    /// The operation is complete, without error.
     Success = 0,
     /// Local length error.
     LocalLength = 1,
@@ -14,7 +14,7 @@ pub enum Status {
     LocalQpOperation = 2,
     /// Local protection error.
     LocalProtection = 4,
-    /// Flushed.
+    /// Not executed or not known to be: the connection has failed or was closed (`IBV_WC_WR_FLUSH_ERR`).
     Flushed = 5,
     /// Memory window bind or fast registration error.
     MemoryBind = 6,

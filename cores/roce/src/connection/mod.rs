@@ -42,7 +42,7 @@ use responder::{Responder, Tail};
 /// Whether a connection is usable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 pub enum State {
-    /// Usable.
+    /// Both directions work.
     Ready,
     /// Unreliable only: the send side has failed, the receive side still works.
     SendFailed,

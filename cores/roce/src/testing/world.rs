@@ -29,7 +29,7 @@ pub struct Options {
 /// Counts of a clean run.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Report {
-    /// Endpoints.
+    /// Number of endpoints.
     pub endpoints: u64,
     /// Connections between them.
     pub connections: u64,
@@ -73,7 +73,7 @@ impl Report {
 pub struct Violation {
     /// Seed of the run.
     pub seed: u64,
-    /// Description.
+    /// The deviation that the oracle found.
     pub text: String,
 }
 
