@@ -53,7 +53,7 @@ pub enum AcpiError {
     Memory {
         /// Guest-physical address.
         address: u64,
-        /// Why.
+        /// Error of the guest memory.
         #[source]
         source: GuestMemoryError,
     },

@@ -5,7 +5,7 @@ use crate::layout;
 /// A segment register with its hidden part (Intel SDM volume 3, 3.4.3).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Segment {
-    /// Selector.
+    /// Selector: bits 15:3 index the GDT, bits 1:0 are the requested privilege level.
     pub selector: u16,
     /// Base address.
     pub base: u64,
@@ -15,9 +15,9 @@ pub struct Segment {
     pub kind: u8,
     /// S: code or data (not system).
     pub code_or_data: bool,
-    /// DPL.
+    /// DPL: privilege level, 0 to 3.
     pub privilege: u8,
-    /// P.
+    /// P: present.
     pub present: bool,
     /// L: 64-bit code.
     pub long: bool,
@@ -47,25 +47,25 @@ pub struct BootRegisters {
     pub rbx: u64,
     /// Linux: physical address of `boot_params`.
     pub rsi: u64,
-    /// Flags.
+    /// Flags: only the reserved bit, so interrupts are off.
     pub rflags: u64,
-    /// CR0.
+    /// CR0: protected mode, and paging for 64-bit code.
     pub cr0: u64,
-    /// CR3.
+    /// CR3: physical address of the page tables; 0 without paging.
     pub cr3: u64,
-    /// CR4.
+    /// CR4: PAE for 64-bit code.
     pub cr4: u64,
     /// EFER MSR.
     pub efer: u64,
-    /// CS.
+    /// CS: flat, for 32- or 64-bit code.
     pub code: Segment,
     /// DS, ES, FS, GS and SS.
     pub data: Segment,
-    /// TR.
+    /// TR: a busy task state segment, which VM entry requires.
     pub task: Segment,
-    /// GDTR.
+    /// GDTR: the boot GDT.
     pub gdt: TableRegister,
-    /// IDTR.
+    /// IDTR: empty, so any exception or interrupt is a triple fault.
     pub idt: TableRegister,
 }
 
@@ -73,7 +73,7 @@ pub struct BootRegisters {
 pub const RFLAGS_RESERVED: u64 = 1 << 1;
 /// Selectors of the boot GDT; the first two are what Linux calls `__BOOT_CS` and `__BOOT_DS`.
 pub const CODE_SELECTOR: u16 = 0x10;
-/// Data.
+/// DS, ES, FS, GS and SS.
 pub const DATA_SELECTOR: u16 = 0x18;
 /// Task state.
 pub const TASK_SELECTOR: u16 = 0x20;
@@ -148,7 +148,7 @@ pub(crate) fn task() -> Segment {
     }
 }
 
-/// GDTR.
+/// GDTR: the boot GDT at [`layout::GDT`].
 pub(crate) fn gdt() -> TableRegister {
     TableRegister { base: layout::GDT, limit: GDT_LIMIT }
 }

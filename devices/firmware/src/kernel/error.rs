@@ -14,7 +14,7 @@ pub enum KernelError {
         role: &'static str,
         /// Its path.
         path: PathBuf,
-        /// Why.
+        /// Error of `open`.
         #[source]
         source: std::io::Error,
     },
@@ -81,7 +81,7 @@ pub enum KernelError {
         name: String,
         /// The protocol.
         protocol: &'static str,
-        /// Why.
+        /// Reason and remedy; completes the message after the colon.
         why: &'static str,
     },
     /// It doesn't fit into RAM.
@@ -124,9 +124,9 @@ pub enum KernelError {
         role: &'static str,
         /// Its path.
         name: String,
-        /// Where.
+        /// Offset in the file, bytes.
         offset: u64,
-        /// Why.
+        /// Error of the read.
         #[source]
         source: std::io::Error,
     },
@@ -135,9 +135,9 @@ pub enum KernelError {
     Memory {
         /// What was to be written.
         what: &'static str,
-        /// Where.
+        /// Guest-physical address of the first byte.
         address: u64,
-        /// Why.
+        /// Error of the guest memory.
         #[source]
         source: GuestMemoryError,
     },
