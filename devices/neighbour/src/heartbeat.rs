@@ -1,7 +1,7 @@
 //! Detection of dead and hung members. Time is an input, from any clock that doesn't go back, as the duration since a fixed moment.
 //!
 //! A member's monitor reports once per interval, with the count that the guest's driver increments in its status page (0 without a driver).
-//! A dead or stopped monitor is silent, and a hung guest's count stands still. Both are detected within [`Heartbeat::worst`].
+//! A dead or stopped monitor sends no reports, and a hung guest's count doesn't change. Both are detected within [`Heartbeat::worst`].
 
 use core::time::Duration;
 

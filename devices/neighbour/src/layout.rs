@@ -114,7 +114,7 @@ impl Side {
 pub struct Header {
     /// Entries per ring.
     pub entries: u32,
-    /// Epoch.
+    /// Generation of the connection, not 0.
     pub epoch: u32,
     /// Start of the first window, guest-physical.
     pub base: u64,

@@ -37,7 +37,7 @@ pub const VERSION: u32 = 2;
 
 /// [`MAGIC`]. Registers have 32 bits and are read-only, unless stated otherwise.
 pub const REGISTER_MAGIC: u64 = 0x00;
-/// [`VERSION`].
+/// Value [`VERSION`]; a driver for another version refuses the device.
 pub const REGISTER_VERSION: u64 = 0x04;
 /// The own slot; all ones before the first contact with the host daemon.
 pub const OWN_SLOT: u64 = 0x08;
