@@ -66,7 +66,7 @@ pub enum ConsoleBackend {
     },
     /// Output is appended to a file; no input.
     File {
-        /// Path.
+        /// File to append to; it is created if it doesn't exist.
         path: PathBuf,
         /// Limit of a regular file in bytes. If output would exceed it, the content moves to the path with `.1`, which
         /// replaces earlier content there. Then the file restarts empty.

@@ -63,7 +63,7 @@ pub enum RestoreError {
     /// The version isn't supported.
     #[error("The saved state of {device} has version {found}; this program restores version {known}")]
     Version {
-        /// Device.
+        /// Name of the device: `serial` or `power`.
         device: &'static str,
         /// The saved version.
         found: u32,
@@ -73,7 +73,7 @@ pub enum RestoreError {
     /// A value is out of range.
     #[error("The saved state of {device} is damaged: {what}")]
     Damaged {
-        /// Device.
+        /// Name of the device: `serial` or `power`.
         device: &'static str,
         /// The problem.
         what: String,
@@ -81,7 +81,7 @@ pub enum RestoreError {
     /// The console failed.
     #[error("The {device} device can't be restored with its console")]
     Console {
-        /// Device.
+        /// Name of the device.
         device: &'static str,
         /// The cause.
         #[source]
@@ -90,7 +90,7 @@ pub enum RestoreError {
     /// The interrupt failed.
     #[error("The {device} device can't be restored, as it can't interrupt the guest")]
     Interrupt {
-        /// Device.
+        /// Name of the device.
         device: &'static str,
         /// The cause.
         #[source]

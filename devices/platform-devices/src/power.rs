@@ -32,7 +32,7 @@ pub const SLEEP_TYPE_S5: u8 = 5;
 
 /// Bit of the power button in the event register.
 const EVENT_POWER_BUTTON: u8 = 1;
-/// SLP_EN.
+/// SLP_EN: a write with it starts the transition to the state in SLP_TYP.
 const SLEEP_ENABLE: u8 = 1 << 5;
 
 /// Version of [`SavedPower`].

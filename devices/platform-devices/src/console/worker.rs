@@ -20,7 +20,7 @@ const COLLECT: Timespec = Timespec { tv_sec: 0, tv_nsec: 1_000_000 };
 const CHUNK: usize = 16 * 1024;
 /// Limit in bytes of a read from the back end. The operating system keeps the rest until the guest has read this.
 const INPUT_CHUNK: usize = 1024;
-/// Ctrl-A.
+/// Ctrl-A, which begins a command on a terminal.
 const ESCAPE: u8 = 1;
 const HELP: &[u8] = b"\r\nCtrl-A x  end the VM\r\nCtrl-A h  this help\r\nCtrl-A Ctrl-A  send Ctrl-A\r\n";
 
