@@ -111,9 +111,9 @@ pub struct CompletionQueue {
 pub struct QpRecord {
     /// Protection domain.
     pub pd: u32,
-    /// Context.
+    /// Handle of the user context that owns it.
     pub context: u32,
-    /// Kind.
+    /// Transport service.
     pub kind: QpKind,
     /// Number of slots of the send queue.
     pub max_send_wr: u32,
@@ -186,6 +186,6 @@ pub struct Device {
     pub pages: Vec<(u32, u32)>,
     /// Whether doorbells were trapped.
     pub trapped: bool,
-    /// Counters.
+    /// Commands, doorbells and interrupts since the device was created.
     pub counters: Counters,
 }

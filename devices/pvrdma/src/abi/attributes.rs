@@ -51,9 +51,9 @@ layout!(Port, size 48, gid_table_len at 12, max_message at 20, pkey_table_len at
 
 /// Port states.
 pub mod port_state {
-    /// Down.
+    /// `IB_PORT_DOWN`: no link.
     pub const DOWN: u32 = 1;
-    /// Active.
+    /// `IB_PORT_ACTIVE`: the state of the device's port.
     pub const ACTIVE: u32 = 4;
 }
 
@@ -68,7 +68,7 @@ plain! {
         pub path_mtu: U32,
         /// Path migration state.
         pub path_migration: U32,
-        /// Q_Key.
+        /// Q_Key of a datagram queue pair.
         pub qkey: U32,
         /// First expected PSN.
         pub rq_psn: U32,
@@ -92,7 +92,7 @@ plain! {
         pub max_dest_rd_atomic: u8,
         /// RNR timer code.
         pub min_rnr_timer: u8,
-        /// Port.
+        /// Port number, always 1.
         pub port: u8,
         /// Local ACK timeout code.
         pub timeout: u8,
@@ -106,7 +106,7 @@ plain! {
         pub alternate_timeout: u8,
         /// Not used.
         pub reserved: [u8; 5],
-        /// Capacities.
+        /// Capacities in responses; MODIFY_QP can't change them.
         pub capacities: Capacities,
         /// Path to the peer.
         pub address: Address,
@@ -163,7 +163,7 @@ plain! {
         pub static_rate: u8,
         /// 1: with GRH.
         pub flags: u8,
-        /// Port.
+        /// Port number: responses have 1, and 0 in the alternate path.
         pub port: u8,
         /// Destination MAC.
         pub dmac: [u8; 6],

@@ -101,14 +101,14 @@ plain! {
 plain! {
     /// Response to QUERY_PORT.
     pub struct PortResponse {
-        /// Attributes.
+        /// Attributes of port 1.
         pub port: Port,
     }
 }
 plain! {
     /// Response to QUERY_PKEY.
     pub struct PkeyResponse {
-        /// P_Key.
+        /// P_Key at the index: always the default key.
         pub pkey: U16,
     }
 }
@@ -130,7 +130,7 @@ plain! {
 }
 
 plain! {
-    /// CREATE_MR.
+    /// Body of CREATE_MR: registers memory, or allocates a fast-register region.
     pub struct CreateMr {
         /// First address of a user region; also gives its offset in the first page.
         pub start: U64,
@@ -163,7 +163,7 @@ pub mod mr_kind {
 plain! {
     /// Response to CREATE_MR.
     pub struct MrResponse {
-        /// Handle.
+        /// Handle of the region.
         pub handle: U32,
         /// Local key.
         pub lkey: U32,
@@ -173,7 +173,7 @@ plain! {
 }
 
 plain! {
-    /// CREATE_CQ.
+    /// Body of CREATE_CQ: creates a completion queue on the guest's pages.
     pub struct CreateCq {
         /// Guest address of the page directory.
         pub directory: U64,
@@ -192,7 +192,7 @@ layout!(CreateCq, size 24, context at 8, entries at 12, pages at 16);
 plain! {
     /// Response to CREATE_CQ.
     pub struct CqResponse {
-        /// Handle.
+        /// Handle of the completion queue.
         pub handle: U32,
         /// Number of entries: the command's.
         pub entries: U32,
@@ -200,7 +200,7 @@ plain! {
 }
 
 plain! {
-    /// CREATE_QP.
+    /// Body of CREATE_QP: creates a queue pair on the guest's pages.
     pub struct CreateQp {
         /// Guest address of the page directory.
         pub directory: U64,
@@ -260,7 +260,7 @@ plain! {
     pub struct QpResponse {
         /// Queue pair number.
         pub qpn: U32,
-        /// Handle.
+        /// Handle of the queue pair.
         pub handle: U32,
         /// As requested.
         pub max_send_wr: U32,
@@ -277,13 +277,13 @@ plain! {
 layout!(QpResponse, size 28, handle at 4);
 
 plain! {
-    /// MODIFY_QP.
+    /// Body of MODIFY_QP: changes the attributes in the mask.
     pub struct ModifyQp {
-        /// Handle.
+        /// Handle of the queue pair.
         pub handle: U32,
         /// Mask of the valid attributes.
         pub mask: U32,
-        /// Attributes.
+        /// New values; only those in the mask count.
         pub attributes: QueuePair,
     }
 }
@@ -292,13 +292,13 @@ layout!(ModifyQp, size 168, mask at 4, attributes at 8);
 plain! {
     /// Response to QUERY_QP.
     pub struct QueryQpResponse {
-        /// Attributes.
+        /// Current attributes, with the PSNs.
         pub attributes: QueuePair,
     }
 }
 
 plain! {
-    /// CREATE_BIND.
+    /// Body of CREATE_BIND: adds an entry to the GID table.
     pub struct CreateBind {
         /// Not used.
         pub mtu: U32,
@@ -306,7 +306,7 @@ plain! {
         pub vlan: U32,
         /// Index in the GID table.
         pub index: U32,
-        /// GID.
+        /// GID of the new entry.
         pub gid: [u8; 16],
         /// 1 for RoCEv1, 2 for RoCEv2.
         pub gid_type: u8,
@@ -317,18 +317,18 @@ plain! {
 layout!(CreateBind, size 32, index at 8, gid at 12, gid_type at 28);
 
 plain! {
-    /// DESTROY_BIND.
+    /// Body of DESTROY_BIND: removes an entry of the GID table.
     pub struct DestroyBind {
         /// Index in the GID table.
         pub index: U32,
-        /// GID.
+        /// GID of the entry; it must be the one at the index.
         pub gid: [u8; 16],
     }
 }
 layout!(DestroyBind, size 20);
 
 plain! {
-    /// CREATE_SRQ.
+    /// Body of CREATE_SRQ: creates a shared receive queue on the guest's pages.
     pub struct CreateSrq {
         /// Guest address of the page directory.
         pub directory: U64,
@@ -353,9 +353,9 @@ plain! {
 layout!(CreateSrq, size 40, pd at 8, pages at 12, max_wr at 16, max_sge at 20, limit at 24, kind at 32);
 
 plain! {
-    /// MODIFY_SRQ.
+    /// Body of MODIFY_SRQ: arms the limit event.
     pub struct ModifySrq {
-        /// Handle.
+        /// Handle of the shared receive queue.
         pub handle: U32,
         /// See [`SRQ_LIMIT`].
         pub mask: U32,

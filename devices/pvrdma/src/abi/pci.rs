@@ -2,7 +2,7 @@
 
 use super::PAGE;
 
-/// VMware.
+/// PCI vendor ID of VMware.
 pub const VENDOR: u16 = 0x15AD;
 /// The paravirtual RDMA function. The driver matches vendor and device only.
 pub const DEVICE: u16 = 0x0820;

@@ -22,7 +22,7 @@ plain! {
         pub wr_id: U64,
         /// Number of elements.
         pub sge_count: U32,
-        /// Ignored.
+        /// Length in bytes according to the guest, ignored.
         pub total_length: U32,
     }
 }
@@ -35,7 +35,7 @@ plain! {
         pub wr_id: U64,
         /// Number of elements.
         pub sge_count: U32,
-        /// Ignored.
+        /// Length in bytes according to the guest, ignored.
         pub total_length: U32,
         /// See [`opcode`].
         pub opcode: U32,
@@ -109,7 +109,7 @@ plain! {
     pub struct DatagramOperands {
         /// Destination queue pair.
         pub qpn: U32,
-        /// Q_Key.
+        /// Q_Key to send; with bit 31 set, the sender's own.
         pub qkey: U32,
         /// Address vector.
         pub address: AddressVector,
@@ -148,7 +148,7 @@ pub mod opcode {
     pub const WRITE: u32 = 0;
     /// RDMA WRITE with immediate.
     pub const WRITE_IMMEDIATE: u32 = 1;
-    /// SEND.
+    /// SEND without immediate data.
     pub const SEND: u32 = 2;
     /// SEND with immediate.
     pub const SEND_IMMEDIATE: u32 = 3;

@@ -29,7 +29,7 @@ pub struct DeviceReport {
     pub waiting_events: usize,
     /// Number of asynchronous events that were dropped because too many waited.
     pub dropped_events: u64,
-    /// Counters.
+    /// Commands, doorbells and interrupts since the device was created.
     pub counters: Counters,
 }
 

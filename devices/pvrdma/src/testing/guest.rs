@@ -29,7 +29,7 @@ pub struct Guest<M> {
     pub id: DeviceId,
     /// Its memory.
     pub memory: M,
-    /// BAR2.
+    /// BAR2: the pages of doorbells (UARs).
     pub uar: HeapMemory,
     /// Capabilities of the device.
     pub capabilities: DeviceCapabilities,

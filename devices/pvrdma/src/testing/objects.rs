@@ -8,7 +8,7 @@ use crate::abi::commands::qp_kind;
 /// A completion queue.
 #[derive(Debug, Clone)]
 pub struct Cq {
-    /// Handle.
+    /// Handle from CREATE_CQ's response.
     pub handle: u32,
     /// UAR page of its context.
     pub uar: u32,
@@ -21,7 +21,7 @@ pub struct Cq {
 /// A queue pair.
 #[derive(Debug, Clone)]
 pub struct Qp {
-    /// Handle.
+    /// Handle from CREATE_QP's response.
     pub handle: u32,
     /// Queue pair number.
     pub qpn: u32,
@@ -46,7 +46,7 @@ pub struct Qp {
 /// A shared receive queue.
 #[derive(Debug, Clone)]
 pub struct Srq {
-    /// Handle.
+    /// Handle from CREATE_SRQ's response.
     pub handle: u32,
     /// UAR page of its context.
     pub uar: u32,
@@ -61,7 +61,7 @@ pub struct Srq {
 /// A registered buffer.
 #[derive(Debug, Clone)]
 pub struct Region {
-    /// Handle.
+    /// Handle from CREATE_MR's response.
     pub handle: u32,
     /// Address in the process.
     pub address: u64,

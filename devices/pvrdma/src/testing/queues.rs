@@ -20,15 +20,15 @@ use crate::ring::Indices;
 pub struct Post {
     /// Echoed in the completion.
     pub wr_id: u64,
-    /// Opcode.
+    /// Number of [`opcode`].
     pub opcode: u32,
-    /// Flags.
+    /// Bits of [`crate::abi::work::send_flags`].
     pub flags: u32,
     /// Immediate data, or a key.
     pub immediate: [u8; 4],
     /// Operands. Fields that the opcode doesn't use are garbage.
     pub operands: [u8; 48],
-    /// Elements.
+    /// Scatter-gather elements of the request.
     pub sges: Vec<Sge>,
 }
 

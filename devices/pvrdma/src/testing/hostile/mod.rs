@@ -42,7 +42,7 @@ const ALL: u32 = 1 | 2 | 4 | 8;
 pub struct Tally {
     /// Requests that the engine executed, flushed or refused.
     pub requests: u64,
-    /// Commands.
+    /// Number of commands sent.
     pub commands: u64,
     /// Commands that succeeded.
     pub accepted: u64,
