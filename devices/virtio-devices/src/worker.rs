@@ -104,7 +104,7 @@ impl Interest {
     pub const READ: Self = Self { readable: true, writable: false };
     /// Writable only.
     pub const WRITE: Self = Self { readable: false, writable: true };
-    /// Both.
+    /// Readable and writable.
     pub const BOTH: Self = Self { readable: true, writable: true };
     /// Neither: only errors and hang-ups are reported.
     pub const NONE: Self = Self { readable: false, writable: false };
@@ -122,9 +122,9 @@ impl Interest {
 pub struct Ready {
     /// Token from [`Poller::add`].
     pub token: u64,
-    /// Readable.
+    /// Data to read, or a signalled eventfd.
     pub readable: bool,
-    /// Writable.
+    /// Room to write.
     pub writable: bool,
     /// Error or hang-up.
     pub closed: bool,

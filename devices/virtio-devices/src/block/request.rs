@@ -29,11 +29,11 @@ const RANGE_UNMAP: u32 = 1;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Status {
-    /// `VIRTIO_BLK_S_OK`.
+    /// `VIRTIO_BLK_S_OK`: the operation is complete.
     Ok = 0,
-    /// `VIRTIO_BLK_S_IOERR`.
+    /// `VIRTIO_BLK_S_IOERR`: the image or the request has an error.
     IoError = 1,
-    /// `VIRTIO_BLK_S_UNSUPP`.
+    /// `VIRTIO_BLK_S_UNSUPP`: the request's type or flags weren't offered.
     Unsupported = 2,
 }
 

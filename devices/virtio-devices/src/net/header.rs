@@ -37,9 +37,9 @@ const GSO_ECN: u8 = byte(b::VIRTIO_NET_HDR_GSO_ECN);
 /// `struct virtio_net_hdr_v1`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct VnetHeader {
-    /// `VIRTIO_NET_HDR_F_*`.
+    /// Bits of `VIRTIO_NET_HDR_F_*`.
     pub flags: u8,
-    /// `VIRTIO_NET_HDR_GSO_*`.
+    /// One of `VIRTIO_NET_HDR_GSO_*`, perhaps with the bit `VIRTIO_NET_HDR_GSO_ECN`.
     pub gso_type: u8,
     /// Length of the headers to repeat in each segment, bytes: a hint.
     pub hdr_len: u16,
@@ -68,9 +68,9 @@ pub enum BadHeader {
     /// The checksum field would be outside of the frame.
     #[error("The checksum at {start} + {offset} lies outside a frame of {length} bytes")]
     ChecksumRange {
-        /// `csum_start`.
+        /// `csum_start` of the header, bytes.
         start: u16,
-        /// `csum_offset`.
+        /// `csum_offset` of the header, bytes from `csum_start`.
         offset: u16,
         /// Frame length.
         length: usize,
@@ -78,17 +78,17 @@ pub enum BadHeader {
     /// A kind of segmentation that is unknown or wasn't negotiated.
     #[error("Segmentation type {gso_type:#x} was not negotiated or doesn't exist")]
     GsoType {
-        /// `gso_type`.
+        /// `gso_type` of the header.
         gso_type: u8,
     },
     /// Segmentation without a segment size, or without a checksum.
     #[error("Segmentation type {gso_type:#x} comes with flags {flags:#x} and a segment size of {gso_size}")]
     GsoIncomplete {
-        /// `gso_type`.
+        /// `gso_type` of the header.
         gso_type: u8,
-        /// `flags`.
+        /// `flags` of the header.
         flags: u8,
-        /// `gso_size`.
+        /// `gso_size` of the header, bytes.
         gso_size: u16,
     },
 }

@@ -41,7 +41,7 @@ pub struct RngQueue {
     pub memory: GuestMemorySpace,
     /// Interrupts to the driver.
     pub interrupt: Arc<dyn VirtioInterrupt>,
-    /// Counters.
+    /// Counters, shared with the device.
     pub counters: Arc<RngCounters>,
     /// Rate-limited log for messages that the guest can cause.
     pub log: Arc<GuestLog>,

@@ -40,11 +40,11 @@ pub enum State {
 /// Packets that a connection still has to send, besides data.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Owed {
-    /// REQUEST.
+    /// A REQUEST, for a connection that the host opens.
     pub request: bool,
-    /// RESPONSE.
+    /// A RESPONSE, which accepts the guest's connection.
     pub response: bool,
-    /// CREDIT_UPDATE.
+    /// A CREDIT_UPDATE, which reports buffer space to the guest.
     pub credit: bool,
 }
 

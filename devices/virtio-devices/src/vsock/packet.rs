@@ -18,7 +18,7 @@ pub mod shutdown {
     pub const RECEIVE: u32 = 1;
     /// The sender sends no more.
     pub const SEND: u32 = 2;
-    /// Both.
+    /// The sender neither receives nor sends any more.
     pub const BOTH: u32 = RECEIVE | SEND;
 }
 
@@ -58,7 +58,7 @@ pub struct Header {
     pub len: u32,
     /// Socket type.
     pub kind: u16,
-    /// Operation.
+    /// Operation of the packet.
     pub op: Op,
     /// Operation's flags.
     pub flags: u32,

@@ -29,7 +29,7 @@ pub const SYSCALLS: &[i64] = &[
 
 /// Limit of packets moved in one direction before the other gets its turn.
 const BUDGET: usize = 256;
-/// `VIRTIO_VSOCK_EVENT_TRANSPORT_RESET`.
+/// `VIRTIO_VSOCK_EVENT_TRANSPORT_RESET`: the guest's connections are gone, and its context id may be another.
 const TRANSPORT_RESET: u32 = 0;
 
 const RECEIVE: u64 = 0;
@@ -60,7 +60,7 @@ pub struct VsockQueues {
     pub receive: Ring,
     /// Packets from the guest.
     pub transmit: Ring,
-    /// Events.
+    /// Queue of events; the only one is [`TRANSPORT_RESET`].
     pub event: Ring,
     /// The connections.
     pub muxer: Muxer,
@@ -68,7 +68,7 @@ pub struct VsockQueues {
     pub memory: GuestMemorySpace,
     /// Interrupts to the driver.
     pub interrupt: Arc<dyn VirtioInterrupt>,
-    /// Counters.
+    /// Counters, shared with the device.
     pub counters: Arc<Counters>,
     /// Rate-limited log for messages that the guest can cause.
     pub log: Arc<GuestLog>,
