@@ -72,7 +72,7 @@ pub(crate) enum TxOutcome {
     Sent { kind: MacKind, bytes: usize },
     /// Dropped, for a reason outside of the packet.
     Discarded,
-    /// Malformed.
+    /// Dropped, for a reason in the packet: its descriptors or headers are malformed.
     Bad,
 }
 

@@ -9,7 +9,7 @@ pub const VENDOR_ID: u16 = 0x15AD;
 pub const DEVICE_ID: u16 = 0x07B0;
 /// Subsystem vendor.
 pub const SUBSYSTEM_VENDOR_ID: u16 = 0x15AD;
-/// Subsystem.
+/// Subsystem ID.
 pub const SUBSYSTEM_ID: u16 = 0x07B0;
 /// PCI revision.
 pub const REVISION_ID: u8 = 1;

@@ -149,7 +149,7 @@ impl<M: Dma + Send + 'static> SegmentThread<M> {
         Ok(Self { mailbox: Mailbox { jobs, wake }, name, thread: Some(thread) })
     }
 
-    /// Name.
+    /// Name of the segment, as configured.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name

@@ -131,7 +131,7 @@ pub struct PortId(pub(crate) usize);
 /// A port in `inspect`.
 #[derive(Debug, Clone)]
 pub struct PortReport {
-    /// Name.
+    /// Name of the port, as given when it was attached.
     pub name: String,
     /// Its own address, for devices.
     pub mac: Option<MacAddress>,
@@ -216,7 +216,7 @@ impl<M: Dma> Segment<M> {
         Self { switch: Switch::new(config.aging), config, ports: Vec::new(), scratch: Scratch::default() }
     }
 
-    /// Name.
+    /// Name of the segment, as configured.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.config.name

@@ -23,9 +23,9 @@ pub struct DriverOptions {
     pub tx_size: u32,
     /// Descriptors of RX rings 0 and 1.
     pub rx_sizes: [u32; 2],
-    /// `uptFeatures`.
+    /// `uptFeatures` of the shared area.
     pub features: u64,
-    /// `rxMode`.
+    /// `rxMode` of the shared area.
     pub rx_mode: u32,
     /// Group addresses.
     pub groups: Vec<MacAddress>,

@@ -13,9 +13,9 @@ pub fn ethernet(to: [u8; 6], from: [u8; 6], payload: &[u8]) -> Vec<u8> {
 /// TCP or UDP over IP, as a guest passes it to its NIC.
 #[derive(Debug, Clone)]
 pub struct FrameSpec {
-    /// Destination.
+    /// Destination MAC address.
     pub to: [u8; 6],
-    /// Source.
+    /// Source MAC address.
     pub from: [u8; 6],
     /// IPv6 instead of IPv4.
     pub v6: bool,
