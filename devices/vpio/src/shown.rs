@@ -10,7 +10,7 @@
 //! says. It updates the others after an event that may have changed them.
 //!
 //! **Acknowledgements.** The monitor doesn't see the guest's reads, and the guest's acknowledgements are deferred. So
-//! the guest may have acknowledged a cause *before* the device reported it anew. A harvested cause is therefore
+//! the guest may have acknowledged a cause *before* the device reported it again. A harvested cause is therefore
 //! *unseen* at first: acknowledgements don't clear it. The monitor's owner shows the page, drains the deferred writes
 //! (these may be older than the page), and calls [`Monitor::seen`]. A later acknowledgement follows a read of the page.
 //! An earlier one is ignored, and the driver gets the interrupt once more and finds nothing to do.

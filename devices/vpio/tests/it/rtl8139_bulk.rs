@@ -145,8 +145,9 @@ fn nothing_stands_still() {
     }
 }
 
-/// More frames than a poll accepts, and then none: the wire waits for room in the ring, or the peer for a response.
-/// 8139too has acknowledged ROK with its last frame, and reads ROK before it polls the ring again.
+/// The card receives more frames than a poll accepts, and then none: the ring is full, or the peer waits for a response.
+/// 8139too has acknowledged ROK with the last frame that it read. It reads ROK before it polls the ring again, so on a bare
+/// card it stops polling. The monitor reports ROK until the ring is empty.
 #[test]
 fn frames_behind_a_full_poll_are_told_of_again() {
     for (guarded, expected) in [(false, BUDGET), (true, 3 * BUDGET + 8)] {
