@@ -1,8 +1,10 @@
 //! Interrupt controllers of two nodes: register accesses of hostile vCPUs, lines, MSIs, MMIO, messages between the nodes, and
 //! messages that no node sends.
 //!
-//! Checked: no panic and no endless loop; the actions of a step are bounded; a vCPU accepts the highest requested vector, whose class
-//! is above all in service and above TPR; every reached state survives saving and restoring.
+//! Checked:
+//! - There is no panic and no endless loop, and a step has a bounded number of actions.
+//! - A vCPU accepts the highest requested vector, whose class is above those of all vectors in service and above TPR's.
+//! - Every reached state is restored identically from its saved form.
 
 #![no_main]
 

@@ -1,8 +1,9 @@
 //! The C rings of the guest module `mmnet`, with a peer that writes anything to the pair's segment.
 //!
-//! Checked: messages that the module delivers are in the sender's window, or in that of the one third VM that both may read; an id is
-//! outstanding once at a time; each posted message completes once. A violation of the module's own invariants, undefined behavior,
-//! and accesses outside of its tables end the process.
+//! Checked:
+//! - Messages that the module delivers are in the sender's window, or in that of the one third VM that both may read.
+//! - An id is outstanding at most once at a time, and each posted message completes once.
+//! - The process ends on a violation of the module's own invariants, undefined behavior, or an access outside of its tables.
 
 #![no_main]
 

@@ -1,8 +1,11 @@
 //! Frames and control commands of a virtio network device, in both directions, over rings that the guest may have broken. The backend
 //! is in this process, and refuses, delays or fails as the input says.
 //!
-//! Checked: no panic and no endless loop; frames at the backend have a checked header and a valid length; no chain is lost after any
-//! failure (the rings report that when they are dropped); queue pairs stay in range.
+//! Checked:
+//! - There is no panic and no endless loop.
+//! - Frames at the backend have a checked header and a valid length.
+//! - No failure loses a descriptor chain; the rings report a lost one when they are dropped.
+//! - The number of queue pairs stays in range.
 
 #![no_main]
 

@@ -1,7 +1,10 @@
 //! Hostile messages of migrations, to the parser, a host and the coordinator.
 //!
-//! Checked: parsed bytes are encoded identically; only messages that parse are sent; a host never runs a VM before its monitor has
-//! reported the complete state; the coordinator's state follows from its records; no panic and no endless loop.
+//! Checked:
+//! - There is no panic and no endless loop.
+//! - Parsed bytes are encoded identically, and only messages that parse are sent.
+//! - A host never runs a VM before its monitor has reported the complete state.
+//! - The coordinator's state follows from its records.
 
 #![no_main]
 

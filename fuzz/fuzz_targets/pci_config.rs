@@ -1,7 +1,9 @@
 //! PCI configuration space under a hostile guest: any sequence of ECAM, 0xCF8 and BAR accesses, with interrupts at any moment.
 //!
-//! Checked: no panic; no two BARs have the same address (the recording placer would panic); configuration spaces and placements
-//! agree; identities don't change; no MSI-X interrupt is sent while masked (the fake vector would panic), and none is lost.
+//! Checked:
+//! - There is no panic. The recording placer panics when two BARs overlap, the fake vector when a masked MSI-X interrupt is sent.
+//! - Configuration spaces and placements agree, and identities don't change.
+//! - No MSI-X interrupt is lost.
 
 #![no_main]
 

@@ -1,8 +1,11 @@
 //! A hostile guest's driver and processes against the RDMA function. The input chooses every register, command, request and ring
 //! index, and the engine's steps in between.
 //!
-//! Checked: no panic and no endless loop; the device touches only pages that it was granted and that weren't revoked (the oracle of
-//! `pvrdma::testing::watched`); a peer's memory changes only with its access rights; two other guests' messages arrive intact.
+//! Checked:
+//! - There is no panic and no endless loop.
+//! - The device accesses only pages that are granted and not revoked (the oracle of `pvrdma::testing::watched`).
+//! - A peer's memory changes only where the peer has granted the right.
+//! - Messages of two other guests arrive intact.
 
 #![no_main]
 

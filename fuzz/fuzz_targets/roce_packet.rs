@@ -1,7 +1,9 @@
 //! Hostile packets and frames of RoCEv2, to the parsers and to a connection.
 //!
-//! Checked: parsed packets are encoded identically, except for reserved bits; a connection accesses only as much memory as its
-//! packets' lengths permit, and answers no more packets than its capacity; no panic and no endless loop.
+//! Checked:
+//! - There is no panic and no endless loop.
+//! - Parsed packets are encoded identically, except for reserved bits.
+//! - A connection accesses only as much memory as its packets' lengths permit, and answers no more packets than its capacity.
 
 #![no_main]
 

@@ -1,7 +1,9 @@
 //! A vmxnet3 device with a hostile driver, in a segment with a neighbour whose driver is Linux's.
 //!
-//! Checked: no panic, no endless loop and no access beyond the guest's memory; a turn's work is bounded; the neighbour never sees a
-//! state that would be a `BUG_ON` in its driver, and its packets complete independently of the hostile driver.
+//! Checked:
+//! - There is no panic, no endless loop and no access beyond the guest's memory, and a turn's work is bounded.
+//! - The neighbour never finds a state that is a `BUG_ON` in its driver.
+//! - The neighbour's packets complete independently of the hostile driver.
 
 #![no_main]
 

@@ -1,8 +1,10 @@
 //! A commodity NIC under the monitor with hostile guests: requests of the description's grammar, frames, time, hand-offs.
 //!
-//! Checked: no panic and no endless loop; the device's own log shows no access outside its packet memory (NE2000) or outside the
-//! resident guest's memory (RTL8139); a refused request is refused again in the replay of its trace; a saved model is restored
-//! identically.
+//! Checked:
+//! - There is no panic and no endless loop.
+//! - The device's own log has no access outside its packet memory (NE2000) or outside the resident guest's memory (RTL8139).
+//! - The replay of a refused request's trace ends with the same refusal.
+//! - A saved model is restored identically.
 
 #![no_main]
 
