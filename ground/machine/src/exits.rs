@@ -216,7 +216,7 @@ impl VcpuExits {
 /// Exits of one vCPU at one moment.
 #[derive(Debug, Clone, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 pub struct VcpuExitSnapshot {
-    /// vCPU.
+    /// Id of the vCPU, which is its APIC id.
     pub vcpu: u32,
     /// All exits to user space.
     pub total: u64,

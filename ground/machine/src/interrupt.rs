@@ -11,7 +11,7 @@ use crate::state::SavedInterruptController;
 pub struct MsiMessage {
     /// Guest-physical address.
     pub address: u64,
-    /// Data.
+    /// Data of the write, whose low byte is the vector.
     pub data: u32,
 }
 

@@ -52,14 +52,14 @@ pub enum HostError {
     Open {
         /// Path tried.
         path: PathBuf,
-        /// Why.
+        /// Error of `open`.
         #[source]
         source: std::io::Error,
     },
     /// The node isn't KVM's, or the kernel is older than Linux 2.6.22.
     #[error("{path} speaks KVM API version {found}, but 12 is needed: use a current Linux kernel")]
     ApiVersion {
-        /// Path.
+        /// Path of the node that was opened.
         path: PathBuf,
         /// Version found.
         found: i32,
@@ -75,7 +75,7 @@ pub enum HostError {
     Refused {
         /// What was tried.
         what: String,
-        /// Why.
+        /// Error of the ioctl.
         #[source]
         source: std::io::Error,
     },
@@ -85,7 +85,7 @@ pub enum HostError {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum BackEnd {
-    /// AMD-V.
+    /// AMD-V (SVM).
     Svm,
     /// Intel VT-x.
     Vmx,
@@ -98,7 +98,7 @@ pub enum BackEnd {
 /// What `causeway doctor` reports about KVM.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub struct Capabilities {
-    /// KVM_GET_API_VERSION.
+    /// Result of KVM_GET_API_VERSION, always 12.
     pub api_version: i32,
     /// The technology below KVM.
     pub back_end: BackEnd,

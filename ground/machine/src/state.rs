@@ -79,7 +79,7 @@ impl SavedVcpu {
 /// State of the interrupt controllers outside the vCPUs.
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub enum SavedInterruptController {
-    /// [`crate::irqchip::KernelIrqchip`].
+    /// PICs, IOAPIC and PIT in the kernel ([`crate::irqchip::KernelIrqchip`]).
     KernelIrqchip(Box<SavedKernelIrqchip>),
     /// Controllers in the monitor ([`crate::interrupt::IrqchipKind::Monitor`]), local APICs included, in the monitor's encoding.
     Monitor(Vec<u8>),
@@ -94,7 +94,7 @@ pub struct SavedKernelIrqchip {
     pub pic_master: x86::kvm_irqchip,
     /// Second PIC.
     pub pic_slave: x86::kvm_irqchip,
-    /// IOAPIC.
+    /// IOAPIC, with its redirection entries.
     pub ioapic: x86::kvm_irqchip,
     /// 8254 timer, where it was created.
     pub pit: Option<x86::kvm_pit_state2>,

@@ -46,7 +46,7 @@ pub(crate) unsafe fn set_memory_region(
     retry(|| unsafe { ioctl_with_ref(vm, KVM_SET_USER_MEMORY_REGION(), region) }).map(drop)
 }
 
-/// KVM_IOEVENTFD.
+/// KVM_IOEVENTFD: attaches an eventfd to an address, or detaches it.
 pub(crate) fn ioeventfd(vm: &impl AsRawFd, event: &kvm_ioeventfd) -> io::Result<()> {
     // SAFETY: the ioctl's argument points to this struct, which outlives the call. KVM acquires its own reference to the descriptor.
     retry(|| unsafe { ioctl_with_ref(vm, KVM_IOEVENTFD(), event) }).map(drop)
@@ -59,7 +59,7 @@ pub(crate) fn late_zone(vm: &impl AsRawFd, zone: &kvm_coalesced_mmio_zone, there
     retry(|| unsafe { ioctl_with_ref(vm, request, zone) }).map(drop)
 }
 
-/// KVM_IRQFD.
+/// KVM_IRQFD: attaches an eventfd to a GSI, or detaches it.
 pub(crate) fn irqfd(vm: &impl AsRawFd, irqfd: &kvm_irqfd) -> io::Result<()> {
     // SAFETY: the ioctl's argument points to this struct, which outlives the call. KVM acquires its own reference to the descriptor.
     retry(|| unsafe { ioctl_with_ref(vm, KVM_IRQFD(), irqfd) }).map(drop)

@@ -36,7 +36,7 @@ pub enum VmError {
     Refused {
         /// What was tried, with its values.
         what: String,
-        /// Why.
+        /// Error of the ioctl.
         #[source]
         source: io::Error,
     },
@@ -45,11 +45,11 @@ pub enum VmError {
     BadIoEvent {
         /// `port` or `memory`.
         space: &'static str,
-        /// Address.
+        /// Port number, or guest-physical address.
         address: u64,
         /// Width in bytes.
         width: u8,
-        /// Why.
+        /// Rule that the fields break.
         reason: &'static str,
     },
     /// A newer program saved the state.

@@ -37,7 +37,7 @@ pub enum ArrivingRamError {
         len: u64,
         /// What was tried.
         what: &'static str,
-        /// Why.
+        /// Error of the system call.
         #[source]
         source: io::Error,
     },

@@ -19,7 +19,7 @@ pub struct RamRange {
     pub node: usize,
     /// First guest-physical address.
     pub start: u64,
-    /// Bytes.
+    /// Size in bytes.
     pub size: u64,
     /// Offset in the node's memory, in bytes.
     pub node_offset: u64,

@@ -74,7 +74,7 @@ pub enum MemoryError {
         node: usize,
         /// What was tried, with its values.
         what: String,
-        /// Why.
+        /// Error of the system call.
         #[source]
         source: std::io::Error,
     },

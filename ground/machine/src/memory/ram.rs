@@ -54,7 +54,7 @@ pub enum NumaMode {
 /// A NUMA policy for one guest node.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct HostNuma {
-    /// Policy.
+    /// Mode of mbind(2).
     pub mode: NumaMode,
     /// Host nodes.
     pub nodes: Vec<u32>,

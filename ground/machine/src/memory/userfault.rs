@@ -40,7 +40,7 @@ pub(super) mod feature {
     pub(crate) const WP_HUGETLBFS_SHMEM: u64 = 1 << 12;
 }
 
-/// `UFFDIO_REGISTER_MODE_*`.
+/// `UFFDIO_REGISTER_MODE_*` of include/uapi/linux/userfaultfd.h.
 pub(super) mod register {
     pub(crate) const MISSING: u64 = 1;
     pub(crate) const WP: u64 = 2;
@@ -86,7 +86,7 @@ struct RangeMode {
     mode: u64,
 }
 
-/// `uffdio_copy`.
+/// `struct uffdio_copy`.
 #[repr(C)]
 struct Copy {
     to: u64,

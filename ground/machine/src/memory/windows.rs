@@ -20,7 +20,7 @@ use super::{
 pub struct WindowError {
     /// Guest-physical address.
     pub start: u64,
-    /// Bytes.
+    /// Size in bytes.
     pub size: u64,
     /// What was tried.
     pub what: &'static str,

@@ -38,7 +38,7 @@ pub enum SlotError {
         name: String,
         /// First address.
         start: u64,
-        /// Bytes.
+        /// Length in bytes.
         len: u64,
         /// Name of the existing memory.
         other: String,
@@ -54,9 +54,9 @@ pub enum SlotError {
         name: String,
         /// First address.
         start: u64,
-        /// Bytes.
+        /// Length in bytes.
         len: u64,
-        /// Why.
+        /// Rule that the range breaks.
         reason: &'static str,
     },
     /// All of KVM's memslots are in use.
@@ -85,7 +85,7 @@ pub enum SlotError {
         name: String,
         /// What was tried, with its values.
         what: String,
-        /// Why.
+        /// Error of the system call.
         #[source]
         source: std::io::Error,
     },
@@ -101,7 +101,7 @@ pub struct SlotInfo {
     pub name: String,
     /// First guest-physical address.
     pub start: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub len: u64,
     /// Guest writes exit to the memory bus.
     pub read_only: bool,

@@ -59,38 +59,38 @@ pub struct VcpuConfig {
 pub enum VcpuEvent {
     /// Triple fault: a guest's last resort to request a reset.
     Shutdown {
-        /// vCPU.
+        /// Id of the vCPU, which is its APIC id.
         vcpu: u32,
         /// Instruction pointer, where KVM reports it.
         rip: Option<u64>,
     },
     /// KVM reports a system event (reset, shutdown, crash).
     SystemEvent {
-        /// vCPU.
+        /// Id of the vCPU, which is its APIC id.
         vcpu: u32,
-        /// KVM_SYSTEM_EVENT_*.
+        /// Type of the event, one of KVM_SYSTEM_EVENT_*.
         kind: u32,
     },
     /// HLT in a VM without local APICs, with no handler for it.
     Halted {
-        /// vCPU.
+        /// Id of the vCPU, which is its APIC id.
         vcpu: u32,
     },
     /// The exit handler returned [`ExitAction::Stop`].
     Stopped {
-        /// vCPU.
+        /// Id of the vCPU, which is its APIC id.
         vcpu: u32,
     },
     /// The vCPU can't be resumed: emulation failure, entry failure, memory fault, or an exit without a handler.
     Failed {
-        /// vCPU.
+        /// Id of the vCPU, which is its APIC id.
         vcpu: u32,
         /// What happened, with rip and instruction bytes where KVM reports them.
         what: String,
     },
     /// A device or handler panicked on this vCPU's thread.
     Panicked {
-        /// vCPU.
+        /// Id of the vCPU, which is its APIC id.
         vcpu: u32,
         /// The panic's message.
         what: String,
@@ -147,18 +147,18 @@ pub enum VcpuError {
     /// An ioctl failed.
     #[error("KVM refused to {what} vCPU {vcpu}")]
     Refused {
-        /// vCPU.
+        /// Id of the vCPU, which is its APIC id.
         vcpu: u32,
         /// What was tried, with its values.
         what: String,
-        /// Why.
+        /// Error of the ioctl.
         #[source]
         source: std::io::Error,
     },
     /// A newer program saved the state.
     #[error("Saved state of vCPU {vcpu} has version {found}, but this program reads up to {known}")]
     Version {
-        /// vCPU.
+        /// Id of the vCPU, which is its APIC id.
         vcpu: u32,
         /// Version found.
         found: u32,
@@ -168,23 +168,23 @@ pub enum VcpuError {
     /// The state doesn't fit this vCPU.
     #[error("Saved state of vCPU {vcpu} can't be restored here: {reason}")]
     BadState {
-        /// vCPU.
+        /// Id of the vCPU, which is its APIC id.
         vcpu: u32,
-        /// Why.
+        /// Part of the state that KVM or this program refuses.
         reason: String,
     },
     /// A vCPU can't be saved.
     #[error("vCPU {vcpu} can't be saved: {reason}")]
     NotSaveable {
-        /// vCPU.
+        /// Id of the vCPU, which is its APIC id.
         vcpu: u32,
-        /// Why.
+        /// Nested virtualization in its CPUID, or an event that stopped it.
         reason: String,
     },
     /// A panic on the vCPU's thread: a bug.
     #[error("The thread of vCPU {vcpu} panicked when asked to {what}; the log has the panic's text")]
     Panicked {
-        /// vCPU.
+        /// Id of the vCPU, which is its APIC id.
         vcpu: u32,
         /// What was tried.
         what: &'static str,
@@ -192,9 +192,9 @@ pub enum VcpuError {
     /// The configuration isn't possible.
     #[error("vCPU {vcpu} can't be created: {reason}")]
     BadConfig {
-        /// vCPU.
+        /// Id of the vCPU, which is its APIC id.
         vcpu: u32,
-        /// Why.
+        /// Limit or rule that the configuration breaks.
         reason: String,
     },
     /// KVM can't leave local APICs to the monitor.
@@ -203,11 +203,11 @@ pub enum VcpuError {
     /// The host refused to start or pin the thread.
     #[error("The thread of vCPU {vcpu} could not be {what}")]
     Thread {
-        /// vCPU.
+        /// Id of the vCPU, which is its APIC id.
         vcpu: u32,
         /// What was tried.
         what: String,
-        /// Why.
+        /// Error of the system call.
         #[source]
         source: std::io::Error,
     },
@@ -220,7 +220,7 @@ pub enum VcpuError {
     /// A device handler didn't return in time.
     #[error("vCPU {vcpu} did not pause within {seconds} s: it is inside a device handler")]
     Stuck {
-        /// vCPU.
+        /// Id of the vCPU, which is its APIC id.
         vcpu: u32,
         /// Time limit in seconds.
         seconds: u64,

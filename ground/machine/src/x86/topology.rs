@@ -26,7 +26,7 @@ pub enum TopologyError {
         most = HIGHEST_APIC_ID
     )]
     ApicIds {
-        /// Packages.
+        /// Number of packages.
         packages: usize,
         /// Cores of the largest.
         cores: u32,
