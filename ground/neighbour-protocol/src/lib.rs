@@ -91,7 +91,7 @@ pub enum FromMonitor {
 pub enum FromDaemon {
     /// The first message.
     Hello {
-        /// [`VERSION`].
+        /// The daemon's [`VERSION`]; a monitor of another version closes the connection.
         version: u32,
         /// Base address of the first window.
         base: u64,
