@@ -390,7 +390,7 @@ pub struct SavedMsix {
 /// Saved state of one vector.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct SavedVector {
-    /// Message.
+    /// Address and data of the table entry.
     pub message: MsiMessage,
     /// Mask bit.
     pub masked: bool,

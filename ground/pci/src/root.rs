@@ -501,9 +501,9 @@ pub enum RootError {
         "There is no function {function} of slot {slot} on the PCI bus; use slots 0 to 31 and functions 0 to 7"
     )]
     NoSuchAddress {
-        /// Slot.
+        /// Slot asked for, above 31 if it is the invalid part.
         slot: u8,
-        /// Function.
+        /// Function asked for, above 7 if it is the invalid part.
         function: u8,
     },
     /// Another function has this address.

@@ -12,7 +12,7 @@ pub struct Identity {
     pub vendor_id: u16,
     /// Device ID.
     pub device_id: u16,
-    /// Revision.
+    /// Revision ID.
     pub revision: u8,
     /// Class code.
     pub class: ClassCode,
@@ -27,7 +27,7 @@ pub struct Identity {
 pub struct ClassCode {
     /// Base class.
     pub base: u8,
-    /// Sub-class.
+    /// Sub-class, whose meaning depends on the base class.
     pub sub: u8,
     /// Programming interface.
     pub interface: u8,
@@ -61,11 +61,11 @@ impl ClassCode {
 pub enum InterruptPin {
     /// INTA; the only one for single-function devices.
     A,
-    /// INTB.
+    /// INTB, 2 in the interrupt pin register.
     B,
-    /// INTC.
+    /// INTC, 3 in the interrupt pin register.
     C,
-    /// INTD.
+    /// INTD, 4 in the interrupt pin register.
     D,
 }
 
