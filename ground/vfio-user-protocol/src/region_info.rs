@@ -193,7 +193,7 @@ pub(crate) fn encode_io_fds(region: &Region, argsz: u32, max_fds: usize) -> io::
 /// A region from a server's reply.
 #[derive(Debug, Clone)]
 pub struct RegionDescription {
-    /// Index.
+    /// Region index: 0 to 8 are VFIO's PCI regions.
     pub index: u32,
     /// Size in bytes, 0 if the region doesn't exist.
     pub size: u64,

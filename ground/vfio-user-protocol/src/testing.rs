@@ -49,9 +49,9 @@ pub enum TestEvent {
     Write {
         /// Region index.
         region: u32,
-        /// Offset.
+        /// Offset in the region, bytes.
         offset: u64,
-        /// Bytes.
+        /// Bytes that were written.
         data: Vec<u8>,
     },
     /// Memory was mapped: address, size, offset in its file.

@@ -58,7 +58,7 @@ pub(crate) const CAPABILITY_SPARSE: u16 = 1;
 pub(crate) const CAPABILITY_TYPE: u16 = 2;
 
 pub(crate) const IO_FD_IOEVENTFD: u32 = 0;
-/// `KVM_IOEVENTFD_FLAG_DATAMATCH`.
+/// `KVM_IOEVENTFD_FLAG_DATAMATCH`: only writes of a value signal the eventfd.
 pub(crate) const IO_FD_DATAMATCH: u32 = 1;
 
 pub(crate) const IRQ_EVENTFD: u32 = 1;
@@ -92,9 +92,9 @@ pub(crate) mod feature {
     pub(crate) const LATE_MEMORY: u32 = 0xCA02;
 }
 
-/// `VFIO_MIGRATION_STOP_COPY`.
+/// `VFIO_MIGRATION_STOP_COPY`: a stopped device's state can be transferred.
 pub(crate) const MIGRATION_STOP_COPY: u64 = 1;
-/// `VFIO_MIGRATION_PRE_COPY`.
+/// `VFIO_MIGRATION_PRE_COPY`: state can be transferred while the device runs.
 pub(crate) const MIGRATION_PRE_COPY: u64 = 1 << 2;
 /// Page size of DMA logging in bytes.
 pub(crate) const LOG_PAGE: u64 = 4096;
@@ -135,7 +135,7 @@ pub(crate) struct Version {
     pub minor: u16,
 }
 
-/// DMA_MAP.
+/// Body of DMA_MAP: guest memory that the device may access.
 #[derive(Debug, Clone, Copy, Default, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub(crate) struct DmaMap {
