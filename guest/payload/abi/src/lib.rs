@@ -66,9 +66,9 @@ pub struct Region {
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct BootInfo {
-    /// [`MAGIC`].
+    /// Always [`MAGIC`], by which a program recognizes the structure.
     pub magic: u64,
-    /// [`VERSION`].
+    /// The monitor's [`VERSION`]; a program refuses another one.
     pub version: u32,
     /// Size of this structure in bytes, as the monitor defines it.
     pub size: u32,

@@ -8,7 +8,7 @@ pub const JOB_SIZE: usize = 56;
 /// A measurement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Job {
-    /// [`copy::repeat`].
+    /// Copies memory by [`copy::repeat`].
     Copy {
         /// The method.
         variant: copy::Variant,
@@ -21,7 +21,7 @@ pub enum Job {
         /// Number of copies.
         repeats: u64,
     },
-    /// [`line::ping_pong`].
+    /// Passes a cache line between two vCPUs by [`line::ping_pong`].
     PingPong {
         /// Address of the word.
         address: u64,
@@ -30,28 +30,28 @@ pub enum Job {
         /// Number of rounds, of two transfers each.
         rounds: u64,
     },
-    /// [`access::port_out`].
+    /// Writes to an I/O port by [`access::port_out`].
     PortOut {
         /// The port.
         port: u16,
         /// Number of writes.
         times: u64,
     },
-    /// [`access::store`].
+    /// Stores to one address by [`access::store`].
     Store {
-        /// Address.
+        /// Address of the 32-bit word, aligned to 4 bytes.
         address: u64,
         /// Number of stores.
         times: u64,
     },
-    /// [`access::chase`].
+    /// Follows a chain of loads by [`access::chase`].
     Chase {
         /// Address of the first word, and base of the offsets.
         base: u64,
         /// Number of loads.
         times: u64,
     },
-    /// [`verbs::run`].
+    /// Posts RDMA requests and polls completions by [`verbs::run`].
     Verbs {
         /// Address of the array of [`verbs::SendQueue`]s.
         queues: u64,
@@ -64,7 +64,7 @@ pub enum Job {
         /// Limit of outstanding requests.
         window: u64,
     },
-    /// [`rings::run`].
+    /// Plays one side of a neighbour connection by [`rings::run`].
     Rings {
         /// Address of the [`rings::Bed`].
         bed: u64,
@@ -75,7 +75,7 @@ pub enum Job {
         /// Bytes per message.
         length: u64,
     },
-    /// [`script::run`].
+    /// Executes steps by [`script::run`].
     Script {
         /// Address of the first [`script::Step`].
         steps: u64,

@@ -40,7 +40,7 @@ pub struct SendQueue {
     pub handle: u32,
     /// Tail of the last post; starts at the ring's.
     pub tail: u32,
-    /// Padding.
+    /// Padding to 64 bytes.
     pub reserved: [u32; 5],
 }
 

@@ -13,7 +13,7 @@ pub const NAMES: &[&str] = &["m"];
 
 /// Pairs per batch, as a power of two. Every batch has its own seed and sum, so results don't depend on the distribution of batches.
 const BATCH: u32 = 10;
-/// Annuli.
+/// Number of annuli: class l counts pairs with l <= max(|x|, |y|) < l + 1.
 const ANNULI: usize = 10;
 /// Figures per batch: sum of x, sum of y, counts.
 const FIGURES: usize = 2 + ANNULI;

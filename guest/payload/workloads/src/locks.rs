@@ -7,9 +7,12 @@ use payload_spmd::{
     Figure, Heap, Outcome, OwnPage, QueueLock, QueuePlace, Refused, Settings, Team, TicketLock,
 };
 
-/// `kind`: ticket or queue; `times`: per vCPU (2000); `inside` and `outside`: pauses within and between (0, 0); `data`: shared or
-/// none (shared; none with tickets only); `turns`: with data=none, whether the last holder requests the lock again only after another
-/// vCPU has (no).
+/// Arguments, with defaults in parentheses:
+/// - `kind` of lock: ticket or queue (ticket).
+/// - `times`: acquisitions per vCPU (2000).
+/// - `inside`, `outside`: pauses while the lock is held, and between two acquisitions (0, 0).
+/// - `data`: shared, or none, which needs ticket locks (shared).
+/// - `turns`: with data=none, whether the last holder requests the lock again only after another vCPU has (no).
 pub const NAMES: &[&str] = &["kind", "times", "inside", "outside", "data", "turns"];
 /// Words per page.
 const PER_PAGE: usize = 512;
