@@ -107,7 +107,7 @@ impl Place {
 /// A listening socket. Its file is removed when this is dropped, unless another process has replaced it.
 #[derive(Debug)]
 pub struct Listening {
-    /// Non-blocking.
+    /// The socket, in non-blocking mode.
     pub listener: UnixListener,
     file: SocketFile,
 }

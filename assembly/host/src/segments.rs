@@ -128,7 +128,7 @@ impl Segments {
 }
 
 impl Network {
-    /// Name.
+    /// Name of the network, as configured.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name

@@ -95,7 +95,7 @@ pub enum EthernetError {
     /// Configuration space.
     #[error("The Ethernet function's configuration space can't be built")]
     Header(#[from] HeaderError),
-    /// Descriptors.
+    /// The eventfds of an arriving VM's device can't be created.
     #[error("The Ethernet function's eventfds can't be made")]
     Events(#[source] io::Error),
 }

@@ -19,9 +19,9 @@ const RESULTS: usize = 128;
 /// Limit of submissions of one signal while the context is full of results. Each attempt consumes all results first, so the second succeeds
 /// unless other threads fill the context meanwhile.
 const MAX_SUBMISSIONS: u32 = 1_000;
-/// `IOCB_CMD_PREAD`.
+/// `IOCB_CMD_PREAD`: a positioned read.
 const READ: u16 = 0;
-/// `IOCB_FLAG_RESFD`.
+/// `IOCB_FLAG_RESFD`: the operation names an eventfd that its end signals.
 const NAMES_AN_EVENTFD: u32 = 1;
 
 /// `struct iocb`, on a little-endian machine.

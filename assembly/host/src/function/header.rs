@@ -14,7 +14,7 @@ pub struct Appearance {
     pub identity: Identity,
     /// Whether the slot has more functions; set in function 0 only.
     pub multifunction: bool,
-    /// BARs.
+    /// Base address registers to build.
     pub bars: Vec<BarLayout>,
     /// MSI-X table and pending bits.
     pub msix: MsixLayout,

@@ -1,4 +1,4 @@
-//! A monitor's part in its VM's migration.
+//! The requests of a monitor about its VM's migration (`MoveVm`): it reports a step, and waits for the next phase.
 
 use std::time::{Duration, Instant};
 
@@ -13,20 +13,23 @@ use crate::cluster::ClusterDirectory;
 use crate::migration::manager::{MoverHandle, Phase, Said};
 use crate::registry::Registry;
 
-/// Limit for an answer to a monitor.
+/// Limit of the wait for a phase; then the response has the present one, and the monitor repeats its request.
 const MAX_ANSWER_DELAY: Duration = Duration::from_secs(10);
-/// Limit for the answer to a monitor whose VM has to wait for another VM's switchover. The monitor then copies memory again, so that little is left
-/// when its VM may switch over.
+/// Time after which a converged VM's monitor is notified that another VM migrates first. Meanwhile it copies written pages again, so that
+/// few are left for the switchover.
 const QUEUED: Duration = Duration::from_secs(1);
-/// Limit for the answer to a monitor whose group isn't complete.
+/// Time after which the monitor of a VM of a group is notified that other members' monitors haven't requested the migration.
 const GATHERING: Duration = Duration::from_secs(1);
-/// Interval of requests to the service while a group isn't complete.
+/// Interval of requests to the cluster service, whose answer changes with other hosts' requests and reports.
 const SERVICE_POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Time-out for hosts' reports of peer pauses.
+/// Limit of the wait for the reports of the peers' hosts about their pauses.
 const REPORTS: Duration = Duration::from_secs(1);
 
-/// Takes a monitor's step, and answers with its next one.
+/// Executes a monitor's step. The response has the VM's phase, and the epoch in which the VM runs or is to run on this host.
+///
+/// # Errors
+/// When this daemon takes part in no migrations, or a migration can't begin.
 pub(super) async fn step(
     cluster: &ClusterDirectory,
     registry: &Registry,
@@ -36,7 +39,7 @@ pub(super) async fn step(
     let none =
         || Status::unavailable("This daemon doesn't take part in migrations: it is starting or ending");
     let mover = cluster.mover().ok_or_else(none)?;
-    // A daemon that was restarted since knows nothing of the migration (Idle).
+    // `Idle` is an end as well: a daemon that was restarted meanwhile knows no migration, and never will.
     let ended = |phase: &Phase| phase.is_end() || *phase == Phase::Idle;
     let phase = match step {
         Step::Begin(host) => return begin(cluster, registry, mover, vm, host).await,
@@ -70,7 +73,7 @@ async fn wait(mover: &MoverHandle, vm: &str, wanted: impl Fn(&Phase) -> bool) ->
     waited.unwrap_or_else(|_| mover.phases().get(vm))
 }
 
-/// Little of a VM is left to copy: answers whether it may switch over, or which VM does so first.
+/// Waits until a converged VM may be stopped. If another VM must migrate first, the response names it after [`QUEUED`].
 async fn may_stop(mover: &MoverHandle, vm: &str, wanted: impl Fn(&Phase) -> bool) -> MoveVmReply {
     let until = Instant::now() + MAX_ANSWER_DELAY;
     loop {
@@ -98,7 +101,7 @@ fn reply(phase: Phase) -> MoveVmReply {
     MoveVmReply { state: state.into(), reason, ..MoveVmReply::default() }
 }
 
-/// Answers a monitor that doesn't know how its migration ended: what this daemon knows, else what the service does.
+/// Responds to a monitor that is in doubt: with this daemon's decision if it has one, else with the cluster service's.
 async fn claim(cluster: &ClusterDirectory, mover: &MoverHandle, vm: &str, asked: ClaimVm) -> MoveVmReply {
     let phase = mover.phases().get(vm);
     if phase.is_end() {
@@ -120,7 +123,7 @@ async fn claim(cluster: &ClusterDirectory, mover: &MoverHandle, vm: &str, asked:
     match answer.answer() {
         Claim::Undecided => pending("the cluster service hasn't decided".to_owned()),
         Claim::Here if phase != Phase::Idle => {
-            // The migration thread resumes the VM's devices, and a later answer of this daemon reports that.
+            // The migration thread resumes the VM's devices. Afterwards the phase is an end, and the monitor's next claim gets it.
             mover.started(answer.vm, answer.epoch, 0);
             pending("it is this host's, and goes on as soon as its devices do".to_owned())
         }
@@ -130,8 +133,10 @@ async fn claim(cluster: &ClusterDirectory, mover: &MoverHandle, vm: &str, asked:
     }
 }
 
-/// The service reports that another host has the VM in an epoch, or, without a host, that it knows no such VM. A service that has lost its database, or
-/// has an old copy of it, reports that of a VM that no other host has: then the last copy of the VM waits for its user.
+/// Interprets a service's response that another host has the VM in `epoch`, or, with an empty `host`, that it knows no such VM.
+///
+/// A service that has lost its database, or has an old copy of it, sends such a response about a VM that no other host has. The monitor
+/// then keeps the last copy of the VM, in doubt, until its user decides.
 fn elsewhere(asked: &ClaimVm, host: &str, epoch: u64) -> MoveVmReply {
     let is_forgotten = host.is_empty() || asked.keeps && epoch < asked.epoch;
     if !is_forgotten {
@@ -152,7 +157,8 @@ fn elsewhere(asked: &ClaimVm, host: &str, epoch: u64) -> MoveVmReply {
     MoveVmReply { reason, ..reply(Phase::Begun) }
 }
 
-/// Peer pauses as the peers' hosts reported them to the service: all of them, or those that come within [`REPORTS`].
+/// Peer pauses of a VM's migration by host, in microseconds, as the hosts have reported them to the service. Waits up to [`REPORTS`] for
+/// the reports of all hosts.
 async fn peers(cluster: &ClusterDirectory, mover: &MoverHandle, vm: &str) -> MoveVmReply {
     let mut answer = reply(mover.phases().get(vm));
     let (Some((migration, hosts)), Some(number)) = (mover.phases().peers(vm), cluster.number(vm)) else {
@@ -180,7 +186,7 @@ async fn peers(cluster: &ClusterDirectory, mover: &MoverHandle, vm: &str) -> Mov
                 tracing::debug!(%error, vm, "The service doesn't say how long peers were held");
                 return answer;
             }
-            // The service may be away for a moment.
+            // The service may be restarting.
             Err(error) => {
                 connected = None;
                 tracing::debug!(%error, vm, "The service can't be asked how long peers were held");
@@ -194,7 +200,7 @@ async fn peers(cluster: &ClusterDirectory, mover: &MoverHandle, vm: &str) -> Mov
     }
 }
 
-/// Whether a VM's NICs can move at all.
+/// Checks that all RDMA NICs of a VM are connected to its monitor, without which they can't migrate.
 fn movable(registry: &Registry, vm: &str) -> Result<(), Status> {
     for (shared, rdma) in registry.rdma_functions(vm) {
         let name = &shared.key;
@@ -211,7 +217,7 @@ fn moves_already(vm: &str) -> Status {
     Status::failed_precondition(format!("VM {vm} takes part in a migration already"))
 }
 
-/// Asks the cluster service for a migration of one VM, and waits until it may be copied.
+/// Requests a migration of one VM from the cluster service, and waits until pre-copy may start.
 async fn begin(
     cluster: &ClusterDirectory,
     registry: &Registry,
@@ -235,8 +241,8 @@ async fn begin(
     }
 }
 
-/// As [`begin`], for a group whose members each request their own move. If some are missing after [`GATHERING`], the answer names them, and the monitor
-/// repeats its request in the same try.
+/// As [`begin`], for a member of a group. Each member's monitor sends its own request. While some are missing, the response names them
+/// after [`GATHERING`], and the monitor repeats its request with the same `attempt`.
 async fn begin_together(
     cluster: &ClusterDirectory,
     registry: &Registry,
@@ -253,7 +259,7 @@ async fn begin_together(
     let request = cluster_proto::MigrateRequest { wishes: vec![wish], speaker, together: vms, attempt };
     let until = Instant::now() + GATHERING;
     loop {
-        // When another member completes the group, the coordinator notifies this host, even if the service's answer is lost.
+        // Another member's request may have completed the group. Then the coordinator notifies this host, even if a response was lost.
         let phase = mover.phases().get(vm);
         if phase != Phase::Begun {
             return Ok(MoveVmReply { epoch: mover.phases().epoch(vm), ..reply(phase) });
@@ -268,7 +274,7 @@ async fn begin_together(
                 mover.phases().withdraw(vm, Phase::Idle);
                 return Err(refusal(vm, error));
             }
-            // A restarted service knows no requests of the group; all members repeat theirs.
+            // A restarted service has lost the members' requests; all of them repeat theirs.
             Err(error) => format!("waits for the cluster service: {error}"),
         };
         if Instant::now() > until {
@@ -278,7 +284,7 @@ async fn begin_together(
     }
 }
 
-/// The service has begun a migration: waits until the VM may be copied.
+/// Waits until a migration that the service has begun permits pre-copy. Cancels it after [`MAX_ANSWER_DELAY`].
 async fn begun(
     cluster: &ClusterDirectory,
     mover: &MoverHandle,
@@ -288,7 +294,7 @@ async fn begun(
 ) -> Result<MoveVmReply, Status> {
     let phase = wait(mover, vm, |phase| phase.is_end() || matches!(phase, Phase::Copying(_))).await;
     if phase == Phase::Begun {
-        // The destination had no room, or a host was lost, and the source got no message. The rest of the migration is aborted.
+        // The destination refused, or a host was lost, so the coordinator never notified the source. The migration may still be undecided.
         withdraw(cluster, vm, migration).await;
         mover.phases().withdraw(vm, Phase::Idle);
         return Err(Status::failed_precondition(format!(
@@ -314,9 +320,9 @@ async fn ask(
     service.within("Migrate", client.migrate(request.clone())).await
 }
 
-/// The monitor can't continue: aborts the migration, by the service if this host can't do so on its own.
+/// Aborts a migration whose monitor can't continue. If this host can't abort it on its own, the cluster service is requested to.
 async fn cancel(cluster: &ClusterDirectory, mover: &MoverHandle, vm: &str) {
-    // A migration whose group isn't complete hasn't begun. If the service can't be reached, it forgets the VM in some seconds.
+    // A migration whose group is incomplete hasn't begun. If the service can't be reached, it drops the VM's request after some seconds.
     if mover.phases().withdraw(vm, Phase::Stays("it was cancelled".to_owned())) {
         give_up(cluster, vm, cluster_proto::CancelMigrationRequest { migration: 0, vm: vm.to_owned() }).await;
     }
@@ -327,7 +333,7 @@ async fn cancel(cluster: &ClusterDirectory, mover: &MoverHandle, vm: &str) {
     }
 }
 
-/// Asks the service to abort a migration.
+/// Requests the service to abort a migration.
 async fn withdraw(cluster: &ClusterDirectory, vm: &str, migration: u64) {
     give_up(cluster, vm, cluster_proto::CancelMigrationRequest { migration, vm: String::new() }).await;
 }
@@ -339,7 +345,7 @@ async fn give_up(cluster: &ClusterDirectory, vm: &str, request: cluster_proto::C
         service.within("CancelMigration", client.cancel_migration(request)).await
     };
     if let Err(error) = asked.await {
-        // The migration is over, or the service is away: then this host has aborted it, or learns the decision later.
+        // The migration is decided already, or the service can't be reached. Then this host has aborted it, or learns the decision later.
         tracing::debug!(%error, vm, "A migration can't be cancelled at the service");
     }
 }
@@ -348,12 +354,12 @@ async fn give_up(cluster: &ClusterDirectory, vm: &str, request: cluster_proto::C
 mod tests {
     use super::*;
 
-    /// A monitor can't take back what it does with the answer: a source ends when its VM has moved, a destination when it hasn't.
+    /// A monitor can't undo what it does with the response: a source ends when its VM has moved, a destination when it hasn't.
     #[test]
     fn a_service_that_has_forgotten_a_vm_ends_no_copy_of_it() {
         let state = |keeps, epoch, host, known| elsewhere(&ClaimVm { epoch, keeps }, host, known).state();
         assert_eq!(state(true, 3, "h2", 4), State::Moved);
-        // An aborted migration: its source has the VM in the epoch before.
+        // An aborted migration: its source has the VM in the previous epoch.
         assert_eq!(state(false, 4, "h1", 3), State::Moved);
         for (keeps, epoch, host, known) in [(true, 3, "h2", 2), (true, 3, "", 0), (false, 4, "", 0)] {
             assert_eq!(state(keeps, epoch, host, known), State::Pending, "{keeps} {epoch} {host} {known}");

@@ -1,4 +1,4 @@
-//! Monitors that wait for VMs: announced, and found by the names of their hosts.
+//! Monitors that wait for incoming VMs: their announcement to the cluster service, and their lookup by host name.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use tonic::codegen::tokio_stream::Stream;
 
 use crate::cluster::{ClusterDirectory, Waits};
 
-/// Time-out for the announcement of a monitor that has just begun to wait.
+/// Limit of a lookup's retries: the cluster service may not know a monitor yet that has just begun to wait.
 const NEW_MONITOR_TIMEOUT: Duration = Duration::from_secs(2);
 const RETRY_INTERVAL: Duration = Duration::from_millis(100);
 
@@ -22,7 +22,8 @@ pub(super) fn no_cluster() -> Status {
     )
 }
 
-/// The answer to a monitor that waits: one message with its announced address. The announcement lasts until the monitor closes the stream.
+/// The response stream of a waiting monitor. Its only message has the host name and address under which other hosts find the monitor.
+/// The announcement is withdrawn when the stream is dropped, at the latest when the monitor disconnects.
 pub struct Announcement {
     first: Option<proto::AwaitVmReply>,
     _waits: Waits,
@@ -32,7 +33,7 @@ impl Stream for Announcement {
     type Item = Result<proto::AwaitVmReply, Status>;
 
     fn poll_next(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Self::Item>> {
-        // No further item: the connection's end drops the stream.
+        // No waker is registered for a second message: the stream stays pending until the connection ends and drops it.
         self.first.take().map_or(Poll::Pending, |first| Poll::Ready(Some(Ok(first))))
     }
 }

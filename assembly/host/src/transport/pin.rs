@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::directory::{Directory, VmId};
 
-/// Transports.
+/// The way by which two HCAs reach each other; the names are those of the VM directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum TransportKind {

@@ -1,5 +1,5 @@
-//! Monitors learn how a migration ended although daemons and hosts fail: a monitor whose daemon was restarted asks the service, and a host that never
-//! returns blocks no VM.
+//! Every monitor learns its migration's decision, even if daemons restart or hosts are lost. A monitor whose daemon was restarted requests
+//! it from the cluster service. A host that is lost for good delays no decision.
 
 use crate::common;
 
@@ -18,7 +18,7 @@ use control_api::host::{HostClient, NicRequest};
 use host::Daemon;
 use vfio_user_protocol::migration::DeviceState;
 
-/// A monitor attaches its VM's NIC again to a daemon that was started again.
+/// Attaches the VM's NIC again, as its monitor does after the daemon's restart.
 fn attach_again(daemon: &HostClient) {
     let nic = NicRequest {
         vm: "a".to_owned(),
@@ -38,15 +38,16 @@ fn begin() -> (Cluster, [Daemon; 3], Vm, Vm) {
     (cluster, daemons, a, b)
 }
 
-/// A VM on its way to the third host, with a first copy made.
+/// Begins a migration of the VM to the third host, and executes a round of pre-copy.
 fn set_out<'a>(vm: &'a mut Vm, from: &Daemon, to: &Daemon) -> Move<'a> {
     let mut on_its_way = Move::begin(vm, from.socket(), to.socket(), "h3");
     on_its_way.round();
     on_its_way
 }
 
-/// The source's daemon is started again after the decision, before its monitor has heard of it. That daemon knows nothing and says so; by it the service says that the VM has
-/// moved. (It said that the VM stays: the source's monitor let its guest go on, which ran at the destination.)
+/// The source's daemon is restarted after the decision, before its monitor has received it. The new daemon responds that it knows no
+/// migration. It forwards the monitor's claim to the service, which responds that the VM has moved. A response that the VM stays would
+/// make the source's monitor resume a guest that runs at the destination.
 #[test]
 fn a_daemon_that_was_started_again_does_not_say_that_the_vm_stays() {
     let (cluster, [one, _two, three], mut a, _b) = begin();
@@ -67,7 +68,8 @@ fn a_daemon_that_was_started_again_does_not_say_that_the_vm_stays() {
     on_its_way.land();
 }
 
-/// The source's daemon is started again before the decision: the migration is given up, and the VM is its host's, in a new epoch that nobody else gets.
+/// The source's daemon is restarted before the decision: the coordinator aborts, and the source has the VM in a new epoch, which no other
+/// host gets.
 #[test]
 fn a_vm_whose_daemon_was_started_again_is_claimed_by_its_monitor() {
     let (cluster, [one, _two, three], mut a, _b) = begin();
@@ -92,7 +94,8 @@ fn a_vm_whose_daemon_was_started_again_is_claimed_by_its_monitor() {
     assert_eq!((vm.alive, vm.host, vm.epoch), (true, 1, 2));
 }
 
-/// The destination is gone for good with the VM that has moved there. It is forgotten once it is silent, and the VM is started elsewhere.
+/// The destination is lost for good with the VM that has moved there. The service forgets the host on request, once the host is silent.
+/// The VM is then started on another host.
 #[test]
 fn a_vm_of_a_host_that_is_forgotten_is_started_elsewhere() {
     let (cluster, [one, _two, three], mut a, _b) = begin();
@@ -114,14 +117,14 @@ fn a_vm_of_a_host_that_is_forgotten_is_started_elsewhere() {
     drop(a);
 }
 
-/// All of a VM has come.
+/// Stops the VM's devices at the destination, after their complete state has arrived.
 fn stand_still(on_its_way: &Move<'_>) {
     for client in [&on_its_way.monitor.ethernet, &on_its_way.monitor.rdma] {
         client.set_device_state(DeviceState::Stop).unwrap();
     }
 }
 
-/// How a migration ended, as a daemon says to a VM's monitor.
+/// Repeats the step until the daemon's response to the VM's monitor has the decision.
 fn ended(daemon: &HostClient, vm: &str, step: &Step) -> State {
     let mut state = State::Pending;
     wait_until("the decision", || {
@@ -131,8 +134,9 @@ fn ended(daemon: &HostClient, vm: &str, step: &Step) -> State {
     state
 }
 
-/// Somebody registers a host whose daemon lives, and has voted for a migration that isn't decided. The daemon counts as started again, and joins anew; its vote stays given, and
-/// the VM runs where that is decided: guests go on, and each operation is done once.
+/// A false registration under the name of a host whose daemon runs, and has voted for an undecided migration. The service considers the
+/// daemon restarted, and the daemon joins again. Its vote stands, and the VM runs where the coordinator decides: the guests continue, and
+/// each operation is executed once.
 #[test]
 fn a_daemon_that_lives_and_counts_as_started_again_keeps_its_vote() {
     let cluster = Cluster::new();
@@ -152,11 +156,11 @@ fn a_daemon_that_lives_and_counts_as_started_again_keeps_its_vote() {
     }
     assert_eq!(together(&moves, false, &Step::Converged(true)), [State::Stop; 2]);
     moves.iter_mut().for_each(Move::stop);
-    // All of one VM is there: its source votes. The other one isn't, so that nothing is decided.
+    // One VM's complete state has arrived, so its source votes. The other VM's hasn't, so the coordinator can't decide.
     stand_still(&moves[0]);
     let destination = clients[2].clone();
     let waits = std::thread::spawn(move || ended(&destination, "a", &Step::Arrived(true)));
-    // Its vote takes a moment. Should it take longer, the migration is given up, and all holds as well.
+    // Time for the vote. If the vote takes longer, the coordinator aborts, and the checks below hold as well.
     std::thread::sleep(Duration::from_millis(500));
     let host = |name: &str| cluster.state().hosts.into_iter().find(|host| host.name == name).unwrap();
     let before = host("h1");

@@ -1,4 +1,5 @@
-//! VMs that move together, all or none: to one host, apart, and to each other's places, while they add to each other's words without pause.
+//! Group migrations, of all VMs or none: to one host, to different hosts, and to each other's hosts. Meanwhile the VMs add to each other's
+//! words by atomics without pause.
 
 use crate::common;
 
@@ -13,7 +14,7 @@ use control_api::host::proto::move_vm_reply::State;
 use control_api::host::proto::move_vm_request::Step;
 use host::Daemon;
 
-/// Both work for a while.
+/// Runs both VMs until each has completed 40 more operations.
 pub fn work(vms: [&Vm; 2], adders: &mut [Adder; 2]) {
     let before = [adders[0].done, adders[1].done];
     wait_until("operations of both", || {
@@ -24,7 +25,7 @@ pub fn work(vms: [&Vm; 2], adders: &mut [Adder; 2]) {
     });
 }
 
-/// Requests of both that are under way end, and the counts are exact.
+/// Waits until the in-flight requests of both VMs are complete, and checks the counts.
 pub fn finish(vms: [&Vm; 2], adders: &mut [Adder; 2]) {
     wait_until("the operations of both to end", || {
         for (vm, adder) in vms.into_iter().zip(adders.iter_mut()) {
@@ -35,7 +36,7 @@ pub fn finish(vms: [&Vm; 2], adders: &mut [Adder; 2]) {
     check(vms[0], &adders[0], vms[1], &adders[1]);
 }
 
-/// Both on their way to their hosts, copied, and at work.
+/// Begins the migrations of both VMs to their hosts, and executes rounds of pre-copy while the guests run.
 fn set_out<'a>(
     vms: (&'a mut Vm, &'a mut Vm),
     daemons: &[Daemon],
@@ -58,7 +59,7 @@ fn set_out<'a>(
     moves
 }
 
-/// Stopped, and all of both at the destinations. Posts in between, so that much is under way.
+/// Stops both VMs and transfers the rest to the destinations. The guests post before they stop, so that many requests are in flight.
 fn stop(moves: &mut [Move<'_>; 2], adders: &mut [Adder; 2]) {
     assert_eq!(together(moves, false, &Step::Converged(true)), [State::Stop; 2]);
     for (one, adder) in moves.iter().zip(adders.iter_mut()) {
@@ -67,8 +68,10 @@ fn stop(moves: &mut [Move<'_>; 2], adders: &mut [Adder; 2]) {
     moves.iter_mut().for_each(Move::stop);
 }
 
-/// Two connected VMs: from two hosts to a third one (from the network to RAM), from there apart, twice to each other's places (both ends of the
-/// connection change hosts at once), and along a chain: one to where the other leaves. One migration each; numbers, keys, order and counts are kept.
+/// Two connected VMs migrate in groups; each step is one migration, and keeps numbers, keys, order and counts:
+/// - from two hosts to a third one, so the transport changes from fabric to local, and back to two hosts;
+/// - twice to each other's hosts, so both ends of the connection change hosts at once;
+/// - along a chain, one VM to the host that the other leaves.
 #[test]
 fn connected_vms_move_together_and_change_places() {
     let cluster = Cluster::new();
@@ -102,7 +105,8 @@ fn connected_vms_move_together_and_change_places() {
     assert!(a.guest.events().is_empty() && b.guest.events().is_empty(), "no queue pair has failed");
 }
 
-/// One member's monitor gives up, while memory is copied and when all stand still: nobody moves, all go on; and they move the next time.
+/// One member's monitor aborts, during pre-copy and after the suspension. No VM moves, and all continue at the source. The next attempt
+/// commits.
 #[test]
 fn when_one_gives_up_nobody_moves() {
     let cluster = Cluster::new();
@@ -117,7 +121,7 @@ fn when_one_gives_up_nobody_moves() {
         }
         let [one, two] = moves;
         assert_eq!(two.give_up(), State::Stays);
-        // The other one's monitor, whose own VM was well, hears of it.
+        // The other member's monitor is notified of the abort, although its own VM could have moved.
         let one = [one];
         assert_eq!(together(&one, false, &Step::Wait(true)), [State::Stays]);
         one.into_iter().for_each(Move::stay);
@@ -134,7 +138,8 @@ fn when_one_gives_up_nobody_moves() {
     finish([&a, &b], &mut adders);
 }
 
-/// The daemon of one destination dies when all stand still and before the decision: the other VM, whose destination is well, doesn't move either.
+/// The daemon of one destination ends after the suspension and before the decision. The other VM, whose destination works, doesn't move
+/// either.
 #[test]
 fn a_destination_that_dies_keeps_all_where_they_were() {
     let cluster = Cluster::new();
@@ -152,7 +157,8 @@ fn a_destination_that_dies_keeps_all_where_they_were() {
     assert_eq!((cluster.wait_for("a", 1).epoch, cluster.wait_for("b", 2).epoch), (1, 1));
 }
 
-/// A member for which nobody waits, one that never asks, one that isn't known and one that is there: each is a sentence, and nothing stops.
+/// The service refuses a group with a reason, and no VM stops: a member is unknown, is at its destination already, never requests the
+/// migration, or has no monitor waiting at its destination.
 #[test]
 fn a_group_that_cannot_move_is_refused_with_a_sentence() {
     let cluster = Cluster::new();
@@ -175,17 +181,17 @@ fn a_group_that_cannot_move_is_refused_with_a_sentence() {
     assert!(text.contains("VM a can't move to host h1: it runs there"), "{text}");
     let text = refused(wish("h2", &["b"]));
     assert!(text.contains("each named once"), "{text}");
-    // The other member never asks: the answer names it.
+    // The other member never requests the migration: the response names it.
     let reply = client(0).move_vm("a", wish("h3", &["a", "b"])).unwrap();
     assert_eq!(State::try_from(reply.state).unwrap(), State::Pending);
     assert!(reply.reason.contains("waits for VM b"), "{}", reply.reason);
     assert!(cluster.state().migrations.is_empty(), "nothing has begun");
     let reply = client(0).move_vm("a", Step::Broken(true)).unwrap();
     assert_eq!(State::try_from(reply.state).unwrap(), State::Stays);
-    // From here on it is none that has asked: the other one alone makes no group.
+    // The service has dropped the cancelled request, so the other member's request alone completes no group.
     let moves = [
         Move::prepare(&mut a, daemons[0].socket(), daemons[2].socket()),
-        // A monitor waits for it, on another host than the one that is named.
+        // A monitor waits for it, but not on the named host.
         Move::prepare(&mut b, daemons[1].socket(), daemons[2].socket()),
     ];
     for text in refused_together(&moves, &["h3", "h1"]) {

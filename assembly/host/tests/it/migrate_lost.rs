@@ -1,4 +1,4 @@
-//! A VM is lost with its daemon while its peers are held: what takes its place is reached.
+//! A VM is lost with its daemon while its peers' queue pairs are suspended. Peers can connect with the VM that replaces it.
 
 use crate::common;
 
@@ -9,8 +9,8 @@ use common::vm::connect;
 use common::wait_until;
 use control_api::host::proto::move_vm_reply::State;
 
-/// The source's daemon dies when its VM stands still, before the decision. A VM that is started there again has the same addresses: a queue pair of the peer's host that is
-/// connected with it sends, although what faced these addresses was held for the one before.
+/// The source's daemon ends after the VM's suspension and before the decision. A VM that is started there afterwards has the same
+/// addresses. A queue pair that the peer connects with it sends, although queue pairs to these addresses were suspended for the lost VM.
 #[test]
 fn what_takes_the_place_of_a_lost_vm_is_reached() {
     let cluster = Cluster::new();

@@ -38,7 +38,7 @@ pub struct Way {
     pub at: UdpSocket,
     /// Sends the datagrams.
     pub from: UdpSocket,
-    /// Destination.
+    /// Address of the daemon that receives them.
     pub to: SocketAddr,
 }
 
