@@ -35,7 +35,7 @@ const RAM: u64 = 32 << 20;
 const SENT: u64 = 8 << 20;
 const RECEIVED: u64 = 16 << 20;
 const HEADER: u64 = HEADER_LEN as u64;
-/// `VIRTIO_NET_F_MRG_RXBUF`.
+/// Feature bit `VIRTIO_NET_F_MRG_RXBUF`.
 const MERGEABLE: u64 = 1 << 15;
 const EVERYBODY: [u8; 6] = [0xff; 6];
 

@@ -72,7 +72,7 @@ pub enum DescriptionError {
     Unreadable {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// Error of `open` or of the read.
         #[source]
         source: std::io::Error,
     },
@@ -81,7 +81,7 @@ pub enum DescriptionError {
     NotADescription {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// Reason: the file is too long, or isn't UTF-8 text.
         problem: String,
     },
     /// The text isn't TOML, has an unknown key, or a value of the wrong type.

@@ -16,7 +16,7 @@ pub struct VmDescription {
     pub cpus: Cpus,
     /// By vCPU, the host CPUs that it may run on; empty for no pinning.
     pub pinning: Vec<CpuList>,
-    /// RAM.
+    /// RAM: its size, and the host's pages for it.
     pub memory: Memory,
     /// NUMA nodes, never empty: without nodes in the description, one node has everything. Their memory adds up to [`Memory::size`], and
     /// every vCPU is in exactly one.
@@ -56,7 +56,7 @@ pub struct VmDescription {
 /// Virtual CPUs: `sockets * cores`, 1 to 254.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Cpus {
-    /// Sockets.
+    /// Number of sockets.
     pub sockets: u8,
     /// Cores per socket.
     pub cores: u8,
@@ -146,7 +146,7 @@ pub struct LinuxBoot {
 pub enum BootProtocol {
     /// PVH if the kernel has a PVH note, else the Linux 64-bit protocol.
     Auto,
-    /// PVH.
+    /// PVH: the kernel's PVH note names the entry point.
     Pvh,
     /// The Linux 64-bit protocol.
     Linux64,
@@ -188,14 +188,14 @@ pub enum DiskFormat {
     Auto,
     /// The file's bytes are the disk's.
     Raw,
-    /// QCOW2.
+    /// QCOW2, for read-only disks.
     Qcow2,
 }
 
 /// A virtio-net device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Net {
-    /// Backend.
+    /// Backend that sends and receives its frames.
     pub backend: NetBackend,
     /// Address: as written, or derived from the VM's name and the device's number.
     pub mac: MacAddress,
@@ -377,11 +377,11 @@ pub enum Console {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum SandboxMode {
-    /// Enforced.
+    /// Enforces seccomp, Landlock and dropped capabilities.
     On,
     /// Logs what would be refused, and allows it.
     Log,
-    /// None.
+    /// No confinement of the process.
     Off,
 }
 

@@ -35,7 +35,7 @@ pub struct Vm {
     pub protocol: Option<BootProtocol>,
     /// A program instead of a kernel.
     pub payload: Option<Payload>,
-    /// Disks.
+    /// Disks in the order of their names: `disk0`, `disk1`, ...
     pub disks: Option<Vec<Disk>>,
     /// Network devices.
     pub net: Option<Vec<Net>>,
@@ -46,7 +46,7 @@ pub struct Vm {
     /// Devices of other processes.
     #[serde(rename = "vfio-user")]
     pub vfio_user: Option<Vec<VfioUser>>,
-    /// Neighbourhood.
+    /// Neighbourhood that the VM joins.
     pub neighbour: Option<Neighbour>,
     /// Whether there is a random-number device. Default true.
     pub rng: Option<bool>,
@@ -66,7 +66,7 @@ pub struct Vm {
     pub on_reboot: Option<OnReboot>,
 }
 
-/// vCPUs.
+/// The key `cpus`: a number, or a table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cpus {
     /// `cpus = 4`: one socket.
@@ -136,7 +136,7 @@ pub struct Numa {
 pub struct Payload {
     /// Static ELF.
     pub program: PathBuf,
-    /// Arguments.
+    /// Arguments of the program, after its name.
     #[serde(default)]
     pub arguments: Vec<String>,
 }
@@ -172,9 +172,9 @@ pub enum DiskFormat {
     /// disk can write such a header. But an image that begins like one of another format is refused.
     #[default]
     Auto,
-    /// Raw.
+    /// The file's bytes are the disk's.
     Raw,
-    /// QCOW2.
+    /// QCOW2, for read-only disks.
     Qcow2,
 }
 
@@ -192,7 +192,7 @@ pub struct Net {
     /// `true`: to the VMs of `[neighbour]`.
     #[serde(default)]
     pub neighbours: bool,
-    /// Address.
+    /// MAC address. Default: derived from the VM's name and the device's number.
     pub mac: Option<MacAddress>,
     /// Queue pairs. Default 1.
     pub queues: Option<u64>,
@@ -230,7 +230,7 @@ pub struct Nic {
 pub struct Rdma {
     /// Default `rdma0`, `rdma1`, ...
     pub name: Option<String>,
-    /// Address.
+    /// MAC address. Default: derived from the names of the VM and the NIC.
     pub mac: Option<MacAddress>,
     /// Ethernet segment of the host.
     pub segment: String,

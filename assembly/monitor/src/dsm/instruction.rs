@@ -1,8 +1,12 @@
 //! The decoder of instructions that store, for emulation on write-update pages.
 //!
-//! Supported are stores and read-modify-writes of general registers and constants: `mov`, `movnti`, `stos` (with `rep`, as many elements as
-//! one update holds), `xchg`, `xadd`, `cmpxchg`, `add`, `adc`, `sub`, `sbb`, `and`, `or`, `xor`, `inc`, `dec`, `not`, `bts`, `btr`, `btc`
-//! in all widths, with and without `lock`. For other instructions [`decode`] returns `None`, and the vCPU needs the page itself.
+//! The decoder supports stores and read-modify-writes of general registers and constants, in all widths, with and without `lock`:
+//! - `mov`, `movnti`, and `stos`; with `rep`, as many elements as one update holds.
+//! - `xchg`, `xadd`, `cmpxchg`.
+//! - `add`, `adc`, `sub`, `sbb`, `and`, `or`, `xor`, `inc`, `dec`, `not`.
+//! - `bts`, `btr`, `btc`.
+//!
+//! For other instructions [`decode`] returns `None`, and the vCPU needs the page itself.
 //!
 //! A read-modify-write without `lock` is emulated atomically, too, which is one of its permitted behaviors.
 //!

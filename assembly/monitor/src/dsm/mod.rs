@@ -58,8 +58,10 @@ pub use ibverbs::{Absent as NoRdma, Found as RdmaDevice, devices as rdma_devices
 pub use rdma::NoDevice;
 pub use spanning::{Ended, NodeSettings, SpanningVm, Trouble};
 
-/// Sets the times and thresholds of `policy` for a monitor. They follow from costs in a VM under nested virtualization (PVM): an exit from
-/// the guest takes `exit` = 25 µs, a trapped store `trap` = 100 µs, a page's transfer `transfer` = 300 to 800 µs.
+/// Sets the times and thresholds of `policy` for a monitor.
+///
+/// They follow from costs in a VM under nested virtualization (PVM). An exit from the guest costs 25 µs, a trapped store `trap` = 100 µs,
+/// and a page's transfer `transfer` = 300 to 800 µs.
 ///
 /// - `transfers` · 0.8 ms ≈ `window_ns` / 6: transfers that take a sixth of the time make a page write-update.
 /// - `storm` · `trap` ≈ `window_ns` / 2: trapped stores that take about half of the time end the mode.

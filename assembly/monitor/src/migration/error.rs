@@ -10,7 +10,7 @@ pub enum MigrationError {
     Stream {
         /// What was tried.
         what: &'static str,
-        /// Why.
+        /// Error of the socket.
         #[source]
         source: io::Error,
     },
@@ -157,7 +157,7 @@ pub enum MigrationError {
     Machine {
         /// What was tried.
         what: &'static str,
-        /// Why.
+        /// Error of the operation.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },

@@ -30,7 +30,7 @@ pub struct RoundEnd {
     pub number: u32,
     /// Bytes that were sent.
     pub bytes: u64,
-    /// Duration.
+    /// Duration of the round.
     pub took: Duration,
     /// Pages that were copied.
     pub pages: u64,

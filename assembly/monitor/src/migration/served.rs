@@ -58,7 +58,7 @@ pub enum Verdict {
 /// Whether the guest must be stopped.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Turn {
-    /// Now.
+    /// Now: the peers' queue pairs are suspended.
     Now,
     /// Not yet: other VMs of the group aren't ready.
     Later,

@@ -59,7 +59,7 @@ pub struct SavedMachine {
     pub controller: SavedInterruptController,
     /// KVM's paravirtual clock.
     pub clock: SavedClock,
-    /// Devices.
+    /// State of the PCI functions, the serial port and the power registers.
     pub devices: SavedDevices,
     /// The guest's pending reset or power-off; the monitor that runs the guest executes it. From version 2 on.
     #[serde(default, skip_serializing_if = "Option::is_none")]

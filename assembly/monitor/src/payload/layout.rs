@@ -99,8 +99,12 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// A layout for `memory` bytes of RAM (a multiple of 2 MiB), a window of `window` bytes (a multiple of 4 KiB), and up to [`MAX_VCPUS`]
-    /// vCPUs with stacks of `stack_size` bytes (a multiple of 4 KiB).
+    /// A layout for `memory` bytes of RAM, a window of `window` bytes, and `vcpus` vCPUs with stacks of `stack_size` bytes.
+    ///
+    /// `memory` is a multiple of 2 MiB, `window` and `stack_size` are multiples of 4 KiB, and `vcpus` is at most [`MAX_VCPUS`].
+    ///
+    /// # Errors
+    /// When RAM and window need addresses above [`ADDRESS_LIMIT`].
     pub(super) fn new(memory: u64, window: u64, vcpus: u32, stack_size: u64) -> Result<Self, TooLarge> {
         let too_large = TooLarge { memory, window };
         let low = memory.min(LOW_RAM_END);

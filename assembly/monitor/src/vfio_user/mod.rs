@@ -43,8 +43,8 @@ mod watcher;
 pub use connector::{Connector, Nic, NicConnector, SocketConnector};
 pub use function::{Arriving, DmaRange, OpenedFunction, VfioUserFunction};
 
-/// System calls for accesses, by vCPU threads and threads that reset, pause or inspect: a message to the server and its reply, and the
-/// check of a server's file before a part of it is mapped.
+/// System calls of a device access, for vCPU threads and for threads that reset, pause or inspect a VM. They send a message to the
+/// server, receive its reply, and check a server's file before a part of it is mapped.
 pub const ACCESS_SYSCALLS: &[i64] = &[
     libc::SYS_sendmsg,
     libc::SYS_recvmsg,

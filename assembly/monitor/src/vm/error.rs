@@ -5,7 +5,7 @@ use crate::sandbox::SandboxError;
 /// A VM could not be started, or had to be ended. The text names the operation; the sources name the cause.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// /dev/kvm.
+    /// KVM's device node, /dev/kvm.
     #[error(transparent)]
     Host(#[from] machine::kvm::HostError),
     /// KVM's VM object.
@@ -14,10 +14,10 @@ pub enum Error {
     /// Guest RAM.
     #[error(transparent)]
     Memory(#[from] machine::memory::MemoryError),
-    /// Memslots.
+    /// Memslots of guest RAM and of devices' memory.
     #[error(transparent)]
     Slot(#[from] machine::slots::SlotError),
-    /// vCPUs.
+    /// A vCPU or its thread.
     #[error(transparent)]
     Vcpu(#[from] machine::vcpu::VcpuError),
     /// Processor topology.
@@ -46,14 +46,14 @@ pub enum Error {
     Device {
         /// Its name.
         name: String,
-        /// Why.
+        /// Error of the device.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// The API.
     #[error(transparent)]
     Api(#[from] crate::api::ApiError),
-    /// Confinement.
+    /// Confinement of the process.
     #[error(transparent)]
     Sandbox(#[from] SandboxError),
     /// An interrupt controller or thread of this process.
@@ -61,7 +61,7 @@ pub enum Error {
     Monitor {
         /// What was tried.
         what: &'static str,
-        /// Why.
+        /// Error of the host.
         #[source]
         source: std::io::Error,
     },
@@ -86,7 +86,7 @@ pub enum Error {
     /// The VM was lost during its migration.
     #[error("The VM is lost")]
     Lost(#[source] crate::migration::MigrationError),
-    /// Neighbours.
+    /// Membership in the neighbourhood.
     #[error(transparent)]
     Neighbour(#[from] crate::neighbour::NeighbourError),
     /// `--net fd:N` names a descriptor that isn't open.
@@ -96,7 +96,7 @@ pub enum Error {
     InheritedFd {
         /// Its number.
         number: i32,
-        /// Why.
+        /// Error of the system call.
         #[source]
         source: std::io::Error,
     },

@@ -159,7 +159,7 @@ impl Chassis {
         &self.description
     }
 
-    /// RAM.
+    /// Guest RAM, as mapped into this process.
     pub fn ram(&self) -> &GuestRam {
         &self.ram
     }
@@ -323,15 +323,15 @@ pub struct Machine {
     pub description: VmDescription,
     /// KVM's VM.
     pub vm: Arc<Vm>,
-    /// vCPUs.
+    /// vCPUs with their threads.
     pub vcpus: VcpuManager,
-    /// Ports.
+    /// I/O ports.
     pub ports: Arc<AddressSpace>,
     /// Memory-mapped I/O.
     pub memory: Arc<AddressSpace>,
     /// PCI bus.
     pub root: Arc<PciRoot>,
-    /// Devices.
+    /// Devices other than vCPUs and interrupt controllers.
     pub devices: Devices,
     /// Sender of events.
     pub events: Events,

@@ -26,7 +26,7 @@ pub enum PresenceError {
     Refused {
         /// What was tried.
         what: &'static str,
-        /// Why.
+        /// Error of the system call.
         #[source]
         source: io::Error,
     },
