@@ -78,7 +78,7 @@ pub enum Command {
 /// A VM, and whether the user accepts the risk that it runs twice.
 #[derive(Debug, Args)]
 pub struct ForcedTarget {
-    /// Which.
+    /// The VM to act on.
     #[command(flatten)]
     pub target: Target,
     /// For a VM in doubt (`causeway list`): run it here although it may run at the other host of its migration. Only if it certainly
@@ -185,7 +185,7 @@ pub struct HostArgs {
     /// Run without seccomp, Landlock and dropped capabilities
     #[arg(long)]
     pub no_sandbox: bool,
-    /// Neighbourhoods.
+    /// Settings of the neighbourhoods.
     #[command(flatten)]
     pub neighbourhoods: neighbourhood::NeighbourhoodArgs,
     /// A guest that writes 32 doorbells within this time is busy, and its doorbells become memory, milliseconds; more on hosts with slow
@@ -417,7 +417,7 @@ pub struct RunArgs {
     /// Serial console: stdio, pty, file:PATH, socket:PATH or null  [default: stdio]
     #[arg(long, value_name = "WHERE")]
     pub console: Option<String>,
-    /// With --console file:PATH: size at which PATH becomes PATH.1 and begins anew, 64K to 1T  [default: 64M]
+    /// With --console file:PATH: size at which PATH becomes PATH.1 and restarts empty, 64K to 1T  [default: 64M]
     #[arg(long, value_name = "SIZE")]
     pub console_limit: Option<ByteSize>,
     /// API socket  [default: NAME.sock in $XDG_RUNTIME_DIR/causeway or /run/causeway]

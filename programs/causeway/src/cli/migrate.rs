@@ -67,8 +67,8 @@ pub struct MigrateArgs {
 /// `causeway drain`.
 #[derive(Debug, Args)]
 pub struct DrainArgs {
-    /// Where monitors of the same descriptions wait: at consecutive ports from this one on, for the VMs in the order of their names; or the name of a host
-    /// of the cluster, where they may wait at any port
+    /// Where monitors of the same descriptions wait: at consecutive ports from this one on, in the order of the VMs' names. Or the name
+    /// of a host of the cluster, where they may wait at any port
     #[arg(long, value_name = "ADDRESS:PORT|HOST")]
     pub to: String,
     /// How it is done.

@@ -15,29 +15,29 @@ fn one_of<T: Copy>(text: &str, choices: &[(&str, T)]) -> Result<T, String> {
     })
 }
 
-/// `--protocol`.
+/// Parses `--protocol`: `auto`, `pvh` or `linux64`.
 pub fn protocol(text: &str) -> Result<BootProtocol, String> {
     let choices =
         [("auto", BootProtocol::Auto), ("pvh", BootProtocol::Pvh), ("linux64", BootProtocol::Linux64)];
     one_of(text, &choices)
 }
 
-/// `--sandbox`.
+/// Parses `--sandbox`: `on`, `log` or `off`.
 pub fn sandbox(text: &str) -> Result<SandboxMode, String> {
     one_of(text, &[("on", SandboxMode::On), ("log", SandboxMode::Log), ("off", SandboxMode::Off)])
 }
 
-/// `--interrupts`.
+/// Parses `--interrupts`: `kernel` or `monitor`.
 pub fn interrupts(text: &str) -> Result<IrqchipKind, String> {
     one_of(text, &[("kernel", IrqchipKind::Kernel), ("monitor", IrqchipKind::Monitor)])
 }
 
-/// `--on-reboot`.
+/// Parses `--on-reboot`: `restart` or `stop`.
 pub fn on_reboot(text: &str) -> Result<OnReboot, String> {
     one_of(text, &[("restart", OnReboot::Restart), ("stop", OnReboot::Stop)])
 }
 
-/// `--rng`.
+/// Parses `--rng`: `on` or `off`.
 pub fn on_off(text: &str) -> Result<bool, String> {
     one_of(text, &[("on", true), ("off", false)])
 }
