@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 pub enum Better {
     /// Bandwidth and the like.
     Higher,
-    /// Time.
+    /// Times and the like.
     Lower,
 }
 
@@ -81,7 +81,7 @@ pub struct Peer {
 pub struct Figure {
     /// Name for programs.
     pub name: String,
-    /// Description.
+    /// Description for readers of the table.
     pub what: String,
     /// Unit of all its numbers except the ratios.
     pub unit: &'static str,

@@ -18,7 +18,7 @@ use machine::slots::SharedPage;
 
 use crate::peers;
 
-/// Registers.
+/// Offsets of the RTL8139's registers; `TSD0` and `TSAD0` begin arrays of four.
 pub const TSD0: u32 = 0x10;
 pub const TSAD0: u32 = 0x20;
 pub const CR: u32 = 0x37;

@@ -19,7 +19,7 @@ use machine::slots::SharedPage;
 use super::card::sum;
 use crate::peers;
 
-/// Registers.
+/// Offsets of the e1000's registers; `RX` and `TX` begin those of the rings.
 pub const CTRL: u32 = 0x0;
 pub const STATUS: u32 = 0x8;
 pub const ICR: u32 = 0xC0;
