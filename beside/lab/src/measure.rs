@@ -59,7 +59,7 @@ fn beyond(smaps: &str, ram_kib: u64) -> Result<(u64, u64, u64)> {
 /// Processor time of a process.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Ticks {
-    /// Total.
+    /// User and system time, the guest's included.
     pub all: Duration,
     /// The guest's part.
     pub guest: Duration,

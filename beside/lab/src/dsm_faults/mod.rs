@@ -23,7 +23,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use vm::{Plan, Vm};
 
-/// Parameters.
+/// Parameters of `lab dsm-faults`.
 #[derive(Debug, Clone)]
 pub struct Options {
     /// Number of trials.

@@ -18,7 +18,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// Parameters.
+/// Parameters of `lab dsm-litmus`.
 #[derive(Debug, Clone)]
 pub struct Options {
     /// Number of nodes of the VM.

@@ -33,11 +33,11 @@ pub const SCENARIO: Scenario = Scenario {
 const OPERATIONS: u32 = 10_000_000;
 /// Part that ends after a migration there and one back, however many operations that takes.
 const SHORT: &str = "short";
-/// Operations after which the programs of [`SHORT`] agree whether to go on.
+/// Operations after which the programs of [`SHORT`] agree whether to continue.
 const SHORT_OPERATIONS: u32 = 3000;
 /// Migrations of [`SHORT`].
 const SHORT_MOVES: usize = 2;
-/// File in the migrating guest; while it exists, its program goes on.
+/// File in the migrating guest; while it exists, the guest's program continues.
 const WHILE: &str = "/run/moving";
 /// Number of connections between the guests, and operations of a round on one of them in one direction (rdma-exact.c).
 const CONNECTIONS: u64 = 8;

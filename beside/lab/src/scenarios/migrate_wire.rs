@@ -1,4 +1,4 @@
-//! A guest with an RDMA NIC migrates between two hosts of a cluster while it is connected to a third host without Causeway, which has
+//! A guest with an RDMA NIC migrates between two hosts of a cluster while it is connected to a third host. That host has no Causeway,
 //! only Linux's rxe. perftest runs on both sides from before the first migration until after the last.
 //!
 //! ```text

@@ -1,6 +1,6 @@
-//! A storage appliance whose layers are separate guests, as in Fido's case study (USENIX ATC 2009, section 5): network, file system,
-//! RAID and storage guest, connected by mmnet and mmblk, and a client without these modules. The same run compares the same layers over
-//! virtio, and in one guest. `appliance_stacks.rs` has the three stacks.
+//! A storage appliance whose layers are separate guests, as in Fido's case study (USENIX ATC 2009, section 5). mmnet and mmblk connect
+//! the network, file system, RAID and storage guests; a client has neither module. The same run compares the same layers over virtio, and
+//! in one guest. `appliance_stacks.rs` has the three stacks.
 //!
 //! Times of an emulated host mean nothing. The scenario checks that every byte is correct, and counts copies and exits.
 

@@ -22,7 +22,7 @@ pub(super) type Found = Result<Value>;
 /// A network to a guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Net {
-    /// mmnet.
+    /// The guest module `mmnet`, over the neighbours' rings.
     Mmnet,
     /// virtio-net, taps and a bridge of the host.
     Virtio,

@@ -1,5 +1,5 @@
-//! RDMA between guests of two hosts: the tools of `rdma-tools`, the output of `causeway inspect host` about their connections, and a
-//! guest with peers on its own host and on the other one at the same time.
+//! RDMA between guests of two hosts. The scenario runs the tools of `rdma-tools`, and checks what `causeway inspect host` shows of their
+//! connections. One guest has peers on its own host and on the other one at the same time.
 //!
 //! ```text
 //!  host h1                                                                    host h2

@@ -9,8 +9,10 @@
 //!   10000000 │ 512 MiB      │ 1 MiB for the attacker's rings and frames
 //! ```
 //!
-//! Three judges are independent of the monitor: the target's bytes; the frames on the wire (a card that reads the target sends what it
-//! read); and the emulated IOMMU's log of every page that the card accessed.
+//! Three judges are independent of the monitor:
+//! - The target's bytes.
+//! - The frames on the wire, as a card that reads the target sends what it read.
+//! - The emulated IOMMU's log of every page that the card accessed.
 
 use std::io::{Read as _, Seek as _, SeekFrom};
 use std::path::{Path, PathBuf};

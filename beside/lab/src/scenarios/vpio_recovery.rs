@@ -63,7 +63,7 @@ const KEPT: u64 = 16;
 const WORDS: [&str; 1] = ["iomem=relaxed"];
 const MACHINE_CHECK: &str = "Machine Check Exception: 4 Bank 7: b200000000000e0b";
 
-/// Results.
+/// Counts over all cards and policies.
 #[derive(Debug, Default)]
 struct Tally {
     violations: u64,

@@ -1,5 +1,5 @@
-//! Whether page walks of a guest write to its page tables: on a host whose emulator only loads (as Intel's EPT without accessed bits of
-//! its own), and on one that stores (as AMD's nested paging). Counted by faults at write-protected tables.
+//! Whether page walks of a guest write to its page tables. One host's emulator only loads, as Intel's EPT without accessed bits of its
+//! own. The other's also stores, as AMD's nested paging. The scenario counts faults at write-protected tables.
 
 use crate::lab::Lab;
 use crate::scenario::{Options, Report, Scenario};
