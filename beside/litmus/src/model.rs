@@ -17,7 +17,7 @@ pub type Outcome = Vec<u64>;
 /// The memory model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Order {
-    /// x86-TSO.
+    /// x86-TSO, the model of the processor.
     Tso,
     /// No store queues: sequential consistency.
     Sequential,

@@ -71,15 +71,15 @@ pub enum Operand {
 /// An arithmetic operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Operation {
-    /// `add`.
+    /// Adds modulo 2^width (`add`).
     Add,
-    /// `sub`.
+    /// Subtracts modulo 2^width (`sub`).
     Sub,
-    /// `and`.
+    /// Bitwise and (`and`).
     And,
-    /// `or`.
+    /// Bitwise or (`or`).
     Or,
-    /// `xor`.
+    /// Bitwise exclusive or (`xor`).
     Xor,
 }
 
@@ -112,11 +112,11 @@ pub enum Instruction {
     Modify {
         /// Whether it is locked.
         locked: bool,
-        /// Width.
+        /// Width of the access.
         width: Width,
         /// The operation.
         operation: Operation,
-        /// Location.
+        /// Index of the location.
         location: usize,
         /// The operand.
         operand: Operand,
@@ -127,7 +127,7 @@ pub enum Instruction {
     ExchangeAdd(Width, usize, Register),
     /// `lock cmpxchg [x], reg`.
     CompareExchange(Width, usize, Register),
-    /// `mfence`.
+    /// Waits until the thread's stores are in memory (`mfence`).
     Fence,
 }
 
@@ -171,15 +171,15 @@ pub enum Observed {
 /// A test's question: does such an outcome exist?
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Condition {
-    /// Always.
+    /// Holds for every outcome.
     True,
     /// A value equals this.
     Is(Observed, u64),
-    /// Both.
+    /// Both hold.
     And(Box<Self>, Box<Self>),
     /// At least one.
     Or(Box<Self>, Box<Self>),
-    /// Not.
+    /// It doesn't hold.
     Not(Box<Self>),
 }
 

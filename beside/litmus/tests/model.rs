@@ -18,8 +18,8 @@ fn allowed(test: &Test, order: Order, memory: Memory) -> bool {
     outcomes(test, order, memory).iter().any(|outcome| test.asks_about(outcome))
 }
 
-/// Verdicts of the x86-TSO paper's section 3 (its examples SB, iwp2.3.b, iwp2.4 (here SB+rfis), n6, n5, n4b, IRIW, iwp2.5 (WRC) and
-/// 2.6 to 2.8.b), and of the tables of *Herding Cats* for TSO, for shapes with the same names.
+/// Verdicts from two papers: the x86-TSO paper's section 3, and the tables of *Herding Cats* for TSO, for shapes with the same names.
+/// The former's examples are SB, iwp2.3.b, iwp2.4 (here SB+rfis), n6, n5, n4b, IRIW, iwp2.5 (WRC), and iwp2.6 to iwp2.8.b.
 #[test]
 fn verdicts_are_as_published() {
     let weak = ["SB", "SB+mfence+po", "SB+rfis", "SB64", "SB+mixed", "R", "RWC", "3.SB", "n6", "wide-SB"];
@@ -163,9 +163,10 @@ fn as_test(programs: &[Vec<Random>]) -> Test {
 }
 
 /// Returns the outcomes by the axiomatic definition of TSO, which is independent of the model's machine. It enumerates all ways to
-/// read from stores and to order the stores of a location, such that (1) each location by itself is sequentially consistent, and (2)
-/// there is no cycle in the union of program order without store-load pairs (except over a fence), reads from other threads, the
-/// order of stores, and the order of reads before later stores.
+/// read from stores, and to order the stores of a location, that satisfy two axioms:
+/// 1. Each location by itself is sequentially consistent.
+/// 2. The union of four relations has no cycle: program order without store-load pairs (except over a fence), reads from other
+///    threads, the order of stores, and the order of reads before later stores.
 ///
 /// Source: Alglave, Maranget and Tautschnig, *Herding Cats* (2014), section 4.4 (TSO).
 fn axiomatic(test: &Test) -> BTreeSet<Vec<u64>> {
