@@ -21,9 +21,9 @@ pub struct Metadata {
 pub struct Package {
     /// Opaque id.
     pub id: String,
-    /// Name.
+    /// Name of the package.
     pub name: String,
-    /// Version.
+    /// Version of the package (semantic versioning).
     pub version: String,
     /// SPDX expression, if the manifest has one.
     pub license: Option<String>,

@@ -21,7 +21,7 @@ pub enum Facility {
     Etcd,
     /// io_uring, for block devices.
     IoUring,
-    /// `/dev/kvm`.
+    /// KVM, at `/dev/kvm`.
     Kvm,
     /// Landlock in the kernel.
     Landlock,

@@ -28,9 +28,9 @@ pub struct Part {
 pub struct Message {
     /// Identifier for [`Rings::complete`].
     pub id: u32,
-    /// Protocol-specific.
+    /// Protocol in the high byte; the low byte is the protocol's.
     pub kind: u16,
-    /// Protocol-specific.
+    /// Word whose meaning the protocol defines.
     pub note: u32,
     /// Its parts.
     pub parts: Vec<Part>,
