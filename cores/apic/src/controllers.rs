@@ -1,4 +1,4 @@
-//! A node's controllers together: local APICs, each behind its own lock, the IOAPIC, and the bus between them.
+//! The interrupt controllers of one node: its local APICs, each with its own lock, the IOAPIC, and the bus between them.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -9,19 +9,20 @@ use crate::registers::{APIC_BASE, X2APIC_FIRST, X2APIC_LAST, XAPIC_DISABLE_STATU
 use crate::saved::{RestoreError, SavedControllers, VERSION};
 use crate::topology::{Config, ConfigError, IoApicLocation, NodeId, Topology};
 
-/// What the caller has to do after a call, in this order.
+/// An action for the caller. A call appends actions, and the caller executes them in order after the call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
-    /// Make the vCPU leave the guest, or wake it from HLT or its wait for a start-up IPI, so that it asks [`VcpuPort::next_event`].
+    /// Kick the vCPU: out of the guest, from HLT, or from its wait for a start-up IPI. It then calls [`VcpuPort::next_event`].
     Kick {
         /// The vCPU's APIC id.
         apic_id: u32,
     },
-    /// Kick the vCPU at this time instead of the one given before. Only comes from calls of the vCPU's own [`VcpuPort`].
+    /// Set the vCPU's timer, which kicks it when it expires; replaces the previous setting. Only calls of the vCPU's own [`VcpuPort`]
+    /// append it.
     SetTimer {
         /// The vCPU's APIC id.
         apic_id: u32,
-        /// On the clock whose time is given to calls; `None` for never.
+        /// Expiry in nanoseconds, on the clock of the calls' `now_ns`; `None` stops the timer.
         due_ns: Option<u64>,
     },
     /// A level-triggered interrupt of this pin has ended: devices that still need service assert the line again.
@@ -29,30 +30,30 @@ pub enum Action {
         /// The IOAPIC's pin.
         pin: u8,
     },
-    /// Send this to another node, which gives it to its [`Controllers::receive`].
+    /// Send a message to another node, which passes it to its [`Controllers::receive`].
     Send {
         /// The node.
         node: NodeId,
-        /// What to send.
+        /// The message.
         message: NodeMessage,
     },
 }
 
-/// A pin or an interrupt input doesn't exist.
+/// An IOAPIC pin that this node can't drive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum LineError {
-    /// Out of range.
+    /// The pin's number is above 23.
     #[error("IOAPIC pin {pin} doesn't exist: use 0 to 23")]
     Pin {
         /// The pin.
         pin: u32,
     },
-    /// It is on another node.
+    /// The IOAPIC is on another node.
     #[error("IOAPIC pin {pin} is on node {node}: drive it there")]
     Elsewhere {
         /// The pin.
         pin: u32,
-        /// Where the IOAPIC is.
+        /// The IOAPIC's node.
         node: NodeId,
     },
 }
@@ -64,19 +65,19 @@ pub enum LocalInput {
     Thermal,
     /// A performance counter's overflow.
     Performance,
-    /// LINT0 becomes asserted or not.
+    /// The new level of LINT0; `true` is asserted.
     Lint0(bool),
-    /// LINT1 becomes asserted or not.
+    /// The new level of LINT1; `true` is asserted.
     Lint1(bool),
 }
 
 struct Slot {
     apic: LocalApic,
-    /// What the last [`Action::SetTimer`] said.
+    /// `due_ns` of the last [`Action::SetTimer`].
     reported_due_ns: Option<u64>,
 }
 
-/// The interrupt controllers of one node. See the crate's documentation for the threads that call them.
+/// The interrupt controllers of one node. Thread-safe; the crate's documentation lists the threads that call them.
 pub struct Controllers {
     config: Config,
     topology: Topology,
@@ -90,7 +91,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Controllers {
-    /// After power-on.
+    /// Controllers in their power-on state.
+    ///
+    /// # Errors
+    /// When the configuration has no local APIC, too many APICs, or an invalid id.
     pub fn new(config: Config) -> Result<Self, ConfigError> {
         let topology = Topology::new(&config)?;
         let bootstrap = config.bootstrap_apic_id;
@@ -102,7 +106,10 @@ impl Controllers {
         Ok(Self { config, topology, local, io_apic })
     }
 
-    /// Continues from a saved state at `now_ns`. Timers report when they are due with each vCPU's first [`VcpuPort::next_event`].
+    /// Controllers that continue from a saved state at `now_ns`. Each vCPU's first [`VcpuPort::next_event`] sets its timer.
+    ///
+    /// # Errors
+    /// When the state has another version, belongs to another VM, or has a value that no controller can have.
     pub fn restore(config: Config, saved: &SavedControllers, now_ns: u64) -> Result<Self, RestoreError> {
         if saved.version != VERSION {
             return Err(RestoreError::Version { found: saved.version });
@@ -127,8 +134,11 @@ impl Controllers {
         Ok(controllers)
     }
 
-    /// Continues from a saved state at `now_ns`, with the config that these controllers were made from, while no vCPU runs and no device interrupts. After
-    /// an error nothing has changed.
+    /// Replaces the state by a saved one, which continues at `now_ns` with the present configuration. Requires that no vCPU runs and no
+    /// device interrupts.
+    ///
+    /// # Errors
+    /// As for [`Self::restore`]; then the state is unchanged.
     pub fn load(&self, saved: &SavedControllers, now_ns: u64) -> Result<(), RestoreError> {
         let restored = Self::restore(self.config.clone(), saved, now_ns)?;
         for (slot, restored) in self.local.iter().zip(restored.local) {
@@ -140,7 +150,7 @@ impl Controllers {
         Ok(())
     }
 
-    /// State at `now_ns`, while no vCPU runs and no device interrupts.
+    /// Saves the state at `now_ns`. Requires that no vCPU runs and no device interrupts.
     pub fn save(&self, now_ns: u64) -> SavedControllers {
         SavedControllers {
             version: VERSION,
@@ -149,7 +159,8 @@ impl Controllers {
         }
     }
 
-    /// Power-on state, while no vCPU runs. Lines stay asserted.
+    /// Resets all controllers to their power-on state. Requires that no vCPU runs. Lines that devices assert stay asserted;
+    /// [`Self::assert_until_end`] has no effect any more.
     pub fn reset(&self) {
         for slot in &self.local {
             lock(slot).apic.reset();
@@ -164,23 +175,29 @@ impl Controllers {
         self.topology.local()
     }
 
-    /// The part of a vCPU of this node.
+    /// The port of the vCPU with this APIC id; `None` if the vCPU isn't on this node.
     pub fn vcpu(&self, apic_id: u32) -> Option<VcpuPort<'_>> {
         let index = self.topology.index_of(apic_id)?;
         Some(VcpuPort { controllers: self, apic_id, index })
     }
 
-    /// Whether accesses to this MSR belong to a [`VcpuPort`].
+    /// Whether an MSR is a local APIC's, so that [`VcpuPort`] emulates its accesses.
     pub fn owns_msr(msr: u32) -> bool {
         matches!(msr, APIC_BASE | XAPIC_DISABLE_STATUS | X2APIC_FIRST..=X2APIC_LAST)
     }
 
-    /// A device asserts an IOAPIC pin's line, or doesn't any more.
+    /// Sets the level of an IOAPIC pin's line, as its device drives it.
+    ///
+    /// # Errors
+    /// When the pin doesn't exist, or the IOAPIC is on another node.
     pub fn set_line(&self, pin: u32, asserted: bool, actions: &mut Vec<Action>) -> Result<(), LineError> {
         self.drive(pin, |io_apic, pin| io_apic.set_line(pin, asserted), actions)
     }
 
-    /// Asserts an IOAPIC pin's line until [`Action::Resample`] for the pin: what an eventfd with a resampler does.
+    /// Asserts an IOAPIC pin's line until [`Action::Resample`] for the pin, like an irqfd with a resampling eventfd (KVM_IRQFD).
+    ///
+    /// # Errors
+    /// When the pin doesn't exist, or the IOAPIC is on another node.
     pub fn assert_until_end(&self, pin: u32, actions: &mut Vec<Action>) -> Result<(), LineError> {
         self.drive(pin, IoApic::assert_until_end, actions)
     }
@@ -204,7 +221,7 @@ impl Controllers {
         Ok(())
     }
 
-    /// Sends what the pin has to send. A level-triggered pin waits for the interrupt's end once an APIC has accepted it.
+    /// Sends the pin's pending interrupt, if any. If an APIC accepts a level-triggered one, remote IRR delays the next until its EOI.
     fn serve_pin(&self, io_apic: &mut IoApic, pin: u8, actions: &mut Vec<Action>) {
         let Some(message) = io_apic.pending(pin) else { return };
         let waits_for_end =
@@ -214,8 +231,8 @@ impl Controllers {
         }
     }
 
-    /// Level-triggered interrupts with this vector have ended. A pin whose line is still asserted interrupts again, and so does one whose interrupt
-    /// no APIC had accepted.
+    /// Handles an EOI of level-triggered interrupts with this vector. A pin whose line is still asserted interrupts again, and so does a
+    /// pin whose interrupt no APIC had accepted.
     fn end_of_level(&self, io_apic: &mut IoApic, vector: u8, actions: &mut Vec<Action>) {
         let ended = io_apic.end(vector);
         for pin in 0..IO_APIC_PINS {
@@ -239,7 +256,7 @@ impl Controllers {
         }
     }
 
-    /// A read of the IOAPIC's page, which is 4 KiB at 0xFEC00000. All ones where the IOAPIC is on another node.
+    /// Reads the IOAPIC's page, 4 KiB at 0xFEC00000. Returns all ones if the IOAPIC is on another node.
     pub fn read_io_apic(&self, offset: u64, data: &mut [u8]) {
         match &self.io_apic {
             Some(io_apic) => lock(io_apic).read(offset, data),
@@ -247,7 +264,7 @@ impl Controllers {
         }
     }
 
-    /// A write to the IOAPIC's page. Without effect where the IOAPIC is on another node.
+    /// Writes to the IOAPIC's page. Has no effect if the IOAPIC is on another node.
     pub fn write_io_apic(&self, offset: u64, data: &[u8], actions: &mut Vec<Action>) {
         let Some(io_apic) = &self.io_apic else { return };
         let mut io_apic = lock(io_apic);
@@ -258,14 +275,17 @@ impl Controllers {
         }
     }
 
-    /// A message-signalled interrupt as a device writes it.
+    /// Sends a message-signalled interrupt, whose address and data are those of the device's write.
+    ///
+    /// # Errors
+    /// When the address isn't the APICs', or the delivery mode is reserved.
     pub fn signal_msi(&self, address: u64, data: u32, actions: &mut Vec<Action>) -> Result<(), MsiError> {
         let message = Message::from_msi(address, data, self.config.extended_destination_ids)?;
         self.deliver(message, None, actions);
         Ok(())
     }
 
-    /// What another node has sent to this one. Never makes a node send a message on, but for interrupts of the IOAPIC's pins.
+    /// Handles a message of another node. It is never forwarded; only an EOI may make a pin of the IOAPIC send a new interrupt.
     pub fn receive(&self, message: NodeMessage, actions: &mut Vec<Action>) {
         match message {
             NodeMessage::Interrupt(message) => {
@@ -279,7 +299,7 @@ impl Controllers {
         }
     }
 
-    /// Gives a message to its destinations. Whether any accepts it; APICs of other nodes are taken to.
+    /// Delivers a message to its destinations, and returns whether any accepts it. APICs of other nodes count as accepting.
     fn deliver(&self, message: Message, sender: Option<usize>, actions: &mut Vec<Action>) -> bool {
         let Some(message) = self.arbitrate(message) else { return false };
         let mut accepted = self.deliver_here(message, sender, actions);
@@ -302,8 +322,8 @@ impl Controllers {
         accepted
     }
 
-    /// Chooses one destination of a lowest-priority message by its vector, as chipsets do: among those in ascending order of ids, without the
-    /// APICs of this node that are disabled by software.
+    /// Chooses one destination of a lowest-priority message by its vector, as chipsets do: of n candidates in ascending order of ids, the
+    /// one with index `vector` modulo n. APICs of this node that are disabled by software are no candidates.
     fn arbitrate(&self, message: Message) -> Option<Message> {
         let Delivery::LowestPriority { vector, trigger } = message.delivery else { return Some(message) };
         let destination = message.destination;
@@ -324,7 +344,7 @@ impl Slot {
     }
 }
 
-/// One vCPU's part of its node's controllers: for the vCPU's own thread.
+/// The controllers' interface to one vCPU, for the vCPU's own thread.
 #[derive(Clone, Copy)]
 pub struct VcpuPort<'a> {
     controllers: &'a Controllers,
@@ -333,7 +353,7 @@ pub struct VcpuPort<'a> {
 }
 
 impl VcpuPort<'_> {
-    /// Runs `work` on the APIC, and reports a timer that it has changed.
+    /// Runs `work` on the APIC, and appends [`Action::SetTimer`] if it has changed the timer.
     fn with<R>(&self, actions: &mut Vec<Action>, work: impl FnOnce(&mut LocalApic) -> R) -> R {
         let mut slot = lock(&self.controllers.local[self.index]);
         let result = work(&mut slot.apic);
@@ -345,7 +365,10 @@ impl VcpuPort<'_> {
         result
     }
 
-    /// RDMSR of an MSR for which [`Controllers::owns_msr`] holds.
+    /// Emulates RDMSR of an MSR for which [`Controllers::owns_msr`] holds.
+    ///
+    /// # Errors
+    /// When the register can't be read: the guest gets #GP(0).
     pub fn read_msr(
         &self,
         msr: u32,
@@ -355,7 +378,10 @@ impl VcpuPort<'_> {
         self.with(actions, |apic| apic.read_msr(msr, now_ns))
     }
 
-    /// WRMSR of an MSR for which [`Controllers::owns_msr`] holds. After an error nothing has changed.
+    /// Emulates WRMSR of an MSR for which [`Controllers::owns_msr`] holds.
+    ///
+    /// # Errors
+    /// When the register doesn't accept the value: the guest gets #GP(0), and nothing has changed.
     pub fn write_msr(
         &self,
         msr: u32,
@@ -373,29 +399,31 @@ impl VcpuPort<'_> {
         Ok(())
     }
 
-    /// CR8 as the vCPU has it after it left the guest, before other calls. A change sets TPR.
+    /// Updates TPR from the vCPU's CR8, if that has changed. Call it after each exit, before other calls.
     pub fn set_cr8(&self, cr8: u8) {
         lock(&self.controllers.local[self.index]).apic.set_cr8(cr8);
     }
 
-    /// CR8 for the vCPU before it enters the guest.
+    /// CR8 to load before the vCPU enters the guest: bits 7:4 of TPR.
     pub fn cr8(&self) -> u8 {
         lock(&self.controllers.local[self.index]).apic.cr8()
     }
 
-    /// What to do before entering the guest, one thing per call: until [`VcpuEvent::None`], [`VcpuEvent::AwaitInterruptWindow`] or
-    /// [`VcpuEvent::WaitForStartup`]. `interruptible` says that the vCPU can be given an interrupt now: RFLAGS.IF is set, nothing shadows it, and no
-    /// event given before waits to be injected.
+    /// The next event to handle before the vCPU enters the guest. Repeat the call until it returns [`VcpuEvent::None`],
+    /// [`VcpuEvent::AwaitInterruptWindow`] or [`VcpuEvent::WaitForStartup`].
+    ///
+    /// `interruptible`: the vCPU can accept an interrupt now. RFLAGS.IF is set, no interrupt shadow blocks it, and no previous event waits
+    /// for its injection.
     pub fn next_event(&self, interruptible: bool, now_ns: u64, actions: &mut Vec<Action>) -> VcpuEvent {
         self.with(actions, |apic| apic.next_event(interruptible, now_ns))
     }
 
-    /// Whether a halted vCPU, or one that waits for a start-up IPI, has something to do. `interruptible` says that RFLAGS.IF is set.
+    /// Whether an event must wake a vCPU that is halted or waits for a start-up IPI. `interruptible`: RFLAGS.IF is set.
     pub fn has_event(&self, interruptible: bool, now_ns: u64, actions: &mut Vec<Action>) -> bool {
         self.with(actions, |apic| apic.has_event(interruptible, now_ns))
     }
 
-    /// An input of the local APIC's own. May come from any thread.
+    /// Applies an event or a level to an input of the local APIC. Any thread may call it.
     pub fn set_input(&self, input: LocalInput, actions: &mut Vec<Action>) {
         let mut slot = lock(&self.controllers.local[self.index]);
         match input {

@@ -1,7 +1,7 @@
 //! The IOAPIC: 24 pins, each with a redirection entry. 82093AA data sheet; version 0x20 with its EOI register.
 //!
-//! A line is given as asserted or not; what polarity software expects of it doesn't matter. An edge on a masked pin is lost, as the data sheet
-//! has it; an asserted level-triggered line interrupts as soon as its entry allows it.
+//! A line is asserted or not, and the polarity in its entry has no effect. An edge on a masked pin is lost, as in the data sheet. An
+//! asserted level-triggered line interrupts as soon as its entry allows it.
 
 mod saved;
 
@@ -25,10 +25,10 @@ const LEVEL: u64 = 1 << 15;
 const REMOTE_IRR: u64 = 1 << 14;
 /// Vector, delivery mode, destination mode, polarity, trigger mode, mask, destination.
 const WRITABLE: u64 = 0xFF00_0000_0001_AFFF;
-/// Bits 14:8 of the destination, where they are offered.
+/// Bits 14:8 of the destination, with extended destination ids.
 const EXTENDED_DESTINATION: u64 = 0x7F << 49;
 
-/// Pins, a bit each.
+/// A set of pins: bit n is pin n.
 pub(crate) type Pins = u32;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -43,13 +43,13 @@ pub(crate) struct IoApic {
     extended: bool,
 }
 
-/// What an access makes the bus do.
+/// Effect of a register write on the pins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum PinEffect {
     None,
     /// The pin may interrupt now.
     Service(u8),
-    /// Level-triggered interrupts with this vector have ended.
+    /// An EOI of level-triggered interrupts with this vector.
     End(u8),
 }
 
@@ -63,7 +63,7 @@ impl IoApic {
         Self { id: 0, select: 0, entries, asserted: 0, until_end: 0, extended }
     }
 
-    /// As after power-on; lines stay as they are, but for those until the end of an interrupt.
+    /// Resets to the power-on state. Lines that devices assert stay asserted; those that are asserted until an EOI don't.
     pub(crate) fn reset(&mut self) {
         *self = Self { asserted: self.asserted, ..Self::new(self.extended) };
     }
@@ -90,21 +90,22 @@ impl IoApic {
         vector_of(self.entry(pin))
     }
 
-    /// A device's line. Whether the pin has to be served.
+    /// Sets the level that the pin's device drives. Returns whether the pin may have an interrupt to send.
     pub(crate) fn set_line(&mut self, pin: u8, asserted: bool) -> bool {
         let was = self.line(pin);
         self.asserted = if asserted { self.asserted | bit(pin) } else { self.asserted & !bit(pin) };
         self.line(pin) && (!was || self.is_level(pin))
     }
 
-    /// As [`Self::set_line`], until an end of the pin's interrupt.
+    /// Asserts the line until the EOI of the pin's interrupt. Returns whether the pin may have an interrupt to send.
     pub(crate) fn assert_until_end(&mut self, pin: u8) -> bool {
         let was = self.line(pin);
         self.until_end |= bit(pin);
         !was || self.is_level(pin)
     }
 
-    /// What the pin sends now, if its entry allows it and, of a level-triggered pin, the line is asserted.
+    /// The pin's interrupt to send now. `None` while the entry is masked. A level-triggered pin also needs an asserted line, and no remote
+    /// IRR.
     pub(crate) fn pending(&self, pin: u8) -> Option<Message> {
         let entry = self.entry(pin);
         if entry & MASKED != 0 || entry & LEVEL != 0 && (entry & REMOTE_IRR != 0 || !self.line(pin)) {
@@ -113,14 +114,14 @@ impl IoApic {
         Message::from_redirection(entry, self.extended)
     }
 
-    /// A local APIC has accepted a level-triggered interrupt.
+    /// Sets remote IRR: a local APIC has accepted the pin's level-triggered interrupt.
     pub(crate) fn set_remote_irr(&mut self, pin: u8) {
         if let Some(entry) = self.entries.get_mut(usize::from(pin)) {
             *entry |= REMOTE_IRR;
         }
     }
 
-    /// Level-triggered interrupts with this vector have ended: their pins.
+    /// Clears remote IRR of the level-triggered pins with this vector, and returns the pins for which it was set.
     pub(crate) fn end(&mut self, vector: u8) -> Pins {
         let mut pins = 0;
         for (pin, entry) in (0..).zip(&mut self.entries) {
@@ -132,14 +133,14 @@ impl IoApic {
         pins
     }
 
-    /// Lets go of a line that was asserted until now. Whether it was.
+    /// Deasserts a line of [`Self::assert_until_end`]. Returns whether it was asserted in that way.
     pub(crate) fn release(&mut self, pin: u8) -> bool {
         let was = self.until_end & bit(pin) != 0;
         self.until_end &= !bit(pin);
         was
     }
 
-    /// A read of up to 8 bytes: what lies above the register's 4 bytes is 0.
+    /// Reads up to 8 bytes. A register has 4 bytes; those above are 0.
     pub(crate) fn read(&self, offset: u64, data: &mut [u8]) {
         let value = match offset {
             SELECT => self.select.into(),
@@ -170,7 +171,7 @@ impl IoApic {
         (index < 2 * IO_APIC_PINS).then_some((index / 2, index % 2 != 0))
     }
 
-    /// A write of up to 8 bytes, of which the register takes 4.
+    /// Writes up to 8 bytes, of which the register stores the lowest 4.
     pub(crate) fn write(&mut self, offset: u64, data: &[u8]) -> PinEffect {
         let mut bytes = [0; 4];
         for (to, from) in bytes.iter_mut().zip(data) {
@@ -199,7 +200,7 @@ impl IoApic {
         let new = if high { value << 32 | *entry & 0xFFFF_FFFF } else { *entry >> 32 << 32 | value };
         *entry = new & writable;
         if *entry & LEVEL == 0 {
-            // An edge-triggered entry has none: software without the EOI register ends interrupts in this way.
+            // An edge-triggered entry has no remote IRR. Software that doesn't use the EOI register clears remote IRR by this change.
             return PinEffect::None;
         }
         *entry |= remote_irr;

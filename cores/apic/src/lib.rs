@@ -1,7 +1,7 @@
-//! Interrupt controllers without I/O: the x2APICs, the IOAPIC and the message-signalled interrupts of a VM whose hypervisor doesn't emulate them in
-//! the kernel, as of one that spans hosts.
+//! Interrupt controllers without I/O: x2APICs, IOAPIC and message-signalled interrupts, for a VM whose controllers the kernel doesn't
+//! emulate, such as a VM that spans hosts.
 //!
-//! Register accesses, lines, messages and the time come in; [`Action`]s go out, and each vCPU asks what it has to do next.
+//! Inputs are register accesses, lines, messages and the time. Outputs are [`Action`]s, and the [`VcpuEvent`]s that each vCPU requests.
 //!
 //! ```text
 //! vCPU n:  RDMSR, WRMSR, CR8 ─▶ VcpuPort(n) ──IPI──▶ bus ──▶ local APICs of this node ──▶ Action::Kick ─▶ VcpuPort::next_event
@@ -31,25 +31,26 @@
 //! | of timers | nothing: it kicks vCPU n when n's timer is due | |
 //! | of control, while all others rest | [`Controllers::save`], [`Controllers::load`], [`Controllers::reset`] | |
 //!
-//! A local APIC's registers, timer and interrupts in service change on its vCPU's thread only; others set bits of IRR and latch NMI, INIT and
-//! start-up IPIs. They are latched before [`Action::Kick`] goes out, so no wake-up is lost where the kick makes the vCPU ask once more after it came.
-//! [`Action::SetTimer`] comes only from calls of the vCPU's thread, so settings can't overtake one another.
+//! Only its vCPU's thread changes a local APIC's registers, timer and interrupts in service. Other threads set bits of IRR, and latch NMI,
+//! INIT and start-up IPIs. They do so before they append [`Action::Kick`]. So no wake-up is lost if a kicked vCPU calls
+//! [`VcpuPort::next_event`] once more. Only calls of the vCPU's thread append [`Action::SetTimer`], so settings can't overtake one another.
 //!
 //! # A VM that spans nodes
-//! The APIC ids of all nodes are known to each ([`Config`]), and logical ids are derived from ids, so a node resolves destinations without asking. An
-//! IPI or MSI to APICs elsewhere is one [`Action::Send`] per node, and the receiver gives it to its own APICs. Lowest priority is arbitrated by the
-//! sender. The IOAPIC is on one node; ends of level-triggered interrupts are sent there. Nothing else is shared.
+//! Each node knows the APIC ids of all nodes ([`Config`]), and logical ids are derived from ids. So a node resolves destinations without
+//! messages. An IPI or MSI to APICs of other nodes is one [`Action::Send`] per node, and the receiver delivers it to its own APICs. The
+//! sender arbitrates lowest priority. The IOAPIC is on one node, and EOIs of level-triggered interrupts are sent there. Nodes share
+//! nothing else.
 //!
 //! # What guests get
-//! - x2APIC mode only, and locked, as on processors that report LEGACY_XAPIC_DISABLED: a write to IA32_APIC_BASE that changes anything is answered
-//!   with #GP. There are no registers in memory. The shell sets [`registers::ARCH_CAPABILITIES_XAPIC_DISABLE_STATUS`] in IA32_ARCH_CAPABILITIES, and
+//! - x2APIC mode only, and locked, as on processors that report LEGACY_XAPIC_DISABLED: a write that changes IA32_APIC_BASE raises #GP.
+//!   There are no registers in memory. The shell sets [`registers::ARCH_CAPABILITIES_XAPIC_DISABLE_STATUS`] in IA32_ARCH_CAPABILITIES, and
 //!   x2APIC in CPUID.
-//! - Reserved bits and read-only registers answer with #GP. Delivery status and remote IRR in LVT entries may be written, without effect.
-//! - No suppression of EOI broadcasts (SVR bit 12 is reserved): a guest that suppresses them ends each level-triggered interrupt by one more exit, and
-//!   on nodes without the IOAPIC by one more message. The IOAPIC has its EOI register all the same.
-//! - No TSC-deadline mode: KVM handles its MSR before user space sees it. The timer is one-shot or periodic.
-//! - SMIs are accepted and ignored. Lowest priority is chosen by vector.
-//! - Vectors below 16 aren't delivered: ESR says so, and the error entry of the LVT interrupts.
+//! - Writes of reserved bits or read-only registers raise #GP. Writes of delivery status and remote IRR in LVT entries have no effect.
+//! - No suppression of EOI broadcasts (SVR bit 12 is reserved). It would cost a guest one more exit per level-triggered interrupt, and on
+//!   nodes without the IOAPIC one more message. The IOAPIC has its EOI register all the same.
+//! - No TSC-deadline mode, since KVM handles its MSR before user space. The timer is one-shot or periodic.
+//! - SMIs are accepted and ignored. The vector determines the destination of a lowest-priority interrupt.
+//! - Vectors below 16 aren't delivered. ESR records them, and the error entry of the LVT interrupts.
 //!
 //! Facts: Intel SDM volume 3, "Advanced Programmable Interrupt Controller"; 82093AA data sheet.
 

@@ -1,4 +1,4 @@
-//! One x2APIC: registers, interrupts requested and in service, and what its vCPU has to do next.
+//! One x2APIC: registers, interrupts requested and in service, and the next event of its vCPU.
 
 mod lvt;
 mod msr;
@@ -17,35 +17,36 @@ use crate::registers::{
 };
 use crate::vectors::VectorSet;
 
-/// What a vCPU has to do before it enters the guest ([`crate::VcpuPort::next_event`]).
+/// An event that a vCPU handles before it enters the guest ([`crate::VcpuPort::next_event`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum VcpuEvent {
-    /// Reset the vCPU's registers as INIT does. The bootstrap processor then begins at the reset vector; others get [`Self::WaitForStartup`]
-    /// until a start-up IPI has come.
+    /// Reset the vCPU's registers as INIT does. The bootstrap processor then begins at the reset vector. Others get
+    /// [`Self::WaitForStartup`] until a start-up IPI arrives.
     Init,
     /// Begin in real mode: CS selector `vector << 8`, CS base `vector << 12`, IP 0.
     Startup {
-        /// The page number.
+        /// Number of the 4 KiB page at which real-mode code begins.
         vector: u8,
     },
-    /// Don't enter the guest: wait for a kick, and ask again.
+    /// Don't enter the guest: wait for a kick, and repeat the call.
     WaitForStartup,
-    /// Inject an NMI (KVM_NMI), which waits by itself while NMIs are blocked.
+    /// Inject an NMI (KVM_NMI). KVM delays it while the guest blocks NMIs.
     Nmi,
-    /// Inject what an 8259 would give as vector; where there is none, nothing.
+    /// Inject the vector of an 8259's interrupt acknowledge cycle; in a VM without an 8259, nothing.
     ExternalInterrupt,
-    /// Inject this vector (KVM_INTERRUPT). The APIC has it in service from now on.
+    /// Inject this vector (KVM_INTERRUPT). It is in service from this call until its EOI.
     Interrupt {
         /// The vector.
         vector: u8,
     },
-    /// An interrupt waits for the guest to be able to take it: enter the guest, and leave it as soon as it can (request_interrupt_window).
+    /// An interrupt is pending, but the guest can't accept it yet. Enter the guest, with an exit as soon as it can
+    /// (`request_interrupt_window`).
     AwaitInterruptWindow,
     /// Enter the guest; a halted vCPU stays halted.
     None,
 }
 
-/// A register access that a processor answers with #GP(0).
+/// A register access for which a processor raises #GP(0).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("The access to MSR {msr:#x} isn't allowed by its register: inject #GP(0) into the guest")]
 pub struct GeneralProtection {
@@ -53,23 +54,23 @@ pub struct GeneralProtection {
     pub msr: u32,
 }
 
-/// What a register write causes outside of its APIC.
+/// Effect of a register write outside of its APIC.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Effect {
     None,
     Send(Message),
-    /// A level-triggered interrupt has ended.
+    /// Broadcast the EOI of a level-triggered interrupt with this vector to the IOAPIC.
     BroadcastEnd(u8),
 }
 
-/// Error status: what has been found since the last write of the register, and what that write made readable.
+/// Error status register: `found` collects errors since the last write of the register; that write made `readable` visible.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 struct ErrorStatus {
     readable: u32,
     found: u32,
 }
 
-/// What is no vector, and waits for the vCPU.
+/// Pending events without a bit in IRR.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 struct Latched {
     init: bool,
@@ -91,16 +92,16 @@ pub(crate) struct LocalApic {
     lvt: LocalVectorTable,
     errors: ErrorStatus,
     timer: Timer,
-    /// LINT0 and LINT1 as their lines are.
+    /// Levels of LINT0 and LINT1.
     lint_asserted: [bool; 2],
     latched: Latched,
     waits_for_startup: bool,
-    /// The vCPU has something new to look at.
+    /// An event arrived since the vCPU's last [`Self::next_event`], so it must be kicked.
     attention: bool,
 }
 
 impl LocalApic {
-    /// After power-on: the bootstrap processor runs, others wait for a start-up IPI.
+    /// An APIC in its power-on state: the bootstrap processor runs, others wait for a start-up IPI.
     pub(crate) fn new(id: u32, is_bootstrap: bool, timer_tick_ns: u32) -> Self {
         Self {
             id,
@@ -121,14 +122,14 @@ impl LocalApic {
         }
     }
 
-    /// As after power-on; lines stay as they are.
+    /// Resets to the power-on state. The levels of LINT0 and LINT1 don't change.
     pub(crate) fn reset(&mut self) {
         let latched = Latched::default();
         self.init_registers();
         (self.latched, self.waits_for_startup, self.attention) = (latched, !self.is_bootstrap, false);
     }
 
-    /// What INIT does to the registers: as a reset, but that the id stays.
+    /// Resets the registers as INIT does, and as a reset does. The id doesn't change.
     fn init_registers(&mut self) {
         (self.task_priority, self.spurious, self.command) = (0, SPURIOUS_RESET, 0);
         (self.requested, self.in_service, self.trigger) = Default::default();
@@ -141,12 +142,12 @@ impl LocalApic {
         self.spurious & SPURIOUS_ENABLE != 0
     }
 
-    /// Whether something has come that the vCPU has to be kicked for, if it is in the guest or halted. Once.
+    /// Whether an event has arrived for which a vCPU in the guest or in HLT must be kicked. Clears the flag.
     pub(crate) fn take_attention(&mut self) -> bool {
         std::mem::take(&mut self.attention)
     }
 
-    /// Whether the message had an effect, or will have.
+    /// Accepts a message. Returns whether it has an effect, now or when the vCPU handles it.
     pub(crate) fn accept(&mut self, delivery: Delivery) -> bool {
         match delivery {
             Delivery::Fixed { vector, trigger } | Delivery::LowestPriority { vector, trigger } => {
@@ -190,7 +191,8 @@ impl LocalApic {
         true
     }
 
-    /// The first error since the last write of ESR interrupts; the entry's own vector may be illegal, which is the second one.
+    /// Records an error. The first error since the last write of ESR interrupts. If the error entry's own vector is illegal, that is a
+    /// second error, without an interrupt.
     fn record_error(&mut self, error: u32) {
         let is_first = self.errors.found == 0;
         self.errors.found |= error;
@@ -199,7 +201,7 @@ impl LocalApic {
         }
     }
 
-    /// A source of the APIC's own has something to say.
+    /// Sends the interrupt of a local source, as its LVT entry specifies. The performance entry is masked afterwards.
     pub(crate) fn fire(&mut self, source: LocalSource) {
         if self.lvt.is_masked(source) {
             return;
@@ -220,7 +222,7 @@ impl LocalApic {
         }
     }
 
-    /// A level-triggered LINT entry interrupts, unless its last interrupt hasn't ended.
+    /// Requests the interrupt of a level-triggered LINT entry, unless remote IRR shows that its last interrupt hasn't ended.
     fn fire_level(&mut self, source: LocalSource) {
         let entry = self.lvt.get(source);
         if entry & LVT_REMOTE_IRR == 0 && self.request(vector_of(entry.into()), Trigger::Level) {
@@ -228,7 +230,7 @@ impl LocalApic {
         }
     }
 
-    /// The line of LINT0 or LINT1 as it is now.
+    /// Sets the level of LINT0 or LINT1. A change to asserted interrupts.
     pub(crate) fn set_lint(&mut self, source: LocalSource, asserted: bool) {
         let line = &mut self.lint_asserted[usize::from(source == LocalSource::Lint1)];
         if !std::mem::replace(line, asserted) && asserted {
@@ -236,7 +238,7 @@ impl LocalApic {
         }
     }
 
-    /// A level-triggered LINT line that is still asserted interrupts again, once the entry allows it.
+    /// Requests the interrupts of level-triggered LINT lines that are still asserted, where the entry allows it.
     fn fire_asserted_lints(&mut self) {
         for (source, asserted) in [LocalSource::Lint0, LocalSource::Lint1].into_iter().zip(self.lint_asserted)
         {
@@ -269,7 +271,7 @@ impl LocalApic {
         if self.task_priority & 0xF0 >= in_service { self.task_priority } else { in_service }
     }
 
-    /// The interrupt that the vCPU has to take next.
+    /// The highest requested vector, if its class is above the processor priority: the vCPU's next interrupt.
     pub(crate) fn deliverable(&self) -> Option<u8> {
         self.requested.highest().filter(|vector| vector & 0xF0 > self.processor_priority() & 0xF0)
     }
@@ -278,7 +280,7 @@ impl LocalApic {
         self.task_priority >> 4
     }
 
-    /// CR8 as the vCPU has it: a change sets TPR, and its lower half to 0.
+    /// Applies the vCPU's CR8. A change sets bits 7:4 of TPR, and clears the others.
     pub(crate) fn set_cr8(&mut self, cr8: u8) {
         let class = cr8 & 0xF;
         if class != self.cr8() {
@@ -286,19 +288,19 @@ impl LocalApic {
         }
     }
 
-    /// The timer's interrupts until now.
+    /// Requests the timer's interrupt, if it has expired by `now_ns`.
     pub(crate) fn advance(&mut self, now_ns: u64) {
         if self.timer.expire(self.lvt.get(LocalSource::Timer) & LVT_PERIODIC != 0, now_ns) {
             self.fire(LocalSource::Timer);
         }
     }
 
-    /// When the timer interrupts next; `None` while it is masked, since what expires then is lost.
+    /// Time of the timer's next interrupt, in nanoseconds; `None` while its entry is masked, since its expiry is lost then.
     pub(crate) fn timer_due_ns(&self) -> Option<u64> {
         self.timer.due_ns().filter(|_| !self.lvt.is_masked(LocalSource::Timer))
     }
 
-    /// Whether a halted vCPU has to wake up. `interruptible`: RFLAGS.IF is set.
+    /// Whether an event must wake a halted vCPU. `interruptible`: RFLAGS.IF is set.
     pub(crate) fn has_event(&mut self, interruptible: bool, now_ns: u64) -> bool {
         if self.latched.init {
             return true;
@@ -310,7 +312,7 @@ impl LocalApic {
         self.latched.nmi || interruptible && (self.latched.external || self.deliverable().is_some())
     }
 
-    /// What the vCPU has to do now. `interruptible`: RFLAGS.IF is set, nothing shadows it, and no other event is being injected.
+    /// The next event for the vCPU. `interruptible`: RFLAGS.IF is set, no interrupt shadow blocks it, and no other event is being injected.
     pub(crate) fn next_event(&mut self, interruptible: bool, now_ns: u64) -> VcpuEvent {
         self.attention = false;
         if self.latched.init {

@@ -1,4 +1,4 @@
-//! Interrupt messages: what the ICR, redirection entries and MSIs are decoded to, and what travels between nodes.
+//! Interrupt messages, as decoded from the ICR, redirection entries and MSIs, and the messages between nodes.
 
 use serde::{Deserialize, Serialize};
 
@@ -41,12 +41,12 @@ impl Destination {
     }
 }
 
-/// LDR of an x2APIC: derived from its id.
+/// Logical destination register (LDR) of an x2APIC, which is derived from its id.
 pub fn logical_id(apic_id: u32) -> u32 {
     (apic_id >> 4) << 16 | 1 << (apic_id & 0xF)
 }
 
-/// How the interrupt is triggered: decides whether its end is broadcast to the IOAPIC.
+/// Trigger mode. The EOI of a level-triggered interrupt is broadcast to the IOAPIC.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Trigger {
     /// Once per edge.
@@ -83,12 +83,13 @@ pub enum Delivery {
         /// The page at which real-mode code begins.
         vector: u8,
     },
-    /// As from an 8259: the vector is asked for when the interrupt is taken.
+    /// ExtINT: an 8259 supplies the vector when the vCPU accepts the interrupt.
     External,
 }
 
 impl Delivery {
-    /// From bits 10:8 of ICR, LVT, redirection entries and MSI data. `None` for the reserved modes, 3 and, of devices, 6.
+    /// Decodes bits 10:8 of ICR, redirection entries and MSI data. `None` for mode 3, which is reserved, and 6, which only the ICR has as
+    /// start-up IPI.
     fn new(mode: u64, vector: u8, trigger: Trigger) -> Option<Self> {
         match mode & 7 {
             0 => Some(Self::Fixed { vector, trigger }),
@@ -111,12 +112,12 @@ pub struct Message {
     pub delivery: Delivery,
 }
 
-/// What one node's controllers send to another's. Lowest priority has been arbitrated by the sender.
+/// A message between the controllers of two nodes. The sender has arbitrated lowest priority.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum NodeMessage {
-    /// For the destination's APICs on the node that receives it.
+    /// An interrupt for the destination's APICs on the receiving node.
     Interrupt(Message),
-    /// To the node that has the IOAPIC: a level-triggered interrupt has ended.
+    /// The EOI of a level-triggered interrupt, for the IOAPIC's node.
     EndOfInterrupt {
         /// Its vector.
         vector: u8,
@@ -135,8 +136,8 @@ pub(crate) fn low(bits: u64) -> u32 {
 }
 
 impl Message {
-    /// What a write to the ICR sends, if anything: the reserved modes 3 and 7 and INIT level de-assert, which processors since the Pentium 4
-    /// ignore, send nothing. Trigger mode and level of other modes don't matter.
+    /// The message that a write to the ICR sends. `None` for the reserved modes 3 and 7, and for INIT level de-assert, which processors
+    /// since the Pentium 4 ignore. Trigger mode and level of other modes have no effect.
     pub(crate) fn from_command(command: u64, sender: u32) -> Option<Self> {
         let destination = match command >> 18 & 3 {
             0 => Destination::new(command >> 11 & 1 != 0, low(command >> 32)),
@@ -155,8 +156,8 @@ impl Message {
         Some(Self { destination, delivery })
     }
 
-    /// What a message-signalled interrupt is: `address` and `data` as a device writes them. With `extended`, address bits 11:5 are bits 14:8 of
-    /// the destination (KVM_FEATURE_MSI_EXT_DEST_ID); without, destination 0xFF is a broadcast, as guests that know 8 bits only expect.
+    /// Decodes a message-signalled interrupt from the `address` and `data` of a device's write. With `extended`, address bits 11:5 are bits
+    /// 14:8 of the destination (KVM_FEATURE_MSI_EXT_DEST_ID). Without it, destination 0xFF is a broadcast, as guests with 8 bits expect.
     pub fn from_msi(address: u64, data: u32, extended: bool) -> Result<Self, MsiError> {
         if address >> 20 != 0xFEE {
             return Err(MsiError::Address { address });
@@ -169,7 +170,7 @@ impl Message {
             .ok_or(MsiError::DeliveryMode { mode: vector_of(data >> 8) & 7 })?;
         let logical = address >> 2 & 1 != 0;
         let delivery = match delivery {
-            // The redirection hint, which only means something for a set of destinations.
+            // The redirection hint, which has an effect only for a set of destinations.
             Delivery::Fixed { vector, trigger } if logical && address >> 3 & 1 != 0 => {
                 Delivery::LowestPriority { vector, trigger }
             }
@@ -178,7 +179,7 @@ impl Message {
         Ok(Self { destination: Self::device_destination(logical, short, high, extended), delivery })
     }
 
-    /// What a redirection entry of the IOAPIC sends. With `extended`, bits 55:49 are bits 14:8 of the destination.
+    /// The message of a redirection entry of the IOAPIC. With `extended`, bits 55:49 are bits 14:8 of the destination.
     pub(crate) fn from_redirection(entry: u64, extended: bool) -> Option<Self> {
         let high = if extended { low(entry >> 49 & 0x7F) << 8 } else { 0 };
         let level = entry >> 15 & 1 != 0;
@@ -194,10 +195,10 @@ impl Message {
     }
 }
 
-/// A message-signalled interrupt is none.
+/// A device's write isn't a valid message-signalled interrupt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum MsiError {
-    /// Not addressed to APICs.
+    /// The address isn't in 0xFEE00000 to 0xFEEFFFFF, the APICs' range.
     #[error(
         "A message-signalled interrupt for address {address:#x} goes nowhere: the driver has to write 0xfee00000 to 0xfeefffff"
     )]

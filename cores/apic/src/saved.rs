@@ -1,7 +1,7 @@
-//! Saved state: types of their own, apart from those at run time.
+//! Saved state, in types separate from those at run time.
 //!
-//! Version rule: a field more or less is another [`VERSION`], and others are refused with one sentence. States may come from anywhere: restoring
-//! checks every value, so that what is restored could have come about by itself.
+//! Version rule: any change of a field is another [`VERSION`], and a state of another version is refused. A state may be hostile: restoring
+//! checks every value, so that the controllers never get a state that they can't reach by themselves.
 
 use serde::{Deserialize, Serialize};
 
@@ -18,11 +18,11 @@ pub struct SavedControllers {
     pub version: u32,
     /// Local APICs, ascending by id.
     pub local: Vec<SavedLocalApic>,
-    /// The IOAPIC, where it is on this node.
+    /// The IOAPIC, if it is on this node.
     pub io_apic: Option<SavedIoApic>,
 }
 
-/// A local APIC. Registers hold what reads of their MSRs return.
+/// A local APIC. The value of a register is what a read of its MSR returns.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SavedLocalApic {
     /// Its id.
@@ -49,17 +49,17 @@ pub struct SavedLocalApic {
     pub initial_count: u32,
     /// Divide configuration.
     pub divide_configuration: u32,
-    /// Nanoseconds until the count reaches 0; `None` while it stands at 0.
+    /// Nanoseconds until the count reaches 0; `None` while it is 0.
     pub timer_remaining_ns: Option<u64>,
-    /// Lines of LINT0 and LINT1.
+    /// Levels of LINT0 and LINT1.
     pub lint_asserted: [bool; 2],
     /// INIT was received, and the vCPU hasn't been reset.
     pub init_latched: bool,
-    /// A start-up IPI was received, and the vCPU hasn't begun.
+    /// Vector of a start-up IPI that the vCPU hasn't executed.
     pub startup_latched: Option<u8>,
-    /// An NMI was received, and the vCPU hasn't been given it.
+    /// An NMI was received, and isn't injected yet.
     pub nmi_latched: bool,
-    /// An external interrupt was received, and the vCPU hasn't been given it.
+    /// An ExtINT was received, and isn't injected yet.
     pub external_latched: bool,
     /// The vCPU waits for a start-up IPI.
     pub waits_for_startup: bool,
@@ -83,7 +83,7 @@ pub struct SavedIoApic {
 /// Saved state can't be restored.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RestoreError {
-    /// Another program's.
+    /// The state has another version than [`VERSION`].
     #[error(
         "Saved interrupt controllers have version {found}, but this program reads version {VERSION}: restore them with the program that saved them"
     )]
@@ -91,7 +91,7 @@ pub enum RestoreError {
         /// Version found.
         found: u32,
     },
-    /// The VM isn't the one that was saved.
+    /// The saved APIC ids aren't this node's, so the state belongs to another VM or node.
     #[error(
         "Saved interrupt controllers are for APIC ids {found:x?}, but this node has {expected:x?}: use the VM's own description"
     )]
@@ -101,24 +101,24 @@ pub enum RestoreError {
         /// Ids of this node.
         expected: Vec<u32>,
     },
-    /// The VM isn't the one that was saved.
+    /// Only one of state and node has the IOAPIC.
     #[error(
         "Saved interrupt controllers and this node differ in having the IOAPIC: use the VM's own description"
     )]
     IoApicLocation,
-    /// No APIC was ever in this state.
+    /// A value that no local APIC can have.
     #[error(
         "Saved local APIC {apic_id:#x} has {what} {value:#x}, which can't be: the saved state is damaged"
     )]
     LocalApic {
-        /// Which one.
+        /// Id of the APIC.
         apic_id: u32,
         /// Which field.
         what: &'static str,
         /// Its value.
         value: u64,
     },
-    /// No IOAPIC was ever in this state.
+    /// A value that no IOAPIC can have.
     #[error("Saved IOAPIC has {what} {value:#x}, which can't be: the saved state is damaged")]
     IoApic {
         /// Which field.
@@ -126,7 +126,7 @@ pub enum RestoreError {
         /// Its value.
         value: u64,
     },
-    /// The description itself.
+    /// The [`crate::Config`] is invalid.
     #[error("Interrupt controllers can't be restored as described")]
     Config(#[source] ConfigError),
 }

@@ -1,4 +1,4 @@
-//! Which APICs exist, and on which nodes.
+//! The APICs of a VM, their nodes, and the resolution of destinations.
 
 use std::collections::BTreeSet;
 
@@ -9,9 +9,9 @@ pub type NodeId = u16;
 
 /// The largest APIC id: logical destinations have 16 bits for the cluster, and 4 bits of the id choose its member.
 pub const MAX_APIC_ID: u32 = 0xF_FFFF;
-/// The most APICs of a VM, those of all nodes.
+/// Limit of APICs of a VM, over all nodes.
 pub const MAX_APICS: usize = 4096;
-/// The longest tick of the timers, in nanoseconds.
+/// Limit of the timers' tick, in nanoseconds.
 pub const MAX_TIMER_TICK_NS: u32 = 1000;
 
 /// An APIC on another node.
@@ -19,50 +19,50 @@ pub const MAX_TIMER_TICK_NS: u32 = 1000;
 pub struct RemoteApic {
     /// Its id.
     pub apic_id: u32,
-    /// Where it is.
+    /// Its node.
     pub node: NodeId,
 }
 
-/// Where the VM's IOAPIC is.
+/// Location of the VM's IOAPIC.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum IoApicLocation {
-    /// Among these controllers.
+    /// On this node.
     Here,
-    /// On another node: ends of level-triggered interrupts are sent to it.
+    /// On another node, to which EOIs of level-triggered interrupts are sent.
     Node(NodeId),
 }
 
-/// What the controllers of a node are made from. The order of ids doesn't matter.
+/// Configuration of a node's controllers. The order of ids has no effect.
 #[derive(Debug, Clone)]
 pub struct Config {
     /// Ids of this node's APICs, one per vCPU.
     pub local_apic_ids: Vec<u32>,
     /// The APICs of other nodes.
     pub remote_apics: Vec<RemoteApic>,
-    /// The APIC of the bootstrap processor, wherever it is: the only one that runs after a reset.
+    /// The APIC of the bootstrap processor, on any node. Only its vCPU runs after a reset.
     pub bootstrap_apic_id: u32,
-    /// Where the IOAPIC is.
+    /// Location of the IOAPIC.
     pub io_apic: IoApicLocation,
     /// Nanoseconds per tick of the APIC timers before division, 1 to [`MAX_TIMER_TICK_NS`]. KVM's own APICs have 1.
     pub timer_tick_ns: u32,
-    /// MSIs and redirection entries have destinations of 15 bits. The guest has to be told: KVM_FEATURE_MSI_EXT_DEST_ID, bit 15 of EAX in CPUID
+    /// MSIs and redirection entries have destinations of 15 bits. CPUID must announce this: KVM_FEATURE_MSI_EXT_DEST_ID, bit 15 of EAX in
     /// leaf 0x40000001.
     pub extended_destination_ids: bool,
 }
 
-/// Controllers can't be made as described.
+/// An invalid [`Config`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum ConfigError {
-    /// Nothing to control.
+    /// This node has no local APIC.
     #[error("A node without vCPUs needs no interrupt controllers: give it an APIC id at least")]
     NoLocalApic,
-    /// Too many.
+    /// The VM has more than [`MAX_APICS`] APICs.
     #[error("A VM of {count} APICs can't be: use {MAX_APICS} at most")]
     TooManyApics {
-        /// How many there would be.
+        /// Number of APICs of all nodes.
         count: usize,
     },
-    /// Out of range.
+    /// An id is above [`MAX_APIC_ID`].
     #[error("APIC id {apic_id:#x} can't be: use ids up to {MAX_APIC_ID:#x}")]
     ApicId {
         /// The id.
@@ -74,21 +74,21 @@ pub enum ConfigError {
         /// The id.
         apic_id: u32,
     },
-    /// Nobody would boot.
+    /// No APIC has the bootstrap processor's id, so no vCPU would boot.
     #[error("There is no APIC with the bootstrap processor's id {apic_id:#x}: use one of the VM's ids")]
     NoBootstrapApic {
         /// The id.
         apic_id: u32,
     },
-    /// Out of range.
+    /// The tick is 0, or above [`MAX_TIMER_TICK_NS`].
     #[error("A timer tick of {tick_ns} ns can't be: use 1 to {MAX_TIMER_TICK_NS}")]
     TimerTick {
-        /// The tick.
+        /// The tick, in nanoseconds.
         tick_ns: u32,
     },
 }
 
-/// Destinations resolved to APICs and nodes. Immutable, as ids are, and logical ids are derived from them.
+/// Resolves destinations to APICs and nodes. Immutable: ids don't change, and logical ids are derived from them.
 #[derive(Debug)]
 pub(crate) struct Topology {
     /// Ids of this node's APICs, ascending.
@@ -160,7 +160,7 @@ impl Topology {
     }
 }
 
-/// Where candidates lie among sorted ids.
+/// Index range of the sorted ids that `destination` may include.
 fn range_of<T>(
     sorted: &[T],
     destination: Destination,

@@ -1,8 +1,8 @@
-//! A set of vectors: what IRR, ISR and TMR are.
+//! A set of vectors, the type of IRR, ISR and TMR.
 
 use serde::{Deserialize, Serialize};
 
-/// 256 bits, a vector each.
+/// 256 bits, one per vector.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct VectorSet([u32; 8]);
 
@@ -12,7 +12,7 @@ impl VectorSet {
         self.0[usize::from(vector >> 5)] & Self::bit(vector) != 0
     }
 
-    /// Whether `vector` was added by this.
+    /// Adds `vector`; returns whether it was absent.
     pub(crate) fn insert(&mut self, vector: u8) -> bool {
         let word = &mut self.0[usize::from(vector >> 5)];
         let added = *word & Self::bit(vector) == 0;

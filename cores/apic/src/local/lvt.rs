@@ -1,11 +1,11 @@
-//! The local vector table: which interrupt each of the APIC's own sources makes.
+//! The local vector table (LVT): the interrupt of each local source.
 
 use crate::registers::{
     LVT_ERROR, LVT_LEVEL, LVT_LINT0, LVT_LINT1, LVT_MASKED, LVT_PERFORMANCE, LVT_PERIODIC, LVT_REMOTE_IRR,
     LVT_THERMAL, LVT_TIMER,
 };
 
-/// A source of interrupts within the APIC.
+/// A local interrupt source of the APIC.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LocalSource {
     Timer,
@@ -20,7 +20,7 @@ impl LocalSource {
     pub(crate) const ALL: [Self; 6] =
         [Self::Timer, Self::Thermal, Self::Performance, Self::Lint0, Self::Lint1, Self::Error];
 
-    /// The source whose entry this MSR is.
+    /// The source whose LVT entry is the MSR `index`.
     pub(crate) fn of_msr(index: u32) -> Option<Self> {
         match index {
             LVT_TIMER => Some(Self::Timer),
@@ -33,7 +33,7 @@ impl LocalSource {
         }
     }
 
-    /// What software may change: vector and mask, and what the source has besides.
+    /// Bits that software may change: vector, mask, and those of the source.
     pub(crate) fn writable(self) -> u32 {
         const DELIVERY_MODE: u32 = 0x700;
         const POLARITY: u32 = 1 << 13;
@@ -46,7 +46,7 @@ impl LocalSource {
         0xFF | LVT_MASKED | own
     }
 
-    /// What software may write without effect: delivery status, and remote IRR where there is one.
+    /// Bits that software may write without effect: delivery status, and remote IRR of LINT0 and LINT1.
     pub(crate) fn read_only(self) -> u32 {
         const DELIVERY_STATUS: u32 = 1 << 12;
         match self {
@@ -56,12 +56,12 @@ impl LocalSource {
     }
 }
 
-/// The table.
+/// The entries by source, in the order of [`LocalSource::ALL`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct LocalVectorTable([u32; 6]);
 
 impl LocalVectorTable {
-    /// After reset: all masked.
+    /// The state after a reset: all entries are masked.
     pub(crate) fn new() -> Self {
         Self([LVT_MASKED; 6])
     }
@@ -70,7 +70,8 @@ impl LocalVectorTable {
         self.0[source as usize]
     }
 
-    /// Sets an entry's writable bits, of which the caller has checked `value`. An edge-triggered entry has no remote IRR.
+    /// Sets the writable bits of an entry. The caller has checked that `value` has no reserved bits. An edge-triggered entry has no remote
+    /// IRR.
     pub(crate) fn set(&mut self, source: LocalSource, value: u32) {
         let entry = &mut self.0[source as usize];
         let remote_irr = if value & LVT_LEVEL != 0 { *entry & LVT_REMOTE_IRR } else { 0 };

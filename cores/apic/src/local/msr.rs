@@ -13,7 +13,7 @@ use crate::registers::{
 use crate::vectors::VectorSet;
 
 impl LocalApic {
-    /// RDMSR. `now_ns` is the time at which the timer's registers are read.
+    /// Reads a register (RDMSR) at time `now_ns`, which determines the timer's current count.
     pub(crate) fn read_msr(&mut self, msr: u32, now_ns: u64) -> Result<u64, GeneralProtection> {
         self.advance(now_ns);
         if let Some(source) = LocalSource::of_msr(msr) {
@@ -47,7 +47,7 @@ impl LocalApic {
         APIC_BASE_X2APIC | if self.is_bootstrap { APIC_BASE_BOOTSTRAP } else { 0 }
     }
 
-    /// WRMSR. Registers are unchanged after an error.
+    /// Writes a register (WRMSR). After an error all registers are unchanged.
     pub(crate) fn write_msr(
         &mut self,
         msr: u32,
@@ -94,7 +94,7 @@ impl LocalApic {
     fn write_lvt(&mut self, source: LocalSource, bits: u32) {
         let mask = if self.is_enabled() { 0 } else { LVT_MASKED };
         self.lvt.set(source, bits | mask);
-        // A line that is asserted when its entry is unmasked.
+        // A write may unmask the entry of an asserted line.
         self.fire_asserted_lints();
     }
 

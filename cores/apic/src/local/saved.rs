@@ -11,11 +11,11 @@ use crate::saved::{RestoreError, SavedLocalApic};
 use crate::vectors::VectorSet;
 
 const ERRORS: u32 = ERROR_SEND_ILLEGAL_VECTOR | ERROR_RECEIVE_ILLEGAL_VECTOR;
-/// Vectors 0 to 15, which no APIC holds.
+/// Vectors 0 to 15, whose bits are never set in IRR, ISR or TMR.
 const ILLEGAL_VECTORS: u32 = 0xFFFF;
 
 impl LocalApic {
-    /// State at `now_ns`, with the timer's interrupts until then.
+    /// Saves the state at `now_ns`. A timer that has expired by then has requested its interrupt.
     pub(crate) fn save(&mut self, now_ns: u64) -> SavedLocalApic {
         self.advance(now_ns);
         SavedLocalApic {
@@ -88,7 +88,8 @@ impl LocalApic {
     }
 }
 
-/// Vectors from 16 up; in service at most one of each class, as an interrupt is only taken above the class in service.
+/// Checks the vector sets. Vectors are 16 or above. At most one of each class is in service, as a vCPU accepts an interrupt only above the
+/// class in service.
 fn check_vectors(saved: &SavedLocalApic) -> Result<(), RestoreError> {
     let refuse =
         |what, value: u32| Err(RestoreError::LocalApic { apic_id: saved.id, what, value: value.into() });

@@ -1,7 +1,7 @@
-//! The APIC timer: counts down once or again and again. No TSC-deadline mode.
+//! The APIC timer, in one-shot and periodic mode. There is no TSC-deadline mode.
 
-/// The shortest time between two interrupts of a periodic timer, in nanoseconds: KVM's own default. Shorter periods are counted as the guest
-/// set them, and interrupt less often.
+/// Minimum interval between two interrupts of a periodic timer, in nanoseconds: KVM's default. The count of a timer with a shorter period
+/// runs as the guest set it, and several periods share one interrupt.
 pub const MIN_PERIODIC_INTERRUPT_NS: u64 = 200_000;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -11,9 +11,9 @@ pub(crate) struct Timer {
     initial: u32,
     /// Divide configuration register.
     divide: u32,
-    /// When the count reaches 0; `None` while it stands at 0.
+    /// Time at which the count reaches 0, in nanoseconds; `None` while it is 0.
     deadline_ns: Option<u64>,
-    /// No interrupt before this time: only of periodic timers.
+    /// Earliest time of a periodic timer's next interrupt, in nanoseconds.
     rest_until_ns: u64,
 }
 
@@ -45,7 +45,7 @@ impl Timer {
         u64::from(self.initial) * self.step_ns()
     }
 
-    /// The initial count was written: counts from now on, or stops at 0.
+    /// Sets the initial count register: the count starts at `now_ns`, or stops if `initial` is 0.
     pub(crate) fn start(&mut self, initial: u32, now_ns: u64) {
         self.initial = initial;
         self.rest_until_ns = 0;
@@ -61,7 +61,7 @@ impl Timer {
         }
     }
 
-    /// The current count. A periodic timer whose interrupt is late has begun to count again.
+    /// The current count. A periodic timer has restarted its count even if its interrupt is delayed.
     pub(crate) fn current(&self, now_ns: u64) -> u32 {
         let Some(deadline_ns) = self.deadline_ns else { return 0 };
         let remaining_ns = match deadline_ns.checked_sub(now_ns) {
@@ -71,7 +71,7 @@ impl Timer {
         u32::try_from(remaining_ns.div_ceil(self.step_ns())).unwrap_or(u32::MAX).min(self.initial)
     }
 
-    /// When an interrupt is due.
+    /// Time of the next interrupt, in nanoseconds; `None` while the count is 0.
     pub(crate) fn due_ns(&self) -> Option<u64> {
         self.deadline_ns.map(|deadline_ns| deadline_ns.max(self.rest_until_ns))
     }
@@ -81,13 +81,13 @@ impl Timer {
         self.deadline_ns.map(|deadline_ns| deadline_ns.saturating_sub(now_ns))
     }
 
-    /// Puts saved values back, which the caller has checked.
+    /// Restores saved values, which the caller has checked.
     pub(crate) fn restore(&mut self, initial: u32, divide: u32, remaining_ns: Option<u64>, now_ns: u64) {
         (self.initial, self.divide) = (initial, divide);
         self.deadline_ns = remaining_ns.map(|remaining_ns| now_ns.saturating_add(remaining_ns));
     }
 
-    /// Whether an interrupt has become due since the last call. Periods that were missed make one interrupt.
+    /// Whether an interrupt is due by `now_ns`. Starts the next period of a periodic timer; missed periods share one interrupt.
     pub(crate) fn expire(&mut self, periodic: bool, now_ns: u64) -> bool {
         let Some(deadline_ns) = self.deadline_ns.filter(|_| self.due_ns().is_some_and(|due| due <= now_ns))
         else {

@@ -1,4 +1,4 @@
-//! Small sets of controllers, and what tests do to them again and again.
+//! Small sets of controllers, and steps that tests share.
 
 use apic::registers::{END_OF_INTERRUPT, SPURIOUS_VECTOR};
 use apic::{Action, Config, Controllers, IoApicLocation, RemoteApic, VcpuEvent};
@@ -19,7 +19,7 @@ pub fn config() -> Config {
     }
 }
 
-/// Started and enabled by software.
+/// Controllers whose vCPUs run, with APICs enabled by software.
 pub fn running(config: Config) -> Controllers {
     let controllers = Controllers::new(config).unwrap();
     start(&controllers);
@@ -49,7 +49,7 @@ pub fn next(controllers: &Controllers, apic_id: u32) -> VcpuEvent {
     controllers.vcpu(apic_id).unwrap().next_event(true, 0, &mut Vec::new())
 }
 
-/// Takes an interrupt and ends it.
+/// Accepts a vCPU's next interrupt and ends it. Returns its vector and the EOI's actions.
 pub fn serve(controllers: &Controllers, apic_id: u32) -> Option<(u8, Vec<Action>)> {
     match next(controllers, apic_id) {
         VcpuEvent::Interrupt { vector } => Some((vector, write(controllers, apic_id, END_OF_INTERRUPT, 0))),
@@ -58,7 +58,7 @@ pub fn serve(controllers: &Controllers, apic_id: u32) -> Option<(u8, Vec<Action>
     }
 }
 
-/// Takes and ends all interrupts.
+/// Accepts and ends all interrupts of a vCPU. Returns their vectors in order.
 pub fn vectors(controllers: &Controllers, apic_id: u32) -> Vec<u8> {
     std::iter::from_fn(|| serve(controllers, apic_id)).map(|(vector, _)| vector).collect()
 }

@@ -1,4 +1,4 @@
-//! Messages from their source to the vCPUs: IPIs, pins, MSIs, and those of other nodes.
+//! Delivery of interrupts to vCPUs: IPIs, pins, MSIs, and messages of other nodes.
 
 use apic::message::{Delivery, Destination, Message, Trigger};
 use apic::{Action, Config, Controllers, IoApicLocation, LineError, LocalInput, NodeMessage, VcpuEvent};

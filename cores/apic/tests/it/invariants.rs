@@ -1,4 +1,4 @@
-//! Properties that hold whatever guests, devices and other nodes do.
+//! Invariants under random steps of guests, devices and other nodes.
 
 use apic::message::{Delivery, Destination, Message, Trigger};
 use apic::registers::*;
@@ -8,7 +8,7 @@ use proptest::prelude::*;
 
 use crate::common::*;
 
-/// One thing that anybody may do.
+/// A step of a guest, a device, another node, or the caller.
 #[derive(Debug, Clone)]
 enum Step {
     Write { vcpu: usize, msr: u32, value: u64 },
@@ -30,7 +30,7 @@ fn msr() -> impl Strategy<Value = u32> {
     prop_oneof![8 => X2APIC_FIRST..=0x83F, 1 => X2APIC_FIRST..=X2APIC_LAST, 1 => any::<u32>()]
 }
 
-/// Mostly what software writes.
+/// Register values, mostly such as software writes.
 fn register_write() -> impl Strategy<Value = (u32, u64)> {
     prop_oneof![
         2 => (msr(), any::<u64>()),
@@ -125,7 +125,7 @@ impl World {
         self.controllers.save(self.now_ns)
     }
 
-    /// Errors are answers, too.
+    /// Executes a step. An error is a valid result.
     fn step(&mut self, step: &Step) {
         let (controllers, now_ns, actions) = (&self.controllers, self.now_ns, &mut self.actions);
         let port = |vcpu: usize| controllers.vcpu(controllers.apic_ids()[vcpu]).unwrap();
@@ -155,7 +155,7 @@ impl World {
         }
     }
 
-    /// The vector that is taken is the highest that is requested, and of a higher class than all in service and than TPR.
+    /// Checks that the vCPU accepts the highest requested vector, whose class is above those of all vectors in service and above TPR's.
     fn next(&mut self, vcpu: usize, interruptible: bool) {
         let apic_id = self.apic_id(vcpu);
         let before = self.saved().local[vcpu].clone();
@@ -176,9 +176,9 @@ impl World {
         assert_eq!(after.in_service, before.in_service.iter().chain([vector]).collect());
     }
 
-    /// What no step may break.
+    /// Checks the invariants after a step.
     fn check(&mut self) {
-        // Each pin may end, interrupt all APICs here, and be sent to each node.
+        // Limit of a step's actions: each pin may end, interrupt all APICs of this node, and send a message to each node.
         let limit = 24 * (1 + 4 + 2) + 4 + 2 + 1;
         assert!(self.actions.len() <= limit, "{} actions of one step", self.actions.len());
         self.actions.clear();
@@ -200,7 +200,7 @@ impl World {
         }
     }
 
-    /// Whether the destination of an unmasked fixed entry would have taken its interrupt when its line or entry last changed.
+    /// Whether the destination of an unmasked fixed entry would have accepted its interrupt when its line or entry last changed.
     fn accepts(&self, entry: u64) -> bool {
         let vector = entry & 0xFF;
         let to = u32::try_from(entry >> 56).unwrap();
@@ -220,7 +220,7 @@ proptest! {
         }
     }
 
-    /// An edge to an enabled APIC is taken once, whatever the order of sending, taking and ending.
+    /// A vCPU accepts an edge to its enabled APIC exactly once, in any order of sends, accepts and EOIs.
     #[test]
     fn no_edge_is_lost_or_repeated(
         sends in prop::collection::vec((0..4u32, 16..=255u8, 0..3u8, any::<bool>()), 1..80),
@@ -276,7 +276,7 @@ proptest! {
         prop_assert_eq!(requested, taken);
     }
 
-    /// A level-triggered pin interrupts as often as its interrupt ends while the line is asserted, and once more.
+    /// A level-triggered pin interrupts once, and once more after each EOI while the line is asserted.
     #[test]
     fn a_level_comes_again_while_its_line_is_asserted(
         vector in 16..=255u8,
@@ -298,7 +298,7 @@ proptest! {
         prop_assert_eq!(vectors(&controllers, 2), [vector]);
     }
 
-    /// Reading any MSR changes no register but by the time that passes.
+    /// A read of any MSR changes no state.
     #[test]
     fn reads_have_no_effect(steps in prop::collection::vec(step(), 0..40), msr in msr()) {
         let mut world = World::new();

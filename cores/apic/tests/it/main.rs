@@ -1,5 +1,5 @@
-//! Integration tests of `apic`: one program, since each is linked with everything.
-#![allow(clippy::unwrap_used)] // A test that can't go on has failed.
+//! Integration tests of `apic` in one binary, which saves link time.
+#![allow(clippy::unwrap_used)] // A test that can't continue has failed.
 
 mod common;
 mod delivery;

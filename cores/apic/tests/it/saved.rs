@@ -1,4 +1,4 @@
-//! Saved state: what comes back, and what is refused.
+//! Saved state: it is restored identically, and an invalid one is refused.
 
 use apic::{Config, Controllers, RestoreError, SavedControllers, VcpuEvent};
 

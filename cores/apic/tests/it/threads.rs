@@ -1,4 +1,4 @@
-//! A vCPU that sleeps until it is kicked misses nothing that other threads send.
+//! A vCPU that sleeps until it is kicked misses no interrupt of other threads.
 
 use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::time::Duration;
@@ -9,10 +9,10 @@ use apic::{Action, Controllers, VcpuEvent};
 use crate::common::*;
 
 const ROUNDS: u32 = 2000;
-/// A hang.
+/// Time limit, after which a sleep counts as a lost wake-up.
 const HANG_LIMIT: Duration = Duration::from_secs(60);
 
-/// What a shell has per vCPU.
+/// A vCPU's sleep and kick, as a shell implements them.
 #[derive(Default)]
 struct Sleeper {
     kicked: Mutex<bool>,
@@ -34,7 +34,7 @@ impl Sleeper {
     }
 }
 
-/// Takes interrupts and ends them; says so to each vector's sender.
+/// Accepts interrupts and ends them, and notifies each vector's sender.
 fn vcpu(controllers: &Controllers, sleeper: &Sleeper, ended: &[mpsc::Sender<()>]) {
     let port = controllers.vcpu(1).unwrap();
     let mut actions = Vec::new();
