@@ -1,5 +1,5 @@
 //! Differential test of crate `apic` against KVM's in-kernel controllers. Both get the same register accesses, IPIs, MSIs, lines and
-//! timer events, and must give the same answers and states.
+//! timer events, and must have the same results and states.
 //!
 //! The test has two vCPUs and compares both sides after each step. A vCPU receives interrupts in ring 0, with an interrupt table that
 //! reports each vector. The monitor accesses registers by ioctls, which share KVM's code for RDMSR and WRMSR. In one step of 50 the guest
@@ -24,7 +24,7 @@
 //!
 //! | step | KVM | crate `apic` |
 //! |---|---|---|
-//! | trigger mode in the ICR, but for INIT | sends level-triggered interrupts | SDM: ignored, edge |
+//! | trigger mode in the ICR, except for INIT | sends level-triggered interrupts | SDM: ignored, edge |
 //! | SMI | enters system management mode | has none |
 //! | ExtINT by MSI or pin | ignores it | reports it to its caller |
 //! | lowest priority while an APIC is disabled by software | may choose that one for logical destinations, and loses the interrupt | chooses among the enabled ones |
@@ -40,7 +40,6 @@
 //! | writes of IA32_APIC_BASE | leave x2APIC mode | locked |
 //!
 //! Environment variables of the ignored test: `APIC_PEER_STEPS` is the number of steps, `APIC_PEER_SEED` the seed.
-//! The count of steps is the variable `APIC_PEER_STEPS` of the ignored test; `APIC_PEER_SEED` is another start.
 
 mod kernel;
 mod ours;

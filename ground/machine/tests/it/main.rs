@@ -1,5 +1,5 @@
 //! Integration tests of `machine` in one binary, which saves link time.
-#![allow(clippy::unwrap_used)] // A test that can't go on has failed.
+#![allow(clippy::unwrap_used)] // A test that can't continue has failed.
 
 mod apic_peer;
 mod common;
