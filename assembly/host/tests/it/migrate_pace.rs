@@ -1,5 +1,5 @@
-//! What peers write into the memory of a VM that leaves is held back where its monitor asks for that: beside it, and from another host. No queue
-//! pair fails.
+//! Throttled peers: during pre-copy the source's monitor slows the writes of peers into the VM's memory, on the same host and on another
+//! one. No queue pair fails.
 
 use crate::common;
 
@@ -14,17 +14,17 @@ use control_api::host::proto::move_vm_reply::State;
 use host::Daemon;
 
 const LENGTH: u32 = 16 << 10;
-/// Writes that are posted before completions are taken.
+/// Limit of writes that are posted before completions are polled.
 const MOST_AT_ONCE: usize = 16;
-/// For what must happen, however busy the machine is.
+/// Time limit of an expected event, even on a busy machine.
 const HANG_LIMIT: Duration = Duration::from_secs(60);
 
-/// Writes into a peer's buffer for a while, as much as its queue takes. How many writes were complete.
+/// Writes into a peer's buffer for `time`, as often as the send queue accepts. Returns the number of completed writes.
 fn write_for(time: Duration, from: &Vm, to: &Vm, outstanding: &mut u64) -> u64 {
     let until = Instant::now() + time;
     let mut done = 0;
     while Instant::now() < until {
-        // Where the engine is as fast as this loop, there's always room for one more: the completion queue must not overflow meanwhile.
+        // An engine as fast as this loop always has room for one more request, so a limit keeps the completion queue from an overflow.
         for _ in 0..MOST_AT_ONCE {
             *outstanding += u64::from(from.write(to, 1, LENGTH));
         }
@@ -42,7 +42,7 @@ fn write_for(time: Duration, from: &Vm, to: &Vm, outstanding: &mut u64) -> u64 {
 fn complete_some(from: &Vm, to: &Vm, outstanding: &mut u64) {
     let until = Instant::now() + HANG_LIMIT;
     let mut done = 0;
-    // Those that were posted before, and one more.
+    // The writes that are outstanding, and one more.
     let wanted = *outstanding + 1;
     while done < wanted {
         assert!(Instant::now() < until, "{done} of {wanted} writes are complete");
@@ -50,7 +50,7 @@ fn complete_some(from: &Vm, to: &Vm, outstanding: &mut u64) {
     }
 }
 
-/// A counter of a VM's NIC, as its host's daemon has it.
+/// A counter of a VM's NIC, from `inspect` of its host's daemon.
 fn counted(daemon: &Daemon, vm: &str, counter: &str) -> u64 {
     let path = format!("vms/{vm}/nics/rdma0/rdma/counters/{counter}");
     HostClient::new(daemon.socket()).inspect(Some(&path)).unwrap().as_u64().unwrap()
@@ -69,7 +69,7 @@ fn peers_of_a_vm_that_leaves_write_less() {
         assert!(a.monitor.rdma.hold_back(50).is_err(), "it doesn't leave");
         let on_its_way = Move::begin(&mut a, sockets[0], sockets[1], "h3");
         let rdma = &on_its_way.vm.monitor.rdma;
-        // How much less is the engine's and the protocol's affair, and their tests'; here time says nothing.
+        // This test checks only whether peers are throttled, since rates depend on the machine. Tests of engine and protocol check rates.
         let before = counted(&daemons[1], "b", counter);
         complete_some(&b, on_its_way.vm, &mut outstanding);
         assert_eq!(counted(&daemons[1], "b", counter), before, "{expected}: nobody is held back");
@@ -79,12 +79,12 @@ fn peers_of_a_vm_that_leaves_write_less() {
             assert!(Instant::now() < until, "{expected}: nobody holds it back");
             write_for(Duration::from_millis(100), &b, on_its_way.vm, &mut outstanding);
         }
-        // It goes on nevertheless, and when nobody holds it back any more.
+        // Throttled writes still complete, and so do writes after the end of the throttling.
         complete_some(&b, on_its_way.vm, &mut outstanding);
         assert!(rdma.hold_back(0).unwrap());
         complete_some(&b, on_its_way.vm, &mut outstanding);
         assert!(!on_its_way.vm.monitor.ethernet.hold_back(50).unwrap(), "a vmxnet3 has no way to do so");
-        // It comes to its peer while that is held back.
+        // The VM migrates to its peer's host while the peer is throttled.
         rdma.hold_back(99).unwrap();
         let mut on_its_way = if at == 0 {
             assert_eq!(on_its_way.give_up(), State::Stays);
@@ -115,7 +115,7 @@ fn a_peer_that_was_always_beside_a_vm_waits_while_it_leaves() {
     let mut on_its_way = Move::begin(&mut a, daemons[0].socket(), daemons[1].socket(), "h2");
     assert_eq!(on_its_way.converged(), State::Stop);
     on_its_way.stop();
-    // Longer than all its retries take.
+    // Longer than all retries of the peer's queue pair.
     let long = Duration::from_millis(1_500);
     assert_eq!(write_for(long, &b, on_its_way.vm, &mut outstanding), 0, "nobody takes it");
     assert_eq!(on_its_way.arrived(), (State::Moved, State::Runs));

@@ -1,4 +1,4 @@
-//! Connected VMs that move at the same time, in a migration each: both are copied while the other is, and they change hosts one after the other.
+//! Concurrent migrations of two connected VMs: both are in pre-copy at the same time, and they switch over one after the other.
 
 use crate::common;
 use crate::migrate_group::{finish, work};
@@ -16,7 +16,7 @@ use control_api::host::proto::move_vm_reply::State;
 use control_api::host::proto::move_vm_request::Step;
 use host::Daemon;
 
-/// Two connected VMs on hosts 1 and 2 of three, and the service knows that they are connected.
+/// Three hosts, and two connected VMs on hosts 1 and 2. Returns when the service knows the connection.
 fn begin(cluster: &Cluster) -> ([Daemon; 3], Vm, Vm, [Adder; 2]) {
     let daemons = [cluster.daemon(1), cluster.daemon(2), cluster.daemon(3)];
     let (a, b) = pair(cluster, &daemons[0], &daemons[1]);
@@ -31,7 +31,7 @@ fn converged(daemon: &HostClient, vm: &str) -> MoveVmReply {
     daemon.move_vm(vm, Step::Converged(true)).unwrap()
 }
 
-/// Asks until it hears for whom a VM waits.
+/// Repeats the step `Converged` until the response names the VM that migrates first.
 fn wait_for_turn(daemon: &HostClient, vm: &str) -> String {
     let mut waits_for = String::new();
     wait_until("the VM to wait for its turn", || {
@@ -43,8 +43,8 @@ fn wait_for_turn(daemon: &HostClient, vm: &str) -> String {
     waits_for
 }
 
-/// Two hosts are drained at the same time. Both VMs are copied; the one that is ready first switches over first. The other one waits, learns for which VM,
-/// and follows. Both orders.
+/// Two hosts are drained at the same time, in both orders. The VM that converges first switches over first. The other VM's monitor learns
+/// for which VM it waits, and follows.
 #[test]
 fn two_peers_are_copied_at_the_same_time_and_switch_over_one_after_the_other() {
     for first in [0, 1] {
@@ -74,7 +74,7 @@ fn two_peers_are_copied_at_the_same_time_and_switch_over_one_after_the_other() {
         let queued = state.migrations.iter().find(|migration| migration.stage == "queued").unwrap();
         let waited_for = state.vms.iter().find(|vm| vm.id == queued.waits_for).unwrap();
         assert_eq!(waited_for.name, names[first]);
-        // Much is under way when it stops.
+        // Many requests are in flight when it stops.
         adders[first].work(leaves.vm, 8);
         adders[second].work(moves[second].as_ref().unwrap().vm, 8);
         leaves.stop();
@@ -95,8 +95,8 @@ fn two_peers_are_copied_at_the_same_time_and_switch_over_one_after_the_other() {
     }
 }
 
-/// A migration that waits for its turn is cancelled during its peer's switchover. Its VM continues on its host, and sends its peer nothing until the peer
-/// runs again.
+/// A migration that waits for another is cancelled during its peer's switchover. Its VM continues on its host, and sends its peer nothing
+/// until the peer runs again.
 #[test]
 fn a_vm_that_waits_for_its_turn_can_be_given_up() {
     let cluster = Cluster::new();
@@ -110,7 +110,7 @@ fn a_vm_that_waits_for_its_turn_can_be_given_up() {
     assert_eq!(first.converged(), State::Stop);
     let source = HostClient::new(daemons[1].socket());
     assert_eq!(wait_for_turn(&source, "b"), "a");
-    // What was under way when its queue pairs were held has been answered, or will be when they go on.
+    // Requests that were in flight at the suspension of its queue pairs have completed by then, or complete after their resumption.
     let held = |adder: &mut Adder, vm: &Vm, lasts: Duration| {
         let until = Instant::now() + lasts;
         while Instant::now() < until {
