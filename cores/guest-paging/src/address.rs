@@ -1,25 +1,25 @@
-//! Two kinds of addresses that must not be mixed up.
+//! Guest-virtual and guest-physical addresses, as types that can't be confused.
 
 use std::fmt;
 
 /// Bytes of the smallest page.
 pub const PAGE_BYTES: u64 = 4096;
 
-/// A linear address: what an instruction names, with its segment's base added, before page tables are applied.
+/// A linear address: an instruction's offset plus its segment's base, before page tables are applied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct GuestVirtual(pub u64);
 
-/// An address of the guest's memory bus: what page tables lead to.
+/// An address on the guest's memory bus: the result of a page walk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct GuestPhysical(pub u64);
 
 impl GuestVirtual {
-    /// Offset in its page of 4 KiB.
+    /// Offset in its 4 KiB page, in bytes.
     pub fn page_offset(self) -> u64 {
         self.0 % PAGE_BYTES
     }
 
-    /// Whether bits 63 to `bits - 1` are equal, as 4-level paging (48) and 5-level paging (57) demand of 64-bit addresses.
+    /// Whether the address is canonical: bits 63 to `bits - 1` are equal. `bits` is 48 for 4-level paging, 57 for 5-level paging.
     pub fn is_canonical(self, bits: u32) -> bool {
         let above = self.0 >> (bits - 1);
         above == 0 || above == u64::MAX >> (bits - 1)
@@ -27,7 +27,7 @@ impl GuestVirtual {
 }
 
 impl GuestPhysical {
-    /// Number of its page of 4 KiB.
+    /// Number of its 4 KiB page.
     pub fn page(self) -> u64 {
         self.0 / PAGE_BYTES
     }

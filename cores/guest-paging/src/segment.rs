@@ -1,16 +1,16 @@
-//! Offsets in segments to linear addresses.
+//! Segmentation: from offsets in segments to linear addresses.
 
 use thiserror::Error;
 
 use crate::address::GuestVirtual;
 use crate::state::{CodeSize, EFER_LMA, PagingState};
 
-/// A segment register with what the processor has of its descriptor.
+/// A segment register with its hidden part, the fields of its descriptor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Segment {
     /// Linear address of offset 0.
     pub base: u64,
-    /// Last offset, in bytes; of an expand-down segment the last one that is not in it.
+    /// Limit: the last valid offset, in bytes; in an expand-down segment, the last invalid one.
     pub limit: u32,
     /// Type of the descriptor: bit 3 code, bit 2 expand-down (data) or conforming (code), bit 1 writable (data) or readable (code).
     pub kind: u8,
@@ -22,10 +22,10 @@ pub struct Segment {
     pub long: bool,
 }
 
-/// Which segment register an instruction names. FS and GS have a base in 64-bit mode.
+/// The segment register of an access. In 64-bit mode only FS and GS have a base.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SegmentRegister {
-    /// CS, for instructions' own bytes.
+    /// CS, for instruction fetches.
     Code,
     /// SS; its faults are #SS instead of #GP.
     Stack,
@@ -35,13 +35,13 @@ pub enum SegmentRegister {
     Extra,
 }
 
-/// The processor raises a fault for an offset (#GP; #SS for the stack), or the offset isn't an address.
+/// An access for which the processor raises #GP, or #SS for the stack.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[error("offset {offset:#x} for {bytes} bytes breaks a rule of its segment")]
 pub struct SegmentFault {
-    /// The offset.
+    /// Offset of the first byte.
     pub offset: u64,
-    /// Bytes from there on.
+    /// Length of the access, in bytes.
     pub bytes: u64,
 }
 
@@ -50,7 +50,7 @@ const EXPAND_DOWN: u8 = 1 << 2;
 const WRITABLE_OR_READABLE: u8 = 1 << 1;
 
 impl Segment {
-    /// Of CS: size of the code that runs.
+    /// Code size of the segment; valid for CS.
     pub fn code_size(&self, state: &PagingState) -> CodeSize {
         if state.is_real_mode() || state.is_virtual_8086() {
             CodeSize::Bits16
@@ -65,10 +65,10 @@ impl Segment {
 
     /// Linear address of the first of `bytes` bytes at `offset`.
     ///
-    /// Offsets of 16- and 32-bit code are taken modulo 4 GiB; their linear addresses are 32 bits wide.
+    /// Offsets of 16- and 32-bit code are reduced modulo 4 GiB; their linear addresses have 32 bits.
     ///
     /// # Errors
-    /// Where the processor raises #GP or #SS: behind the limit, by type, a null selector, an address that isn't canonical.
+    /// When the processor raises #GP or #SS: beyond the limit, against the type, with a null selector, or at a non-canonical address.
     pub fn linear(
         &self,
         register: SegmentRegister,
@@ -85,7 +85,8 @@ impl Segment {
             let first = base.wrapping_add(offset);
             let end = first.wrapping_add(last);
             let canonical = |address| GuestVirtual(address).is_canonical(state.linear_bits());
-            // A piece that wraps around at 2^64 has two canonical ends, and so does one around the hole, which is longer than any operand.
+            // A range that wraps around at 2^64 has two canonical ends. So has a range across the non-canonical hole, but that is longer
+            // than any operand.
             return if canonical(first) && canonical(end) && last < 1 << 46 {
                 Ok(GuestVirtual(first))
             } else {
@@ -111,14 +112,14 @@ impl Segment {
         }
         let code = self.kind & CODE != 0;
         match (register, write) {
-            // Instructions are fetched from whatever CS holds.
+            // The type isn't checked at a fetch, only when CS is loaded.
             (SegmentRegister::Code, false) => true,
             (_, true) => !code && self.kind & WRITABLE_OR_READABLE != 0,
             (_, false) => !code || self.kind & WRITABLE_OR_READABLE != 0,
         }
     }
 
-    /// Whether offsets from `first` to `last` are in it.
+    /// Whether offsets `first` to `last` are within the segment.
     fn contains(&self, first: u64, last: u64, protected: bool) -> bool {
         let limit = u64::from(self.limit);
         if protected && self.kind & (CODE | EXPAND_DOWN) == EXPAND_DOWN {

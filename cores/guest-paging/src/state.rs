@@ -29,12 +29,12 @@ pub const RFLAGS_AC: u64 = 1 << 18;
 /// RFLAGS.VM: virtual-8086 mode.
 pub const RFLAGS_VM: u64 = 1 << 17;
 
-/// Registers of one vCPU, as they are before the instruction.
+/// Registers of one vCPU before the instruction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PagingState {
     /// CR0: paging, protected mode, write protection.
     pub cr0: u64,
-    /// CR3: physical address of the top table, and flags.
+    /// CR3: physical address of the top table, and flags. PAE paging outside of IA-32e mode uses `pdptes` instead.
     pub cr3: u64,
     /// CR4: format of the tables, SMEP, SMAP, protection keys.
     pub cr4: u64,
@@ -44,12 +44,12 @@ pub struct PagingState {
     pub rflags: u64,
     /// Current privilege level, 0 to 3: the DPL of SS.
     pub cpl: u8,
-    /// The four page-directory-pointer entries that the processor loaded with CR3, for PAE paging outside of IA-32e mode; `None` where the
-    /// hypervisor doesn't tell them, and such a walk is [`crate::WalkError::Unsupported`].
+    /// The four page-directory-pointer entries that the processor loaded with CR3, for PAE paging outside of IA-32e mode. `None` if the
+    /// hypervisor doesn't report them; then such a walk is [`crate::WalkError::Unsupported`].
     pub pdptes: Option<[u64; 4]>,
-    /// Bits of a physical address that the guest's CPUID reports (leaf 0x8000_0008), at most 52. Entries with higher bits raise a fault.
+    /// Physical address width by the guest's CPUID (leaf 0x8000_0008), in bits, at most 52. Entries with higher bits raise a fault.
     pub physical_bits: u32,
-    /// Whether the guest's CPUID reports pages of 1 GiB (leaf 0x8000_0001, EDX bit 26). Elsewhere their size bit is reserved.
+    /// Whether the guest's CPUID reports pages of 1 GiB (leaf 0x8000_0001, EDX bit 26). Otherwise their size bit is reserved.
     pub has_1g_pages: bool,
     /// Whether the guest's processor is AMD's or Hygon's, which reserve bit 8 of the upper levels' entries.
     pub is_amd: bool,
@@ -67,7 +67,7 @@ pub enum CodeSize {
 }
 
 impl CodeSize {
-    /// Bits, as a decoder takes them.
+    /// Number of bits, for an instruction decoder.
     pub fn bits(self) -> u32 {
         match self {
             Self::Bits16 => 16,

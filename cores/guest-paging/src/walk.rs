@@ -1,4 +1,4 @@
-//! Page walks.
+//! Page walks of 32-bit, PAE, 4-level and 5-level paging.
 
 use arrayvec::ArrayVec;
 use thiserror::Error;
@@ -9,7 +9,7 @@ use crate::state::{
     PagingState, RFLAGS_AC,
 };
 
-/// Levels of the deepest tables.
+/// Limit of levels: those of 5-level paging.
 const MAX_LEVELS: usize = 5;
 
 const PRESENT: u64 = 1;
@@ -22,7 +22,7 @@ const GLOBAL: u64 = 1 << 8;
 const NO_EXECUTE: u64 = 1 << 63;
 /// Address bits of an entry of 64 bits.
 const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
-/// Bit of the key's first bit.
+/// Lowest bit of the protection key.
 const KEY_SHIFT: u32 = 59;
 
 /// Error code of a page fault: the entry was present.
@@ -32,7 +32,7 @@ const ERROR_USER: u32 = 1 << 2;
 const ERROR_RESERVED: u32 = 1 << 3;
 const ERROR_FETCH: u32 = 1 << 4;
 
-/// What an access is for.
+/// Kind of access.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
     /// Data is read.
@@ -68,7 +68,7 @@ impl PageSize {
     }
 }
 
-/// Bytes of a table's entry.
+/// Width of a table's entry, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EntryWidth {
     /// 32-bit paging.
@@ -79,8 +79,8 @@ pub enum EntryWidth {
 
 /// Reads entries of page tables.
 pub trait Tables {
-    /// The entry at `address`, a multiple of its width, read once and as a whole; of four bytes in the low half. `None` where the caller
-    /// has no memory there, or not now.
+    /// Reads the entry at `address`, a multiple of `width`, by one atomic load. An entry of four bytes is in the low half. `None` if the
+    /// caller has no memory there, or the memory isn't present.
     fn entry(&self, address: GuestPhysical, width: EntryWidth) -> Option<u64>;
 }
 
@@ -90,16 +90,16 @@ impl<T: Fn(GuestPhysical, EntryWidth) -> Option<u64>> Tables for T {
     }
 }
 
-/// Where a linear address leads.
+/// The result of a walk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Translation {
-    /// The byte.
+    /// Address of the byte.
     pub physical: GuestPhysical,
-    /// Size of the page that maps it; [`PageSize::Size4K`] where paging is off.
+    /// Size of its page; [`PageSize::Size4K`] while paging is off.
     pub page_size: PageSize,
-    /// Entries that were read, from the root on. Their pages and `physical`'s are what an access touches.
+    /// Addresses of the entries that were read, from the root on. An access needs their pages and that of `physical`.
     pub entries: ArrayVec<GuestPhysical, MAX_LEVELS>,
-    /// Whether the processor would set no accessed or dirty bit.
+    /// Whether all accessed and dirty bits are set that the processor would set.
     pub flags_are_set: bool,
 }
 
@@ -112,18 +112,18 @@ pub enum WalkError {
         /// Bits P, W/R, U/S, RSVD, I/D as the processor pushes them.
         error_code: u32,
     },
-    /// The address isn't canonical: #GP or #SS.
+    /// The address isn't canonical: the processor raises #GP or #SS.
     #[error("{0} isn't canonical")]
     NotCanonical(GuestVirtual),
-    /// A table isn't in memory that the caller reaches.
+    /// The caller can't read the table entry at this address.
     #[error("the table entry at {0} isn't reachable")]
     Absent(GuestPhysical),
-    /// What decides about it isn't known: protection keys, or the page-directory pointers of PAE paging.
+    /// The result depends on unknown registers: protection keys, or the page-directory pointers of PAE paging.
     #[error("{0} decide, and aren't known")]
     Unsupported(&'static str),
 }
 
-/// How tables of one paging mode look.
+/// Format of the tables of a paging mode.
 struct Shape {
     /// Lowest bit of each level's index, from the root on.
     shifts: &'static [u32],
@@ -133,7 +133,7 @@ struct Shape {
 
 const FIVE_LEVELS: Shape = Shape { shifts: &[48, 39, 30, 21, 12], index_bits: 9, width: EntryWidth::Eight };
 const FOUR_LEVELS: Shape = Shape { shifts: &[39, 30, 21, 12], index_bits: 9, width: EntryWidth::Eight };
-/// Below the page-directory-pointer registers.
+/// The levels below the page-directory-pointer registers.
 const PAE: Shape = Shape { shifts: &[21, 12], index_bits: 9, width: EntryWidth::Eight };
 const TWO_LEVELS: Shape = Shape { shifts: &[22, 12], index_bits: 10, width: EntryWidth::Four };
 
@@ -150,7 +150,7 @@ impl Shape {
     fn large_page(&self, shift: u32, state: &PagingState) -> Option<PageSize> {
         match (self.width, shift) {
             (EntryWidth::Eight, 21) => Some(PageSize::Size2M),
-            // PAE has no such level, and its pointers no such bit.
+            // Not reached with PAE, whose tables begin at bit 21.
             (EntryWidth::Eight, 30) => Some(PageSize::Size1G),
             (EntryWidth::Four, 22) if state.cr4 & CR4_PSE != 0 => Some(PageSize::Size4M),
             _ => None,
@@ -158,7 +158,7 @@ impl Shape {
     }
 }
 
-/// What the entries on the way allow together.
+/// The combined rights of a walk's entries.
 struct Rights {
     writable: bool,
     user: bool,
@@ -225,7 +225,7 @@ pub fn walk(
     Err(fault(state, access, 0))
 }
 
-/// The tables' shape, and the address of the first.
+/// Format of the tables, and address of the first one.
 fn root(state: &PagingState, address: GuestVirtual, access: Access) -> Result<(Shape, u64), WalkError> {
     if state.efer & EFER_LMA != 0 {
         if !address.is_canonical(state.linear_bits()) {
@@ -289,7 +289,7 @@ fn has_reserved_bits(
         reserved |= NO_EXECUTE;
     }
     if state.efer & EFER_LMA == 0 {
-        // PAE ignores nothing between its address bits and bit 63.
+        // In PAE paging bits 62 to 52 are reserved, not ignored.
         reserved |= 0x7ff0_0000_0000_0000;
     }
     match page_size {
@@ -297,7 +297,7 @@ fn has_reserved_bits(
         Some(size @ (PageSize::Size2M | PageSize::Size1G)) => {
             reserved |= (size.bytes() - 1) & ADDRESS & !(1 << 12)
         }
-        // There are no pages of 256 TiB and 512 GiB.
+        // No page is as large as 512 GiB or 256 TiB, so the size bit is reserved.
         None if shift >= 39 => reserved |= if state.is_amd { LARGE | GLOBAL } else { LARGE },
         _ => {}
     }
@@ -307,7 +307,7 @@ fn has_reserved_bits(
     entry & reserved != 0
 }
 
-/// Refuses an access that the entries together don't allow.
+/// Checks an access against the combined rights.
 fn check(state: &PagingState, access: Access, rights: &Rights, leaf: u64) -> Result<(), WalkError> {
     let by_user = state.cpl == 3;
     let protects = match (by_user, rights.user, access) {
@@ -330,7 +330,7 @@ fn check(state: &PagingState, access: Access, rights: &Rights, leaf: u64) -> Res
         && state.cr4 & keys != 0
         && leaf >> KEY_SHIFT & 0xf != 0
     {
-        // Key 0 is checked as well, and no system forbids it.
+        // The processor also checks key 0, but no operating system forbids accesses with it.
         return Err(WalkError::Unsupported("protection keys"));
     }
     Ok(())
@@ -344,7 +344,7 @@ fn fault(state: &PagingState, access: Access, cause: u32) -> WalkError {
     if state.cpl == 3 {
         error_code |= ERROR_USER;
     }
-    // Reported only where execution can be forbidden.
+    // The processor sets the bit only if execution can be forbidden.
     let can_forbid = state.cr4 & CR4_SMEP != 0 || state.cr4 & CR4_PAE != 0 && state.efer & EFER_NXE != 0;
     if access == Access::Execute && can_forbid {
         error_code |= ERROR_FETCH;

@@ -1,4 +1,4 @@
-//! Tables that are made for one question each.
+//! Page walks of tables that are built for one rule each.
 
 use guest_paging::state::{
     CR0_PE, CR0_PG, CR0_WP, CR4_LA57, CR4_PAE, CR4_PKE, CR4_PSE, CR4_SMAP, CR4_SMEP, EFER_LMA, EFER_NXE,
@@ -36,12 +36,12 @@ pub fn state(kind: Kind, memory: &Memory, root: u64) -> PagingState {
     }
 }
 
-/// Where the entry for [`LINEAR`] is in a table.
+/// Address of the entry for [`LINEAR`] in a table.
 fn entry(table: u64, shift: u32) -> u64 {
     table + (LINEAR >> shift & 511) * 8
 }
 
-/// One page of 4 KiB at [`LINEAR`] under four levels.
+/// Maps one page of 4 KiB at [`LINEAR`] by 4-level paging.
 fn one(tables: u64, leaf: u64) -> (Memory, PagingState) {
     let mut memory = Memory::default();
     let root = memory.root();
@@ -202,7 +202,7 @@ fn pages_of_4_mib_reach_beyond_4_gib() {
     );
     *memory.entries.get_mut(&leaf).unwrap() |= 1 << 21;
     assert_eq!(at(&state, &memory), Err(WalkError::Fault { error_code: 0b1001 }));
-    // Without PSE the bit has no meaning: the entry names a table.
+    // Without PSE the size bit is ignored, and the entry refers to a table.
     assert_eq!(at(&PagingState { cr4: 0, ..state }, &memory), Err(WalkError::Fault { error_code: 0 }));
 }
 

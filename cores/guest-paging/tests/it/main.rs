@@ -1,4 +1,4 @@
-//! Page walks of made tables and of random ones.
+//! Page walks of constructed and of random tables.
 
 mod made;
 mod memory;

@@ -1,18 +1,18 @@
-//! A guest's memory, and tables that are made in it.
+//! A guest's memory, with page tables that tests build.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
 
 use guest_paging::{EntryWidth, GuestPhysical, PageSize, Tables};
 
-/// Where tables are made.
+/// Address of the first table.
 pub const TABLES: u64 = 0x10_0000;
 
-/// Entries by address; what was never written is zero.
+/// Entries by address; others are zero.
 #[derive(Debug, Default)]
 pub struct Memory {
     pub entries: BTreeMap<u64, u64>,
-    /// The only page that isn't reachable.
+    /// Number of a page that can't be read.
     pub absent_page: Option<u64>,
     pub reads: Cell<usize>,
     next_table: u64,
@@ -30,7 +30,7 @@ impl Tables for Memory {
     }
 }
 
-/// A shape of tables, said apart from the crate's own.
+/// A paging mode, described independently of the crate's own code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     Two,
@@ -70,13 +70,13 @@ impl Memory {
         TABLES + (self.next_table - 1) * 4096
     }
 
-    /// An empty root.
+    /// Allocates an empty root table; returns its address.
     pub fn root(&mut self) -> u64 {
         self.table()
     }
 
-    /// Maps the page of `linear` to `physical`; tables in between get `table_bits`, the leaf `leaf_bits`. The leaf's address. A page that a
-    /// larger one covers already stays as it is: `None`.
+    /// Maps the page of `linear` to `physical`. Entries of tables get `table_bits`, the leaf `leaf_bits`. Returns the leaf's address, or
+    /// `None` if a page covers the address already.
     pub fn map(
         &mut self,
         kind: Kind,
@@ -108,7 +108,7 @@ impl Memory {
             }
             table = if present == 0 {
                 let next = self.table();
-                // A pointer of PAE paging has few bits.
+                // Most bits of a PAE page-directory pointer are reserved.
                 self.entries.insert(at, next | if is_pointer { 1 } else { table_bits });
                 next
             } else {

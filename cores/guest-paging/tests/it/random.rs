@@ -1,4 +1,4 @@
-//! Random tables: mappings come out as they were made, and hostile entries end each walk.
+//! Random tables: walks find the mappings as built, and end with hostile entries.
 
 use std::collections::BTreeMap;
 
@@ -25,7 +25,7 @@ fn size(kind: Kind, choice: u8) -> PageSize {
     }
 }
 
-/// A linear address of the mode, from any bits. Few regions, so that mappings share tables.
+/// Makes a linear address of the mode from random bits. There are few regions, so that mappings share tables.
 fn linear(kind: Kind, bits: u64) -> u64 {
     let bits = bits & 0x0000_00c0_c1ff_f000 | bits >> 40 & 0xfff;
     match kind {
@@ -67,7 +67,7 @@ proptest! {
         }
     }
 
-    /// Whatever tables hold: at most five reads, all below the guest's highest address, and a result inside of it.
+    /// With any table contents a walk makes at most five reads, all below the guest's highest address, and its result is below it, too.
     #[test]
     fn hostile_tables_end_each_walk(
         entries in prop::collection::btree_map(0u64..64, any::<u64>(), 0..64),
