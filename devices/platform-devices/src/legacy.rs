@@ -105,8 +105,9 @@ impl BusDevice for ResetControl {
     }
 }
 
-/// Where an 8254 timer would be. Its counters read as 0, so that Linux finds at its first look that they don't count down: with ones, as of an unclaimed port,
-/// it looks 100,000 times (`quick_pit_calibrate` in arch/x86/kernel/tsc.c). Guests that know another clock don't look.
+/// The ports of an absent 8254 timer. Its counters read as 0, so that Linux detects at the first read that they don't count down. With
+/// ones, as from an unclaimed port, it reads 100,000 times (`quick_pit_calibrate` in arch/x86/kernel/tsc.c). Guests with another clock
+/// don't read it.
 #[derive(Debug, Default)]
 pub struct AbsentTimer;
 
@@ -118,7 +119,7 @@ impl BusDevice for AbsentTimer {
     fn write(&self, _offset: u64, _data: &[u8]) {}
 }
 
-/// A port whose writes do nothing. A device of its own makes them cheap and counts them by name.
+/// A port whose writes have no effect. As a separate device they are cheap, and counted by name.
 #[derive(Debug, Default)]
 pub struct DelayPort;
 
