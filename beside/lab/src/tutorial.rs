@@ -1,4 +1,4 @@
-//! Reads the pages of `docs/tutorials`: which commands a reader types where, and what they print.
+//! Parses the pages of `docs/tutorials`: the commands, the shells in which a reader types them, and the output that they print.
 //!
 //! ````text
 //! ```sh prepare          typed once on each host, before any page
@@ -8,19 +8,19 @@
 //! ```text                what the block before it prints
 //! ````
 //!
-//! An expected line is found anywhere behind the line before it. `…` in it stands for any text, and spaces for any number of spaces. Blocks of other
-//! languages, and indented commands, are for reading only.
+//! An expected line matches any line after the match of the line before it. `…` matches any text, and spaces match any number of spaces.
+//! Blocks of other languages, and indented commands, aren't executed.
 
 use anyhow::{Context, Result, bail};
 
-/// Stands for any text in an expected line.
+/// Matches any text in an expected line.
 const ANY_TEXT: char = '…';
 /// Opens and closes a block.
 const FENCE: &str = "```";
 /// The hosts that a page may name, in the order of their numbers.
 pub const HOSTS: [&str; 2] = ["host", "host2"];
 
-/// Where a block is typed.
+/// The shells in which a block is typed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Place {
     /// On each host, before any page.
@@ -117,13 +117,13 @@ fn place(machines: &str, before: &[Block]) -> Result<Place> {
     }
 }
 
-/// The first expected line that isn't there, if one isn't.
+/// The first expected line without a match in `printed`, if any.
 pub fn missing<'a>(expected: &'a [String], printed: &[String]) -> Option<&'a str> {
     let mut printed = printed.iter();
     expected.iter().map(String::as_str).find(|pattern| !printed.any(|line| fits(pattern, line)))
 }
 
-/// Whether a line is what a page says.
+/// Whether a printed line matches an expected one.
 fn fits(pattern: &str, line: &str) -> bool {
     let single_spaces = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
     let (pattern, line) = (single_spaces(pattern), single_spaces(line));

@@ -1,11 +1,11 @@
-//! Does what the pages of `docs/tutorials` say, command by command. A command that fails, or a line that isn't printed, is a failed check.
+//! Executes the commands of the pages of `docs/tutorials`. A command that fails, or an expected line that isn't printed, is a failed check.
 //!
 //! ```text
 //!  page ── blocks ──▶ shell of a host (bash, one per page) ──▶ causeway run … &
 //!            │                                                    │ console's socket
 //!            └──────▶ terminal of a guest: the page's own socat ──┘
 //! ```
-//! [`crate::tutorial`] has the convention of the pages. Hosts have what the first page tells a reader to put into the folder `/root`.
+//! [`crate::tutorial`] has the format of the pages. Each host has the files in `/root` that the first page requires.
 
 use crate::channel::Session;
 use crate::host::Host;
@@ -33,17 +33,17 @@ pub const SCENARIO: Scenario = Scenario {
     prompt: Some(prompt),
 };
 
-/// A page, and the hosts on which it is followed.
+/// A page, and the number of its hosts.
 struct Tutorial {
     page: &'static str,
     hosts: usize,
     needs: Needs,
 }
 
-/// What a page needs of its hosts.
+/// Files that a page requires on its hosts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Needs {
-    /// What guests boot from.
+    /// Kernel, initrd and disk image for guests.
     Guests,
     /// The modules for neighbours as well.
     Neighbours,
@@ -66,27 +66,27 @@ const NODE_HOSTS: [&str; 2] = ["node", "node2"];
 /// Modules that a guest with neighbours loads.
 const MODULES: [&str; 2] = ["cw_neigh", "mmblk"];
 const PAYLOAD: &str = "jacobi";
-/// For an emulated host to boot guests, to copy one, or to compute.
+/// Time-out of a block, in which an emulated host boots guests, migrates one, or computes.
 const BLOCK_TIMEOUT: Duration = Duration::from_secs(600);
-/// For a guest to boot and give a prompt.
+/// Time-out of a guest's boot up to its prompt.
 const PROMPT_TIMEOUT: Duration = Duration::from_secs(300);
-/// For lines that a program in the background prints after the block that started it.
+/// Time-out of lines that a program in the background prints after the block that started it.
 const LATER_LINES_TIMEOUT: Duration = Duration::from_secs(60);
-/// Between two attempts to get an answer of a guest's shell.
+/// Interval between two attempts to get a response of a guest's shell.
 const PROMPT_INTERVAL: Duration = Duration::from_secs(3);
 /// Ends a block that is handed to a shell.
 const END_OF_BLOCK: &str = "END_OF_TUTORIAL_BLOCK";
-/// What is in all lines that this scenario prints in a shell.
+/// Part of all lines that this scenario prints in a shell.
 const OWN_LINES: &str = "TUTORIAL-";
 /// Begins the line by which a shell reports a block's end; followed by the block's number and status.
 const DONE: &str = "TUTORIAL-DONE";
-/// What a guest's shell says when it no longer repeats what is typed.
+/// Printed by a guest's shell once its echo is off.
 const QUIET: &str = "TUTORIAL-QUIET";
-/// What a guest's shell says when it takes commands.
+/// Printed by a guest's shell once it executes commands.
 const READY: &str = "TUTORIAL-READY";
 
-/// In place of `causeway` on an emulated host, where a second of the reader's takes many: it raises timeouts, and lets guests' kernels leave out what an
-/// emulated processor is slow at.
+/// Wrapper of `causeway` on an emulated host, which is many times slower than a reader's. It raises time-outs, and disables parts of the
+/// guests' kernels that are slow on an emulated processor.
 const SLOW_CAUSEWAY: &str = r#"#!/bin/sh
 real=/run/programs/causeway
 case "$1 $2" in
@@ -142,12 +142,12 @@ fn page(name: &str) -> Result<String> {
     fs::read_to_string(&path).with_context(|| format!("Can't read {}", path.display()))
 }
 
-/// A page's blocks.
+/// Parses a page of `docs/tutorials`.
 fn blocks(name: &str) -> Result<Vec<Block>> {
     tutorial::blocks(&page(name)?).with_context(|| format!("docs/tutorials/{name}.md"))
 }
 
-/// Puts into a host what the first page tells a reader to have. A host's number is its place on its page.
+/// Copies to a host the files that the first page requires. A host's number is its index in its page's hosts.
 fn furnish(host: &Host, number: usize, nodes: bool, neighbours: bool) -> Result<()> {
     let script = format!(
         "set -e; mkdir -p /usr/local/bin /run/causeway; mv /share/bin/causeway /run/programs/causeway; cd /root\n\
@@ -173,14 +173,14 @@ fn furnish(host: &Host, number: usize, nodes: bool, neighbours: bool) -> Result<
     modules.iter().try_for_each(|name| put(host, &format!("{name}.ko"), &module(RDMA_KERNEL, name)?))
 }
 
-/// Puts a file into the folder in which a reader works.
+/// Copies a file to `/root`, the folder in which a reader works, and makes it executable.
 fn put(host: &Host, name: &str, bytes: &[u8]) -> Result<()> {
     let path = host.share().join(name);
     fs::write(&path, bytes).with_context(|| format!("Can't write {}", path.display()))?;
     host.sh(&format!("mv /share/{name} /root/ && chmod +x /root/{name}")).map(drop)
 }
 
-/// The hosts that are there, each with its number on a page and whether it is for nodes.
+/// The running hosts, each with its number on a page, and whether it runs nodes.
 fn hosts(lab: &Lab) -> impl Iterator<Item = (&Host, usize, bool)> {
     lab.hosts().iter().filter_map(|host| {
         let number = |names: [&str; 2]| names.iter().position(|name| *name == host.name());
@@ -190,16 +190,16 @@ fn hosts(lab: &Lab) -> impl Iterator<Item = (&Host, usize, bool)> {
     })
 }
 
-/// A shell that takes a page's commands.
+/// A shell that executes a page's commands.
 struct Shell {
     name: String,
     session: Session,
-    /// Blocks that were handed to it.
+    /// Number of blocks that were typed.
     count: usize,
 }
 
 impl Shell {
-    /// The shell of a host.
+    /// Starts a shell on a host.
     fn of_host(host: &Host) -> Result<Self> {
         let session = host.spawn(
             &format!("shell of {}", host.name()),
@@ -208,12 +208,12 @@ impl Shell {
         Ok(Shell { name: host.name().to_owned(), session, count: 0 })
     }
 
-    /// The terminal of a guest, once its shell answers.
+    /// Opens a guest's terminal by `command`, and waits until its shell responds.
     fn of_guest(host: &Host, guest: &str, command: &str) -> Result<Self> {
         let session = host.start(&format!("{ENVIRONMENT} cd /root; {command}"), Some((24, 200)), None)?;
         let began = Instant::now();
         loop {
-            // What is typed comes back, and must not look like the answer.
+            // The terminal echoes the input, which must not look like the response.
             session.input(format!("echo {READY}''\n").as_bytes())?;
             std::thread::sleep(PROMPT_INTERVAL);
             if session.out.lines_from(0).iter().any(|line| line.trim_end().ends_with(READY)) {
@@ -236,7 +236,7 @@ impl Shell {
         Ok(Shell { name: guest.to_owned(), session, count: 0 })
     }
 
-    /// Types a block, and waits for its end: its status, and what it printed.
+    /// Types a block, and waits for its end. Returns the status of the last command that failed, or 0, and the printed lines.
     fn type_in(&mut self, block: &Block) -> Result<(i32, Vec<String>)> {
         self.count += 1;
         let from = self.session.out.position();
@@ -261,7 +261,7 @@ impl Shell {
                 .lines_from(from)
                 .into_iter()
                 .filter(|line| !line.contains(OWN_LINES))
-                // What stands before a carriage return is the terminal's.
+                // Text before a carriage return is the terminal's.
                 .map(|line| line.trim_end().rsplit('\r').next().unwrap_or_default().to_owned())
                 .collect();
             let complete = tutorial::missing(&block.prints, &printed).is_none();
@@ -273,10 +273,10 @@ impl Shell {
     }
 }
 
-/// What each shell of a host begins with: the wrapper is found before the program.
+/// Start of each shell of a host: PATH has the wrapper before the program.
 const ENVIRONMENT: &str = "export PATH=/usr/local/bin:$PATH HOME=/root;";
 
-/// A block as a shell takes it: as a whole, with the status of the first command that fails.
+/// Input that makes a shell execute a block as a whole, and print the status of the last command that failed, or 0.
 fn handed_over(commands: &str, number: usize) -> String {
     format!(
         "failed=0; trap 'failed=$?' ERR\n\
@@ -285,7 +285,7 @@ fn handed_over(commands: &str, number: usize) -> String {
     )
 }
 
-/// Follows a page; how many blocks and lines of output it has.
+/// Executes a page. Returns its numbers of blocks and of expected lines.
 fn follow(lab: &Lab, tutorial: &Tutorial, report: &mut Report) -> Result<(usize, usize)> {
     let named = |name: &str| {
         hosts(lab)
@@ -341,7 +341,7 @@ fn follow(lab: &Lab, tutorial: &Tutorial, report: &mut Report) -> Result<(usize,
     Ok((count, lines))
 }
 
-/// Furnishes all hosts.
+/// Copies the monitor and the pages' files to all hosts.
 fn furnish_all(lab: &Lab, options: &Options) -> Result<()> {
     lab.install_causeway_in_memory()?;
     let neighbours = want_neighbours(options);
@@ -369,7 +369,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// What `lab shell --scenario tutorials` opens: a host with everything that a reader needs. From there `on host2` opens the other.
+/// Opens the shell of `lab shell --scenario tutorials`: a host with all files of the pages. There `on host2` opens the other host's.
 fn prompt(lab: &Lab, options: &Options, number: Option<usize>) -> Result<i32> {
     furnish_all(lab, options)?;
     let serve = format!(
@@ -425,7 +425,7 @@ mod tests {
         assert_eq!(names(&[]), ["host", "host2", "node", "node2"]);
     }
 
-    /// The lines that a shell reports the ends of blocks by.
+    /// The lines by which a shell reports the ends of blocks.
     fn typed(script: &str) -> Vec<String> {
         let output = Command::new("bash").args(["--norc", "-c", script]).output().unwrap();
         let text = String::from_utf8(output.stdout).unwrap();
@@ -445,7 +445,7 @@ mod tests {
         );
     }
 
-    /// The words of a command as the wrapper hands them on.
+    /// The words of a command that the wrapper passes to the program.
     fn wrapped(words: &[&str]) -> Vec<String> {
         let folder = tempfile::tempdir().unwrap();
         let script = SLOW_CAUSEWAY.replace("real=/run/programs/causeway", "real='printf %s\\n'");
