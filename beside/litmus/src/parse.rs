@@ -9,8 +9,9 @@
 //!  MOV EAX,[y] | MOV EAX,[x] ;
 //! exists (0:EAX=0 /\ 1:EAX=0)       also ~exists and forall
 //! ```
-//! Instructions: `MOV`, `ADD`, `SUB`, `AND`, `OR`, `XOR`, `INC`, `DEC` (with memory also after `LOCK`), `XCHG`, `LOCK XADD`, `LOCK CMPXCHG`, `MFENCE`.
-//! Registers: EAX, EBX, ECX, EDX, ESI, EDI and their 64-bit forms, which make an access 64 bits wide; so does `qword` before a location.
+//! Instructions: `MOV`, `ADD`, `SUB`, `AND`, `OR`, `XOR`, `INC`, `DEC` (with memory also after `LOCK`), `XCHG`, `LOCK XADD`,
+//! `LOCK CMPXCHG`, `MFENCE`. Registers: EAX, EBX, ECX, EDX, ESI, EDI and their 64-bit forms, which make an access 64 bits wide; so does
+//! `qword` before a location.
 
 use crate::test::{Condition, Instruction, Observed, Operand, Operation, Register, Test, Width};
 use payload_litmus::{MOST_LOCATIONS, MOST_OBSERVED, MOST_THREADS};

@@ -28,7 +28,8 @@
 //! # Concurrency
 //! All types are plain values. A walk makes at most five reads, and acquires no locks.
 //!
-//! Facts: Intel SDM volume 3, chapters "Protected-Mode Memory Management" and "Paging"; AMD APM volume 2, "Page Translation and Protection".
+//! Sources: Intel SDM volume 3, chapters "Protected-Mode Memory Management" and "Paging"; AMD APM volume 2, "Page Translation and
+//! Protection".
 
 pub mod address;
 pub mod segment;

@@ -17,8 +17,8 @@
 //!
 //! Performance counters are off: KVM reports their overflows only to in-kernel APICs.
 //!
-//! Sources: Linux `Documentation/virt/kvm/api.rst` (KVM_CAP_X86_USER_SPACE_MSR, KVM_X86_SET_MSR_FILTER, KVM_INTERRUPT, KVM_NMI); Intel SDM volume 3,
-//! "Processor management and initialization", for INIT and start-up.
+//! Sources: Linux `Documentation/virt/kvm/api.rst` (KVM_CAP_X86_USER_SPACE_MSR, KVM_X86_SET_MSR_FILTER, KVM_INTERRUPT, KVM_NMI); Intel
+//! SDM volume 3, "Processor management and initialization", for INIT and start-up.
 
 use std::time::Duration;
 

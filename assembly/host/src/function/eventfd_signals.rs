@@ -100,7 +100,8 @@ impl EventfdSignals {
         };
         let operations = [&raw const operation];
         for _ in 0..MAX_SUBMISSIONS {
-            // SAFETY: the kernel reads one pointer and the operation that it points to, and copies both. The operation reads no bytes, so no buffer is written.
+            // SAFETY: the kernel reads one pointer and the operation that it points to, and copies both. The operation reads no bytes,
+            // so no buffer is written.
             let result =
                 unsafe { libc::syscall(libc::SYS_io_submit, self.context, 1_usize, operations.as_ptr()) };
             if result == 1 {

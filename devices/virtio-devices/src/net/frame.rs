@@ -172,8 +172,8 @@ impl<'a> FrameSink<'a> {
             let from = start.clamp(at, at + vec.iov_len);
             let to = end.clamp(at, at + vec.iov_len);
             for number in from..to {
-                // SAFETY: `number` lies in this entry, which is valid for reads and writes; the guest may write the byte meanwhile, so it is
-                // read once, and written once if it was changed.
+                // SAFETY: `number` lies in this entry, which is valid for reads and writes. The guest may write the byte meanwhile, so it
+                // is read once, and written once if it was changed.
                 unsafe {
                     let place = vec.iov_base.cast::<u8>().add(number - at);
                     let before = place.read_volatile();
