@@ -60,7 +60,7 @@ pub struct VsockQueues {
     pub receive: Ring,
     /// Packets from the guest.
     pub transmit: Ring,
-    /// Queue of events; the only one is [`TRANSPORT_RESET`].
+    /// Queue of events; the only one is `VIRTIO_VSOCK_EVENT_TRANSPORT_RESET`.
     pub event: Ring,
     /// The connections.
     pub muxer: Muxer,
