@@ -1,37 +1,39 @@
-//! Times, bounds, and planted faults.
+//! Timeouts, limits, and injected bugs.
 
-/// Most VMs of one migration.
+/// Maximum number of VMs of one migration.
 pub const MAX_MOVES: usize = 256;
-/// Most hosts of a cluster.
+/// Maximum number of hosts of a cluster.
 pub const MAX_HOSTS: usize = 4096;
-/// Most migrations that a host takes part in at one time, as source and as destination.
+/// Maximum number of concurrent migrations of a host, as source and, separately, as destination.
 pub const MAX_MIGRATIONS: usize = 64;
-/// Most peers of a VM that travel with it.
+/// Maximum number of peers of a VM in a `Handover`.
 pub const MAX_FACES: usize = 65_536;
 
-/// Times in milliseconds, and how messages to many hosts travel.
+/// Timeouts in milliseconds, and how messages spread to many hosts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Config {
-    /// An unanswered message is sent again.
+    /// Interval at which a node retransmits an unanswered message.
     pub retry_ms: u32,
-    /// As [`Config::retry_ms`] while memory is copied, which takes seconds or minutes in which nobody stands still: what is said again then is only for
-    /// the case that a stream broke.
+    /// As [`Config::retry_ms`] during pre-copy, which takes seconds to minutes while all guests run. A retransmission
+    /// then only covers the case that a stream broke.
     pub calm_ms: u32,
-    /// A source gives up a switch-over that hasn't come to its vote, and the coordinator one that isn't decided.
+    /// A source aborts a switchover that hasn't reached its vote in this time; the coordinator one that isn't decided.
     pub switch_ms: u32,
-    /// The coordinator gives up a migration whose destinations don't answer.
+    /// The coordinator aborts a migration whose destinations don't answer `Reserve` in this time.
     pub reserve_ms: u32,
-    /// The coordinator gives up a migration whose sources haven't converged.
+    /// The coordinator aborts a migration whose sources haven't converged in this time.
     pub copy_ms: u32,
-    /// The coordinator gives up a migration that has waited so long for its turn to switch over.
+    /// The coordinator aborts a migration that has been queued for its switchover for this time.
     pub queue_ms: u32,
-    /// A host that hasn't said in this time that it has done what was decided isn't waited for any longer: the VMs are free, and it is told when it is back.
+    /// The coordinator waits this long for a host to settle. Then it frees the migration's VMs, and sends the decision
+    /// when the host returns.
     pub settle_ms: u32,
-    /// How many hosts a host passes a message on to; 0: whoever has something to say says it to each host.
+    /// Number of hosts to which one host forwards a message; 0: the origin sends to each host directly.
     pub fan: u8,
-    /// Announcements that a peer host doesn't answer before the owner leaves it to the peer to ask.
+    /// Unanswered retransmissions at [`Config::retry_ms`], of an announcement or a source's vote. After them the
+    /// interval is 32 times as long.
     pub announcements: u8,
-    /// A fault that is put in, to see that it is found.
+    /// A bug that tests inject, to show that the model checker finds it.
     pub plant: Plant,
 }
 
@@ -52,38 +54,38 @@ impl Default for Config {
     }
 }
 
-/// Faults that can be put in: each must be found by the model checker.
+/// Bugs that tests inject. The model checker must find each.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Plant {
-    /// None.
+    /// No bug.
     #[default]
     None,
-    /// A peer says that its queue pairs are held before they are.
+    /// A peer's host acknowledges `Suspend` before its queue pairs are suspended.
     AckBeforeHeld,
     /// The coordinator commits without the source's vote.
     CommitWithoutYield,
-    /// A source that has voted runs on when nothing is heard of the others.
+    /// A source that has voted resumes its VMs when a timeout expires.
     RunAfterYield,
-    /// Peers believe whoever says that it runs a VM, whatever the epoch.
+    /// Peers accept an announcement of any host, of whatever epoch.
     NoEpochCheck,
-    /// The destination tells peers to go on before it knows of the commit.
+    /// The destination makes peers resume before it has received the commit.
     ResumeBeforeCommit,
-    /// The decision isn't written before it is told.
+    /// The coordinator sends a decision that isn't in the ledger yet.
     DecisionNotWritten,
-    /// A source stops without waiting for peers.
+    /// A source stops its VMs before their peers are suspended.
     StopBeforeHeld,
-    /// The coordinator takes a decision anew when it is asked again.
+    /// The coordinator decides a second time when it receives a duplicate.
     DecideTwice,
-    /// The coordinator waits without a limit for every host to do what was decided.
+    /// The coordinator waits for every host to settle, without a timeout.
     TellForEver,
-    /// A destination's monitor that has voted ends itself when nothing is heard for a while.
+    /// The monitor of a destination that has voted ends itself when a timeout expires.
     VoteTakenBack,
-    /// A daemon that knows nothing of a migration, since it was started again, says that it was given up.
+    /// A restarted daemon, which knows nothing of a migration, reports an abort.
     ForgottenIsGivenUp,
-    /// A source's monitor that doesn't know how its migration ended lets its guest go on when its user says so, and asks nobody.
+    /// The monitor of a source in doubt resumes its guest at its user's request, without asking the service.
     ResumeInDoubt,
-    /// A living daemon that the service takes for one that was started again takes its votes back.
+    /// A running daemon that the service takes for a restarted one takes its votes back.
     RenumberTakesVotesBack,
-    /// The coordinator lets a VM and its peer, of two migrations, switch over at the same time.
+    /// The coordinator lets a VM and its peer, in two migrations, switch over at the same time.
     SwitchTogether,
 }

@@ -1,22 +1,23 @@
-//! What goes into a host's state machine, and what comes out.
+//! Inputs of a host's state machine, and its outputs.
 
 use crate::message::Message;
 use crate::names::{Epoch, HostId, MigrationId, Move, Place, VmId};
 
-/// What a host is told.
+/// An input of a host's state machine.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Event {
-    /// The daemon begins.
+    /// The daemon starts.
     Start,
-    /// A message for it came.
+    /// A message for this host has been received.
     Message(Message),
-    /// A VM was started here; the coordinator gave it the epoch.
+    /// A VM has started here, in the epoch that the coordinator gave it.
     Started {
         /// The VM.
         vm: VmId,
         /// Its epoch.
         epoch: Epoch,
-        /// Migrations up to this one don't concern it any more: what peers still hold for one of them goes on.
+        /// The last migration of an earlier run of the VM. Queue pairs of peers that are suspended for it, or for an
+        /// earlier one, resume.
         after: MigrationId,
     },
     /// A VM of this host has ended.
@@ -24,14 +25,14 @@ pub enum Event {
         /// The VM.
         vm: VmId,
     },
-    /// A VM of this host has a connection that is in use now, with a VM that is elsewhere or here.
+    /// A VM of this host has its first connection with a peer, which may be on any host.
     Connected {
         /// The VM of this host.
         vm: VmId,
-        /// Where its peer is, as the coordinator says.
+        /// The peer's host and epoch, from the coordinator.
         peer: Place,
     },
-    /// The last connection of a VM of this host with that peer has ended.
+    /// A VM of this host has closed its last connection with a peer.
     Disconnected {
         /// The VM of this host.
         vm: VmId,
@@ -42,10 +43,10 @@ pub enum Event {
     Room {
         /// The migration.
         migration: MigrationId,
-        /// There is room.
+        /// Whether the host has the capacity.
         granted: bool,
     },
-    /// What is left to copy of a VM fits into the pause.
+    /// The rest of a VM's state fits into the limit of the blackout.
     Converged {
         /// The migration.
         migration: MigrationId,
@@ -57,109 +58,111 @@ pub enum Event {
         /// The migration.
         migration: MigrationId,
     },
-    /// The answer to [`Action::Hold`]: no queue pair that faces the VM sends any more.
+    /// The answer to [`Action::Hold`]: all queue pairs that face the VM are suspended.
     Held {
         /// The migration.
         migration: MigrationId,
         /// The VM that they face.
         vm: VmId,
     },
-    /// The answer to [`Action::Stop`]: the VM stands still.
+    /// The answer to [`Action::Stop`]: the VM and its queue pairs are stopped.
     Stopped {
         /// The migration.
         migration: MigrationId,
         /// The VM.
         vm: VmId,
     },
-    /// All of a VM's state has come here, and was checked.
+    /// All of a VM's state has been received here and checked.
     Arrived {
         /// The migration.
         migration: MigrationId,
         /// The VM.
         vm: VmId,
     },
-    /// The time of a timer is over.
+    /// A timer has expired.
     Timer(Timer),
 }
 
-/// A timer of a host. One that is set again begins anew; [`crate::Host::awaits`] says whether it still matters.
+/// A timer of a host. Setting it again restarts it. [`crate::Host::awaits`] returns whether its expiry still matters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Timer {
-    /// The coordinator hasn't answered [`crate::message::Body::Hello`].
+    /// Retransmits [`crate::message::Body::Hello`], which the coordinator hasn't answered.
     Hello,
-    /// What a source waits for hasn't come.
+    /// Retransmits what a source waits for.
     Leaving(MigrationId),
-    /// It hasn't come in time.
+    /// Ends a source's switchover, unless it has voted.
     Switch(MigrationId),
-    /// What a destination waits for hasn't come.
+    /// Retransmits what a destination waits for.
     Arriving(MigrationId),
-    /// Peer hosts haven't answered an announcement.
+    /// Retransmits an announcement that peers' hosts haven't answered.
     Announce(MigrationId),
-    /// Nothing was heard of a VM that queue pairs wait for.
+    /// Asks for the place of a VM that suspended queue pairs face.
     Ask(VmId),
 }
 
 impl Timer {
-    /// Ends something, rather than saying it again.
+    /// Whether its expiry aborts something instead of retransmitting.
     #[must_use]
     pub fn is_deadline(self) -> bool {
         matches!(self, Self::Switch(_))
     }
 }
 
-/// What a host does.
+/// An output of a host's state machine, to be carried out by its caller.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Action {
     /// Sends a message to another node.
     Send(Message),
-    /// Keeps room for VMs: memory, queue pairs, keys, addresses, devices. Answered by [`Event::Room`].
+    /// Reserves capacity for VMs: memory, queue pairs, keys, addresses, devices. Answered by [`Event::Room`].
     Reserve {
         /// The migration.
         migration: MigrationId,
-        /// What comes.
+        /// VMs that are to move here.
         moves: Vec<Move>,
     },
-    /// Gives the room of a migration free, with what came already.
+    /// Frees the capacity that a migration reserved, with all state received so far.
     Release {
         /// The migration.
         migration: MigrationId,
     },
-    /// Begins to copy a VM while it runs. [`Event::Converged`] tells when little is left.
+    /// Starts pre-copy of a VM. [`Event::Converged`] reports that the rest is small enough.
     Copy {
         /// The migration.
         migration: MigrationId,
-        /// What goes where.
+        /// The VM to copy.
         vm: VmId,
         /// The destination.
         to: HostId,
     },
-    /// VMs that leave in a migration have to wait for a peer to move first; they are copied on. Said again while that is so.
+    /// A migration's VMs are queued behind a peer's switchover; their pre-copy continues. Repeated at every `Queued`
+    /// message.
     Queued {
         /// The migration.
         migration: MigrationId,
         /// The peer.
         behind: VmId,
     },
-    /// Ends copying.
+    /// Ends pre-copy.
     EndCopy {
         /// The migration.
         migration: MigrationId,
     },
-    /// Stops, at the end of a segment, all queue pairs of VMs of this host that face a VM. Answered by [`Event::Held`].
+    /// Suspends, at the end of a segment, all queue pairs of this host's VMs that face a VM. Answered by
+    /// [`Event::Held`].
     Hold {
         /// The migration.
         migration: MigrationId,
         /// The VM that they face.
         vm: VmId,
     },
-    /// The queue pairs of a VM that face this peer go on, and send to that host. Ends an unanswered [`Action::Hold`].
+    /// Resumes a VM's queue pairs that face this peer, towards the peer's host. Cancels an unanswered [`Action::Hold`].
     Open {
         /// The VM of this host.
         vm: VmId,
-        /// The peer, and where it is.
+        /// The peer with its host.
         peer: Place,
     },
-    /// A peer has ended: queue pairs that face it fail as their protocol has it.
+    /// A peer has ended or was lost: queue pairs that face it enter the error state of their protocol.
     Lost {
         /// The peer.
         peer: VmId,
@@ -180,24 +183,24 @@ pub enum Action {
         /// The destination.
         to: HostId,
     },
-    /// Runs a VM, here: goes on with a stopped one, or begins with one that arrived. Its queue pairs stay closed until
-    /// [`Action::Open`].
+    /// Runs a VM here: resumes a stopped one, or starts one whose state was received. Its queue pairs stay suspended
+    /// until [`Action::Open`].
     Run {
         /// The VM.
         vm: VmId,
         /// The epoch that it runs in.
         epoch: Epoch,
     },
-    /// Forgets a VM that runs elsewhere.
+    /// Destroys the local state of a VM that another host runs.
     Discard {
         /// The VM.
         vm: VmId,
     },
     /// Sets a timer.
     Timer {
-        /// Which.
+        /// The timer to start.
         timer: Timer,
-        /// In so many milliseconds.
+        /// Delay in milliseconds.
         after_ms: u32,
     },
 }

@@ -1,15 +1,15 @@
-//! One message to many hosts, along a tree; answers come back along it.
+//! A message to many hosts, forwarded along a tree; the answers return along it.
 //!
-//! The sender splits the list of hosts into a few parts. The first host of each gets the message with the rest of its part, and does
-//! the same. It answers when it and all behind it are done. Whoever isn't heard of in time is told directly: a broken branch costs one
-//! retry and nothing else.
+//! The sender splits the list of hosts into a few parts. The first host of each part receives the message with the rest
+//! of its part, and does the same. A host answers when it and all hosts below it are done. The sender retransmits
+//! directly to hosts that don't answer in time: a broken branch costs one retransmission.
 
 use std::collections::BTreeSet;
 
 use crate::names::HostId;
 
-/// Splits hosts into at most `degree` parts: each part's first host, and the others, which it passes the message on to. Degree 0: each
-/// host is a part.
+/// Splits hosts into at most `degree` parts. Each part is its first host, and the hosts to which that one forwards the
+/// message. Degree 0: each host is a part.
 #[must_use]
 pub fn split(hosts: &[HostId], degree: u8) -> Vec<(HostId, Vec<HostId>)> {
     let parts = if degree == 0 { hosts.len() } else { hosts.len().min(usize::from(degree)) };
@@ -29,21 +29,21 @@ pub fn split(hosts: &[HostId], degree: u8) -> Vec<(HostId, Vec<HostId>)> {
     split
 }
 
-/// A message that was passed on, and whose answers are collected.
+/// A forwarded message whose answers are being collected.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct Spread {
-    /// Who gets the answer.
+    /// The host that receives the collected answer.
     pub parent: HostId,
-    /// This host itself is done.
+    /// Whether this host itself is done.
     pub own: bool,
-    /// Hosts behind it that aren't.
+    /// Hosts below this one that aren't done.
     pub waiting: BTreeSet<HostId>,
-    /// Those that are, and weren't told of yet.
+    /// Hosts that are done: the answer lists them.
     pub done: BTreeSet<HostId>,
 }
 
 impl Spread {
-    /// Hosts are done, behind this one.
+    /// Records that hosts below this one are done.
     pub fn finished(&mut self, hosts: &[HostId]) {
         for host in hosts {
             self.waiting.remove(host);
@@ -51,7 +51,7 @@ impl Spread {
         }
     }
 
-    /// Whether the answer can leave.
+    /// Whether the answer can be sent.
     pub fn is_complete(&self) -> bool {
         self.own && self.waiting.is_empty()
     }
@@ -61,7 +61,7 @@ impl Spread {
 mod tests {
     use super::*;
 
-    /// Every host is reached exactly once, by a tree of logarithmic depth.
+    /// The tree reaches every host exactly once, in logarithmic depth.
     #[test]
     fn a_tree_reaches_each_host_once() {
         for count in [0_u32, 1, 2, 4, 5, 63, 1000] {

@@ -1,4 +1,4 @@
-//! What hosts and the coordinator say to each other.
+//! The protocol's messages between hosts and the coordinator.
 //!
 //! ```text
 //!  coordinator          source                destination            peer hosts
@@ -6,7 +6,7 @@
 //!      │◀───────────────────────────── Reserved ──│                      │
 //!      │── Begin ─────────▶│ pre-copy ═══════════▶│                      │
 //!      │◀──── Converged ───│                      │                      │
-//!      │── Queued ────────▶│ goes on copying: a peer is in the switchover of another migration
+//!      │── Queued ────────▶│ continues to copy: a peer is in the switchover of another migration
 //!      │── Switch ────────▶│── Suspend ───────────────── tree ──────────▶│ queue pairs that face the VM stop
 //!      │                   │◀───────────────────────── Suspended ────────│
 //!      │                   │ the VM stops         │                      │
@@ -16,95 +16,97 @@
 //!   COMMIT (written)       │                      │                      │
 //!      │── Commit ────────▶│ forgets the VM       │                      │
 //!      │── Commit ───────────────────────────────▶│ runs it              │
-//!      │                   │                      │── Running ── tree ──▶│ they go on, to the new host
+//!      │                   │                      │── Running ── tree ──▶│ they resume, towards the new host
 //!      │◀──── Settled ─────┼──────────────────────│◀────── Ready ────────│
 //! ```
-//! Before its `Yield` a source may give up on its own; afterwards the coordinator alone decides. A source that goes on sends the same
-//! `Running` as a destination that begins.
+//! A source may abort on its own until it sends `Yield`; from then on only the coordinator decides. A source that
+//! resumes its VMs after an abort sends the same `Running` as a destination that starts them.
 //!
-//! Messages may be lost, repeated and overtaken. Each is sent again until it is answered, and means the same the second time.
+//! The network may lose, duplicate and reorder messages. The sender retransmits a message until it is answered; every
+//! message is idempotent.
 //!
-//! Version rule: a new kind of message or field is a new [`crate::wire::VERSION`]; a node refuses versions that it doesn't know.
+//! A new kind of message or a new field needs a new [`crate::wire::VERSION`]. A node refuses versions that it doesn't
+//! know.
 
 use crate::names::{Epoch, HostId, Incarnation, MigrationId, Move, Node, Place, VmId};
 
 /// One message.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Message {
-    /// Who sends it.
+    /// The sender.
     pub from: Node,
-    /// Which start of the sender: 0 for the coordinator.
+    /// The sender's incarnation: 0 for the coordinator.
     pub incarnation: Incarnation,
-    /// Who gets it.
+    /// The receiver.
     pub to: Node,
-    /// What it says.
+    /// The content.
     pub body: Body,
 }
 
-/// What a message says.
+/// The content of a message.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Body {
-    /// A host has started: whatever it ran before is gone. To the coordinator.
+    /// To the coordinator: a host's daemon has started. VMs of its earlier incarnation are lost.
     Hello,
-    /// The coordinator knows.
+    /// The coordinator has registered the incarnation: the answer to `Hello`.
     Welcome,
-    /// A destination is to hold room for VMs.
+    /// The coordinator asks a destination to reserve capacity for VMs.
     Reserve {
         /// The migration.
         migration: MigrationId,
-        /// What comes here.
+        /// VMs that are to move to this destination.
         moves: Vec<Move>,
     },
-    /// There is room.
+    /// The destination has reserved the capacity.
     Reserved {
         /// The migration.
         migration: MigrationId,
     },
-    /// A source is to begin to copy.
+    /// The coordinator asks a source to start pre-copy.
     Begin {
         /// The migration.
         migration: MigrationId,
-        /// What leaves here.
+        /// VMs that are to move away from this source.
         moves: Vec<Move>,
     },
-    /// What is left to copy of all VMs of this source fits into the pause.
+    /// For each VM of this source, the rest fits into the limit of the blackout.
     Converged {
         /// The migration.
         migration: MigrationId,
     },
-    /// All sources have converged, and have to wait: another migration moves a peer, and switches over first. Sources go on copying.
+    /// All sources have converged, but a migration of a peer switches over first. Sources continue to copy.
     Queued {
-        /// The migration that waits.
+        /// The migration that is queued.
         migration: MigrationId,
         /// The peer that moves first.
         behind: VmId,
     },
-    /// All sources have converged: a source is to stop its peers, then the VMs.
+    /// All sources have converged: a source is to suspend its VMs' peers, then stop the VMs.
     Switch {
         /// The migration.
         migration: MigrationId,
     },
-    /// Queue pairs that face these VMs are to stop, at the end of a segment.
+    /// Queue pairs that face these VMs are to be suspended, at the end of a segment.
     Suspend {
         /// The migration.
         migration: MigrationId,
-        /// Whose answer goes where in the end.
+        /// The source that started the request, to which the answers go in the end.
         origin: HostId,
         /// The VMs.
         vms: Vec<VmId>,
-        /// Hosts that the receiver passes it on to.
+        /// Hosts to which the receiver forwards the message.
         fan: Vec<HostId>,
     },
-    /// They have stopped at these hosts.
+    /// These hosts have suspended their queue pairs.
     Suspended {
         /// The migration.
         migration: MigrationId,
-        /// The source that asked.
+        /// The source that requested it.
         origin: HostId,
         /// The hosts.
         hosts: Vec<HostId>,
     },
-    /// Who faces a VM, and where they are. The rest of its state comes as a stream.
+    /// A VM's peers and their hosts. The stream between the monitors carries the rest of the VM's state.
     Handover {
         /// The migration.
         migration: MigrationId,
@@ -113,126 +115,128 @@ pub enum Body {
         /// Its peers.
         faces: Vec<Place>,
     },
-    /// All that a destination waits for has come, and been checked: it runs the VMs as soon as it hears of the commit. To the source and
-    /// the coordinator.
+    /// A destination's vote, to the source and the coordinator: it has received and checked all state. It runs the VMs
+    /// once it receives the commit.
     Loaded {
         /// The migration.
         migration: MigrationId,
     },
-    /// A source won't run its VMs again unless the coordinator gives the migration up.
+    /// A source's vote: it runs its VMs again only if the coordinator aborts.
     Yield {
         /// The migration.
         migration: MigrationId,
     },
-    /// A source or destination can't go on, or a source has given up on its own.
+    /// A source or destination can't continue, or a source has aborted on its own.
     Failed {
         /// The migration.
         migration: MigrationId,
-        /// Why.
+        /// The cause, for the coordinator's record and for users.
         reason: Reason,
     },
-    /// The migration is done: these hosts may run these VMs.
+    /// The coordinator has committed the migration: these hosts may run these VMs.
     Commit {
         /// The migration.
         migration: MigrationId,
         /// All VMs of the migration.
         places: Vec<Place>,
     },
-    /// The migration is given up: the VMs stay where they are.
+    /// The coordinator has aborted the migration: the VMs stay on their sources.
     Abort {
         /// The migration.
         migration: MigrationId,
-        /// All VMs of the migration; none if the coordinator has forgotten it, which it does when all have answered.
+        /// All VMs of the migration. Empty if the coordinator has forgotten the migration, which it does once all hosts
+        /// have settled.
         places: Vec<Place>,
     },
-    /// A host has done what the decision asks of it.
+    /// A host has carried the decision out.
     Settled {
         /// The migration.
         migration: MigrationId,
-        /// VMs that it should run now, and doesn't have: it has been restarted since it voted.
+        /// VMs that the decision places on this host and that it doesn't have, because its daemon restarted after its
+        /// vote.
         lost: Vec<VmId>,
     },
-    /// How has this migration been decided?
+    /// To the coordinator: a host asks for a migration's decision.
     Outcome {
         /// The migration.
         migration: MigrationId,
     },
-    /// The sender runs these VMs: queue pairs that face them go on, to that host.
+    /// The origin runs these VMs: queue pairs that face them resume, towards that host.
     Running {
-        /// The last migration that has ended.
+        /// The VMs' last migration that has ended.
         after: MigrationId,
-        /// Who announces.
+        /// The host that runs the VMs and made the announcement.
         origin: HostId,
         /// The VMs.
         vms: Vec<(VmId, Epoch)>,
-        /// Hosts that the receiver passes it on to.
+        /// Hosts to which the receiver forwards the message.
         fan: Vec<HostId>,
     },
-    /// They go on at these hosts.
+    /// Queue pairs of these hosts that face the VMs have resumed.
     Ready {
-        /// From the announcement.
+        /// `after` of the announcement.
         after: MigrationId,
         /// The host that announced.
         origin: HostId,
         /// The hosts.
         hosts: Vec<HostId>,
     },
-    /// Where does a VM run? To the coordinator and to its last known host.
+    /// A host asks where a VM runs. It asks the coordinator and the VM's last known host.
     Where {
         /// The VM.
         vm: VmId,
     },
-    /// The coordinator's answer. It doesn't say that the VM is running already.
+    /// The coordinator's answer to `Where`. The VM may not run there yet.
     At {
-        /// Where.
+        /// The VM's host and epoch in the ledger.
         place: Place,
     },
-    /// The coordinator's answer: it was lost with its host, or has ended.
+    /// The coordinator's answer to `Where`: the VM was lost with its host, or has ended.
     Gone {
         /// The VM.
         vm: VmId,
-        /// The epoch that was its last.
+        /// Its last epoch.
         epoch: Epoch,
     },
 }
 
-/// Why a migration is given up.
+/// Why a migration was aborted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, thiserror::Error)]
 pub enum Reason {
-    /// Cancelled.
+    /// A user or a monitor cancelled it.
     #[error("it was cancelled")]
     Cancelled,
-    /// No room.
+    /// A destination lacks capacity for its VMs.
     #[error("a destination has no room for its VMs")]
     NoRoom,
-    /// A source doesn't run one of the VMs.
+    /// A source doesn't run one of its VMs.
     #[error("a source doesn't run one of its VMs")]
     NotHere,
-    /// A VM takes part in too many migrations, or another one.
+    /// A VM of it takes part in another migration, or a host in too many.
     #[error("a host or VM is busy with another migration")]
     Busy,
-    /// The stream between source and destination broke.
+    /// The stream from source to destination broke.
     #[error("the stream from source to destination broke")]
     Stream,
-    /// A peer host didn't answer.
+    /// A peer's host didn't suspend its queue pairs before the switchover's timeout.
     #[error("a host of a peer didn't stop its queue pairs in time")]
     Peers,
-    /// Something took too long.
+    /// A timeout of [`crate::Config`] expired.
     #[error("it took too long")]
     Late,
-    /// A host was restarted.
+    /// The daemon of a participating host restarted.
     #[error("a host that takes part was restarted")]
     Restarted,
-    /// The owner isn't who it was at the beginning.
+    /// A VM's epoch changed after the migration had begun.
     #[error("a VM's owner changed meanwhile")]
     Epoch,
-    /// Peers' switchovers took too long.
+    /// It was queued behind its peers' switchovers for longer than [`crate::Config::queue_ms`].
     #[error("it waited too long for migrations of its VMs' peers to switch over")]
     Queue,
 }
 
 impl Body {
-    /// What kind of message it is, in a word.
+    /// The kind of message, for logs.
     #[must_use]
     pub fn name(&self) -> &'static str {
         match self {

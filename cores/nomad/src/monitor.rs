@@ -1,4 +1,5 @@
-//! A VM's monitor in a migration that others decide: what it makes of what its daemon says, and when its guest may run.
+//! A monitor's part in a migration that the coordinator decides: how it reacts to its daemon's answers, and when its
+//! guest may run.
 //!
 //! ```text
 //!  source       copies ─▶ stopped ───┐ asks its daemon                          ┌─ Moved ─▶ ends
@@ -6,66 +7,67 @@
 //!  destination  fills ─▶ has voted ──┘        forgotten: asks the service ──────┼─ Stays ─▶ source: guest runs   destination: ends
 //!                                                                               └─ Runs ──▶ destination: guest runs
 //! ```
-//! From its stop (source) or vote (destination) on, a monitor takes nothing for a decision but a decision: no silence, however long, and no answer of a daemon that
-//! was started again and knows nothing of the migration. That one asks the service whether the VM may run on its host ([`crate::coordinator::MayRun`]).
+//! A source's monitor that has stopped its guest, and a destination's monitor that has voted, act only on a decision. A
+//! timeout is none. The answer of a restarted daemon that has forgotten the migration is none either: the monitor then
+//! has the daemon ask the service whether the VM may run on its host ([`crate::coordinator::MayRun`]).
 
-/// Which side a monitor is on.
+/// The monitor's side of the migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Side {
-    /// It had the VM.
+    /// It ran the VM before the migration.
     Source,
-    /// It is to have it.
+    /// It runs the VM after a commit.
     Destination,
 }
 
-/// What its daemon says.
+/// The daemon's answer about the migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Answer {
-    /// It isn't decided, or the daemon hasn't heard.
+    /// The migration isn't decided, or the daemon hasn't received the decision.
     Pending,
     /// The VM runs on this host.
     Runs,
-    /// It runs on another host.
+    /// The VM runs on another host.
     Moved,
-    /// The migration was given up.
+    /// The migration was aborted.
     Stays,
-    /// The VM is here, and its devices don't work.
+    /// The VM belongs to this host, but its devices failed.
     Failed,
     /// The daemon knows of no such migration.
     Forgotten,
-    /// It can't be asked.
+    /// The daemon can't be reached.
     Silent,
 }
 
-/// What the service says of a VM whose daemon has forgotten the migration.
+/// The service's answer about a VM whose daemon has forgotten the migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Claimed {
-    /// It isn't decided, or the service can't be asked.
+    /// The migration isn't decided, or the service can't be reached.
     Unknown,
-    /// The VM is this host's.
+    /// This host may run the VM.
     Here,
-    /// It isn't.
+    /// Another host may run the VM.
     Elsewhere,
 }
 
-/// What a monitor does.
+/// The monitor's next step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Next {
-    /// Its guest stands still, and it asks again.
+    /// It keeps its guest suspended, and asks its daemon again.
     AskAgain,
-    /// Its guest stands still, and it has its daemon ask the service.
+    /// It keeps its guest suspended, and has its daemon ask the service.
     AskTheService,
-    /// It runs its guest, which has come.
+    /// A destination runs its guest.
     Runs,
-    /// It lets its guest go on, which stays; a destination ends.
+    /// The migration was aborted: a source resumes its guest, a destination ends.
     GivenUp,
-    /// It ends: the guest runs elsewhere.
+    /// It ends: the guest runs on another host.
     Moved,
-    /// It ends: the guest is here, and what served its devices has lost them.
+    /// It ends: the guest belongs to this host, but its devices' state is lost.
     Lost,
 }
 
-/// What a monitor does with an answer of its daemon, once it has stopped its guest, or has voted.
+/// The next step after the daemon's answer, for a monitor that has stopped its guest or has voted.
 #[must_use]
 pub fn next(side: Side, answer: Answer) -> Next {
     match (side, answer) {
@@ -80,14 +82,14 @@ pub fn next(side: Side, answer: Answer) -> Next {
     }
 }
 
-/// What it does with the service's answer.
+/// The next step after the service's answer.
 #[must_use]
 pub fn after_claim(side: Side, claimed: Claimed) -> Next {
     match (side, claimed) {
         (_, Claimed::Unknown) => Next::AskAgain,
         (Side::Source, Claimed::Here) | (Side::Destination, Claimed::Elsewhere) => Next::GivenUp,
         (Side::Source, Claimed::Elsewhere) => Next::Moved,
-        // Its daemon was started again: the state of its devices is gone.
+        // The destination's daemon has restarted: the state of the VM's devices is lost.
         (Side::Destination, Claimed::Here) => Next::Lost,
     }
 }

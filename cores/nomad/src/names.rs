@@ -1,28 +1,29 @@
-//! Names of what takes part.
+//! Identifiers of VMs, hosts, migrations and epochs.
 
 use std::fmt;
 
-/// A VM, in the whole cluster. Never 0, never used again.
+/// A VM's number, unique in the cluster. Never 0, and never reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct VmId(pub u32);
 
-/// A host.
+/// A host's number in the cluster.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct HostId(pub u32);
 
-/// A migration, of one VM or a group. The coordinator counts them; a later one has a higher number.
+/// A migration's number. The coordinator counts migrations; a later one has a higher number.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct MigrationId(pub u64);
 
-/// Counts the hosts that a VM has had, from 1. In one epoch one host may run the VM.
+/// Counts a VM's placements, from 1. In one epoch only one host may run the VM.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Epoch(pub u64);
 
-/// Counts the starts of a host's daemon. A message of an earlier one means nothing any more: what it promised is lost.
+/// Counts the starts of a host's daemon. A message of an earlier incarnation is ignored: its promises ended with that
+/// daemon.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Incarnation(pub u64);
 
-/// Who sends or gets a message.
+/// The sender or receiver of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Node {
     /// The cluster service.
@@ -31,19 +32,19 @@ pub enum Node {
     Host(HostId),
 }
 
-/// Which host may run a VM, in which epoch.
+/// The host that may run a VM, in which epoch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Place {
     /// The VM.
     pub vm: VmId,
-    /// Its host.
+    /// The host that may run it.
     pub host: HostId,
-    /// Since when.
+    /// The epoch of this placement.
     pub epoch: Epoch,
 }
 
-/// What a host knows of when a VM last ran: an order on what is said of it. Later epochs are newer, and within one, later migrations
-/// that were given up.
+/// Orders statements about where a VM runs: by epoch, and within an epoch by its last aborted migration. The greatest
+/// is the newest.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Stamp {
     /// The epoch in which it runs.
@@ -52,16 +53,16 @@ pub struct Stamp {
     pub after: MigrationId,
 }
 
-/// A VM that moves.
+/// A VM's part in a migration: its source and destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Move {
     /// The VM.
     pub vm: VmId,
-    /// Where it runs.
+    /// The source.
     pub from: HostId,
-    /// Where it will run.
+    /// The destination.
     pub to: HostId,
-    /// The epoch that it gets there.
+    /// The epoch that the VM has at the destination.
     pub epoch: Epoch,
 }
 

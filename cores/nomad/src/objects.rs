@@ -1,22 +1,22 @@
-//! State of an HCA as objects that are copied while they are used: what has changed since it was copied is copied again, and when the VM
-//! is stopped only that is left.
+//! State of an HCA as objects, copied while the VM uses them. An object that changes after its copy is copied again.
+//! Only the rest is copied while the VM is stopped.
 //!
 //! ```text
 //! source:       touched, removed ─▶ Outgoing ─ round ─▶ pieces … stop … last round ─▶ pieces, Total
 //! destination:                      Incoming ◀─ pieces ─────────────────────────────── Total ─▶ all objects, or what is wrong
 //! ```
-//! A piece carries the version of its object. The stream may be repeated from any point; an older version never replaces a newer one.
-//! The total says how many objects there are and what all their names and versions add up to, so that nothing is missing unnoticed.
-//! The work of a round depends on what was touched, not on how many objects there are.
+//! A piece carries the version of its object. The stream may be repeated from any point: an older version never
+//! replaces a newer one. The total has the number of objects and a checksum over their names and versions, so that a
+//! missing object is detected. The cost of a round grows with the number of changed objects, not of all.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use thiserror::Error;
 
-/// Most bytes of one object.
+/// Maximum size of one object, in bytes.
 pub const MAX_OBJECT: usize = 1 << 20;
 
-/// What kind of object, in the order in which they are made: those behind refer to those before.
+/// The kind of an object. Objects are restored in this order, because later kinds refer to earlier ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u8)]
 pub enum Kind {
@@ -41,29 +41,29 @@ pub enum Kind {
 /// An object's name inside its VM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Object {
-    /// What.
+    /// Its kind.
     pub kind: Kind,
-    /// Its handle.
+    /// Its handle in the HCA.
     pub handle: u32,
 }
 
 /// One object's state at one time.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Piece {
-    /// Which object.
+    /// The object.
     pub object: Object,
-    /// Counts its changes as the source sees them; higher is newer.
+    /// The source's counter of changes, over all objects; higher is newer.
     pub version: u64,
-    /// Its saved state; `None`: it was destroyed.
+    /// The saved state. `None`: the object was destroyed.
     pub state: Option<Vec<u8>>,
 }
 
-/// What a destination must have in the end.
+/// The set of objects that a destination must have after the last round.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub struct Total {
-    /// Objects that exist.
+    /// Number of objects that exist.
     pub objects: u64,
-    /// Names and versions of all of them.
+    /// Sum, modulo 2^64, of a hash of each object's name and version.
     pub sum: u64,
 }
 
@@ -88,25 +88,25 @@ fn mix(object: Object, version: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// The source's side.
+/// The source's side: tracks changes, and makes pieces.
 #[derive(Debug, Clone, Default)]
 pub struct Outgoing {
     /// Objects that exist, and their versions.
     versions: BTreeMap<Object, u64>,
-    /// Changed, made or destroyed since the last round.
+    /// Objects that were changed, made or destroyed since the last round.
     dirty: BTreeSet<Object>,
     last: u64,
     total: Total,
 }
 
 impl Outgoing {
-    /// Nothing exists.
+    /// State of an HCA without objects.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// An object was made or changed.
+    /// Notes that an object was made or changed.
     pub fn touched(&mut self, object: Object) {
         self.last += 1;
         if let Some(before) = self.versions.insert(object, self.last) {
@@ -116,7 +116,7 @@ impl Outgoing {
         self.dirty.insert(object);
     }
 
-    /// An object was destroyed.
+    /// Notes that an object was destroyed.
     pub fn removed(&mut self, object: Object) {
         if let Some(before) = self.versions.remove(&object) {
             self.last += 1;
@@ -125,13 +125,14 @@ impl Outgoing {
         }
     }
 
-    /// How many objects the next round has: what is left for the pause if the VM were stopped now.
+    /// Number of objects of the next round, which is what the blackout would have to copy now.
     #[must_use]
     pub fn left(&self) -> usize {
         self.dirty.len()
     }
 
-    /// Pieces of at most so many objects that have changed, in the order of their kinds. `save` gives an object's state as it is now.
+    /// Passes `each` the pieces of at most `most` changed objects, in the order of their kinds. `save` returns an
+    /// object's present state.
     pub fn round(
         &mut self,
         most: usize,
@@ -148,54 +149,54 @@ impl Outgoing {
         }
     }
 
-    /// What the destination must have after the last round.
+    /// The total for the destination, after the last round.
     ///
-    /// `None`: something has changed since then.
+    /// `None`: an object has changed since that round.
     #[must_use]
     pub fn total(&self) -> Option<Total> {
         self.dirty.is_empty().then_some(self.total)
     }
 }
 
-/// Why what has come can't be used.
+/// Why the received objects can't be used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum Incomplete {
-    /// Too big.
+    /// An object of more than [`MAX_OBJECT`] bytes.
     #[error("An object of {0} bytes came, {MAX_OBJECT} is the most: the source is faulty")]
     Big(usize),
-    /// Too many.
+    /// More objects than [`Incoming::new`] allows.
     #[error("More than {0} objects came, for which there is no room: the source is faulty")]
     Many(usize),
-    /// Not what the source has.
+    /// The received objects aren't those of the source.
     #[error("{got} objects came of {expected}, or others than the source has: the stream lost something")]
     Differs {
-        /// Objects that are here.
+        /// Number of objects that were received and exist.
         got: u64,
-        /// Objects of the source.
+        /// Number of objects of the source.
         expected: u64,
     },
 }
 
-/// The destination's side.
+/// The destination's side: collects pieces, and checks that none is missing.
 #[derive(Debug, Clone)]
 pub struct Incoming {
-    /// Versions and states; destroyed objects keep their version, so that an old piece doesn't bring them back.
+    /// Versions and states. A destroyed object keeps its version, so that an older piece doesn't restore it.
     objects: BTreeMap<Object, (u64, Option<Vec<u8>>)>,
     most: usize,
     total: Total,
 }
 
 impl Incoming {
-    /// Room for so many objects, those destroyed meanwhile included.
+    /// Capacity for `most` objects, including those that are destroyed during the copy.
     #[must_use]
     pub fn new(most: usize) -> Self {
         Self { objects: BTreeMap::new(), most, total: Total::default() }
     }
 
-    /// A piece came. Whether it was newer than what was here.
+    /// Records a piece. Returns whether it is newer than the recorded one.
     ///
     /// # Errors
-    /// When there is no room for it.
+    /// When it is larger than [`MAX_OBJECT`], or there is no capacity for another object.
     pub fn take(&mut self, piece: Piece) -> Result<bool, Incomplete> {
         let Piece { object, version, state } = piece;
         if let Some(state) = state.as_ref().filter(|state| state.len() > MAX_OBJECT) {
@@ -215,10 +216,11 @@ impl Incoming {
         Ok(true)
     }
 
-    /// Whether what came is what the source has: for whoever makes objects as they come, and gives [`Incoming::take`] no bytes to keep.
+    /// Checks that the received objects are those of the source. For a caller that restores objects as their pieces
+    /// arrive, and passes [`Incoming::take`] an empty state.
     ///
     /// # Errors
-    /// When it isn't.
+    /// When they differ.
     pub fn check(&self, total: Total) -> Result<(), Incomplete> {
         if self.total == total {
             Ok(())
@@ -227,10 +229,10 @@ impl Incoming {
         }
     }
 
-    /// All objects, in the order in which they can be made.
+    /// Returns all objects, in the order in which they can be restored.
     ///
     /// # Errors
-    /// When they aren't what the source has.
+    /// When they aren't those of the source.
     pub fn finish(self, total: Total) -> Result<Vec<(Object, Vec<u8>)>, Incomplete> {
         if self.total != total {
             return Err(Incomplete::Differs { got: self.total.objects, expected: total.objects });

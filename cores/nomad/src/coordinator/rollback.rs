@@ -1,23 +1,25 @@
-//! A record that couldn't be written: the coordinator goes on as it was before the step that made it, and no migration suffers from it.
+//! Rollback after a failed write: the coordinator returns to its state before the step that made the record. No
+//! migration fails by that.
 
 use std::collections::BTreeMap;
 
 use super::{Action, Coordinator, Ledger, Progress, Record, Stage};
 use crate::names::MigrationId;
 
-/// What a coordinator knows of migrations besides its ledger, at one time.
+/// A coordinator's volatile state of its migrations, which isn't in the ledger, at one time.
 #[derive(Debug, Clone, Default)]
 pub struct Checkpoint(BTreeMap<MigrationId, Progress>);
 
 impl Coordinator {
-    /// What it knows besides its ledger, as of now.
+    /// A copy of the present volatile state.
     #[must_use]
     pub fn checkpoint(&self) -> Checkpoint {
         Checkpoint(self.progress.clone())
     }
 
-    /// Goes back to a checkpoint, with the ledger as it is really written, which may have what a failed write was to bring. Says again what is waited for, and gives each
-    /// migration the time of its stage anew: what a failed step was to set wasn't.
+    /// Returns to a checkpoint. `ledger` is what the store really has, which may include the failed write. Retransmits
+    /// outstanding requests, and restarts the timer of each migration's stage, because the failed step may not have set
+    /// it.
     pub fn roll_back(&mut self, checkpoint: Checkpoint, ledger: Ledger, actions: &mut Vec<Action>) {
         self.ledger = ledger;
         self.progress = checkpoint.0;
@@ -28,7 +30,7 @@ impl Coordinator {
             match (decision, self.stage(migration)) {
                 (None, Some(_)) | (Some(_), Some(Stage::Telling)) => self.enter(migration, actions),
                 (None, None) => {
-                    // Its beginning was written after all, and whoever asked was told that it wasn't.
+                    // The store has its beginning after all, but its requester has received an error.
                     self.write(Record::Aborted { migration }, actions);
                     self.tell_decision(migration, actions);
                 }

@@ -1,4 +1,4 @@
-//! A destination: from the reservation to the decision.
+//! A host's part as a destination: from the reservation to the decision.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,20 +8,20 @@ use crate::event::{Action, Timer};
 use crate::message::{Body, Reason};
 use crate::names::{Epoch, HostId, MigrationId, Move, Node, Place, VmId};
 
-/// VMs that come here in a migration.
+/// VMs that a migration moves to this host.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct Arriving {
     moves: Vec<Move>,
-    /// There is room.
+    /// Whether the capacity is reserved.
     granted: bool,
     /// VMs whose stream is complete.
     arrived: BTreeSet<VmId>,
-    /// VMs whose peers are known.
+    /// Per VM: its peers, from `Handover`.
     faces: BTreeMap<VmId, Vec<Place>>,
 }
 
 impl Arriving {
-    /// Whether one of the VMs faces another VM.
+    /// Whether a VM is a peer of one of the VMs.
     pub fn faces(&self, vm: VmId) -> bool {
         self.faces.values().flatten().any(|place| place.vm == vm)
     }
@@ -101,7 +101,7 @@ impl Host {
             return;
         }
         arriving.faces.insert(vm, faces.clone());
-        // From now on announcements of peers that reach this host are for this VM too.
+        // From now on an announcement of a peer concerns this VM too.
         self.learn(&faces);
         self.tell_loaded(migration, actions);
     }
@@ -118,11 +118,11 @@ impl Host {
             self.tell(Node::Host(source), Body::Loaded { migration }, actions);
         }
         self.tell(Node::Coordinator, Body::Loaded { migration }, actions);
-        // Guests stand still now.
+        // Guests are suspended from now on: retransmissions are due after the short interval.
         self.set(Timer::Arriving(migration), self.config.retry_ms, actions);
     }
 
-    /// [`Plant::ResumeBeforeCommit`]: tells peers to go on although nothing is decided.
+    /// [`Plant::ResumeBeforeCommit`]: makes peers resume although nothing is decided.
     fn land_planted(&mut self, migration: MigrationId, actions: &mut Vec<Action>) {
         let Some(arriving) = self.arriving.get(&migration) else { return };
         let vms = arriving.moves.iter().map(|moved| (moved.vm, moved.epoch)).collect::<Vec<_>>();
@@ -143,7 +143,7 @@ impl Host {
         }
     }
 
-    /// Runs what has come, if everything has. What it runs then.
+    /// After a commit: runs the VMs if all their state has been received. Returns the VMs that it runs.
     pub(super) fn land(
         &mut self,
         migration: MigrationId,
@@ -152,7 +152,8 @@ impl Host {
     ) -> Option<Vec<(VmId, Epoch)>> {
         let arriving = self.arriving.remove(&migration)?;
         if !arriving.is_loaded() {
-            // Restarted since it voted, and asked for room again by a message of before: the VMs are lost, and that is said.
+            // This daemon restarted after its vote, and an old message made it reserve again: the VMs are lost, and
+            // `Settled` reports that.
             actions.push(Action::Release { migration });
             return None;
         }
@@ -161,7 +162,7 @@ impl Host {
             let epoch =
                 places.iter().find(|place| place.vm == vm && place.host == self.id).map(|place| place.epoch);
             let Some(epoch) = epoch else {
-                // It was lost meanwhile, as others see it, and may have been started elsewhere.
+                // The coordinator has declared it lost, and another host may have started it.
                 others = true;
                 continue;
             };

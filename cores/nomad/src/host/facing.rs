@@ -1,4 +1,5 @@
-//! Peers: queue pairs that face a VM are held while it moves, and go on when whoever runs it says so.
+//! A peers' host: queue pairs that face a VM are suspended for its switchover, and resume when the host that runs it
+//! announces it.
 
 use super::{Host, Known};
 use crate::config::{MAX_HOSTS, MAX_MOVES, Plant};
@@ -8,7 +9,7 @@ use crate::message::Body;
 use crate::names::{Epoch, HostId, MigrationId, Node, Place, Stamp, VmId};
 
 impl Host {
-    /// Whether queue pairs that face a VM have been suspended for the sake of a migration, or of a later one.
+    /// Whether queue pairs that face a VM have been suspended for a migration, or for a later one.
     #[must_use]
     pub fn suspends(&self, migration: MigrationId, vm: VmId) -> bool {
         self.known.get(&vm).is_some_and(|known| known.suspended.is_some_and(|last| last >= migration))
@@ -41,7 +42,7 @@ impl Host {
         self.answer_suspend((migration, origin), actions);
     }
 
-    /// Holds queue pairs that face a VM, unless a later migration of it is known, or that this one has ended.
+    /// Suspends queue pairs that face a VM, unless a later migration suspends them or this one has ended.
     fn hold(&mut self, migration: MigrationId, vm: VmId, actions: &mut Vec<Action>) {
         let Some(known) = self.known.get_mut(&vm) else { return };
         if known.stamp.after >= migration || known.suspended.is_some_and(|suspended| suspended >= migration) {
@@ -78,7 +79,7 @@ impl Host {
         }
     }
 
-    /// Hosts behind this one have stopped, or some of those that this one waits for as a source.
+    /// Hosts to which this host forwarded the request have suspended, or, at the source, peers' hosts have.
     pub(super) fn suspended(
         &mut self,
         migration: MigrationId,
@@ -106,7 +107,7 @@ impl Host {
         self.tell(Node::Host(spread.parent), body, actions);
     }
 
-    /// A host says that it runs VMs.
+    /// A host announces VMs that it runs.
     pub(super) fn announced(
         &mut self,
         from: HostId,
@@ -134,7 +135,7 @@ impl Host {
         self.answer_ready((after, origin), actions);
     }
 
-    /// A VM runs at a place since a migration has ended.
+    /// A VM runs at a place since migration `after` has ended.
     fn runs(&mut self, place: Place, after: MigrationId, actions: &mut Vec<Action>) {
         let Some(known) = self.known.get_mut(&place.vm) else { return };
         let stamp = Stamp { epoch: place.epoch, after };
@@ -145,7 +146,7 @@ impl Host {
         } else {
             return;
         }
-        // What was said before the present suspension doesn't end it.
+        // An announcement that is older than the present suspension doesn't end it.
         if known.suspended.is_some_and(|suspended| suspended > after) && !believes {
             return;
         }
@@ -164,7 +165,7 @@ impl Host {
         }
     }
 
-    /// Whether all VMs that are or come here and face a VM can be sent to by it.
+    /// Whether all VMs here that have this peer may send to it; VMs that are still moving here may not.
     fn goes_on_with(&self, vm: VmId) -> bool {
         let coming = self.arriving.values().any(|arriving| arriving.faces(vm));
         let closed = self.vms.values().any(|found| found.faces.get(&vm).is_some_and(|open| !open));
@@ -180,20 +181,20 @@ impl Host {
         self.tell(Node::Host(spread.parent), Body::Ready { after: key.0, origin: key.1, hosts }, actions);
     }
 
-    /// Where a VM is to be looked for, from a decision: it may not run there yet.
+    /// A decision names a VM's host. The VM may not run there yet.
     pub(super) fn points_to(&mut self, place: Place) {
         if let Some(known) = self.known.get_mut(&place.vm)
             && known.stamp.epoch < place.epoch
         {
             known.host = place.host;
             if known.suspended.is_none() {
-                // Nothing of this host was open to it: those that were open were suspended.
+                // No queue pair of this host was in use towards the VM: it would have been suspended.
                 known.stamp.epoch = place.epoch;
             }
         }
     }
 
-    /// The coordinator's word on where a VM is whose announcement doesn't come.
+    /// The coordinator's answer about a VM whose announcement is overdue.
     pub(super) fn at(&mut self, place: Place) {
         if let Some(known) = self.known.get_mut(&place.vm)
             && known.suspended.is_some()
@@ -222,7 +223,7 @@ impl Host {
         actions.push(Action::Lost { peer: vm });
     }
 
-    /// What is known of the peers of a VM that has arrived.
+    /// Records the places of a received VM's peers.
     pub(super) fn learn(&mut self, faces: &[Place]) {
         for place in faces {
             let known = self.known.entry(place.vm).or_insert_with(|| Known::new(*place));

@@ -1,4 +1,4 @@
-//! A source: from pre-copy to the decision.
+//! A host's part as a source: from pre-copy to the decision.
 //!
 //! ```text
 //! Copying ─Switch─▶ Suspending ─all peers─▶ Stopping ─all VMs─▶ Handing ─all destinations─▶ Yielded ─Commit─▶ forgotten
@@ -16,7 +16,7 @@ use crate::fan::split;
 use crate::message::{Body, Reason};
 use crate::names::{Epoch, HostId, MigrationId, Move, Node, Place, VmId};
 
-/// VMs that leave this host in a migration.
+/// VMs that a migration moves away from this host.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct Leaving {
     moves: Vec<Move>,
@@ -25,15 +25,16 @@ pub(super) struct Leaving {
 
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 enum Phase {
-    /// VMs of which much is left to copy.
+    /// VMs that haven't converged.
     Copying(BTreeSet<VmId>),
-    /// Peer hosts that haven't stopped.
+    /// Peers' hosts that haven't suspended their queue pairs.
     Suspending(BTreeSet<HostId>),
-    /// VMs that haven't.
+    /// VMs that haven't stopped.
     Stopping(BTreeSet<VmId>),
-    /// Destinations that haven't everything.
+    /// Destinations that haven't voted.
     Handing(BTreeSet<HostId>),
-    /// The source has voted: it is for the coordinator to say how this ends. It is asked so many times before it is asked less often.
+    /// The source has voted, and only the coordinator decides. Retransmissions of the vote at the short interval, up to
+    /// `announcements`.
     Yielded(u8),
 }
 
@@ -64,13 +65,13 @@ impl Leaving {
 }
 
 impl Host {
-    /// Whether VMs that leave this host in a migration have come to their switch-over: their peers have been asked to stop.
+    /// Whether a migration of this host as a source is in its switchover: the source has asked its peers to suspend.
     #[must_use]
     pub fn switches(&self, migration: MigrationId) -> bool {
         self.leaving.get(&migration).is_some_and(|leaving| !matches!(leaving.phase, Phase::Copying(_)))
     }
 
-    /// Begins to copy.
+    /// Starts pre-copy, or answers a duplicate of `Begin`.
     pub(super) fn begin(&mut self, migration: MigrationId, moves: Vec<Move>, actions: &mut Vec<Action>) {
         if let Some(leaving) = self.leaving.get(&migration) {
             let converged = !matches!(&leaving.phase, Phase::Copying(left) if !left.is_empty());
@@ -82,7 +83,7 @@ impl Host {
         let here = |moved: &Move| {
             moved.from == self.id
                 && self.vms.get(&moved.vm).is_some_and(|vm| {
-                    // It hasn't been given up before, and nothing newer is known.
+                    // The migration hasn't been aborted before, and no newer epoch is known.
                     vm.after < migration && vm.epoch.0.checked_add(1) == Some(moved.epoch.0)
                 })
         };
@@ -111,12 +112,12 @@ impl Host {
             && left.is_empty()
         {
             self.tell(Node::Coordinator, Body::Converged { migration }, actions);
-            // The guest's last copy gets older: this one is said again soon.
+            // Written pages accumulate from now on: the next retransmission is due after the short interval.
             self.set(Timer::Leaving(migration), self.config.retry_ms, actions);
         }
     }
 
-    /// The coordinator has heard that all sources have converged, and a peer moves first.
+    /// All sources have converged, and a peer's switchover goes first.
     pub(super) fn queued(&mut self, migration: MigrationId, behind: VmId, actions: &mut Vec<Action>) {
         let leaving = self.leaving.get(&migration);
         if leaving.is_some_and(|leaving| matches!(&leaving.phase, Phase::Copying(left) if left.is_empty())) {
@@ -124,10 +125,10 @@ impl Host {
         }
     }
 
-    /// Stops the peers.
+    /// Starts the switchover: suspends the peers, then stops the VMs.
     pub(super) fn switch(&mut self, migration: MigrationId, actions: &mut Vec<Action>) {
         let Some(leaving) = self.leaving.get(&migration) else {
-            // Given up on our own, or before a restart: the coordinator hasn't heard.
+            // This host aborted on its own, or its daemon restarted: the coordinator hasn't received that.
             self.tell(Node::Coordinator, Body::Failed { migration, reason: Reason::Late }, actions);
             return;
         };
@@ -135,7 +136,8 @@ impl Host {
             return;
         }
         let vms = leaving.vms();
-        // A peer of which nothing was heard since it moved may be anywhere: it couldn't be stopped. The coordinator says it again.
+        // A peer that has moved and hasn't announced itself can't be suspended: its host isn't known. The coordinator
+        // retransmits `Switch`.
         if self.has_closed(&vms, Some(migration)) {
             return;
         }
@@ -214,7 +216,7 @@ impl Host {
         }
     }
 
-    /// A destination has everything.
+    /// A destination's vote. After the last one this source votes.
     pub(super) fn loaded(&mut self, from: HostId, migration: MigrationId, actions: &mut Vec<Action>) {
         let Some(leaving) = self.leaving.get_mut(&migration) else { return };
         let Phase::Handing(left) = &mut leaving.phase else { return };
@@ -227,7 +229,7 @@ impl Host {
     pub(super) fn repeat_leaving(&mut self, migration: MigrationId, actions: &mut Vec<Action>) {
         let mut after_ms = self.config.retry_ms;
         if let Some(Leaving { phase: Phase::Yielded(tries), .. }) = self.leaving.get_mut(&migration) {
-            // An outage may last: who stands still for it needn't keep the others busy.
+            // An outage may last: a VM that is suspended for it needn't load the network.
             let slow = *tries >= self.config.announcements;
             *tries = tries.saturating_add(u8::from(!slow));
             after_ms = after_ms.saturating_mul(if slow { SLOWER } else { 1 });
@@ -243,7 +245,7 @@ impl Host {
             Phase::Suspending(left) => {
                 let vms = leaving.vms();
                 for host in left.clone() {
-                    // Directly: a host that passes messages on may be the one that failed.
+                    // Sent directly: a host that forwards messages may be the one that failed.
                     let body =
                         Body::Suspend { migration, origin: self.id, vms: vms.clone(), fan: Vec::new() };
                     self.tell(Node::Host(host), body, actions);
@@ -265,8 +267,8 @@ impl Host {
         self.give_up(migration, reason, actions);
     }
 
-    /// It was given up, as the coordinator says, which names those VMs that are this host's. After a vote no other runs on: it was lost meanwhile, as others see it, and
-    /// may have been started elsewhere.
+    /// The coordinator has aborted the migration. `places` lists the VMs that this host runs. After a vote it resumes
+    /// no other VM: the coordinator has declared such a VM lost, and another host may have started it.
     pub(super) fn leave_aborted(
         &mut self,
         migration: MigrationId,
@@ -289,7 +291,8 @@ impl Host {
         self.leaving.insert(migration, Leaving { moves: others, phase });
     }
 
-    /// A VM that stands still after a vote is this host's again, in a new epoch: what it was voted for is over, for it.
+    /// A VM that is suspended after a vote belongs to this host again, in a new epoch. Its part in the migration is
+    /// over.
     pub(super) fn reclaimed(&mut self, vm: VmId, epoch: Epoch, actions: &mut Vec<Action>) {
         let of = self.leaving.iter().find(|(_, leaving)| leaving.brings(vm)).map(|(migration, _)| *migration);
         if let Some(migration) = of
@@ -320,13 +323,13 @@ impl Host {
         }
     }
 
-    /// On our own: only before the vote.
+    /// Aborts on this host's own decision, which is allowed only before its vote.
     fn give_up(&mut self, migration: MigrationId, reason: Reason, actions: &mut Vec<Action>) {
         self.run_on(migration, actions);
         self.tell(Node::Coordinator, Body::Failed { migration, reason }, actions);
     }
 
-    /// VMs that were to leave stay: they run, and their peers are told so.
+    /// After an abort: resumes the VMs and announces them to their peers.
     pub(super) fn run_on(&mut self, migration: MigrationId, actions: &mut Vec<Action>) {
         let Some(leaving) = self.leaving.remove(&migration) else { return };
         actions.push(Action::EndCopy { migration });
@@ -339,15 +342,15 @@ impl Host {
             }
             announced.push((vm, found.epoch));
         }
-        // Peers that haven't answered the announcement before have to answer this one.
+        // Peers that haven't answered the previous announcement have to answer this one.
         let vms = leaving.vms();
         if !matches!(leaving.phase, Phase::Copying(_)) || self.has_closed(&vms, None) {
             self.announce(migration, &announced, actions);
         }
     }
 
-    /// Whether a VM has queue pairs that are closed, other than for the sake of a peer that moves in the same migration: that peer's
-    /// host has made sure that this one knew of it.
+    /// Whether a VM has suspended queue pairs. Those that face a peer in migration `but` don't count: that peer's host
+    /// has ensured that this host knows its place.
     fn has_closed(&self, vms: &[VmId], but: Option<MigrationId>) -> bool {
         let faces = vms.iter().filter_map(|vm| self.vms.get(vm)).flat_map(|vm| &vm.faces);
         let mut closed = faces.filter(|(_, open)| !**open).map(|(peer, _)| self.known.get(peer));

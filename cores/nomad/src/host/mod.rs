@@ -1,13 +1,13 @@
-//! A host's part in migrations: source, destination, and host of peers, at the same time for several migrations.
+//! A host's part in migrations: as source, destination and host of peers, for several migrations at the same time.
 //!
 //! | module | part |
 //! |---|---|
 //! | `leaving` | a source: from pre-copy to the decision |
 //! | `arriving` | a destination: from the reservation to the decision |
-//! | `facing` | peers: holds queue pairs that face a VM, and opens them again |
-//! | `running` | the announcement by whoever runs a VM |
+//! | `facing` | a peers' host: suspends queue pairs that face a VM, and resumes them |
+//! | `running` | announcements by the host that runs a VM |
 //!
-//! Nothing here is concurrent, and nothing waits. The caller carries actions out in their order.
+//! The state machine is single-threaded and never blocks. The caller carries out the actions in their order.
 
 mod arriving;
 mod facing;
@@ -26,33 +26,34 @@ use arriving::Arriving;
 use leaving::Leaving;
 use running::Announcing;
 
-/// Messages along a tree whose answers are collected at one time; an older one is forgotten first, and asked for again by its origin.
+/// Maximum number of forwarded messages whose answers are collected at a time. The lowest migration is dropped first;
+/// its origin retransmits.
 const MAX_SPREADS: usize = 1024;
 
 /// A VM of this host.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 struct Vm {
     epoch: Epoch,
-    /// The last migration of it that has ended.
+    /// Its last migration that has ended.
     after: MigrationId,
-    /// The switch-over that it is stopped for, or about to be.
+    /// The switchover that has stopped it, or is about to.
     switching: Option<MigrationId>,
-    /// Its peers, and whether queue pairs that face them are open.
+    /// Its peers, and whether queue pairs that face them may send.
     faces: BTreeMap<VmId, bool>,
 }
 
-/// What is known of a VM that VMs of this host face, or that come here.
+/// What this host knows of a VM that is a peer of its VMs, or of VMs that are moving here.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 struct Known {
     host: HostId,
     stamp: Stamp,
-    /// The migration for which queue pairs that face it are held.
+    /// The migration for which queue pairs that face the VM are suspended, or are to be.
     suspended: Option<MigrationId>,
-    /// They are.
+    /// Whether the caller has reported them as suspended.
     held: bool,
 }
 
-/// A host's state.
+/// The state machine of a host.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Host {
     id: HostId,
@@ -66,12 +67,12 @@ pub struct Host {
     announcing: BTreeMap<MigrationId, Announcing>,
     suspending: BTreeMap<(MigrationId, HostId), Spread>,
     readying: BTreeMap<(MigrationId, HostId), Spread>,
-    /// Messages to itself.
+    /// Messages to itself, handled at the end of a step.
     own: VecDeque<Message>,
 }
 
 impl Host {
-    /// A host without VMs. Its incarnation is higher than at its last start.
+    /// A host without VMs. Its incarnation must be higher than at its last start.
     #[must_use]
     pub fn new(id: HostId, incarnation: Incarnation, config: Config) -> Self {
         Self {
@@ -90,7 +91,7 @@ impl Host {
         }
     }
 
-    /// Takes an event in; what is to be done is appended.
+    /// Handles an event, and appends the actions that follow from it.
     pub fn step(&mut self, event: Event, actions: &mut Vec<Action>) {
         match event {
             Event::Start => {
@@ -140,7 +141,7 @@ impl Host {
         }
     }
 
-    /// Whether anything still waits for a timer.
+    /// Whether a timer's expiry still matters.
     #[must_use]
     pub fn awaits(&self, timer: Timer) -> bool {
         match timer {
@@ -155,13 +156,13 @@ impl Host {
         }
     }
 
-    /// The host's name.
+    /// The number of this host in the cluster.
     #[must_use]
     pub fn id(&self) -> HostId {
         self.id
     }
 
-    /// Which start of the host this is.
+    /// The incarnation of this host's daemon.
     #[must_use]
     pub fn incarnation(&self) -> Incarnation {
         self.incarnation
@@ -178,20 +179,21 @@ impl Host {
         self.vms.get(&vm).map(|found| found.epoch)
     }
 
-    /// VMs that queue pairs of a VM of this host face.
+    /// Peers of a VM of this host.
     #[must_use]
     pub fn faces(&self, vm: VmId) -> BTreeSet<VmId> {
         self.vms.get(&vm).map(|found| found.faces.keys().copied().collect()).unwrap_or_default()
     }
 
-    /// Peers to which queue pairs of a VM of this host may send: not those that are held for a migration, be it the VM's or the peer's.
+    /// Peers to which a VM's queue pairs may send. Peers whose queue pairs are suspended for a migration, of either VM,
+    /// aren't among them.
     #[must_use]
     pub fn open_faces(&self, vm: VmId) -> BTreeSet<VmId> {
         let faces = self.vms.get(&vm).into_iter().flat_map(|found| &found.faces);
         faces.filter(|(_, open)| **open).map(|(peer, _)| *peer).collect()
     }
 
-    /// Nothing goes on: no migration, no announcement, no queue pair that is held.
+    /// Whether the host is idle: it has no migration, no announcement and no suspended queue pair.
     #[must_use]
     pub fn is_quiet(&self) -> bool {
         self.leaving.is_empty()
@@ -201,20 +203,21 @@ impl Host {
             && self.vms.values().all(|vm| vm.switching.is_none() && vm.faces.values().all(|open| *open))
     }
 
-    /// Whether this host, as a destination, has said that a VM has come as a whole, and waits for the decision.
+    /// Whether this host, as a destination, has voted for a migration of the VM and waits for the decision.
     #[must_use]
     pub fn has_voted(&self, vm: VmId) -> bool {
         self.arriving.values().any(|arriving| arriving.has_voted(vm))
     }
 
-    /// Whether this host, as a source, has voted for a migration that is to take a VM away, and waits for the decision.
+    /// Whether this host, as a source, has voted for a migration of the VM and waits for the decision.
     #[must_use]
     pub fn has_yielded(&self, vm: VmId) -> bool {
         self.leaving.values().any(|leaving| leaving.has_voted() && leaving.brings(vm))
     }
 
-    /// The coordinator takes this host for another start of it, although it is the same. Votes stay given: VMs that it has voted for stay as they are until it is heard
-    /// how that was decided. All else is as after a start; the caller lets go of it. [`Event::Start`] is to follow.
+    /// Gives this host a new number and incarnation, because the coordinator takes its daemon for a restarted one.
+    /// Votes stay valid: VMs that it has voted for keep their state until the decision. All other state is as after a
+    /// start, and the caller releases what belongs to it. The caller then sends [`Event::Start`].
     pub fn renumber(&mut self, id: HostId, incarnation: Incarnation) {
         let mut new = Self::new(id, incarnation, self.config);
         std::mem::swap(self, &mut new);
@@ -289,7 +292,7 @@ impl Host {
         }
     }
 
-    /// The decision. Whatever this host thought: who runs a VM in a newer epoch is the one who runs it.
+    /// Carries out a commit. The place with the newer epoch wins over what this host assumed.
     fn commit(&mut self, migration: MigrationId, places: &[Place], actions: &mut Vec<Action>) {
         let landed = self.land(migration, places, actions);
         let mut left = false;
@@ -337,7 +340,7 @@ impl Host {
         found.faces.entry(peer.vm).or_insert(open);
     }
 
-    /// Forgets VMs that none of this host's faces.
+    /// Forgets VMs that are no peers of this host's VMs.
     fn forget_strangers(&mut self) {
         let (vms, arriving) = (&self.vms, &self.arriving);
         self.known.retain(|vm, _| {
@@ -359,7 +362,7 @@ impl Host {
         }
     }
 
-    /// Remembers a message along a tree. Its origin asks again if this one is forgotten.
+    /// Records a forwarded message. If a record is dropped, its origin retransmits.
     fn remember(
         spreads: &mut BTreeMap<(MigrationId, HostId), Spread>,
         key: (MigrationId, HostId),
@@ -371,7 +374,7 @@ impl Host {
         }
     }
 
-    /// Hosts of a VM's peers, this one included.
+    /// Hosts of the VMs' peers, this host included.
     fn hosts_of_peers(&self, vms: &[VmId]) -> BTreeSet<HostId> {
         let faces = vms.iter().filter_map(|vm| self.vms.get(vm)).flat_map(|vm| vm.faces.keys());
         faces.filter_map(|peer| self.known.get(peer)).map(|known| known.host).collect()

@@ -1,4 +1,4 @@
-//! The announcement by whoever runs a VM, and the answers.
+//! Announcements: the host that runs a VM notifies the hosts of its peers, and collects their answers.
 
 use std::collections::BTreeSet;
 
@@ -8,10 +8,10 @@ use crate::fan::split;
 use crate::message::Body;
 use crate::names::{Epoch, HostId, MigrationId, Node, Place, VmId};
 
-/// How much more seldom an announcement is repeated after [`crate::Config::announcements`].
+/// Factor on the retransmission interval after [`crate::Config::announcements`] tries.
 pub(super) const SLOWER: u32 = 32;
 
-/// VMs that run here since a migration has ended, and peer hosts that haven't answered.
+/// VMs that run here since a migration has ended, and peers' hosts that haven't answered.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct Announcing {
     vms: Vec<(VmId, Epoch)>,
@@ -20,10 +20,11 @@ pub(super) struct Announcing {
 }
 
 impl Host {
-    /// Tells all hosts of peers, along a tree. Until a host has answered, queue pairs that face its VMs stay closed.
+    /// Announces VMs to the hosts of their peers, along a tree. Until a host has answered, queue pairs between it and
+    /// the VMs stay suspended.
     pub(super) fn announce(&mut self, after: MigrationId, vms: &[(VmId, Epoch)], actions: &mut Vec<Action>) {
         let names: Vec<_> = vms.iter().map(|(vm, _)| *vm).collect();
-        // What was said of them before isn't so any more.
+        // This announcement replaces earlier ones of the same VMs.
         self.announcing.retain(|_, earlier| {
             earlier.vms.retain(|(vm, _)| !names.contains(vm));
             !earlier.vms.is_empty()
@@ -43,13 +44,13 @@ impl Host {
 
     pub(super) fn announce_again(&mut self, after: MigrationId, actions: &mut Vec<Action>) {
         let Some(announcing) = self.announcing.get_mut(&after) else { return };
-        // VMs that have left since, or are about to, say no more.
+        // VMs that have moved since, or are in a switchover, aren't announced any more.
         announcing.vms.retain(|(vm, epoch)| {
             self.vms.get(vm).is_some_and(|found| found.epoch == *epoch && found.after == after)
         });
         let names: Vec<_> = announcing.vms.iter().map(|(vm, _)| *vm).collect();
         let vms = announcing.vms.clone();
-        // Peers may have moved meanwhile.
+        // Peers may have moved to other hosts.
         let now = self.hosts_of_peers(&names);
         let Some(announcing) = self.announcing.get_mut(&after) else { return };
         announcing.waiting.retain(|host| now.contains(host));
@@ -60,7 +61,7 @@ impl Host {
         let slow = announcing.tries >= self.config.announcements;
         announcing.tries = announcing.tries.saturating_add(u8::from(!slow));
         if slow {
-            // A host that never answers may be gone, and its VMs with it: the coordinator knows.
+            // A host that never answers may be lost with its VMs: the coordinator knows.
             let waiting = announcing.waiting.clone();
             for peer in self.peers_on(&waiting, &names) {
                 self.tell(Node::Coordinator, Body::Where { vm: peer }, actions);
@@ -75,14 +76,14 @@ impl Host {
         self.set(Timer::Announce(after), pause, actions);
     }
 
-    /// Peers of these VMs that were last known on one of these hosts.
+    /// Peers of these VMs whose last known host is one of these.
     fn peers_on(&self, hosts: &BTreeSet<HostId>, vms: &[VmId]) -> BTreeSet<VmId> {
         let peers = vms.iter().filter_map(|vm| self.vms.get(vm)).flat_map(|vm| vm.faces.keys());
         let there = |peer: &&VmId| self.known.get(peer).is_some_and(|known| hosts.contains(&known.host));
         peers.filter(there).copied().collect()
     }
 
-    /// Peers at these hosts go on.
+    /// Queue pairs at these hosts have resumed: queue pairs of the announced VMs that face them resume too.
     pub(super) fn ready(
         &mut self,
         after: MigrationId,
@@ -122,7 +123,8 @@ impl Host {
         }
     }
 
-    /// A peer's host asks whether a VM runs here. Silence is the answer while it is stopped, or leaves and has peers stop.
+    /// A peer's host asks whether a VM runs here. There is no answer while the VM is stopped, or its peers are being
+    /// suspended.
     pub(super) fn asked(&mut self, from: HostId, vm: VmId, actions: &mut Vec<Action>) {
         let Some(found) = self.vms.get(&vm).filter(|found| found.switching.is_none()) else { return };
         let body = Body::Running {

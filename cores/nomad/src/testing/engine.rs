@@ -1,50 +1,50 @@
-//! What a host's HCA does, reduced to counters: operations have numbers per pair of VMs, as packets have PSNs, and both ends' positions are part of a VM's state and
-//! move with it. It is the daemon's, and lost with it.
+//! A model of a host's HCA that consists of counters. Operations have numbers per pair of VMs, as packets have PSNs.
+//! Both ends' positions are part of a VM's state, and move with it. The daemon owns the HCA, which is lost with it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::monitor::Answer;
 use crate::names::{Epoch, HostId, MigrationId, VmId};
 
-/// What moves with a VM.
+/// The state that moves with a VM.
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct State {
-    /// Per peer: how many operations it has asked for that are complete.
+    /// Per peer: how many operations of this VM are complete.
     pub completed: BTreeMap<VmId, u16>,
-    /// Per peer: how many of the peer's operations it has carried out.
+    /// Per peer: how many of the peer's operations this VM has executed.
     pub carried_out: BTreeMap<VmId, u16>,
 }
 
-/// A VM on a host.
+/// A VM's instance on a host.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Instance {
     /// Its memory and queue pairs.
     pub state: State,
-    /// Its queue pairs work.
+    /// Whether its queue pairs work.
     pub running: bool,
-    /// In this epoch.
+    /// The epoch in which it runs.
     pub epoch: Epoch,
 }
 
-/// A host's engine, and what its daemon tells monitors.
+/// A host's engine, and its daemon's answers to monitors.
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Engine {
-    /// VMs, stopped ones included.
+    /// Instances, stopped ones included.
     pub instances: BTreeMap<VmId, Instance>,
-    /// Queue pairs that may send, by VM and peer, and to which host they do.
+    /// Queue pairs that may send, by VM and peer, with the host to which they send.
     pub open: BTreeMap<(VmId, VmId), HostId>,
-    /// Asked to hold queue pairs that face a VM, and not done.
+    /// Requests to suspend queue pairs that face a VM, not yet carried out.
     pub holding: BTreeSet<(MigrationId, VmId)>,
-    /// Asked to stop VMs, and not done.
+    /// Requests to stop VMs, not yet carried out.
     pub stopping: BTreeSet<(MigrationId, VmId)>,
-    /// Room for migrations, and what has come.
+    /// Capacity reserved per migration, and the VMs whose state was received.
     pub rooms: BTreeMap<MigrationId, BTreeSet<VmId>>,
-    /// What monitors are told of their VMs' last migrations, and the epoch in which a VM runs here.
+    /// The daemon's answer about each VM's last migration, and the epoch in which the VM runs here.
     pub phases: BTreeMap<VmId, (Answer, Epoch)>,
 }
 
 impl Engine {
-    /// Queue pairs that face a VM reach the end of a segment, if they are still asked to.
+    /// Queue pairs that face a VM reach the end of a segment. Returns whether their suspension is still requested.
     pub fn hold(&mut self, migration: MigrationId, vm: VmId) -> bool {
         let asked = self.holding.remove(&(migration, vm));
         if asked {
@@ -53,7 +53,7 @@ impl Engine {
         asked
     }
 
-    /// A VM stands still, if it still is to.
+    /// A VM stops. Returns whether that is still requested.
     pub fn stop(&mut self, migration: MigrationId, vm: VmId) -> bool {
         let asked = self.stopping.remove(&(migration, vm));
         if asked {
@@ -65,16 +65,16 @@ impl Engine {
         asked
     }
 
-    /// Whether a VM works here.
+    /// Whether a VM runs here.
     #[must_use]
     pub fn runs(&self, vm: VmId) -> bool {
         self.instances.get(&vm).is_some_and(|instance| instance.running)
     }
 }
 
-/// What a whole run of the cluster has seen of one direction of a connection.
+/// All runs of one direction of a connection, over the whole cluster.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Flow {
-    /// Operations carried out, by whatever instance.
+    /// Number of executed operations, by any instance.
     pub effects: u16,
 }
