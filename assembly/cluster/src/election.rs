@@ -1,16 +1,18 @@
-//! One of several instances leads: whoever holds the leader's key, which lives as long as its lease.
+//! Leader election among instances: the leader is the instance that owns the leader's key. The key is deleted when the
+//! owner's lease ends.
 //!
 //! ```text
-//!            ┌─────────── key is there: wait until it goes ───────────┐
+//!            ┌─────────── key exists: wait for its deletion ──────────┐
 //!            ▼                                                        │
-//!   look at the leader's key ── gone ──▶ grant a lease, make the key ─┴─ made ──▶ read the state ──▶ lead: renew the lease
-//!            ▲                            (guard: it isn't there)                                       │
-//!            └──────────────── not renewed in time, lease gone, fenced, stopped ◀─────────────────────────┘
+//!      read the leader's key ── none ──▶ grant a lease, make the key ─┴─ made ──▶ read the state ──▶ lead: renew the lease
+//!            ▲                            (guard: it doesn't exist)                                      │
+//!            └──────── not renewed in time, lease revoked, fenced, stopped ◀─────────────────────────────┘
 //! ```
 //!
-//! The term of an instance ends by its own clock before its lease can: it is counted from when the renewal was sent, less a tenth of the lease
-//! for clocks that don't run alike. An instance whose clock stood still (its process was stopped, its machine paused) may take itself for the
-//! leader for a moment longer; the store's guards keep it from changing anything ([`crate::kv_store`]).
+//! An instance's term ends by its own clock before its lease can expire. The term counts from the sending of the
+//! renewal, and is a tenth shorter than the lease, for clocks of different rates. An instance whose clock was suspended
+//! (its process or its machine was) may believe for a moment longer that it leads. The store's guards fence it: its
+//! transactions fail ([`crate::kv_store`]).
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
@@ -25,34 +27,34 @@ use crate::state::State;
 use crate::store::StoreError;
 use crate::term::Term;
 
-/// Wait before a store that doesn't answer is asked again.
+/// Delay before a retry, when the store doesn't answer.
 const RETRY_INTERVAL: Duration = Duration::from_millis(200);
-/// Wait after this instance couldn't lead although it was elected.
+/// Delay before the next election, when this instance was elected but couldn't lead.
 const UNFIT: Duration = Duration::from_secs(1);
 
-/// How an instance takes part.
+/// How an instance takes part in the election.
 #[derive(Debug, Clone)]
 pub struct Candidate {
-    /// What keys begin with, without a slash at the end.
+    /// Prefix of all keys, without a slash at its end.
     pub prefix: String,
-    /// Own address, as daemons and the other instances' clients reach it: `HOST:PORT`.
+    /// This instance's address, as hosts and clients reach it: `HOST:PORT`.
     pub address: String,
-    /// What to begin with where the store has nothing yet.
+    /// The initial state, if the store is empty.
     pub begin_with: Option<Arc<State>>,
-    /// How long the leader's key outlives an instance that is gone. Between 2 s (etcd's least, as it is delivered) and a minute.
+    /// Time to live of the leader's key after its owner has died: 2 s (etcd's default minimum) to 60 s.
     pub lease: Duration,
 }
 
-/// What makes the registry of a term, from its store.
+/// Creates the registry of a term from its store.
 pub(crate) type Make = Arc<dyn Fn(KvStore) -> Result<(Registry, u64), StoreError> + Send + Sync>;
 
-/// When a lease may be over for its holder, that was renewed by a request sent at `sent`.
+/// When a lease may expire for its owner, whose grant or renewal was sent at `sent`.
 #[must_use]
 pub fn ends(sent: Instant, lasts: Duration) -> Instant {
     sent + lasts - lasts / 10
 }
 
-/// Takes part until told to stop.
+/// Takes part in elections until the service stops.
 pub(crate) fn run(
     kv: &Arc<dyn Kv>,
     candidate: &Candidate,
@@ -88,18 +90,18 @@ struct Election<'a> {
 }
 
 impl Election<'_> {
-    /// Waits; whether it is over.
+    /// Waits. Returns whether the service stops.
     fn stopped(&self, wait: Duration) -> bool {
         !matches!(self.stop.recv_timeout(wait), Err(RecvTimeoutError::Timeout))
     }
 
-    /// How long a request may take: a third of the lease, so that there is time for another.
+    /// Timeout of a request: a third of the lease, so that a retry fits.
     fn within(&self) -> Duration {
         self.candidate.lease / 3
     }
 
     fn away(&self, error: &KvError) {
-        // Who leads isn't known any more; once in the log.
+        // The leader isn't known any more. The log has the first error only.
         self.roles.follow(None);
         if self.roles.trouble(Some(error.to_string())) {
             tracing::warn!(
@@ -114,7 +116,7 @@ impl Election<'_> {
         }
     }
 
-    /// Follows the leader for a while, or becomes leader where there is none. How long to wait before the next.
+    /// Follows the leader for a while, or campaigns if there is none. Returns the delay before the next round.
     fn round(&mut self) -> Result<Duration, KvError> {
         let leader = self.kv.get(&self.key, self.within())?;
         self.answered();
@@ -128,7 +130,8 @@ impl Election<'_> {
                 "Another instance of the cluster service leads; this one stands by"
             );
         }
-        // Where the member that is asked is lost meanwhile, the others say next whether the store answers.
+        // If this request fails with its member of etcd, the next request goes to another member and shows whether the
+        // store answers.
         let waited = self.kv.wait_gone(&self.key, entry.modified, self.within());
         Ok(if waited.is_ok() { Duration::ZERO } else { RETRY_INTERVAL })
     }
@@ -151,12 +154,13 @@ impl Election<'_> {
             }
             Ok(None) | Err(_) => Duration::ZERO,
         };
-        // Whether it has led, has lost, or doesn't know: nothing is done by this lease any more. Where that can't be said, it ends by itself.
+        // Whether it led, lost or has no answer: this lease isn't used again. If the revocation fails, the lease
+        // expires.
         drop(self.kv.revoke(lease.id, self.within()));
         made.map(|_| wait)
     }
 
-    /// Leads until the term is over, one way or the other. How long to leave it to others then.
+    /// Leads until the term ends. Returns the delay before the next election.
     fn lead(&mut self, term: &Arc<Term>) -> Duration {
         let (handle, inbox) = keeper::channel(Arc::clone(term));
         let (kv, prefix, make) = (Arc::clone(self.kv), self.candidate.prefix.clone(), Arc::clone(self.make));
@@ -176,7 +180,7 @@ impl Election<'_> {
                 }
                 Err(error) => {
                     led.end();
-                    // Nobody waits for it where this instance ends.
+                    // The receiver is gone if this instance is stopping.
                     let _ = report.send(error);
                 }
             }
@@ -196,7 +200,7 @@ impl Election<'_> {
         {
             tracing::error!("A thread of the cluster service panicked; this is a bug");
         }
-        // It may have begun to lead when its term was over.
+        // The registry may have started to lead after its term had ended.
         self.roles.follow(None);
         if let Ok(error) = failed.try_recv() {
             tracing::error!(
@@ -212,16 +216,16 @@ impl Election<'_> {
                 "This instance of the cluster service doesn't lead any more"
             );
         }
-        // Others that wait for the key see it go with the lease, at once.
+        // Instances that wait for the key see its deletion at once.
         Duration::ZERO
     }
 
-    /// Renews the lease as long as that goes in time. Whether it was told to stop.
+    /// Renews the lease until the term ends. Returns whether the service stops.
     fn hold(&self, term: &Term) -> bool {
         let every = self.candidate.lease / 4;
         let mut wait = every;
         loop {
-            // A term that somebody else has ended is seen soon.
+            // Short waits, so that a term that another thread ends is detected soon.
             let slice = wait.min(RETRY_INTERVAL);
             if self.stopped(slice) {
                 return true;

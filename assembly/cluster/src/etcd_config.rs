@@ -1,16 +1,16 @@
-//! Where etcd is, and how to speak with it.
+//! The addresses and credentials of an etcd cluster.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::kv::Kv;
 
-/// Keys for etcd by TLS.
+/// TLS certificates and key of a client of etcd.
 #[derive(Clone)]
 pub struct EtcdTls {
-    /// The authority whose certificates its members must have, PEM.
+    /// The CA certificate that has signed the members' certificates, PEM.
     pub authority: Vec<u8>,
-    /// Own certificate and its private key, PEM, where etcd asks for one.
+    /// The client's certificate and private key, PEM, if etcd verifies clients.
     pub identity: Option<(Vec<u8>, Vec<u8>)>,
 }
 
@@ -20,14 +20,15 @@ impl std::fmt::Debug for EtcdTls {
     }
 }
 
-/// See the module.
+/// Addresses and credentials of an etcd cluster.
 #[derive(Clone)]
 pub struct EtcdConfig {
-    /// Its members: `http://HOST:PORT`, `https://HOST:PORT`, or `HOST:PORT`, which is https where there are keys.
+    /// Addresses of members: `http://HOST:PORT`, `https://HOST:PORT`, or `HOST:PORT`, which means https if `tls` is
+    /// set.
     pub members: Vec<String>,
-    /// Keys.
+    /// Certificates for https; `None` for http.
     pub tls: Option<EtcdTls>,
-    /// User and password.
+    /// User and password, if etcd's authentication is on.
     pub user: Option<(String, String)>,
 }
 
@@ -37,30 +38,30 @@ impl std::fmt::Debug for EtcdConfig {
     }
 }
 
-/// etcd can't be used.
+/// Why etcd can't be used.
 #[derive(Debug, thiserror::Error)]
 pub enum EtcdError {
-    /// An address.
+    /// The address of a member is invalid.
     #[error("\"{}\" is no address of an etcd member: write http://HOST:PORT or https://HOST:PORT, several with commas between them", .0.escape_debug())]
     Address(String),
-    /// Keys that an address makes no use of, or lacks.
+    /// An http address with certificates, or an https address without.
     #[error(
         "The address {0} of an etcd member and the keys don't go together: https needs --etcd-ca, and http takes no keys"
     )]
     Keys(String),
-    /// A file.
+    /// A certificate or key file can't be read.
     #[error("The file {} for etcd can't be read", path.display())]
     File {
-        /// Which.
+        /// The file's path.
         path: PathBuf,
-        /// Why.
+        /// The operating system's error.
         #[source]
         source: std::io::Error,
     },
-    /// Threads.
+    /// The threads of the client's runtime couldn't be started.
     #[error("The client of etcd could not be set up")]
     SetUp(#[source] std::io::Error),
-    /// This program has no client of it.
+    /// This program was built without the feature `etcd`.
     #[error(
         "This program was built without etcd; build it with `cargo build --release -p causeway --features etcd`, which needs the packages protobuf-compiler and libprotobuf-dev"
     )]
@@ -68,10 +69,10 @@ pub enum EtcdError {
 }
 
 impl EtcdConfig {
-    /// Takes a list of members with commas between them.
+    /// Parses a comma-separated list of members.
     ///
     /// # Errors
-    /// When one is no address.
+    /// When an address is invalid.
     pub fn new(members: &str) -> Result<Self, EtcdError> {
         let members = members.split(',').map(str::to_owned).collect();
         let config = Self { members, tls: None, user: None };
@@ -90,10 +91,10 @@ impl EtcdConfig {
         Ok(config)
     }
 
-    /// Whether addresses and keys go together.
+    /// Checks that all addresses are https if certificates are set, and http otherwise.
     ///
     /// # Errors
-    /// When they don't.
+    /// When an address doesn't match.
     pub fn check(&self) -> Result<(), EtcdError> {
         let wrong = if self.tls.is_some() { "http://" } else { "https://" };
         match self.members.iter().find(|member| member.starts_with(wrong)) {
@@ -102,27 +103,27 @@ impl EtcdConfig {
         }
     }
 
-    /// Reads a file for it.
+    /// Reads a certificate or key file.
     ///
     /// # Errors
-    /// When that can't be read.
+    /// When the file can't be read.
     pub fn read(path: &Path) -> Result<Vec<u8>, EtcdError> {
         std::fs::read(path).map_err(|source| EtcdError::File { path: path.to_owned(), source })
     }
 
-    /// Its client. Nothing is connected yet.
+    /// Creates a client. It connects at its first request.
     ///
     /// # Errors
-    /// When addresses or keys are wrong; when this program was built without etcd.
+    /// When addresses or certificates are invalid.
     #[cfg(feature = "etcd")]
     pub fn client(self) -> Result<Arc<dyn Kv>, EtcdError> {
         Ok(Arc::new(crate::etcd::Etcd::new(self)?))
     }
 
-    /// Its client, which this program was built without.
+    /// Fails: this program was built without a client of etcd.
     ///
     /// # Errors
-    /// Always.
+    /// Always [`EtcdError::NotBuilt`], or the error of [`EtcdConfig::check`].
     #[cfg(not(feature = "etcd"))]
     pub fn client(self) -> Result<Arc<dyn Kv>, EtcdError> {
         self.check()?;
@@ -134,7 +135,7 @@ impl EtcdConfig {
 mod tests {
     use super::{EtcdConfig, EtcdError, EtcdTls};
 
-    /// Said by programs that are built without the feature; CI builds with it.
+    /// The message of programs that are built without the feature; CI builds with it.
     #[test]
     fn a_program_without_etcd_says_how_to_build_one_with_it() {
         let said = EtcdError::NotBuilt.to_string();

@@ -1,21 +1,21 @@
-//! How long hosts held what faces VMs that moved: for those who look at a migration afterwards. It isn't written down; another instance that takes over
-//! knows nothing of what was reported before.
+//! Peer pauses of migrations: how long hosts suspended the queue pairs that face a VM. Users query them after a
+//! migration. They are volatile: an instance that takes over doesn't have them.
 
 use std::collections::BTreeMap;
 
 use nomad::{HostId, MigrationId, VmId};
 
-/// Migrations that are remembered, the last ones.
+/// Maximum number of migrations with records; the oldest is dropped first.
 const MIGRATIONS: usize = 256;
-/// Reports of one migration at most.
+/// Maximum number of reports of one migration.
 const REPORTS: usize = 4096;
 
-/// What hosts have said.
+/// The reported peer pauses, in microseconds.
 #[derive(Debug, Default)]
 pub(crate) struct Holds(BTreeMap<MigrationId, BTreeMap<(VmId, HostId), u64>>);
 
 impl Holds {
-    /// A host held what faces a VM for so many microseconds. The first report counts: one that is repeated is the same.
+    /// Records a host's pause towards a VM. Only the first report counts: a second one is a retransmission.
     pub fn report(&mut self, migration: MigrationId, vm: VmId, host: HostId, microseconds: u64) {
         let reports = self.0.entry(migration).or_default();
         if reports.len() < REPORTS {
@@ -26,7 +26,7 @@ impl Holds {
         }
     }
 
-    /// What is known of a migration: VM, host, microseconds.
+    /// The pauses of a migration: VM, host, microseconds.
     pub fn of(&self, migration: MigrationId) -> impl Iterator<Item = (VmId, HostId, u64)> {
         let reports = self.0.get(&migration).into_iter().flatten();
         reports.map(|((vm, host), microseconds)| (*vm, *host, *microseconds))
@@ -37,7 +37,7 @@ impl Holds {
 mod tests {
     use super::*;
 
-    /// The last migrations are remembered, each with what was said first, and with a limit.
+    /// Memory is bounded: the last migrations stay, each with its first report, up to a limit.
     #[test]
     fn what_is_remembered_is_bounded() {
         let mut holds = Holds::default();

@@ -1,64 +1,66 @@
-//! What the service needs of a store of keys and values that several instances share: transactions with guards, leases, and waiting for a key
-//! to go. etcd has it (`etcd::Etcd`, with the feature `etcd`), and [`crate::testing::FakeKv`] for tests, with the same meaning.
+//! The interface of the key-value store that several instances of the service share: guarded transactions, leases, and
+//! waiting for the deletion of a key. etcd implements it (`etcd::Etcd`, with the feature `etcd`).
+//! [`crate::testing::FakeKv`] implements it for tests, with the same semantics.
 //!
-//! Revisions are etcd's: one counter for the whole store; a key has the revision that made it, and that of its last change. A key that isn't
-//! there has 0 for both.
+//! Revisions are etcd's: one counter for the whole store. A key has the revision that created it, and the revision of
+//! its last change. Both are 0 for a key that doesn't exist.
 
 use std::time::Duration;
 
-/// Operations of one transaction at most: etcd's own limit is 128 (`--max-txn-ops`).
+/// Maximum number of operations of one transaction. etcd's default limit is 128 (`--max-txn-ops`).
 pub const MAX_OPERATIONS: usize = 100;
-/// Bytes of keys and values of one transaction at most: etcd's own limit is 1.5 MiB (`--max-request-bytes`).
+/// Maximum size of all keys and values of one transaction, in bytes. etcd's default limit is 1.5 MiB
+/// (`--max-request-bytes`).
 pub const MAX_BYTES: usize = 512 << 10;
 
-/// A key that is there.
+/// A key that exists, with its value.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry {
-    /// Its key.
+    /// The key, with the instance's prefix.
     pub key: String,
-    /// What it holds.
+    /// The stored bytes.
     pub value: Vec<u8>,
-    /// The revision that made it.
+    /// The revision that created the key.
     pub created: i64,
-    /// The revision of its last change.
+    /// The revision of the key's last change.
     pub modified: i64,
 }
 
-/// What must hold for a transaction to be carried out.
+/// A condition of a transaction.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Guard {
-    /// A key was made by a revision; 0: it isn't there.
+    /// The key was created by this revision; 0: the key doesn't exist.
     Created(String, i64),
-    /// A key was last changed by a revision; 0: it isn't there.
+    /// The key's last change is this revision; 0: the key doesn't exist.
     Modified(String, i64),
 }
 
-/// A change. One transaction changes no key twice.
+/// A change. A transaction changes a key only once.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Operation {
-    /// A key holds a value; with a lease it goes when the lease ends.
+    /// Stores a value. A key with a lease is deleted when the lease ends.
     Put {
-        /// Which.
+        /// The key, created if it doesn't exist.
         key: String,
-        /// What.
+        /// The new value.
         value: Vec<u8>,
-        /// Whose.
+        /// The lease's id; `None`: the key exists until it is deleted.
         lease: Option<i64>,
     },
-    /// A key isn't there.
+    /// Deletes a key, if it exists.
     Delete(String),
-    /// No key that begins so is there.
+    /// Deletes all keys that begin with a prefix.
     DeleteAll(String),
 }
 
 impl Operation {
-    /// A key holds a value for good.
+    /// Stores a value without a lease.
     #[must_use]
     pub fn put(key: String, value: Vec<u8>) -> Self {
         Self::Put { key, value, lease: None }
     }
 
-    /// Bytes of its key and value.
+    /// Size of its key and value, in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         match self {
@@ -68,76 +70,76 @@ impl Operation {
     }
 }
 
-/// A lease that was given.
+/// A granted lease.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Lease {
-    /// Its number.
+    /// The store's identifier of it.
     pub id: i64,
-    /// How long it lasts from when it was given or renewed: at least as long as asked for.
+    /// Time to live from its grant or renewal, at least as long as requested.
     pub lasts: Duration,
 }
 
-/// Why something wasn't done, or isn't known to be done.
+/// Why a request failed, or has an unknown outcome.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum KvError {
-    /// No answer: it may have been done, and it may be done yet.
+    /// No response: the request may have been carried out, or may be carried out later.
     #[error("etcd at {place} doesn't answer ({reason})")]
     Away {
-        /// Its addresses.
+        /// The store's addresses.
         place: String,
-        /// What was seen.
+        /// The client's error.
         reason: String,
     },
-    /// It won't be done.
+    /// The store refused the request and doesn't carry it out.
     #[error("etcd at {place} refuses: {reason}")]
     Refused {
-        /// Its addresses.
+        /// The store's addresses.
         place: String,
-        /// Its own words.
+        /// The store's error message.
         reason: String,
     },
 }
 
-/// See the module. All calls block, for as long as `within` says at most.
+/// A shared key-value store. All calls block until the response, for at most `within`. Implementations are thread-safe.
 pub trait Kv: std::fmt::Debug + Send + Sync {
-    /// Where it is, for people.
+    /// The store's addresses, for messages to users.
     fn place(&self) -> String;
 
-    /// Gives a lease that lasts at least `lasts`, unless it is renewed.
+    /// Grants a lease that lasts at least `lasts`, unless it is renewed.
     ///
     /// # Errors
-    /// When no answer comes, or it is refused.
+    /// When no response comes in time, or the store refuses.
     fn grant(&self, lasts: Duration, within: Duration) -> Result<Lease, KvError>;
 
-    /// Lets a lease last anew; `None`: it has ended.
+    /// Renews a lease, and returns its time to live. `None`: the lease has ended.
     ///
     /// # Errors
     /// As [`Kv::grant`].
     fn renew(&self, lease: i64, within: Duration) -> Result<Option<Duration>, KvError>;
 
-    /// Ends a lease, and with it its keys.
+    /// Ends a lease and deletes its keys.
     ///
     /// # Errors
     /// As [`Kv::grant`].
     fn revoke(&self, lease: i64, within: Duration) -> Result<(), KvError>;
 
-    /// A key, as it is after everything that was answered before.
+    /// Reads a key. The read is linearizable.
     ///
     /// # Errors
     /// As [`Kv::grant`].
     fn get(&self, key: &str, within: Duration) -> Result<Option<Entry>, KvError>;
 
-    /// All keys that begin so, in order, as they were at one revision. `within` is for each request that it takes.
+    /// Reads all keys with a prefix, in order, as of one revision. `within` limits each page's request.
     ///
     /// # Errors
     /// As [`Kv::grant`].
     fn range(&self, prefix: &str, within: Duration) -> Result<Vec<Entry>, KvError>;
 
-    /// Carries operations out, all of them and safely on its disks, if all guards hold: the revision. `None`: a guard doesn't hold, nothing
-    /// has changed.
+    /// Carries out all operations if all guards hold. Returns the revision once the changes are on stable storage.
+    /// `None`: a guard doesn't hold, and nothing has changed.
     ///
     /// # Errors
-    /// As [`Kv::grant`]: [`KvError::Away`] means that it may have been carried out, and may be yet.
+    /// As [`Kv::grant`]. After [`KvError::Away`] the transaction may have been carried out, or may be later.
     fn transact(
         &self,
         guards: &[Guard],
@@ -145,7 +147,8 @@ pub trait Kv: std::fmt::Debug + Send + Sync {
         within: Duration,
     ) -> Result<Option<i64>, KvError>;
 
-    /// Waits until a key goes that was there at revision `since`, or the time is over. Whether it went.
+    /// Waits until a key that existed at revision `since` is deleted, or `within` has passed. Returns whether it was
+    /// deleted.
     ///
     /// # Errors
     /// As [`Kv::grant`].

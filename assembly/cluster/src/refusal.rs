@@ -1,4 +1,4 @@
-//! Why the service says no, in a sentence.
+//! Errors with which the service refuses requests, each with a message for users.
 
 use nomad::coordinator::Refused;
 use nomad::{Epoch, Incarnation};
@@ -6,31 +6,31 @@ use nomad::{Epoch, Incarnation};
 use crate::state::State;
 use crate::store::StoreError;
 
-/// Why.
+/// Why the service refuses a request.
 #[derive(Debug, thiserror::Error)]
 pub enum Refusal {
-    /// A name, an address or a number that can't be one.
+    /// A name, an address or a number is invalid.
     #[error("{0}")]
     Invalid(String),
-    /// It isn't there.
+    /// The VM, host or migration doesn't exist.
     #[error("{0}")]
     Missing(String),
-    /// Something stands against it, at present.
+    /// The present state of a VM or host forbids it.
     #[error("{0}")]
     Conflict(String),
-    /// What is said is older than what is known.
+    /// The request has an older incarnation or epoch than the ledger.
     #[error("{0}")]
     Old(String),
-    /// There are too many.
+    /// A limit is reached.
     #[error("{0}")]
     TooMany(String),
-    /// The database.
+    /// The store failed; the state is unchanged.
     #[error("Nothing was changed: {0}")]
     Store(#[from] StoreError),
 }
 
 impl Refusal {
-    /// A host's message of an earlier start.
+    /// A request of a host's earlier incarnation.
     pub(crate) fn old_start(host: &str, said: Incarnation, known: Incarnation) -> Self {
         Self::Old(format!(
             "Host {host} was started again since (start {}): what its start {} says means nothing any more",
@@ -38,7 +38,7 @@ impl Refusal {
         ))
     }
 
-    /// A message about a VM of an older epoch.
+    /// A request about a VM with an older epoch than the ledger's.
     pub(crate) fn old_epoch(vm: &str, said: Epoch, known: Epoch, owner: &str) -> Self {
         Self::Old(format!(
             "VM {vm} is in epoch {} on host {owner}: a message of epoch {} means nothing any more; stop the VM where it comes from",
@@ -46,7 +46,7 @@ impl Refusal {
         ))
     }
 
-    /// What the coordinator refuses, with names in place of numbers.
+    /// The coordinator's refusal, with names in place of numbers.
     pub(crate) fn of(refused: &Refused, state: &State) -> Self {
         let vm = |vm| state.vm_name(vm);
         let host = |host| state.host_name(host);

@@ -1,4 +1,4 @@
-//! Which part this instance has: it leads, or another does.
+//! The role of this instance: it leads, or it follows another instance.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -8,10 +8,10 @@ use tonic::metadata::MetadataValue;
 
 use crate::keeper::Handle;
 
-/// The part, for those who answer requests. It is changed by whoever runs for leader.
+/// The role, for tasks that answer requests. The election's thread changes it.
 #[derive(Debug)]
 pub(crate) struct Roles {
-    /// Own address, as others reach it.
+    /// This instance's address, as hosts and clients reach it.
     instance: String,
     store: &'static str,
     place: String,
@@ -20,26 +20,26 @@ pub(crate) struct Roles {
 
 #[derive(Debug, Default)]
 struct Now {
-    /// Whose answers count, while its term holds.
+    /// The keeper, the thread of the registry, if this instance leads. Its answers count while its term holds.
     leading: Option<Handle>,
-    /// Who leads, as far as is known.
+    /// The leader's address; `None`: not known.
     leader: Option<String>,
-    /// The last term that was seen.
+    /// The last known term.
     term: u64,
     terms_led: u64,
-    /// What the store has said instead of an answer.
+    /// The store's last error; `None`: its last request succeeded.
     trouble: Option<String>,
 }
 
 impl Roles {
-    /// An instance that has no others beside it.
+    /// The only instance of a service, on a store of its own.
     pub fn alone(instance: String, place: String, handle: Handle) -> Arc<Self> {
         let leader = Some(instance.clone());
         let now = Now { leading: Some(handle), leader, ..Now::default() };
         Arc::new(Self { instance, store: "redb", place, now: Mutex::new(now) })
     }
 
-    /// One of several, that doesn't lead yet.
+    /// One of several instances on a shared store. It doesn't lead yet.
     pub fn one_of_several(instance: String, place: String) -> Arc<Self> {
         Arc::new(Self { instance, store: "etcd", place, now: Mutex::default() })
     }
@@ -48,7 +48,7 @@ impl Roles {
         self.now.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// It leads from now on.
+    /// Starts to lead.
     pub fn lead(&self, handle: Handle) {
         let mut now = self.lock();
         now.term = handle.term.number();
@@ -57,7 +57,8 @@ impl Roles {
         now.leading = Some(handle);
     }
 
-    /// It doesn't lead; who does. Whether that is news.
+    /// Stops to lead. `leader` is the leading instance's address and term, if known. Returns whether the leader
+    /// changed.
     pub fn follow(&self, leader: Option<(String, u64)>) -> bool {
         let mut now = self.lock();
         let was = now.leading.take().is_some();
@@ -67,7 +68,8 @@ impl Roles {
         news
     }
 
-    /// What the store has said instead of an answer; `None`: it has answered. Whether that is news.
+    /// Records the store's error; `None`: a request succeeded. Returns whether the store became unreachable, or
+    /// reachable again.
     pub fn trouble(&self, trouble: Option<String>) -> bool {
         let mut now = self.lock();
         let news = now.trouble.is_some() != trouble.is_some();
@@ -75,10 +77,10 @@ impl Roles {
         news
     }
 
-    /// The keeper, where this instance leads.
+    /// The keeper, the thread of the registry, if this instance leads.
     ///
     /// # Errors
-    /// Where it doesn't: who does, for people and in the metadata.
+    /// If it doesn't lead: the message and the metadata have the leader's address, if known.
     pub fn leading(&self) -> Result<Handle, Status> {
         let now = self.lock();
         if let Some(handle) = now.leading.as_ref().filter(|handle| handle.term.holds()) {
@@ -102,16 +104,16 @@ impl Roles {
         Err(Self::not_leading(text, leader.unwrap_or_default()))
     }
 
-    /// Nothing was done, because another instance leads: its address, or nothing where none is known.
+    /// The error of a request to an instance that doesn't lead. Nothing was changed. `leader` may be empty.
     pub fn not_leading(text: String, leader: &str) -> Status {
         let mut status = Status::unavailable(text);
-        // An address is ASCII.
+        // An invalid header value can't occur: an address is ASCII.
         let address = leader.parse().unwrap_or_else(|_| MetadataValue::from_static(""));
         status.metadata_mut().insert(LEADER, address);
         status
     }
 
-    /// For whoever asks.
+    /// This instance's role, as `causeway cluster status` shows it.
     pub fn role(&self) -> proto::Role {
         let now = self.lock();
         let handle = now.leading.as_ref().filter(|handle| handle.term.holds());

@@ -1,5 +1,5 @@
-//! For tests: a store of keys and values in memory that several instances of one process share, with etcd's meaning and limits, whose answers
-//! can be lost or late.
+//! A key-value store in memory for tests, shared by several instances of one process. It has etcd's semantics and
+//! limits. Tests can drop or delay its requests and responses.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,22 +9,22 @@ use std::time::{Duration, Instant};
 use crate::kv::{Entry, Guard, Kv, KvError, Lease, Operation};
 use crate::term::Term;
 
-/// etcd's limits, as it is delivered.
+/// etcd's default limits.
 const ETCD_OPERATIONS: usize = 128;
 const ETCD_BYTES: usize = 1_572_864;
 
-/// What becomes of a transaction.
+/// The fate of a transaction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fate {
-    /// It is answered.
+    /// It is carried out and answered.
     Answered,
-    /// It isn't done, and not answered.
+    /// The request is lost.
     RequestLost,
-    /// It is done, and not answered.
+    /// It is carried out, but the response is lost.
     AnswerLost,
-    /// It isn't answered, and is done when [`FakeKv::arrive`] is called.
+    /// The response is lost, and it is carried out when [`FakeKv::arrive`] is called.
     Late,
-    /// It is refused.
+    /// The store refuses it.
     Refused,
 }
 
@@ -48,12 +48,12 @@ struct Inner {
     keys: BTreeMap<String, Stored>,
     leases: BTreeMap<i64, Held>,
     next_lease: i64,
-    /// How far this store's clock is ahead.
+    /// Added to the time at which leases expire.
     ahead: Duration,
     fates: VecDeque<Fate>,
     late: Vec<(Vec<Guard>, Vec<Operation>)>,
     transactions: u64,
-    /// After so many more transactions, a client is cut off and its term is over.
+    /// After this many transactions the leader dies: its client is cut off, and its term ends.
     dying: Option<(u64, Arc<AtomicBool>, Arc<Term>)>,
 }
 
@@ -109,7 +109,7 @@ impl Inner {
     }
 }
 
-/// See the module. Clones share the keys; each is a client of its own that can be cut off.
+/// A key-value store in memory. Clones share the keys; each is a client that can be cut off on its own.
 #[derive(Debug, Default)]
 pub struct FakeKv {
     shared: Arc<(Mutex<Inner>, Condvar)>,
@@ -132,48 +132,49 @@ impl FakeKv {
         inner
     }
 
-    /// Whether this client is cut off.
+    /// The flag that cuts this client off while it is set.
     #[must_use]
     pub fn switch(&self) -> Arc<AtomicBool> {
         Arc::clone(&self.cut)
     }
 
-    /// Whether this client believes that its leases are renewed, which they aren't: as one whose clock stands still.
+    /// The flag that makes this client believe, while it is set, that renewals succeed. It models a client whose clock
+    /// has stopped.
     #[must_use]
     pub fn deceived(&self) -> Arc<AtomicBool> {
         Arc::clone(&self.deceived)
     }
 
-    /// Lets leases grow older.
+    /// Advances the clock by which leases expire.
     pub fn advance(&self, by: Duration) {
         self.lock().ahead += by;
         drop(self.lock());
     }
 
-    /// What becomes of the next transactions.
+    /// Sets the fates of the next transactions.
     pub fn fate(&self, fates: &[Fate]) {
         self.lock().fates.extend(fates);
     }
 
-    /// From now on all is answered; what is late stays so.
+    /// Clears the remaining fates: later transactions are answered. Delayed ones stay delayed.
     pub fn calm(&self) {
         self.lock().fates.clear();
     }
 
-    /// Late transactions are done now. Which of them were.
+    /// Carries out delayed transactions. Returns for each whether its guards held.
     pub fn arrive(&self) -> Vec<bool> {
         let mut inner = self.lock();
         let late = std::mem::take(&mut inner.late);
         late.iter().map(|(guards, operations)| inner.transact(guards, operations).is_some()).collect()
     }
 
-    /// Transactions that were sent so far.
+    /// Number of transactions received so far.
     #[must_use]
     pub fn transactions(&self) -> u64 {
         self.lock().transactions
     }
 
-    /// The leader dies after so many more transactions: this client is cut off, and its term over.
+    /// Makes the leader die after this many transactions: its client is cut off, and its term ends.
     pub fn die_after(&self, transactions: u64, client: Arc<AtomicBool>, term: Arc<Term>) {
         let mut inner = self.lock();
         inner.dying = Some((inner.transactions + transactions, client, term));
@@ -301,7 +302,7 @@ impl Kv for FakeKv {
             if Instant::now() >= end {
                 return Ok(false);
             }
-            // Leases end by time alone: looked at again soon.
+            // Leases expire by time alone: checks again soon.
             drop(self.shared.1.wait_timeout(inner, Duration::from_millis(10)));
         }
     }
