@@ -1,4 +1,4 @@
-//! The service on a real etcd: the store's contract, and one to three instances as processes of their own that are killed and stopped.
+//! The store on a real etcd: the store's contract, what the registry writes, and access with TLS and passwords.
 #![cfg(feature = "etcd")]
 
 use crate::common::changes;
@@ -30,7 +30,7 @@ fn lead(kv: &Arc<dyn Kv>, prefix: &str) -> Arc<Term> {
     Arc::new(Term::new(u64::try_from(term).unwrap(), lease.id, until))
 }
 
-/// What the fake promises, etcd keeps: guards, leases, ranges over pages, waiting.
+/// etcd keeps the contract that the fake store models: guards, leases, ranges over several pages, waiting.
 #[test]
 fn etcd_is_what_the_store_needs() {
     if !is_installed("etcd_is_what_the_store_needs") {
@@ -38,7 +38,7 @@ fn etcd_is_what_the_store_needs() {
     }
     let members = Members::start(1);
     let kv = members.client();
-    // Guards: a key that isn't there has revision 0, and one that is made again another revision than before.
+    // Guards: a missing key has revision 0, and a key that is created again has another revision than before.
     let key = || "/p/a".to_owned();
     let put = |value: &[u8]| [Operation::put(key(), value.to_vec())];
     let made = kv.transact(&[Guard::Created(key(), 0)], &put(b"1"), WITHIN).unwrap().unwrap();
@@ -47,7 +47,7 @@ fn etcd_is_what_the_store_needs() {
     assert_eq!(kv.transact(&[Guard::Modified(key(), made)], &put(b"4"), WITHIN).unwrap(), None);
     let entry = kv.get("/p/a", WITHIN).unwrap().unwrap();
     assert_eq!((entry.created, entry.modified, entry.value.as_slice()), (made, changed, &b"3"[..]));
-    // More keys than a page has; those beside the prefix aren't read.
+    // More keys than a page holds, and keys outside of the prefix, which aren't returned.
     for portion in (0..1100_u32).collect::<Vec<_>>().chunks(100) {
         let puts: Vec<_> =
             portion.iter().map(|n| Operation::put(format!("/q/{n:04}"), n.to_be_bytes().to_vec())).collect();
@@ -59,7 +59,7 @@ fn etcd_is_what_the_store_needs() {
     kv.transact(&[], &[Operation::DeleteAll("/q/".to_owned())], WITHIN).unwrap().unwrap();
     assert!(kv.range("/q/", WITHIN).unwrap().is_empty());
     assert_eq!(kv.range("/p/", WITHIN).unwrap().len(), 1);
-    // A key goes with its lease, and who waits for that hears of it.
+    // A key is deleted with its lease, and a waiter is notified.
     let lease = kv.grant(Duration::from_secs(60), WITHIN).unwrap();
     let held = Operation::Put { key: "/p/l".to_owned(), value: Vec::new(), lease: Some(lease.id) };
     let since = kv.transact(&[], &[held], WITHIN).unwrap().unwrap();
@@ -72,13 +72,13 @@ fn etcd_is_what_the_store_needs() {
     });
     assert_eq!(kv.renew(lease.id, WITHIN).unwrap(), None);
     kv.revoke(lease.id, WITHIN).unwrap();
-    // Beyond its limit it refuses, and says so: 128 operations.
+    // etcd refuses a transaction of more than its limit of 128 operations, with an error that names the cause.
     let many: Vec<_> = (0..129).map(|n| Operation::put(format!("/q/{n}"), Vec::new())).collect();
     let error = kv.transact(&[], &many, WITHIN).unwrap_err().to_string();
     assert!(error.contains("refuses") && error.contains("too many operations"), "{error}");
 }
 
-/// Each kind of change is read back, large ones as well; who doesn't lead any more is refused.
+/// A store reads back each kind of change, also large ones. An instance that doesn't lead any more can't write.
 #[test]
 fn what_is_written_is_read() {
     if !is_installed("what_is_written_is_read") {
@@ -105,7 +105,8 @@ fn what_is_written_is_read() {
     assert_eq!(open().state(), &after(&changes));
 }
 
-/// etcd with TLS for both sides and with users: who has the keys and the password is served, and others are told why not.
+/// etcd with TLS for both sides, then with users. A client without a certificate fails; one with a wrong password
+/// receives the reason.
 #[test]
 fn keys_and_passwords_are_for_those_who_have_them() {
     use cluster::etcd_config::{EtcdConfig, EtcdTls};
@@ -142,7 +143,7 @@ fn keys_and_passwords_are_for_those_who_have_them() {
     }
     let stranger = config(None, None).client().unwrap();
     assert!(stranger.get("x", Duration::from_secs(3)).is_err());
-    // With users: root makes one, and from then on all need one.
+    // With users: root creates one, and from then on every client needs one.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
         let (certificate, key) = certified();

@@ -1,5 +1,5 @@
-//! Instances of the service as processes of their own on a real etcd: killed (SIGKILL) and stopped (SIGSTOP, and woken later) at each step of a
-//! migration; etcd's members killed under them, one and the majority.
+//! Failover with processes on a real etcd. Instances of the service are killed (SIGKILL) or stopped (SIGSTOP, later
+//! SIGCONT) at each step of a migration. Members of etcd are killed too: one, and the majority.
 #![cfg(feature = "etcd")]
 
 use crate::common;
@@ -23,7 +23,7 @@ use moving::{Host, STEPS, settle, steps};
 use nomad::{Body, MigrationId};
 use rustix::process::{Pid, Signal, kill_process};
 
-/// Not etcd's least: a crowded machine isn't to change leaders for nothing.
+/// Longer than etcd's minimum: a loaded machine shouldn't cause a change of leaders.
 const LEASE: Duration = Duration::from_secs(3);
 
 fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
@@ -34,7 +34,7 @@ fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
     }
 }
 
-/// An instance's process.
+/// A process of one instance.
 struct Process {
     child: Child,
     address: String,
@@ -49,7 +49,7 @@ impl Process {
             .spawn()
             .unwrap();
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map_while(Result::ok);
-        // The test runner's own words may stand before it in the line.
+        // The test runner's output may precede the address in the line.
         let address = lines.find_map(|line| line.split_once("serves at ").map(|(_, at)| at.to_owned()));
         Self { child, address: address.unwrap() }
     }
@@ -58,7 +58,7 @@ impl Process {
         Service::new(&self.address, None).unwrap()
     }
 
-    /// What it says of itself, where it answers.
+    /// The instance's role, if it answers.
     fn role(&self) -> Option<proto::Role> {
         self.service().roles().unwrap().remove(0).1.ok()
     }
@@ -79,7 +79,7 @@ impl Drop for Process {
     }
 }
 
-/// Not a test: the process that others kill.
+/// Not a test: the process that tests kill.
 #[test]
 #[ignore = "run by the tests of this file"]
 fn serves_until_killed() {
@@ -97,7 +97,7 @@ fn both(one: &Process, other: &Process) -> Service {
     Service::new(&format!("{},{}", one.address, other.address), None).unwrap()
 }
 
-/// What is said to one instance, whoever leads.
+/// Sends a request to one instance, whether it leads or not.
 fn directly(process: &Process, vm: &str, host: Speaker) -> Result<(), ClusterError> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let (speaker, name, nics) = (Some(host), vm.to_owned(), vec![common::nic(9)]);
@@ -109,24 +109,24 @@ fn directly(process: &Process, vm: &str, host: Speaker) -> Result<(), ClusterErr
     })
 }
 
-/// A VM that two instances move from one host to the other, as far as a step.
+/// A migration of a VM between two hosts that has reached a step, and the instances that coordinate it.
 struct Moving {
     first: Process,
     second: Process,
     service: Service,
     hosts: [Speaker; 2],
-    /// Number and epoch before.
+    /// The VM's number, and its epoch before the migration.
     vm: (u32, u64),
     migration: u64,
     step: usize,
-    /// A host has heard of the commit.
+    /// Whether a host has received the commit.
     heard: bool,
-    /// Open when the fault comes.
+    /// The hosts' streams, open when the fault is injected.
     _streams: [Host; 2],
 }
 
 impl Moving {
-    /// The first instance leads.
+    /// Starts the instances, of which the first leads, and takes the migration to the step.
     fn begin(members: &Members, prefix: &str, step: usize) -> Self {
         let first = Process::start(members, prefix);
         wait_until("a leader", || first.leads());
@@ -141,7 +141,7 @@ impl Moving {
         Self { first, second, service, hosts, vm, migration, step, heard, _streams }
     }
 
-    /// The VM has one owner, the one that hosts were told of. Whether the migration was committed.
+    /// Checks that one host runs the VM, as all hosts' decisions have it. Returns whether the migration was committed.
     fn judge(&self, told: Option<bool>) -> bool {
         let (Self { hosts: [h1, h2], vm: (id, epoch), step, .. }, state) =
             (self, self.service.state().unwrap());
@@ -155,7 +155,8 @@ impl Moving {
     }
 }
 
-/// One step of a migration at which the leader is killed, or stopped and woken when the other has led it to its end. Whether it was committed.
+/// Kills or stops the leader at one step of a migration. A stopped leader resumes when the other one has ended the
+/// migration. Returns whether it was committed.
 fn takes_over(members: &Members, step: usize, stop: bool) -> bool {
     let prefix = format!("/{}{step}", if stop { "stop" } else { "kill" });
     let moving = Moving::begin(members, &prefix, step);
@@ -163,7 +164,8 @@ fn takes_over(members: &Members, step: usize, stop: bool) -> bool {
     let (h1, h2, migration) = (*h1, *h2, *migration);
     first.signal(if stop { Signal::STOP } else { Signal::KILL });
     wait_until("the other to lead", || second.leads());
-    // What hosts do that have lost the service. The first address of the two doesn't answer, or hangs.
+    // Hosts register again when they have lost the service. The first of the two addresses refuses connections, or
+    // hangs.
     for (host, number) in [(h1, 1), (h2, 2)] {
         assert_eq!(service.host(&format!("h{number}"), number, host.incarnation).unwrap(), host);
     }
@@ -173,7 +175,7 @@ fn takes_over(members: &Members, step: usize, stop: bool) -> bool {
     let committed = moving.judge(told);
     if stop {
         let revision = service.state().unwrap().revision;
-        // It wakes up in the midst of leading.
+        // The former leader resumes in the middle of its term.
         first.signal(Signal::CONT);
         let error = directly(first, "ghost", h1).unwrap_err();
         assert!(!error.is_refusal(), "{error:?}");
@@ -192,7 +194,7 @@ fn at_each_step(test: &str, stop: bool) {
     }
     let members = Members::start(1);
     let mut ends = [0, 0];
-    // A few at a time: most of it is waiting for leases.
+    // A few at a time: most of the time passes in waiting for leases.
     let all: Vec<usize> = (0..=STEPS).collect();
     for portion in all.chunks(5) {
         std::thread::scope(|scope| {
@@ -217,8 +219,8 @@ fn a_leader_is_stopped_at_each_step_of_a_migration_and_wakes_up() {
     at_each_step("a_leader_is_stopped_at_each_step_of_a_migration_and_wakes_up", true);
 }
 
-/// One step of a migration at which a member of etcd is killed; whichever instance leads then takes it to its end, given up if it isn't decided. Whether
-/// it was committed.
+/// Kills a member of etcd at one step of a migration. The instance that leads then ends the migration, with an abort if
+/// it isn't decided. Returns whether it was committed.
 fn goes_on(members: &mut Members, step: usize) -> bool {
     let prefix = format!("/member{step}");
     let moving = Moving::begin(members, &prefix, step);
@@ -226,7 +228,8 @@ fn goes_on(members: &mut Members, step: usize) -> bool {
     let (h1, h2, migration) = (*h1, *h2, *migration);
     let member = step % 3;
     members.kill(member);
-    // Either may lead now, or lead again: whoever asks while that is open asks again, and whose stream has ended begins another.
+    // Either instance may lead, or a new term begin: hosts retry their registration, and open another stream when
+    // theirs ends.
     let join = |host: Speaker, number: u8| {
         let name = format!("h{number}");
         wait_until("the host's registration", || {
@@ -239,7 +242,7 @@ fn goes_on(members: &mut Members, step: usize) -> bool {
     let deadline = Instant::now() + Duration::from_secs(60);
     while !service.state().is_ok_and(|state| state.migrations.is_empty()) {
         assert!(Instant::now() < deadline, "step {step}: the migration doesn't end");
-        // What isn't decided is given up; what is, is told to both.
+        // The coordinator aborts a migration that isn't decided, and sends a decision to both hosts otherwise.
         let _ = service.cancel(migration);
         for (number, (host, end)) in (1..).zip(&mut ends) {
             if end.is_none() {
@@ -280,7 +283,8 @@ fn a_member_of_etcd_is_killed_at_each_step_of_a_migration() {
     assert!(ends.iter().all(|times| *times >= 2), "{ends:?}");
 }
 
-/// Registers VMs as long as it is let, and tries again what isn't answered. What was answered.
+/// A client that registers VMs until it is stopped, and retries requests without an answer. Returns the acknowledged
+/// VMs.
 struct Client {
     stop: Arc<AtomicBool>,
     thread: std::thread::JoinHandle<(BTreeMap<String, u32>, Duration)>,
@@ -313,15 +317,14 @@ impl Client {
         Self { stop, thread }
     }
 
-    /// Ends when it has been answered once more.
+    /// Stops it after its next acknowledged request. Returns the VMs, and the longest time that one took.
     fn end(self) -> (BTreeMap<String, u32>, Duration) {
         self.stop.store(true, Ordering::SeqCst);
         self.thread.join().unwrap()
     }
 }
 
-/// Asks as a client has to: again, for up to a minute, while the answer is no refusal but that nobody leads at the moment, as happens when a busy
-/// machine lets a lease expire.
+/// Retries as a client has to: for up to a minute, while there is no leader. A loaded machine may let a lease expire.
 fn asked_again<T>(mut ask: impl FnMut() -> Result<T, ClusterError>) -> Result<T, ClusterError> {
     let deadline = Instant::now() + Duration::from_secs(60);
     loop {
@@ -334,8 +337,8 @@ fn asked_again<T>(mut ask: impl FnMut() -> Result<T, ClusterError>) -> Result<T,
     }
 }
 
-/// Three instances on three members of etcd: one of each dies, whichever leads; then etcd's majority, and it comes back. What was answered is
-/// there, and while nobody can lead, whoever asks is told so.
+/// Three instances on three members of etcd. One of each dies, also the leaders; then etcd's majority dies and returns.
+/// No acknowledged change is lost. While no instance can lead, clients receive an error.
 #[test]
 fn one_of_each_may_die_and_without_etcds_majority_nothing_hangs() {
     if !is_installed("one_of_each_may_die_and_without_etcds_majority_nothing_hangs") {
@@ -364,14 +367,14 @@ fn one_of_each_may_die_and_without_etcds_majority_nothing_hangs() {
                 tries += 1;
                 service(instances).end(host, id, 1)
             });
-            // A try that was answered by "ask again" may have been carried out.
+            // A request whose first try had no answer may have been carried out.
             assert!(ended.is_ok() || tries > 1, "{what}: {name}: {ended:?}");
         }
         let state = asked_again(|| service(instances).state()).unwrap();
         assert!(state.vms.is_empty(), "{what}: {:?}", state.vms);
         answered.clear();
     };
-    // Each member of etcd in turn: one of them leads the others.
+    // Each member of etcd in turn, so that etcd's leader is among them.
     for member in 0..3 {
         let client = Client::start(&service(&instances), host);
         std::thread::sleep(Duration::from_millis(300));
@@ -381,7 +384,7 @@ fn one_of_each_may_die_and_without_etcds_majority_nothing_hangs() {
         members.run(member);
         wait_until("a leader", || service(&instances).state().is_ok());
     }
-    // The instance that leads.
+    // The leading instance.
     let client = Client::start(&service(&instances), host);
     std::thread::sleep(Duration::from_millis(300));
     let leads = instances.iter().position(Process::leads).unwrap();
@@ -390,7 +393,7 @@ fn one_of_each_may_die_and_without_etcds_majority_nothing_hangs() {
     check(&instances, client, "the instance that leads killed");
     drop(instances.remove(leads));
     instances.push(Process::start(&members, "/causeway"));
-    // Two of etcd's three.
+    // The majority of etcd's members.
     members.kill(0);
     members.kill(1);
     wait_until("nobody to lead", || instances.iter().all(|instance| !instance.leads()));

@@ -1,4 +1,4 @@
-//! A service with several clients over loopback: what it takes, what it refuses, and what watchers see.
+//! A service with several clients over loopback: what it accepts, what it refuses, and what watchers receive.
 
 use crate::common;
 use crate::common::moving;
@@ -36,14 +36,14 @@ fn vms_are_found_by_number_name_and_address() {
     }
     refused(lookup(&service, What::Id(9)), "no VM 9");
     refused(lookup(&service, at(9)), "10.0.0.9");
-    // Said again it means the same; other addresses replace those before.
+    // A repeated registration is idempotent; it replaces the VM's addresses.
     assert_eq!(service.vm(h2, "b", 1, 3).unwrap(), b);
     refused(lookup(&service, at(2)), "has no VM");
     assert_eq!(lookup(&service, at(3)).unwrap().vm.unwrap().id, 2);
-    // An address that another VM has stays that VM's.
+    // An address of another VM stays with that VM.
     assert_eq!(service.vm(h2, "b", 1, 1).unwrap(), b);
     assert_eq!(lookup(&service, at(1)).unwrap().vm.unwrap().id, 1);
-    // A number isn't used again, and an address is free when its VM has ended.
+    // A VM's number is never reused, and its addresses are free when it has ended.
     service.end(h1, 1, 1).unwrap();
     assert_eq!(service.vm(h1, "a", 0, 4).unwrap(), (3, 1));
     assert_eq!(service.vm(h2, "b", 1, 1).unwrap(), b);
@@ -57,14 +57,14 @@ fn what_is_older_than_what_is_known_is_refused() {
     let (h1, h2) = (service.host("h1", 1, 0).unwrap(), service.host("h2", 2, 0).unwrap());
     service.vm(h1, "a", 0, 1).unwrap();
     refused(service.vm(h2, "a", 0, 1), "VM a can't be started on host h2: it runs on host h1");
-    // The host's daemon is started again: what it ran is lost, and what its earlier start says means nothing.
+    // The host's daemon restarts: its VMs are lost, and requests of its earlier incarnation are refused.
     let again = service.host("h1", 1, 0).unwrap();
     assert_eq!((again.host, again.incarnation), (1, 2));
     refused(service.heartbeat(h1), "Host h1 was started again since (start 2): what its start 1 says");
     refused(service.vm(h1, "a", 1, 1), "start 1");
     refused(service.host("h1", 1, 1), "start 1");
     assert!(!service.state().unwrap().vms[0].alive);
-    // It comes back in the next epoch; nobody may speak of the one before.
+    // The VM returns in the next epoch; requests of the previous one are refused.
     assert_eq!(service.vm(again, "a", 0, 1).unwrap(), (1, 2));
     refused(
         service.vm(again, "a", 1, 1),
@@ -73,7 +73,7 @@ fn what_is_older_than_what_is_known_is_refused() {
     refused(service.end(again, 1, 1), "epoch 1");
     refused(service.vm(h2, "a", 2, 1), "isn't host h2's in epoch 2, but host h1's");
     refused(service.vm(again, "a", 7, 1), "an old copy");
-    // A daemon that was away, and not started again, goes on with what it was given.
+    // A daemon that lost the service without restarting keeps its incarnation.
     assert_eq!(service.host("h1", 1, 2).unwrap(), again);
     assert_eq!(service.vm(again, "a", 2, 1).unwrap(), (1, 2));
 }
@@ -123,24 +123,24 @@ fn a_host_that_is_silent_is_shown_so_and_keeps_its_vms() {
     let (h1, _h2) = (service.host("h1", 1, 0).unwrap(), service.host("h2", 2, 0).unwrap());
     service.vm(h1, "a", 0, 1).unwrap();
     let heard = || service.state().unwrap().hosts.iter().map(|host| host.heard).collect::<Vec<_>>();
-    // h1 keeps its lease, h2 doesn't.
+    // h1 renews its lease, h2 doesn't.
     wait_until("the end of h2's lease", || {
         service.heartbeat(h1).unwrap();
         heard() == [true, false]
     });
     refused(service.migrate("a", "h2"), "can't move to host h2: that isn't heard of");
     wait_until("the end of h1's lease", || heard() == [false, false]);
-    // It may still run there: nobody else gets it.
+    // The VM may still run there: no other host gets it.
     assert!(service.state().unwrap().vms[0].alive);
     let h2 = service.host("h2", 2, 0).unwrap();
     refused(service.vm(h2, "a", 0, 1), "it runs on host h1");
-    // A name whose host is silent may be taken over from another address.
+    // A host at another address may take over the name of a host whose lease has expired.
     wait_until("the end of h1's lease", || service.host("h1", 9, 0).is_ok());
     assert!(!service.state().unwrap().vms[0].alive);
     assert_eq!(service.vm(h2, "a", 0, 1).unwrap(), (1, 2));
 }
 
-/// A watcher as a host's daemon is one.
+/// A watcher, as a host's daemon has one.
 struct Watcher {
     runtime: tokio::runtime::Runtime,
     stream: tonic::Streaming<proto::WatchEvent>,
@@ -174,7 +174,7 @@ fn watchers_see_each_change_and_those_who_lost_their_place_get_all_anew() {
     let event = watcher.next();
     assert_eq!((event.whole, event.revision), (false, whole.revision + 1));
     assert_eq!((event.vms[0].name.as_str(), event.vms[0].nics[0].addresses[0].len()), ("a", 16));
-    // Away for three changes, of which watchers see two.
+    // Disconnected during three changes, two of which watchers receive.
     drop(watcher);
     service.vm(h1, "b", 0, 2).unwrap();
     service.links(h1, &[(1, 2)]).unwrap();
@@ -189,7 +189,7 @@ fn watchers_see_each_change_and_those_who_lost_their_place_get_all_anew() {
         gone.extend(event.gone);
     }
     assert_eq!((seen, gone), (vec!["b".to_owned()], vec![1]));
-    // A revision that isn't known, and another start of the service: everything.
+    // An unknown revision, and a restarted service: the watcher receives the whole state.
     assert!(Watcher::new(&service, event.instance, last + 1000).next().whole);
     drop((watcher, server));
     let (_server, service) = start(folder.path());
@@ -210,17 +210,17 @@ fn connections_are_on_the_list_while_one_end_says_so() {
         let links = service.state().unwrap().links;
         links.iter().map(|link| (link.vm, link.peer)).collect::<Vec<_>>()
     };
-    // Also one of a VM that isn't h1's, and one that nobody knows: passed over.
+    // The list also has a link of a VM of another host, and one to an unknown VM: the service ignores them.
     service.links(h1, &[(1, 2), (2, 3), (1, 9)]).unwrap();
     assert_eq!(shown(&service), [(1, 2)]);
     service.links(h2, &[(2, 1), (3, 1)]).unwrap();
     assert_eq!(shown(&service), [(1, 2), (1, 3)]);
-    // One end has closed it, the other not yet.
+    // One end has closed the connection, the other hasn't yet.
     service.links(h1, &[]).unwrap();
     assert_eq!(shown(&service), [(1, 2), (1, 3)]);
     service.links(h2, &[(3, 1)]).unwrap();
     assert_eq!(shown(&service), [(1, 3)]);
-    // After a restart the list holds until both have spoken.
+    // After a restart of the service the links stay until both hosts have reported.
     drop(server);
     let (_server, service) = start(folder.path());
     assert_eq!(shown(&service), [(1, 3)]);
@@ -228,7 +228,7 @@ fn connections_are_on_the_list_while_one_end_says_so() {
     assert_eq!(shown(&service), [(1, 3)]);
     service.links(h2, &[]).unwrap();
     assert_eq!(shown(&service), []);
-    // With a VM its connections end.
+    // A VM's links end with it.
     service.links(h1, &[(1, 2)]).unwrap();
     service.end(h1, 1, 1).unwrap();
     assert_eq!(shown(&service), []);
@@ -241,7 +241,7 @@ fn the_coordinator_moves_vms_and_watchers_see_them_at_their_new_hosts() {
     let (h1, h2) = (service.host("h1", 1, 0).unwrap(), service.host("h2", 2, 0).unwrap());
     service.vm(h1, "a", 0, 1).unwrap();
     service.vm(h1, "b", 0, 2).unwrap();
-    // A host that doesn't take part could neither do its part nor be told how it ended.
+    // A host that doesn't take part in migrations could neither move the VM nor receive the decision.
     refused(service.migrate("a", "h2"), "VM a can't move: host h1 doesn't take part in migrations");
     let (mut one, mut two) = (Host::new(&service, h1), Host::new(&service, h2));
     let mut watcher = Watcher::new(&service, 0, 0);
@@ -255,11 +255,11 @@ fn the_coordinator_moves_vms_and_watchers_see_them_at_their_new_hosts() {
     let event = watcher.next();
     assert_eq!((event.vms[0].id, event.vms[0].host, event.vms[0].epoch), (1, 2, 2));
     wait_until("the end of the migration", || service.state().unwrap().migrations.is_empty());
-    // Now the old host speaks of an old epoch.
+    // The former host's requests have an old epoch.
     refused(service.vm(h1, "a", 1, 1), "VM a is in epoch 2 on host h2: a message of epoch 1 means nothing");
     refused(service.end(h1, 1, 1), "epoch 1");
     assert_eq!(service.vm(h2, "a", 2, 1).unwrap(), (1, 2));
-    // One that is cancelled: the VM stays.
+    // A cancelled migration: the VM stays.
     let migration = service.migrate("b", "h2").unwrap();
     let cancel = proto::CancelMigrationRequest { migration, vm: String::new() };
     service.ask("CancelMigration", async |client| client.cancel_migration(cancel).await).unwrap();
@@ -272,8 +272,8 @@ fn the_coordinator_moves_vms_and_watchers_see_them_at_their_new_hosts() {
     assert_eq!(service.state().unwrap().vms[1].host, 1);
 }
 
-/// Only the daemon of a VM's host requests its move: in another caller's migration no monitor takes part. A client of an older release, with a named
-/// group, is refused with the command to use.
+/// Only the daemon of a VM's host requests its move: in a migration of another caller no monitor would take part. A
+/// client of an older release, with a named group, is refused with the command to use.
 #[test]
 fn a_move_is_for_the_vms_daemon_to_ask_for() {
     let folder = tempfile::tempdir().unwrap();
@@ -290,7 +290,7 @@ fn a_move_is_for_the_vms_daemon_to_ask_for() {
     refused(ask(vec![wish()], Some(h2)), "VM a can't move by a request of host h2: it runs on host h1");
     let older = Speaker { incarnation: 0, ..h1 };
     refused(ask(vec![wish()], Some(older)), "start 0");
-    // What a client's named group comes to, and several VMs of one request.
+    // A named group of an older client arrives as a request without VMs; a request may not have several either.
     refused(ask(Vec::new(), Some(h1)), "Migrate moves one VM");
     refused(ask(vec![wish(), wish()], Some(h1)), "and not 2");
     let group = service.ask("SetGroup", async |client| client.set_group(proto::SetGroupRequest {}).await);
@@ -316,7 +316,7 @@ fn a_strangers_messages_of_the_protocol_are_refused() {
     assert_eq!(service.state().unwrap().hosts.len(), 1);
 }
 
-/// Prints how long answers take, each change with a sync of the disk that has the temporary folder.
+/// Measures the latency of requests. Each change includes a sync of the disk that has the temporary folder.
 #[test]
 #[ignore = "measures; run by hand with --nocapture"]
 fn cost_of_a_change() {

@@ -1,5 +1,6 @@
-//! Several instances of the service that share a store, in one process: one leads, the others say so; when it is cut off, ends or loses its lease
-//! another leads, with everything that was answered, and no change of the one before counts any more.
+//! Several instances of the service on a shared store, in one process. One leads, and the others redirect clients to
+//! it. When the leader is cut off, ends or loses its lease, another leads with every acknowledged change. The store
+//! then refuses changes of the former leader.
 
 use crate::common;
 use crate::common::moving;
@@ -15,15 +16,15 @@ use control_api::cluster::proto;
 use control_api::cluster::{ClusterError, Service};
 use moving::{Host, STEPS, settle, steps};
 
-/// Long enough for a crowded machine, short enough to wait for.
+/// Doesn't expire by accident on a loaded machine, and expires quickly enough for a test.
 const LEASE: Duration = Duration::from_secs(2);
 
 struct Instance {
     server: Server,
-    /// From the store.
+    /// Cuts this instance off from the store while it is set.
     cut: Arc<AtomicBool>,
     deceived: Arc<AtomicBool>,
-    /// Of this instance alone.
+    /// A client of this instance alone.
     service: Service,
     address: String,
 }
@@ -44,7 +45,7 @@ fn role(instance: &Instance) -> proto::Role {
     instance.service.roles().unwrap().remove(0).1.unwrap()
 }
 
-/// The instance that leads first, the one that stands by, and both as a service.
+/// The leading instance, the following one, and a client of both.
 fn two(kv: &FakeKv) -> (Instance, Instance, Service) {
     let first = instance(kv);
     wait_until("a leader", || role(&first).leads);
@@ -54,7 +55,7 @@ fn two(kv: &FakeKv) -> (Instance, Instance, Service) {
     (first, second, both)
 }
 
-/// One request to one instance, wherever another leads.
+/// Sends a request to one instance, whether it leads or not.
 fn directly(instance: &Instance, vm: &str, host: proto::Speaker) -> Result<(), ClusterError> {
     let service = Service::new(&instance.address, None).unwrap();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
@@ -76,7 +77,7 @@ fn one_leads_and_the_other_says_so() {
     let (first, second, both) = two(&kv);
     let h1 = both.host("h1", 1, 0).unwrap();
     assert_eq!(both.vm(h1, "a", 0, 1).unwrap(), (1, 1));
-    // Who asks the other is told, in a sentence and by address; a client that can goes there.
+    // A follower answers with an error that has the leader's address, and a client of both follows it.
     match directly(&second, "b", h1).unwrap_err() {
         ClusterError::NotLeading { leader, reason } => {
             assert_eq!(leader.as_ref(), Some(&first.address));
@@ -110,7 +111,7 @@ fn metrics(server: &Server) -> String {
     text
 }
 
-/// One that ends gives its lease back: the other leads at once, without waiting for it to run out.
+/// An instance that ends revokes its lease: the other leads at once, without waiting for its expiry.
 #[test]
 fn one_that_ends_hands_over() {
     let kv = FakeKv::default();
@@ -123,7 +124,8 @@ fn one_that_ends_hands_over() {
     assert_eq!(both.host("h1", 1, h1.incarnation).unwrap(), h1);
 }
 
-/// One that is cut off from the store stops to answer before its lease is over, and says why; the other leads with all that was answered.
+/// An instance that is cut off from the store stops answering before its lease expires, and reports why. The other
+/// leads with every acknowledged change.
 #[test]
 fn one_that_is_cut_off_stops_to_lead_before_the_other_begins() {
     let kv = FakeKv::default();
@@ -135,7 +137,7 @@ fn one_that_is_cut_off_stops_to_lead_before_the_other_begins() {
         let name = format!("vm{round}");
         answered.push((both.vm(h1, &name, 0, round).unwrap(), name));
         leads.cut.store(true, Ordering::SeqCst);
-        // Both are never seen to lead, whichever is asked first.
+        // At no time do both report that they lead, in whatever order they are asked.
         wait_until("the other to lead", || {
             let before = role(other).leads;
             assert!(!(before && role(leads).leads), "both lead");
@@ -157,8 +159,8 @@ fn one_that_is_cut_off_stops_to_lead_before_the_other_begins() {
     assert_eq!(both.state().unwrap().vms.len(), 3);
 }
 
-/// One whose clock stands still takes itself for the leader while another leads: nothing that it is told is done, and with the first that it
-/// tries it learns that.
+/// An instance whose clock is stopped believes that it leads while another one does. The store refuses its changes, and
+/// the first refusal ends its term.
 #[test]
 fn one_whose_clock_stands_still_changes_nothing() {
     let kv = FakeKv::default();
@@ -167,7 +169,7 @@ fn one_whose_clock_stands_still_changes_nothing() {
     for round in 0..3_u8 {
         let (leads, other) = if round % 2 == 0 { (&first, &second) } else { (&second, &first) };
         leads.deceived.store(true, Ordering::SeqCst);
-        // Until it is: a renewal may be under way.
+        // A renewal may be in flight.
         wait_until("it to believe", || role(leads).lease_milliseconds > 1_000_000);
         kv.advance(LEASE * 2);
         wait_until("the other to lead", || role(other).leads);
@@ -182,7 +184,8 @@ fn one_whose_clock_stands_still_changes_nothing() {
     }
 }
 
-/// No store, no leader: whoever asks is told so in a sentence, soon; it goes on when the store is back.
+/// Without a store no instance leads. A client receives an error with the cause, without hanging. The service recovers
+/// with the store.
 #[test]
 fn without_a_store_nobody_leads_and_nothing_hangs() {
     let kv = FakeKv::default();
@@ -208,7 +211,8 @@ fn without_a_store_nobody_leads_and_nothing_hangs() {
     assert_eq!(both.vm(h1, "a", 1, 1).unwrap(), (1, 1));
 }
 
-/// A migration is at any step when another instance takes over: one host runs the VM then, the one that was told so.
+/// Another instance takes over at each step of a migration. Afterwards one host runs the VM, and hosts received no
+/// other decision.
 #[test]
 fn a_migration_ends_one_way_when_another_takes_over() {
     let kv = FakeKv::default();
@@ -225,7 +229,7 @@ fn a_migration_ends_one_way_when_another_takes_over() {
         leads.cut.store(true, Ordering::SeqCst);
         wait_until("the other to lead", || role(other).leads);
         leads.cut.store(false, Ordering::SeqCst);
-        // What hosts do that have lost the service.
+        // Hosts register again when they have lost the service.
         for (host, number) in [(h1, 1), (h2, 2)] {
             assert_eq!(both.host(&format!("h{number}"), number, host.incarnation).unwrap(), host);
         }

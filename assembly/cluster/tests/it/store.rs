@@ -1,4 +1,4 @@
-//! The database has what the coordinator's records make, whenever it is closed or its process is killed.
+//! The database has what the coordinator's records make, after a close at any time and after a crash of its process.
 
 use crate::common::changes;
 
@@ -11,7 +11,7 @@ use cluster::state::Change;
 use cluster::{RedbStore, Store as _, StoreError};
 use nomad::testing::dice::Dice;
 
-/// Opened again after each record, it has all records up to there. All kinds of records come up.
+/// A store that is opened after a record has all records up to it. All kinds of records occur.
 #[test]
 fn what_is_written_is_read() {
     let folder = tempfile::tempdir().unwrap();
@@ -36,7 +36,8 @@ fn what_is_written_is_read() {
     assert_eq!(others.len(), 5, "not all kinds of changes came up");
 }
 
-/// The process that writes is killed at random: what it had said to be written is there, at most one transaction more, and no half one.
+/// Killed at a random time, the writing process leaves every acknowledged transaction, at most one more, and none in
+/// part.
 #[test]
 fn a_killed_process_leaves_whole_records() {
     let folder = tempfile::tempdir().unwrap();
@@ -58,7 +59,7 @@ fn a_killed_process_leaves_whole_records() {
                 said = count.parse().unwrap();
             }
             if said == enough {
-                // SIGKILL; what was said meanwhile is still read.
+                // SIGKILL. Lines written before it are still read.
                 writer.kill().unwrap();
             }
         }
@@ -71,7 +72,7 @@ fn a_killed_process_leaves_whole_records() {
     }
 }
 
-/// Not a test: the process that the test above kills.
+/// Not a test: the process that `a_killed_process_leaves_whole_records` kills.
 #[test]
 #[ignore = "run by a_killed_process_leaves_whole_records"]
 fn writes_until_killed() {
@@ -84,7 +85,8 @@ fn writes_until_killed() {
     panic!("not killed in time");
 }
 
-/// Two services on one file, and files that are something else, are refused in a sentence.
+/// The service refuses a file that another one has open, and a file of another kind, with an error that names the
+/// cause.
 #[test]
 fn a_file_that_is_in_use_or_foreign_is_refused() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! With keys, both sides show certificates of one authority; whoever has none isn't answered.
+//! Mutual TLS: both sides present certificates of one authority. The service refuses clients without one.
 
 use crate::common;
 
@@ -14,7 +14,7 @@ fn authority() -> Authority {
     CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap()
 }
 
-/// Keys of somebody at `name`, certified by `issuer`, who believes `believed`.
+/// Keys of a client or service at `name`, certified by `issuer`, that trusts `believed`.
 fn keys(issuer: &Authority, believed: &Authority, name: &str) -> Keys {
     let key = KeyPair::generate().unwrap();
     let params = CertificateParams::new(vec![name.to_owned()]).unwrap();
@@ -38,7 +38,8 @@ fn only_those_with_a_certificate_of_the_authority_are_answered() {
     let known = with(keys(&ours, &ours, "h1"));
     known.host("h1", 1, 0).unwrap();
     assert!(known.state().unwrap().authenticated);
-    // Without a certificate, with another authority's, and one who doesn't believe the service.
+    // Clients without a certificate, with a certificate of another authority, and with another trust anchor than the
+    // service's.
     let strangers = [
         plain,
         with(keys(&other, &ours, "h2")),
@@ -54,7 +55,7 @@ fn only_those_with_a_certificate_of_the_authority_are_answered() {
     assert_eq!(known.state().unwrap().hosts.len(), 1, "a stranger changed something");
 }
 
-/// A client is told when the service's certificate is for another name than it asked for.
+/// A client receives an error when the service's certificate is for another name than the client connected to.
 #[test]
 fn a_service_that_is_somebody_else_is_not_spoken_with() {
     let folder = tempfile::tempdir().unwrap();
@@ -83,7 +84,7 @@ fn files_of_keys_are_checked() {
     assert!(said("none", "cert", "key").contains("none can't be read"));
     assert!(said("ca", "key", "cert").contains("key holds no certificate in PEM format"));
     assert!(said("ca", "cert", "cert").contains("cert holds no private key in PEM format"));
-    // A key that isn't the certificate's.
+    // A private key that doesn't match the certificate.
     let mixed = Keys { key: keys(&ours, &ours, "h2").key, ..fine };
     let mut config = cluster::ServerConfig::new("127.0.0.1:0".parse().unwrap(), path("db"));
     config.keys = Some(mixed);

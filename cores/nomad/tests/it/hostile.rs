@@ -1,4 +1,4 @@
-//! Peers that say anything: a host and the coordinator stay what they are.
+//! Hostile messages of peers: a host and the coordinator keep their invariants.
 
 use nomad::coordinator::{self, Coordinator, Ledger};
 use nomad::testing::dice::Dice;
@@ -28,7 +28,7 @@ fn moved(dice: &mut Dice) -> Move {
     Move { vm: vm(dice), from: host(dice), to: host(dice), epoch }
 }
 
-/// Any message, with names that are in use more often than not.
+/// A random message, mostly with names that are in use.
 fn body(dice: &mut Dice) -> Body {
     let migration = MigrationId(if dice.chance(20) { u64::MAX } else { u64::from(dice.below(5)) });
     let origin = host(dice);
@@ -74,7 +74,7 @@ fn leaves(message: &Message) {
     assert_eq!(wire::parse(&bytes).as_ref(), Ok(message), "what leaves is a message");
 }
 
-/// A host never runs a VM that it neither had nor was brought, and each event makes a bounded number of actions.
+/// A host never runs a VM that it neither had nor received, and each event makes a bounded number of actions.
 #[test]
 fn a_host_survives_any_peers() {
     let mut ran = 0;
@@ -86,7 +86,8 @@ fn a_host_survives_any_peers() {
         for vm in &here {
             host.step(Event::Started { vm: *vm, epoch: Epoch(1), after: MigrationId(0) }, &mut actions);
         }
-        // Far enough into two migrations that what is said means something: VM 3 has come, VM 1 is about to leave.
+        // Far enough into two migrations that messages have an effect: VM 3 has been received, VM 1 is about to move
+        // away.
         let (one, two) = (MigrationId(1), MigrationId(2));
         let comes = Move { vm: VmId(3), from: HostId(2), to: HostId(1), epoch: Epoch(2) };
         let leaves_us = Move { vm: VmId(1), from: HostId(1), to: HostId(2), epoch: Epoch(2) };
@@ -139,7 +140,7 @@ fn a_host_survives_any_peers() {
     assert!(ran > 50, "VMs ran {ran} times: the messages meant too little");
 }
 
-/// What a coordinator knows is what its records make, whatever it is told; and no host's word gives a VM two owners.
+/// The coordinator's state is what its records make, whatever it receives. No host's message gives a VM two owners.
 #[test]
 fn the_coordinator_survives_any_hosts() {
     let mut begun = 0;

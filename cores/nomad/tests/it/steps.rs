@@ -1,4 +1,4 @@
-//! Single steps of a host that the exploration reaches seldom or not at all.
+//! Single steps of a host that the model checker reaches rarely or never.
 
 use nomad::{
     Action, Body, Config, Epoch, Event, Host, HostId, Incarnation, Message, MigrationId, Move, Node, Place,
@@ -31,7 +31,7 @@ fn sent(actions: &[Action]) -> Vec<(Node, Body)> {
     actions.iter().filter_map(message).collect()
 }
 
-/// A VM runs on a host, and has never moved.
+/// A VM starts on a host, and has never moved.
 fn started(host: &mut Host, vm: u32, epoch: u64) -> Vec<Action> {
     step(host, Event::Started { vm: VmId(vm), epoch: Epoch(epoch), after: MigrationId(0) })
 }
@@ -40,8 +40,8 @@ fn place(vm: u32, host: u32, epoch: u64) -> Place {
     Place { vm: VmId(vm), host: HostId(host), epoch: Epoch(epoch) }
 }
 
-/// A VM lands, and before its peer has answered, another migration of it is begun and given up: the peer is told again, and the queue
-/// pairs open. (They stayed closed for ever.)
+/// A VM moves here. Before its peer has answered the announcement, another migration of it begins and is aborted. The
+/// host announces the VM again, and its queue pairs resume.
 #[test]
 fn an_unanswered_announcement_survives_the_next_migration() {
     let mut two = host(2, 0);
@@ -70,7 +70,7 @@ fn an_unanswered_announcement_survives_the_next_migration() {
     assert!(two.is_quiet());
 }
 
-/// A host passes a message on, and answers once, when it and all behind it are done.
+/// A host forwards a message, and answers once, when it and all hosts below it are done.
 #[test]
 fn answers_come_back_along_the_tree() {
     let mut two = host(2, 1);
@@ -91,7 +91,7 @@ fn answers_come_back_along_the_tree() {
     assert_eq!(answer, [(Node::Host(HostId(1)), all)]);
 }
 
-/// A source tells each peer host once, however many of its VMs and connections are there.
+/// A source sends one `Suspend` to each peers' host, whatever the number of VMs and connections there.
 #[test]
 fn one_message_per_peer_host() {
     let mut one = host(1, 0);
@@ -112,7 +112,7 @@ fn one_message_per_peer_host() {
     assert_eq!(hosts, [2, 3, 4].map(|host| Node::Host(HostId(host))));
 }
 
-/// A decision of a newer epoch ends whatever a host thought it had.
+/// A commit with a newer epoch ends a VM here, although this host didn't take part.
 #[test]
 fn a_newer_epoch_elsewhere_ends_a_vm_here() {
     let mut one = host(1, 0);
@@ -124,7 +124,7 @@ fn a_newer_epoch_elsewhere_ends_a_vm_here() {
     assert!(newer.contains(&Action::Discard { vm: VmId(1) }));
 }
 
-/// A source that has voted, with VM 1 on its way to host 2.
+/// A source that has voted to move VM 1 to host 2.
 fn yielded() -> Host {
     let mut one = host(1, 0);
     started(&mut one, 1, 1);
@@ -138,7 +138,8 @@ fn yielded() -> Host {
     one
 }
 
-/// The service takes a living daemon for one that was started again: its vote stays given, it asks how that was decided, and runs the VM on only when it hears that.
+/// The service takes a running daemon for a restarted one. The daemon's vote stays valid: it asks for the decision, and
+/// resumes the VM only after an abort.
 #[test]
 fn a_vote_outlives_another_number() {
     let mut one = yielded();
@@ -155,8 +156,8 @@ fn a_vote_outlives_another_number() {
     assert!(says(&mut moves, Node::Coordinator, gone).contains(&Action::Discard { vm: VmId(1) }));
 }
 
-/// A migration that was given up, as the coordinator says, which doesn't name the VM as this host's: it was lost meanwhile, as others see it, and may run elsewhere. It goes on
-/// in a new epoch only.
+/// An abort that doesn't name the VM as this host's: the coordinator has declared it lost, and another host may run it.
+/// Here it resumes only in a new epoch.
 #[test]
 fn an_abort_that_names_no_vm_runs_none_after_a_vote() {
     let mut one = yielded();
@@ -171,8 +172,8 @@ fn an_abort_that_names_no_vm_runs_none_after_a_vote() {
     assert!(!one.has_yielded(VmId(1)) && one.is_quiet());
 }
 
-/// A VM is lost with its host's daemon while peers are held for its migration, and is started anew: what was held for that migration goes on with the new one, and isn't held
-/// for ever.
+/// A VM is lost with its host's daemon while peers are suspended for its migration. When it starts again, they resume
+/// towards the new instance.
 #[test]
 fn a_vm_that_is_started_anew_ends_what_is_held_for_it() {
     let mut peers = host(3, 0);
@@ -184,7 +185,7 @@ fn a_vm_that_is_started_anew_ends_what_is_held_for_it() {
             .contains(&Action::Hold { migration: ONE, vm: VmId(1) })
     );
     step(&mut peers, Event::Held { migration: ONE, vm: VmId(1) });
-    // Its host's daemon was started again, and registers the VM anew.
+    // The daemon of its host restarts, and registers the VM again.
     let mut one = Host::new(HostId(1), Incarnation(2), Config { fan: 0, ..Config::default() });
     step(&mut one, Event::Started { vm: VmId(1), epoch: Epoch(2), after: ONE });
     let asks = sent(&step(&mut peers, Event::Timer(nomad::Timer::Ask(VmId(1)))));

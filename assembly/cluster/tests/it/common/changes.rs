@@ -1,4 +1,4 @@
-//! Changes as the service makes them, at random.
+//! Random sequences of changes, as the service writes them.
 #![allow(dead_code, clippy::unwrap_used, clippy::missing_panics_doc)] // Tests' other half; each uses its part.
 
 use cluster::state::{AboutHost, AboutVm, Change, Nic, Settings, State};
@@ -6,7 +6,7 @@ use nomad::coordinator::{Action, Coordinator, Event, Ledger, Record, Stage, Time
 use nomad::testing::dice::Dice;
 use nomad::{Body, Config, HostId, Incarnation, Message, MigrationId, Node, Reason, VmId};
 
-/// Records of a coordinator that is told random things by hosts and users.
+/// Records of a coordinator that receives random messages of hosts and requests of users.
 fn records(seed: u64, count: usize) -> Vec<Record> {
     let mut dice = Dice::new(seed);
     let mut coordinator = Coordinator::new(Config::default(), Ledger::default());
@@ -22,7 +22,7 @@ fn records(seed: u64, count: usize) -> Vec<Record> {
             2 => drop(coordinator.ended(vm, &mut actions)),
             3 | 4 => {
                 let begun = coordinator.migrate(&[(vm, host)], &mut actions);
-                // Half of them go all the way.
+                // Half of the migrations go through all steps.
                 if let Ok(migration) = begun
                     && dice.chance(500)
                 {
@@ -50,7 +50,7 @@ fn records(seed: u64, count: usize) -> Vec<Record> {
             }
             7 if dice.chance(100) => drop(coordinator.forget(host, &mut actions)),
             _ => {
-                // Mostly those that take part.
+                // Mostly the hosts that take part.
                 if let Some(moved) =
                     coordinator.ledger().migrations.get(&migration).map(|stored| stored.moves[0])
                 {
@@ -85,7 +85,7 @@ fn records(seed: u64, count: usize) -> Vec<Record> {
     written
 }
 
-/// The coordinator's records, and what the service writes beside them.
+/// The coordinator's records, with the service's own changes between them.
 pub fn changes(seed: u64, count: usize) -> Vec<Vec<Change>> {
     let mut dice = Dice::new(seed ^ 0xABCD);
     let mut changes: Vec<Vec<Change>> = Vec::new();
@@ -112,7 +112,7 @@ pub fn changes(seed: u64, count: usize) -> Vec<Vec<Change>> {
     changes
 }
 
-/// The state after them.
+/// The state after the changes.
 pub fn after(changes: &[Vec<Change>]) -> State {
     let mut state = State::default();
     for change in changes.iter().flatten() {

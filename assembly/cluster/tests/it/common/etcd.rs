@@ -1,4 +1,4 @@
-//! An etcd of its own for a test: members on loopback, with a folder that goes with it.
+//! A temporary etcd for a test: members on loopback, in a folder that is removed with it.
 #![allow(dead_code, clippy::unwrap_used, clippy::missing_panics_doc)] // Tests' other half; each uses its part.
 
 use std::net::TcpListener;
@@ -10,17 +10,17 @@ use cluster::etcd::Etcd;
 use cluster::etcd_config::EtcdConfig;
 use cluster::kv::Kv as _;
 
-/// Members.
+/// The members of an etcd cluster. They are killed when this is dropped.
 pub struct Members {
     folder: tempfile::TempDir,
-    /// Ports for clients, and for each other.
+    /// Each member's ports, for clients and for the other members.
     ports: Vec<(u16, u16)>,
     running: Vec<Option<Child>>,
-    /// A folder with `ca`, `cert` and `key`, for TLS with clients, who have to show certificates.
+    /// A folder with `ca`, `cert` and `key`, for mutual TLS with clients.
     tls: Option<PathBuf>,
 }
 
-/// Whether etcd is installed; says so loudly where it isn't.
+/// Whether etcd is installed. Prints that the test is skipped if it isn't.
 pub fn is_installed(test: &str) -> bool {
     let found = Command::new("etcd").arg("--version").stdout(Stdio::null()).status().is_ok();
     if !found {
@@ -30,14 +30,14 @@ pub fn is_installed(test: &str) -> bool {
 }
 
 impl Members {
-    /// Starts so many, and waits until they answer.
+    /// Starts a cluster of `count` members, and waits until it answers.
     pub fn start(count: usize) -> Self {
         let members = Self::begin(count, None);
         members.wait();
         members
     }
 
-    /// Starts one with the keys of a folder.
+    /// Starts one member with the certificates of a folder.
     pub fn start_with_tls(keys: &Path) -> Self {
         Self::begin(1, Some(keys.to_owned()))
     }
@@ -55,7 +55,7 @@ impl Members {
         members
     }
 
-    /// Until they answer together.
+    /// Waits until the members answer as a cluster.
     pub fn wait(&self) {
         let client = self.client();
         let deadline = Instant::now() + Duration::from_secs(60);
@@ -65,7 +65,7 @@ impl Members {
         }
     }
 
-    /// Starts a member, anew where it has been there before.
+    /// Starts a member, or restarts one that was killed.
     pub fn run(&mut self, member: usize) {
         let client = format!("{}://127.0.0.1:{}", self.scheme(), self.ports[member].0);
         let peer = |member: usize| format!("http://127.0.0.1:{}", self.ports[member].1);
@@ -99,7 +99,7 @@ impl Members {
         if self.tls.is_some() { "https" } else { "http" }
     }
 
-    /// SIGKILL.
+    /// Kills a member with SIGKILL, so that it can't shut down cleanly.
     pub fn kill(&mut self, member: usize) {
         if let Some(mut child) = self.running[member].take() {
             child.kill().unwrap();
@@ -107,7 +107,7 @@ impl Members {
         }
     }
 
-    /// For `--etcd`.
+    /// The members' addresses, as the option `--etcd` has them.
     pub fn addresses(&self) -> String {
         let addresses: Vec<_> =
             self.ports.iter().map(|(client, _)| format!("{}://127.0.0.1:{client}", self.scheme())).collect();

@@ -1,4 +1,4 @@
-//! Hosts' ends of the migration protocol, by hand.
+//! Hosts' side of the migration protocol, step by step.
 #![allow(dead_code, clippy::unwrap_used, clippy::missing_panics_doc)] // Tests' other half; each uses its part.
 
 use std::time::Duration;
@@ -7,7 +7,7 @@ use control_api::cluster::Service;
 use control_api::cluster::proto::{self, Speaker};
 use nomad::{Body, HostId, Incarnation, Message, MigrationId, Node};
 
-/// A host's end of the migration protocol, by hand.
+/// A host's stream to the coordinator, driven by the test.
 pub struct Host {
     runtime: tokio::runtime::Runtime,
     outgoing: tokio::sync::mpsc::Sender<proto::Envelope>,
@@ -20,7 +20,7 @@ impl Host {
         Self::try_new(service, speaker).unwrap()
     }
 
-    /// `None`: nobody takes it now.
+    /// Opens the stream; `None`: no instance accepts it now.
     pub fn try_new(service: &Service, speaker: Speaker) -> Option<Self> {
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
@@ -34,7 +34,7 @@ impl Host {
             Some(client.coordinate(messages).await.ok()?.into_inner())
         })?;
         let mut host = Self { runtime, outgoing, incoming, speaker };
-        // What it doesn't hear soon it doesn't hear.
+        // If the first answers don't come soon, the stream is dead.
         for _ in 0..40 {
             if let Some(body) = host.soon_unless_broken()? {
                 assert_eq!(body, Body::Welcome);
@@ -46,7 +46,7 @@ impl Host {
 
     pub fn say(&self, body: Body) {
         let envelope = envelope(HostId(self.speaker.host), self.speaker.incarnation, body);
-        // Where the stream has ended, whoever waits for an answer sees that.
+        // If the stream has ended, the next receive reports it.
         let _ = self.runtime.block_on(self.outgoing.send(envelope));
     }
 
@@ -56,12 +56,12 @@ impl Host {
         nomad::wire::parse(&envelope.message).unwrap().body
     }
 
-    /// The next message, if it comes in a quarter of a second.
+    /// The next message, if it arrives within 250 ms.
     pub fn soon(&mut self) -> Option<Body> {
         self.soon_unless_broken().unwrap()
     }
 
-    /// The same; `None`: the stream has ended.
+    /// As [`Host::soon`]; `None`: the stream has ended.
     pub fn soon_unless_broken(&mut self) -> Option<Option<Body>> {
         let next = async { tokio::time::timeout(Duration::from_millis(250), self.incoming.message()).await };
         let Ok(message) = self.runtime.block_on(next) else { return Some(None) };
@@ -69,7 +69,7 @@ impl Host {
         Some(Some(nomad::wire::parse(&envelope.message).unwrap().body))
     }
 
-    /// The next message of another kind than those before, which are said again until they are answered.
+    /// Skips retransmissions of earlier messages until a wanted one arrives.
     pub fn until(&mut self, wanted: impl Fn(&Body) -> bool) -> Body {
         loop {
             let body = self.next();
@@ -88,10 +88,11 @@ pub fn envelope(host: HostId, incarnation: u64, body: Body) -> proto::Envelope {
     proto::Envelope { message: bytes }
 }
 
-/// Steps of a migration until both hosts have settled.
+/// Number of steps until both hosts have settled.
 pub const STEPS: usize = 9;
 
-/// Takes both hosts through so many steps of a migration of one VM, over the network. Whether one has heard of the commit.
+/// Takes both hosts through the first `count` steps of a migration of one VM. Returns whether a host has received the
+/// commit.
 pub fn steps(source: &mut Host, destination: &mut Host, migration: u64, count: usize) -> bool {
     let migration = MigrationId(migration);
     let settled = || Body::Settled { migration, lost: Vec::new() };
@@ -117,13 +118,13 @@ pub fn steps(source: &mut Host, destination: &mut Host, migration: u64, count: u
     count > 6
 }
 
-/// Takes both hosts to the end.
+/// Takes both hosts through all steps.
 pub fn moves(source: &mut Host, destination: &mut Host, migration: u64) {
     assert!(steps(source, destination, migration, STEPS));
 }
 
-/// After another start of the coordinator: each host hears how the migration ends, and settles. Whether that is the commit; `None`: they hear
-/// nothing of it, because it has ended.
+/// After a restart of the coordinator: both hosts receive the decision and settle. Returns whether it is a commit;
+/// `None`: the migration has ended, and they receive nothing.
 pub fn settle(
     source: &mut Host,
     destination: &mut Host,

@@ -1,4 +1,4 @@
-//! A world as stateright sees it. Shared with examples/check.rs.
+//! The world as a model for stateright. `examples/check.rs` uses this file too.
 
 #![allow(dead_code, reason = "the test and the example use parts of it")]
 
@@ -37,27 +37,27 @@ impl Model for Machine {
     }
 }
 
-/// What an exploration found.
+/// The result of an exploration.
 pub struct Found {
-    /// Distinct states.
+    /// Number of distinct states.
     pub states: usize,
-    /// Transitions.
+    /// Number of generated states, repeated ones included: one per transition.
     pub transitions: usize,
-    /// Longest run.
+    /// Length of the longest path.
     pub depth: usize,
-    /// Whether these were all.
+    /// Whether the exploration covered all states.
     pub complete: bool,
-    /// Whether a migration was committed in one of them.
+    /// Whether a migration was committed in a state.
     pub moved: bool,
-    /// Whether one was given up.
+    /// Whether a migration was aborted in a state.
     pub stayed: bool,
-    /// Whether two were committed.
+    /// Whether both migrations were committed in a state.
     pub both_moved: bool,
-    /// What is wrong, and the way there.
+    /// A violated property, and the path to it.
     pub fault: Option<(String, Vec<String>)>,
 }
 
-/// Explores until all states are known, a fault is found, or so many transitions were made.
+/// Explores until all states are covered, a violation is found, or `transitions` were made.
 pub fn explore(setup: Setup, transitions: usize) -> Found {
     let checker = Machine(setup)
         .checker()
