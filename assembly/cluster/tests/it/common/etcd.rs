@@ -20,7 +20,7 @@ pub struct Members {
     tls: Option<PathBuf>,
 }
 
-/// Whether etcd is installed. Prints that the test is skipped if it isn't.
+/// Whether etcd is installed. Reports a missing one by `facilities::missing`.
 pub fn is_installed(test: &str) -> bool {
     let found = Command::new("etcd").arg("--version").stdout(Stdio::null()).status().is_ok();
     if !found {
