@@ -1,12 +1,12 @@
-//! A VM's HCA as it moves from one host's engine to another's: what is copied while the VM runs, what is left for the pause, and what the
-//! destination makes of it. The protocol, who may do what and when, is crate `nomad`; the monitor moves RAM, vCPUs and other devices.
+//! Moves a VM's HCA from one host's engine to another's: pre-copy while the VM runs, the rest during the blackout, and
+//! its restoration at the destination. Crate `nomad` has the protocol. The monitor moves RAM, vCPUs and other devices.
 //!
 //! ```text
 //! Source::begin ─ round ─ round … stop ─ last round ─▶ pieces, Total
 //! Arrival::begin ◀─ take ◀─────────────────────────────┘   check ─ start
 //! ```
-//! A piece is an object of the device (`hca`), with what this device's function remembers of it (`pvrdma`) and, of a queue pair whose
-//! peer is on another host, its connection (`roce`).
+//! A piece is an object of the device (`hca`) with the state that this device's function (`pvrdma`) keeps for it. A
+//! piece of a queue pair whose peer is on another host also has its connection (`roce`).
 
 pub mod manager;
 mod pieces;
@@ -22,54 +22,54 @@ use pvrdma::{Config, ConfigError, Device, Devices, Interrupts, Pvrdma, Uar};
 use crate::transport::{Immovable, Transports, VmId};
 use pieces::{name, object};
 
-/// Objects of a device that may be on their way at most, those destroyed meanwhile included.
+/// Maximum number of objects of a device during a migration, including those destroyed during the copy.
 const MOST_OBJECTS: usize = 1 << 20;
 
 /// Why a VM's HCA can't move.
 #[derive(Debug, thiserror::Error)]
 pub enum MigrationError {
-    /// A saved object.
+    /// An object can't be saved or restored.
     #[error("The HCA's state can't be moved")]
     State(
         #[from]
         #[source]
         InvalidState,
     ),
-    /// A connection.
+    /// A connection can't be saved or restored.
     #[error("The HCA's connections can't be moved")]
     Connection(
         #[from]
         #[source]
         Immovable,
     ),
-    /// The stream.
+    /// Objects are missing, or more arrived than the source has.
     #[error("The HCA's state has not come as a whole")]
     Stream(
         #[from]
         #[source]
         Incomplete,
     ),
-    /// The device at the destination.
+    /// The destination can't create such a device.
     #[error("The destination can't have such a device")]
     Config(
         #[from]
         #[source]
         ConfigError,
     ),
-    /// It isn't there.
+    /// The engine has no such device.
     #[error("There is no device {0} in this engine")]
     NoDevice(DeviceId),
 }
 
-/// What an engine's thread has.
+/// State of the engine's thread, borrowed for a step of a migration.
 pub struct Parts<'a, M: Dma + Clone + 'static> {
     /// The engine.
     pub engine: &'a mut Engine<Pvrdma<M>>,
-    /// Its functions.
+    /// The devices' functions, which serve the guests' drivers.
     pub devices: &'a mut Devices<M>,
     /// Its connections to other hosts.
     pub transports: &'a mut Transports,
-    /// The engine's clock, nanoseconds.
+    /// The engine's clock, in nanoseconds.
     pub now: u64,
 }
 
@@ -79,7 +79,7 @@ impl<M: Dma + Clone + 'static> std::fmt::Debug for Parts<'_, M> {
     }
 }
 
-/// A VM's HCA that leaves.
+/// The source's side of an HCA's migration.
 #[derive(Debug)]
 pub struct Source {
     device: DeviceId,
@@ -87,19 +87,19 @@ pub struct Source {
 }
 
 impl Source {
-    /// Begins to note what changes.
+    /// Starts to track changes of the device.
     pub fn begin<M: Dma + Clone + 'static>(parts: &mut Parts<'_, M>, device: DeviceId) -> Self {
         parts.engine.track(device, true);
         Self { device, outgoing: Outgoing::new() }
     }
 
-    /// How many objects the next round has.
+    /// Number of objects of the next round.
     #[must_use]
     pub fn left<P: hca::provider::Provider>(&self, engine: &Engine<P>) -> usize {
         engine.touched(self.device)
     }
 
-    /// Pieces of all objects that were touched since the last round. Returns how many.
+    /// Passes `each` the pieces of all objects that changed since the last round. Returns their number.
     pub fn round<M: Dma + Clone + 'static>(
         &mut self,
         parts: &mut Parts<'_, M>,
@@ -108,7 +108,8 @@ impl Source {
         self.part(usize::MAX, parts, each)
     }
 
-    /// A part of a round: pieces of at most so many objects, so that other devices' turns come between two. Returns how many.
+    /// A part of a round, with at most `most` objects, so that the engine serves other devices between two parts.
+    /// Returns the number of objects.
     pub fn part<M: Dma + Clone + 'static>(
         &mut self,
         most: usize,
@@ -123,7 +124,7 @@ impl Source {
             match pieces::exists(parts, *device, name) {
                 Some(true) => outgoing.touched(object(name)),
                 Some(false) => outgoing.removed(object(name)),
-                // The device itself comes last, when it is stopped.
+                // The device's own state moves last, after it has stopped.
                 None => {}
             }
         }
@@ -131,10 +132,10 @@ impl Source {
         taken
     }
 
-    /// Stops the device, whose vCPUs stand still. Then comes the last [`Source::round`].
+    /// Stops the device; its vCPUs must be paused. The last [`Source::round`] follows.
     ///
     /// # Errors
-    /// When it isn't there, or the host's RDMA device has requests of it.
+    /// If the device doesn't exist, or the host's RDMA device still has requests of it.
     pub fn stop<M: Dma + Clone + 'static>(
         &mut self,
         parts: &mut Parts<'_, M>,
@@ -144,10 +145,10 @@ impl Source {
         let Parts { engine, devices, transports, now } = parts;
         let missing = MigrationError::NoDevice(self.device);
         let Some(device) = devices.get_mut(self.device) else { return Err(missing) };
-        // What the host's RDMA device has placed: nobody is told of it later.
+        // Handles outstanding completions of the host's RDMA device: the destination doesn't receive them.
         transports.catch_up(engine, *now);
         transports.at_rest(self.device, None)?;
-        // Doorbells that nobody has seen: the words don't move.
+        // Doorbells that the engine hasn't polled: doorbell words aren't moved.
         device.scan(engine, uar, *now);
         engine.stop(self.device, *devices);
         transports.take_over(engine, *now);
@@ -156,16 +157,16 @@ impl Source {
         Ok(())
     }
 
-    /// What the destination must have, after the last round.
+    /// The total for the destination, after the last round.
     #[must_use]
     pub fn total(&self) -> Option<Total> {
         self.outgoing.total()
     }
 
-    /// It stays: the device goes on, held towards all its peers until they are opened.
+    /// After an abort: the device resumes. Its queue pairs stay suspended towards all peers until they are opened.
     ///
     /// # Errors
-    /// When somebody else has got one of its addresses meanwhile.
+    /// If another device took one of its addresses.
     pub fn stay<M: Dma + Clone + 'static>(self, parts: &mut Parts<'_, M>) -> Result<(), MigrationError> {
         if parts.engine.is_stopped(self.device) {
             let missing = MigrationError::NoDevice(self.device);
@@ -177,7 +178,7 @@ impl Source {
         Ok(())
     }
 
-    /// It has moved: nothing of it stays here.
+    /// After a commit: removes the device from this host.
     pub fn leave<M: Dma + Clone + 'static>(self, parts: &mut Parts<'_, M>) {
         parts.transports.detach(self.device);
         if let Some(device) = parts.devices.remove(self.device) {
@@ -186,18 +187,18 @@ impl Source {
     }
 }
 
-/// Where a device belongs.
+/// The VM and segment of a device.
 #[derive(Debug, Clone)]
 pub struct Place {
-    /// Its VM.
+    /// The VM that has the device.
     pub vm: VmId,
     /// Its segment's name.
     pub segment: String,
-    /// The same, in this engine.
+    /// The segment's number in this engine.
     pub segment_id: SegmentId,
 }
 
-/// A VM's HCA that comes.
+/// The destination's side of an HCA's migration.
 #[derive(Debug)]
 pub struct Arrival {
     device: DeviceId,
@@ -205,10 +206,10 @@ pub struct Arrival {
 }
 
 impl Arrival {
-    /// Makes room: a device without objects, which nobody reaches.
+    /// Reserves capacity: creates a device without objects, which no peer can reach.
     ///
     /// # Errors
-    /// When such a device can't be, or the VM isn't known.
+    /// If the device's configuration is impossible here, or the VM is unknown.
     pub fn begin<M: Dma + Clone + 'static>(
         parts: &mut Parts<'_, M>,
         config: Config,
@@ -226,23 +227,23 @@ impl Arrival {
         Ok(arrival)
     }
 
-    /// Its name in this engine.
+    /// The device's number in this engine.
     #[must_use]
     pub fn device(&self) -> DeviceId {
         self.device
     }
 
-    /// A piece came: its object is made, or made anew.
+    /// Restores a received object, or replaces it.
     ///
     /// # Errors
-    /// When it can't be one. The arrival is to be discarded then.
+    /// If the piece is invalid. The caller must discard the arrival then.
     pub fn take<M: Dma + Clone + 'static>(
         &mut self,
         parts: &mut Parts<'_, M>,
         piece: Piece,
     ) -> Result<(), MigrationError> {
         let Piece { object, version, state } = piece;
-        // The bytes are used at once; what is remembered is that they came.
+        // The state is used at once; only its version is recorded.
         let kept = state.as_ref().map(|_| Vec::new());
         if self.incoming.take(Piece { object, version, state: kept })? {
             pieces::restore(parts, self.device, name(object), state.as_deref())?;
@@ -250,19 +251,20 @@ impl Arrival {
         Ok(())
     }
 
-    /// Whether all has come.
+    /// Checks that all objects have been received.
     ///
     /// # Errors
-    /// When something is missing.
+    /// If an object is missing or differs.
     pub fn check(&self, total: Total) -> Result<(), MigrationError> {
         Ok(self.incoming.check(total)?)
     }
 
-    /// The VM runs here now. Its queue pairs are held towards those peers that [`Engine::hold`] was called for. What remembers which objects
-    /// have come is dropped afterwards, when the VM runs: for 30,000 queue pairs that takes milliseconds.
+    /// After a commit: the VM runs here. Queue pairs stay suspended towards peers for which [`Engine::hold`] was
+    /// called. The caller drops this record of versions after the VM has resumed: for 30,000 queue pairs that takes
+    /// milliseconds.
     ///
     /// # Errors
-    /// When another device has one of its addresses.
+    /// If another device has one of its addresses.
     pub fn start<M: Dma + Clone + 'static>(
         &self,
         parts: &mut Parts<'_, M>,
@@ -273,7 +275,7 @@ impl Arrival {
         Ok(self.device)
     }
 
-    /// It doesn't come: the room is free again.
+    /// After an abort: removes the device, and frees its capacity.
     pub fn discard<M: Dma + Clone + 'static>(self, parts: &mut Parts<'_, M>) {
         parts.transports.detach(self.device);
         if let Some(device) = parts.devices.remove(self.device) {

@@ -1,83 +1,84 @@
-//! A device's state as a stream of bytes: what vfio-user carries between this daemon and a monitor, and monitors between each other.
+//! A device's state as a byte stream. vfio-user carries it between this daemon and a monitor, and a connection between
+//! monitors.
 //!
 //! ```text
-//! u32 length of the rest   u8 what   …
-//!   0 beginning: u16 version, u8[6] MAC address, segment's name
-//!   1 piece:     u8 kind, u32 handle, u64 version, u8 exists, its state
-//!   2 total:     u64 objects, u64 sum; the last record
-//!   3 function:  the state of a vmxnet3, as JSON
-//!   4 outside:   u8 whether the segment has a tap; before the first connection by `wire`. Daemons of before such connections moved refuse it
+//! u32 length of the rest   u8 type   …
+//!   0 begin:    u16 version, u8[6] MAC address, segment's name
+//!   1 piece:    u8 kind, u32 handle, u64 version, u8 exists, its state
+//!   2 total:    u64 objects, u64 sum; the last record
+//!   3 function: the state of a vmxnet3, as JSON
+//!   4 outside:  u8 whether the segment has a tap; before the first connection by `wire`. Daemons of earlier releases refuse it
 //! ```
-//! Little endian. The stream may be cut anywhere, and come from anywhere.
+//! Little endian. Records may be split at any byte. The input is untrusted.
 
 use nomad::objects::{Kind, Object, Piece, Total};
 
-/// The version that is written, and the only one that is read.
+/// The version that this daemon writes, and the only one that it reads.
 pub const VERSION: u16 = 1;
-/// Bytes of a record at most: an object and its head.
+/// Maximum size of a record, in bytes: an object and its header.
 const MAX_RECORD_BYTES: usize = nomad::objects::MAX_OBJECT + 64;
 
-/// A stream isn't one.
+/// Why a stream can't be read.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum StreamError {
-    /// A length that no record has.
+    /// A length that no record can have.
     #[error("A record of a device's state has {0} bytes; 1 to {MAX_RECORD_BYTES} are possible")]
     Length(usize),
-    /// A record that means nothing.
+    /// A record with an invalid type or content.
     #[error("A record of a device's state can't be read: its {0} is wrong")]
     Record(&'static str),
-    /// It ends in a record.
+    /// The stream ends within a record.
     #[error("A device's state ends in the middle of a record")]
     Cut,
-    /// Another version.
+    /// The state has another version.
     #[error(
         "A device's state has version {0}; this daemon reads {VERSION}: use the same release on both hosts"
     )]
     Version(u16),
-    /// It is another device's.
+    /// The state belongs to a device with another MAC address or segment.
     #[error(
         "The state is that of {found}, the device here is {own}; give the NIC the same MAC address and segment at both ends"
     )]
     OtherDevice {
-        /// What came.
+        /// The received MAC address and segment.
         found: String,
-        /// What is here.
+        /// This device's MAC address and segment.
         own: String,
     },
-    /// Frames have no way there.
+    /// The VM has connections by `wire`, but its NIC has no tap here.
     #[error(
         "The VM has connections with peers outside of the cluster (transport wire), and its NIC has a tap where it runs and none here; give the NIC here a tap of the same network"
     )]
     NoTap,
-    /// Something is missing or twice.
+    /// A record is missing, duplicate or in the wrong order.
     #[error("A device's state has {0} where it can't be")]
     Order(&'static str),
 }
 
-/// A record.
+/// A record of the stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Record {
-    /// Whose state it is.
+    /// The first record: the device's identity.
     Begin {
-        /// MAC address.
+        /// The NIC's MAC address.
         mac: [u8; 6],
-        /// Name of the segment.
+        /// Name of the NIC's segment.
         segment: String,
     },
     /// An object of the HCA.
     Piece(Piece),
-    /// What there must be in the end.
+    /// The set of objects that the source has.
     Total(Total),
     /// The state of a vmxnet3.
     Function(Vec<u8>),
-    /// Connections with peers outside of the cluster come.
+    /// Connections with peers outside of the cluster follow.
     Outside {
-        /// The source's NIC has a tap.
+        /// Whether the source's NIC has a tap.
         tap: bool,
     },
 }
 
-/// Appends a record.
+/// Appends a record's bytes.
 pub fn put(record: &Record, into: &mut Vec<u8>) {
     let at = into.len();
     into.extend([0; 4]);
@@ -106,22 +107,22 @@ pub fn put(record: &Record, into: &mut Vec<u8>) {
         }
         Record::Outside { tap } => into.extend([4, u8::from(*tap)]),
     }
-    // What is longer than a record may be is refused by whoever reads it.
+    // The reader refuses a record that is too long.
     let length = u32::try_from(into.len() - at - 4).unwrap_or(u32::MAX);
     into[at..at + 4].copy_from_slice(&length.to_le_bytes());
 }
 
-/// Reads records from bytes that come in parts.
+/// Parses records from a stream that arrives in parts.
 #[derive(Debug, Default)]
 pub struct Reader {
     waiting: Vec<u8>,
 }
 
 impl Reader {
-    /// More bytes: the records that are whole now.
+    /// Adds bytes, and returns the records that are complete now.
     ///
     /// # Errors
-    /// When the bytes are none. Nothing more can be read then.
+    /// If a record is invalid. The stream can't be read any further then.
     pub fn take(&mut self, bytes: &[u8]) -> Result<Vec<Record>, StreamError> {
         self.waiting.extend_from_slice(bytes);
         let mut records = Vec::new();
@@ -139,10 +140,10 @@ impl Reader {
         Ok(records)
     }
 
-    /// The stream has ended.
+    /// Checks the end of the stream.
     ///
     /// # Errors
-    /// When it did so in a record.
+    /// If it ends within a record.
     pub fn end(&self) -> Result<(), StreamError> {
         if self.waiting.is_empty() { Ok(()) } else { Err(StreamError::Cut) }
     }
@@ -228,7 +229,7 @@ mod tests {
         ]
     }
 
-    /// What is read, byte by byte or at once, is what was written; an end within a record is seen.
+    /// Records survive a round trip, parsed byte by byte or at once. An end within a record is detected.
     #[test]
     fn records_are_read_as_they_were_written() {
         let mut bytes = Vec::new();
@@ -257,7 +258,7 @@ mod tests {
     }
 
     proptest! {
-        /// Any bytes are records or a refusal.
+        /// Any bytes result in records or an error.
         #[test]
         fn any_bytes_are_an_answer(parts in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..40), 0..8)) {
             let mut reader = Reader::default();

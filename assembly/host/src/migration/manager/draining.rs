@@ -1,6 +1,6 @@
-//! Queue pairs that are held and whose requests the host's RDMA device still has (transport `verbs`): what waits for their ends.
+//! Waits for suspended queue pairs whose requests are still in flight on the host's RDMA device (transport `verbs`).
 //!
-//! Nothing here limits that time: the protocol gives a switch-over up that takes too long, and then nobody waits any more.
+//! There is no timeout here: the protocol aborts a switchover that takes too long, which ends the wait.
 
 use std::time::{Duration, Instant};
 
@@ -10,48 +10,48 @@ use crate::transport;
 
 use super::{Mover, Phase};
 
-/// Between two looks.
+/// Polling interval.
 const LOOK: Duration = Duration::from_millis(1);
-/// Migrations of which it is remembered what they waited for: those that were given up leave it behind for who asks.
+/// Maximum number of migrations whose reason for waiting is kept. Users can query it after an abort.
 const REMEMBERED: usize = 64;
 
-/// Who waits.
+/// The side of a migration that waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Drain {
-    /// A source, for its answer to the VM's own queue pairs: it is to stop then.
+    /// A source, for the VM's own queue pairs. It stops the VM afterwards.
     Own(VmId),
-    /// A peers' host, for its answer to those that face the VM.
+    /// A peers' host, for queue pairs that face the VM.
     Peers(VmId),
 }
 
-/// Those who wait, and when to look again.
+/// Migrations that wait, and the time of the next poll.
 #[derive(Debug, Default)]
 pub(super) struct Draining {
     waiting: Vec<(Drain, MigrationId)>,
     next: Option<Instant>,
-    /// What was still under way when it was looked at last.
+    /// Per migration: what was in flight at the last poll.
     why: Vec<(MigrationId, String)>,
 }
 
 impl Draining {
-    /// When to look again.
+    /// The time of the next poll, if a migration waits.
     pub fn next(&self) -> Option<Instant> {
         self.next.filter(|_| !self.waiting.is_empty())
     }
 
-    /// What a migration waited for last.
+    /// What a migration waited for at the last poll.
     pub fn why(&self, migration: MigrationId) -> Option<&str> {
         self.why.iter().find(|(of, _)| *of == migration).map(|(_, why)| why.as_str())
     }
 
-    /// Nobody waits for that any more.
+    /// Ends a wait.
     pub fn forget(&mut self, what: Drain) {
         self.waiting.retain(|(other, _)| *other != what);
     }
 }
 
 impl Mover {
-    /// Waits for the ends of requests; the event where there are none.
+    /// Polls once, and waits if requests are in flight. Returns the event that follows for a peers' host.
     pub(super) fn drain(&mut self, what: Drain, migration: MigrationId) -> Option<Event> {
         self.draining.forget(what);
         if let Some(why) = self.under_way(what) {
@@ -80,17 +80,17 @@ impl Mover {
             Drain::Own(vm) => self.ask(move |worker| worker.is_at_rest(transport::VmId(vm.0))),
             Drain::Peers(vm) => self.ask(move |worker| worker.are_peers_at_rest(transport::VmId(vm.0))),
         };
-        // Without an engine nothing is under way.
+        // Without an engine nothing is in flight.
         rest.and_then(Result::err).map(|error| error.to_string())
     }
 
-    /// Looks again, when it is time to.
+    /// Polls all waits, if it is time.
     pub(super) fn look_at_draining(&mut self) {
         if self.draining.next().is_none_or(|next| next > Instant::now()) {
             return;
         }
         for (what, migration) in self.draining.waiting.clone() {
-            // A step before this one may have ended it.
+            // A previous iteration may have ended it.
             if !self.draining.waiting.contains(&(what, migration)) {
                 continue;
             }

@@ -1,41 +1,41 @@
-//! How far migrations are, as monitors are told.
+//! Phases of VMs' migrations, as monitors query them.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::watch;
 
-/// VMs that are remembered at most.
+/// Maximum number of VMs with a phase, unless more are in a migration.
 const MAX_REMEMBERED_VMS: usize = 4096;
 
-/// Where a VM is in a migration.
+/// The phase of a VM's migration.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Phase {
-    /// In none that this host knows of.
+    /// No migration is known to this host.
     #[default]
     Idle,
-    /// The cluster service was asked for one.
+    /// This host has requested a migration from the cluster service.
     Begun,
-    /// It leaves, and runs: memory and state are copied. The migration's number.
+    /// Source: pre-copy of memory and state, while the VM runs. The migration's number.
     Copying(u64),
-    /// Its peers' queue pairs are held: it is to be stopped now.
+    /// Source: peers' queue pairs are suspended; the monitor is to stop the VM now.
     Stop,
-    /// It has stopped: the rest goes to the destination.
+    /// Source: the VM is stopped, and the rest of its state moves to the destination.
     Handing,
-    /// It is to come here. The migration's number.
+    /// Destination: capacity is reserved. The migration's number.
     Awaited(u64),
-    /// It has come, and runs here: its vCPUs may run.
+    /// Destination: committed; the monitor may run the vCPUs.
     Runs,
-    /// It runs elsewhere.
+    /// Source: committed; another host runs the VM.
     Moved,
-    /// It doesn't move, for this reason: it runs where it was.
+    /// Source: aborted for this reason; this host runs the VM.
     Stays(String),
-    /// It has come, and its devices don't work. The log says why.
+    /// Destination: committed, but the VM's devices failed. The log has the reason.
     Failed,
 }
 
 impl Phase {
-    /// Whether a migration has ended with it.
+    /// Whether the migration has ended.
     #[must_use]
     pub fn is_end(&self) -> bool {
         matches!(self, Self::Runs | Self::Moved | Self::Stays(_) | Self::Failed)
@@ -46,13 +46,13 @@ impl Phase {
 #[derive(Debug, Default)]
 struct Last {
     phase: Phase,
-    /// Which try of its monitor's it was, where it moves together with others.
+    /// The number of its monitor's attempt, if the VM moves in a group.
     attempt: Option<u64>,
-    /// Of one that leaves: the migration's number, and the hosts of its peers.
+    /// At the source: the migration's number, and the hosts of the VM's peers.
     peers: Option<(u64, BTreeSet<String>)>,
-    /// The epoch in which it runs here, or is to run here; 0: not known.
+    /// The epoch in which the VM runs here, or will run here after a commit; 0: not known.
     epoch: u64,
-    /// While it is copied: the VM that moves first.
+    /// During pre-copy: the VM whose switchover goes first.
     waits_for: Option<String>,
 }
 
@@ -78,7 +78,7 @@ impl Phases {
         self.all().get(vm).map(|last| last.phase.clone()).unwrap_or_default()
     }
 
-    /// A VM is in another phase.
+    /// Sets a VM's phase, and notifies waiters.
     pub fn set(&self, vm: &str, phase: Phase) {
         let mut all = self.all();
         make_room(&mut all, vm);
@@ -89,47 +89,47 @@ impl Phases {
         self.changed();
     }
 
-    /// A VM that is copied has to wait until another one, its peer or a peer of its group, has moved.
+    /// During pre-copy: another VM, a peer or a peer of its group, switches over first.
     pub fn set_waits_for(&self, vm: &str, other: &str) {
         if let Some(last) = self.all().get_mut(vm).filter(|last| matches!(last.phase, Phase::Copying(_))) {
             last.waits_for = Some(other.to_owned());
         }
     }
 
-    /// That other VM, by name.
+    /// The VM that switches over first, by name.
     #[must_use]
     pub fn waits_for(&self, vm: &str) -> Option<String> {
         self.all().get(vm)?.waits_for.clone()
     }
 
-    /// A VM that leaves is about to stop: the hosts of its peers, which hold what faces it.
+    /// At the start of a switchover: the hosts of the VM's peers, which suspend queue pairs that face it.
     pub fn set_peers(&self, vm: &str, migration: u64, hosts: BTreeSet<String>) {
         if let Some(last) = self.all().get_mut(vm) {
             last.peers = Some((migration, hosts));
         }
     }
 
-    /// The epoch in which a VM runs here, or is to run here, if its migration is decided so.
+    /// Sets the epoch in which a VM runs here, or will run here after a commit.
     pub fn set_epoch(&self, vm: &str, epoch: u64) {
         let mut all = self.all();
         make_room(&mut all, vm);
         all.entry(vm.to_owned()).or_default().epoch = epoch;
     }
 
-    /// That epoch; 0: not known.
+    /// The epoch of [`Phases::set_epoch`]; 0: not known.
     #[must_use]
     pub fn epoch(&self, vm: &str) -> u64 {
         self.all().get(vm).map_or(0, |last| last.epoch)
     }
 
-    /// Who held what faced a VM when it left: the migration's number, and hosts.
+    /// The hosts of a VM's peers in its last migration as source, with the migration's number.
     #[must_use]
     pub fn peers(&self, vm: &str) -> Option<(u64, BTreeSet<String>)> {
         self.all().get(vm)?.peers.clone()
     }
 
-    /// A migration is asked for: `false` where another one is under way. `attempt`: it moves with others, and its monitor asks again and again; nothing
-    /// changes where that is the try that was asked for last, whatever came of it.
+    /// Requests a migration. Returns `false` while another one is in progress. `attempt`: the VM moves in a group, and
+    /// its monitor retries. A request with the number of the last attempt changes nothing, whatever its result.
     pub fn begin(&self, vm: &str, attempt: Option<u64>) -> bool {
         let mut all = self.all();
         make_room(&mut all, vm);
@@ -146,7 +146,7 @@ impl Phases {
         free
     }
 
-    /// What was asked for isn't wanted any more; `false`, and nothing, where it has begun meanwhile, or wasn't asked for.
+    /// Cancels a request. Returns `false`, and changes nothing, if the migration has begun or wasn't requested.
     pub fn withdraw(&self, vm: &str, phase: Phase) -> bool {
         let mut all = self.all();
         let Some(asked) = all.get_mut(vm).filter(|asked| asked.phase == Phase::Begun) else { return false };
@@ -156,7 +156,7 @@ impl Phases {
         true
     }
 
-    /// Waits until a VM is in a phase that is waited for; the caller limits the time.
+    /// Waits for a wanted phase, without a timeout.
     pub async fn wait(&self, vm: &str, wanted: impl Fn(&Phase) -> bool) -> Phase {
         let mut changes = self.changes.subscribe();
         loop {
@@ -169,7 +169,7 @@ impl Phases {
     }
 }
 
-/// Forgets migrations that are over where another VM's has no room.
+/// Drops ended migrations when the table is full and another VM needs an entry.
 fn make_room(all: &mut HashMap<String, Last>, vm: &str) {
     if all.len() >= MAX_REMEMBERED_VMS && !all.contains_key(vm) {
         all.retain(|_, last| last.phase != Phase::Idle && !last.phase.is_end());
@@ -180,7 +180,7 @@ fn make_room(all: &mut HashMap<String, Last>, vm: &str) {
 mod tests {
     use super::*;
 
-    /// What is said again changes nothing, whatever has come of it; what is tried again begins anew, once the one before is over.
+    /// A repeated attempt changes nothing, whatever its result. A new one begins after the previous one has ended.
     #[test]
     fn a_try_is_begun_once() {
         let phases = Phases::default();
@@ -198,7 +198,7 @@ mod tests {
         assert_eq!(phases.get("a"), Phase::Begun);
     }
 
-    /// What a VM waits for is known while it is copied, and not when it is its turn.
+    /// The VM that goes first is known during pre-copy only.
     #[test]
     fn a_vm_waits_for_another_while_it_is_copied() {
         let phases = Phases::default();
@@ -211,7 +211,7 @@ mod tests {
         assert_eq!(phases.waits_for("a"), None);
     }
 
-    /// What has begun meanwhile isn't withdrawn.
+    /// A migration that has begun can't be withdrawn.
     #[test]
     fn only_a_wish_is_withdrawn() {
         let phases = Phases::default();
