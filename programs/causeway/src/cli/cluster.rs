@@ -13,7 +13,7 @@ use cluster::{Candidate, RedbStore, Store as _};
 use control_api::cluster::{Keys, Service};
 use host::transport::TransportKind;
 
-/// `causeway cluster`.
+/// Subcommands of `causeway cluster`.
 #[derive(Debug, Subcommand)]
 pub enum ClusterCommand {
     /// Run the cluster service in the foreground: it records where each VM runs, which VMs are connected, and migrations in progress
@@ -29,7 +29,7 @@ pub enum ClusterCommand {
     Forget(ForgetArgs),
 }
 
-/// `causeway cluster forget`.
+/// Arguments of `causeway cluster forget`.
 #[derive(Debug, Args)]
 pub struct ForgetArgs {
     /// Name of the host. Its VMs must not run any more: nothing here can stop them
@@ -168,7 +168,7 @@ impl EtcdArgs {
     }
 }
 
-/// `causeway cluster serve`.
+/// Arguments of `causeway cluster serve`.
 #[derive(Debug, Args)]
 pub struct ServeArgs {
     /// Address to listen at
@@ -204,7 +204,7 @@ pub struct ServeArgs {
     pub sockets: Option<u16>,
 }
 
-/// `causeway cluster status|hosts|vms`.
+/// Arguments of `causeway cluster status`, `hosts` and `vms`.
 #[derive(Debug, Args)]
 pub struct AskArgs {
     /// The cluster service; several instances separated by commas

@@ -1,4 +1,4 @@
-//! `causeway card`.
+//! `causeway card`: runs the daemon that shares one card between guests.
 
 use std::path::PathBuf;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! `causeway cluster`.
+//! `causeway cluster`: runs the cluster service, and queries it.
 
 use std::collections::BTreeMap;
 use std::net::Ipv6Addr;

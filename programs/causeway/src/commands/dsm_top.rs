@@ -1,4 +1,4 @@
-//! `causeway dsm top`.
+//! `causeway dsm top`: prints the pages on which the vCPUs of a VM stall most.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Read as _;

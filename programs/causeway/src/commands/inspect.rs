@@ -1,4 +1,4 @@
-//! `causeway inspect`.
+//! `causeway inspect`: prints the state of a VM's monitor or of the host daemon.
 
 use anyhow::Context as _;
 use control_api::host::{DEFAULT_SOCKET, HostClient};

@@ -1,4 +1,4 @@
-//! `causeway key`.
+//! `causeway key`: creates the key that hosts of a cluster share.
 
 use host::transport::ClusterKey;
 

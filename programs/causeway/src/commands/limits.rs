@@ -1,11 +1,11 @@
-//! `causeway limits`.
+//! `causeway limits`: changes resource limits of a VM's NICs while it runs.
 
 use control_api::host::{HostClient, proto};
 
 use crate::cli::{LimitChange, LimitsArgs};
 use crate::output;
 
-/// Changes limits of a VM.
+/// Sends the given limits to the host daemon; others stay.
 pub fn limits(args: &LimitsArgs, json: bool) -> anyhow::Result<()> {
     let devices = HostClient::new(&args.daemon).set_limits(&args.vm, change(&args.change))?;
     if json {

@@ -1,4 +1,4 @@
-//! `causeway list`.
+//! `causeway list`: prints the running VMs, with what their monitors report.
 
 use std::time::Duration;
 
@@ -84,7 +84,7 @@ fn uptime(seconds: f64) -> String {
 mod tests {
     use control_api::types::VmState;
 
-    /// A VM that waits until a peer has migrated is shown with that peer.
+    /// A VM that is queued behind a peer's switchover is shown with that peer.
     #[test]
     fn a_vm_that_waits_is_shown_with_what_it_waits_for() {
         let mut vm = super::VmSummary {
