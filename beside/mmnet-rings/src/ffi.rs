@@ -19,7 +19,7 @@ pub(crate) struct RawMessage {
     pub(crate) parts: [Part; MOST_PARTS],
 }
 
-/// `struct rings`.
+/// An opaque `struct rings`.
 #[repr(C)]
 pub(crate) struct Raw {
     _private: [u8; 0],

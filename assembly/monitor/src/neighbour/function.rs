@@ -417,7 +417,7 @@ impl PciFunction for NeighbourFunction {
     }
 
     fn quiesce(&self) -> Result<(), FunctionError> {
-        // Peers detect that the driver's count stands still. No component here acts for the guest.
+        // Peers detect that the driver's count doesn't change. No component here acts for the guest.
         Ok(())
     }
 

@@ -260,7 +260,7 @@ impl Block {
         self.disk.set_write_through(!writeback);
     }
 
-    /// `struct virtio_blk_config`.
+    /// Returns the device configuration, `struct virtio_blk_config`.
     fn config_space(&self) -> [u8; 60] {
         let disk = &self.disk;
         let mut space = [0u8; 60];

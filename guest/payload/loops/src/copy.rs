@@ -8,7 +8,7 @@ pub const BLOCK: u64 = 256;
 /// A copy method.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Variant {
-    /// `rep movsb`.
+    /// String move by bytes: `rep movsb`.
     RepMovsb,
     /// 16-byte loads and non-temporal stores (SSE2).
     SseStream,

@@ -14,14 +14,14 @@ const LOOKS: u64 = 1 << 36;
 /// One instruction of a driver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Step {
-    /// `out dx, al`.
+    /// Writes a byte to a port: `out dx, al`.
     Out {
         /// The port.
         port: u16,
         /// The written value.
         value: u8,
     },
-    /// `out dx, ax`.
+    /// Writes a 16-bit word to a port: `out dx, ax`.
     OutWord {
         /// The port.
         port: u16,
@@ -33,7 +33,7 @@ pub enum Step {
         /// The port.
         port: u16,
     },
-    /// `rep outsd`.
+    /// Writes 32-bit words of memory to a port: `rep outsd`.
     Outs {
         /// The port.
         port: u16,

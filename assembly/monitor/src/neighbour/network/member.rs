@@ -69,7 +69,7 @@ impl Network {
         self.used.store(false, Ordering::Relaxed);
     }
 
-    /// The device has released a peer.
+    /// Records that the device has released a peer.
     pub(super) fn release(&self, slot: u32, epoch: u32) {
         lock(&self.released).push((slot, epoch));
         poke(&self.wake);
@@ -164,8 +164,8 @@ impl Member for Network {
         if look {
             poke(&self.event);
         }
-        // The count of a stopped device stands still, like a hung guest's, so peers get back what they lent it. 0 means that it never
-        // started.
+        // The count of a stopped device doesn't change, as that of a hung guest: peers then reclaim frames that they
+        // lent it. 0: the device never started.
         let more = u64::from(self.used.load(Ordering::Relaxed));
         self.beats.fetch_add(more, Ordering::Relaxed) + more
     }

@@ -1,5 +1,5 @@
-//! A small ring-3 guest: long mode, identity page tables over the first GiB, IOPL 3, no interrupts. It runs on every back end of KVM, PVM
-//! included.
+//! A small ring-3 guest: long mode, identity page tables over the first GiB, IOPL 3, no interrupts. It runs on every
+//! KVM back end, including PVM.
 #![allow(dead_code)] // Each test file uses its part.
 
 use std::sync::{Arc, Mutex, mpsc};
@@ -242,7 +242,7 @@ pub fn start_registers(mut regs: kvm_regs) -> StartRegisters {
     StartRegisters { regs, sregs, ..Default::default() }
 }
 
-/// `out PORT_STOP, al`.
+/// Code that ends a program: `out PORT_STOP, al`.
 pub const STOP: [u8; 2] = [0xe6, PORT_STOP];
 
 /// The parts of a program, one after the other.
