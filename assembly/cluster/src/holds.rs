@@ -1,4 +1,4 @@
-//! Peer pauses of migrations: how long hosts suspended the queue pairs that face a VM. Users query them after a
+//! Peer pauses of migrations: how long hosts suspended the queue pairs connected to a VM. Users query them after a
 //! migration. They are volatile: an instance that takes over doesn't have them.
 
 use std::collections::BTreeMap;

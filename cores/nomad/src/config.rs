@@ -84,7 +84,7 @@ pub enum Plant {
     ForgottenIsGivenUp,
     /// The monitor of a source in doubt resumes its guest at its user's request, without asking the service.
     ResumeInDoubt,
-    /// A running daemon that the service takes for a restarted one takes its votes back.
+    /// A running daemon withdraws its votes, because the service takes it for a restarted one.
     RenumberTakesVotesBack,
     /// The coordinator lets a VM and its peer, in two migrations, switch over at the same time.
     SwitchTogether,

@@ -58,11 +58,11 @@ pub enum Event {
         /// The migration.
         migration: MigrationId,
     },
-    /// The answer to [`Action::Hold`]: all queue pairs that face the VM are suspended.
+    /// The answer to [`Action::Hold`]: all queue pairs connected to the VM are suspended.
     Held {
         /// The migration.
         migration: MigrationId,
-        /// The VM that they face.
+        /// The VM to which they are connected.
         vm: VmId,
     },
     /// The answer to [`Action::Stop`]: the VM and its queue pairs are stopped.
@@ -96,7 +96,7 @@ pub enum Timer {
     Arriving(MigrationId),
     /// Retransmits an announcement that peers' hosts haven't answered.
     Announce(MigrationId),
-    /// Asks for the place of a VM that suspended queue pairs face.
+    /// Asks for the place of a VM whose peers have suspended their queue pairs.
     Ask(VmId),
 }
 
@@ -147,22 +147,22 @@ pub enum Action {
         /// The migration.
         migration: MigrationId,
     },
-    /// Suspends, at the end of a segment, all queue pairs of this host's VMs that face a VM. Answered by
+    /// Suspends, at the end of a segment, all queue pairs of this host that are connected to a VM. Answered by
     /// [`Event::Held`].
     Hold {
         /// The migration.
         migration: MigrationId,
-        /// The VM that they face.
+        /// The VM to which they are connected.
         vm: VmId,
     },
-    /// Resumes a VM's queue pairs that face this peer, towards the peer's host. Cancels an unanswered [`Action::Hold`].
+    /// Resumes a VM's queue pairs connected to a peer, towards the peer's host. Cancels an unanswered [`Action::Hold`].
     Open {
         /// The VM of this host.
         vm: VmId,
         /// The peer with its host.
         peer: Place,
     },
-    /// A peer has ended or was lost: queue pairs that face it enter the error state of their protocol.
+    /// A peer has ended or was lost: queue pairs connected to it enter the error state of their protocol.
     Lost {
         /// The peer.
         peer: VmId,

@@ -7,7 +7,7 @@
 //!      │── Begin ─────────▶│ pre-copy ═══════════▶│                      │
 //!      │◀──── Converged ───│                      │                      │
 //!      │── Queued ────────▶│ continues to copy: a peer is in the switchover of another migration
-//!      │── Switch ────────▶│── Suspend ───────────────── tree ──────────▶│ queue pairs that face the VM stop
+//!      │── Switch ────────▶│── Suspend ───────────────── tree ──────────▶│ queue pairs connected to the VM are suspended
 //!      │                   │◀───────────────────────── Suspended ────────│
 //!      │                   │ the VM stops         │                      │
 //!      │                   │── Handover, rest ═══▶│                      │
@@ -86,7 +86,7 @@ pub enum Body {
         /// The migration.
         migration: MigrationId,
     },
-    /// Queue pairs that face these VMs are to be suspended, at the end of a segment.
+    /// Queue pairs connected to these VMs are to be suspended, at the end of a segment.
     Suspend {
         /// The migration.
         migration: MigrationId,
@@ -161,7 +161,7 @@ pub enum Body {
         /// The migration.
         migration: MigrationId,
     },
-    /// The origin runs these VMs: queue pairs that face them resume, towards that host.
+    /// The origin runs these VMs: queue pairs connected to them resume, towards that host.
     Running {
         /// The VMs' last migration that has ended.
         after: MigrationId,
@@ -172,7 +172,7 @@ pub enum Body {
         /// Hosts to which the receiver forwards the message.
         fan: Vec<HostId>,
     },
-    /// Queue pairs of these hosts that face the VMs have resumed.
+    /// At these hosts, queue pairs connected to the VMs have resumed.
     Ready {
         /// `after` of the announcement.
         after: MigrationId,

@@ -1,4 +1,4 @@
-//! A peers' host: queue pairs that face a VM are suspended for its switchover, and resume when the host that runs it
+//! A peers' host: queue pairs connected to a VM are suspended for its switchover, and resume when the host that runs it
 //! announces it.
 
 use super::{Host, Known};
@@ -9,7 +9,7 @@ use crate::message::Body;
 use crate::names::{Epoch, HostId, MigrationId, Node, Place, Stamp, VmId};
 
 impl Host {
-    /// Whether queue pairs that face a VM have been suspended for a migration, or for a later one.
+    /// Whether queue pairs connected to a VM have been suspended for a migration, or for a later one.
     #[must_use]
     pub fn suspends(&self, migration: MigrationId, vm: VmId) -> bool {
         self.known.get(&vm).is_some_and(|known| known.suspended.is_some_and(|last| last >= migration))
@@ -42,7 +42,7 @@ impl Host {
         self.answer_suspend((migration, origin), actions);
     }
 
-    /// Suspends queue pairs that face a VM, unless a later migration suspends them or this one has ended.
+    /// Suspends queue pairs connected to a VM, unless a later migration suspends them or this one has ended.
     fn hold(&mut self, migration: MigrationId, vm: VmId, actions: &mut Vec<Action>) {
         let Some(known) = self.known.get_mut(&vm) else { return };
         if known.stamp.after >= migration || known.suspended.is_some_and(|suspended| suspended >= migration) {

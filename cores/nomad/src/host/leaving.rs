@@ -349,7 +349,7 @@ impl Host {
         }
     }
 
-    /// Whether a VM has suspended queue pairs. Those that face a peer in migration `but` don't count: that peer's host
+    /// Whether a VM has suspended queue pairs. Those connected to a peer in migration `but` don't count: that peer's host
     /// has ensured that this host knows its place.
     fn has_closed(&self, vms: &[VmId], but: Option<MigrationId>) -> bool {
         let faces = vms.iter().filter_map(|vm| self.vms.get(vm)).flat_map(|vm| &vm.faces);

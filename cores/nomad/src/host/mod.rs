@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `leaving` | a source: from pre-copy to the decision |
 //! | `arriving` | a destination: from the reservation to the decision |
-//! | `facing` | a peers' host: suspends queue pairs that face a VM, and resumes them |
+//! | `facing` | a peers' host: suspends queue pairs connected to a VM, and resumes them |
 //! | `running` | announcements by the host that runs a VM |
 //!
 //! The state machine is single-threaded and never blocks. The caller carries out the actions in their order.
@@ -38,7 +38,7 @@ struct Vm {
     after: MigrationId,
     /// The switchover that has stopped it, or is about to.
     switching: Option<MigrationId>,
-    /// Its peers, and whether queue pairs that face them may send.
+    /// Its peers, and whether queue pairs connected to them may send.
     faces: BTreeMap<VmId, bool>,
 }
 
@@ -47,7 +47,7 @@ struct Vm {
 struct Known {
     host: HostId,
     stamp: Stamp,
-    /// The migration for which queue pairs that face the VM are suspended, or are to be.
+    /// The migration for which queue pairs connected to the VM are suspended, or are to be.
     suspended: Option<MigrationId>,
     /// Whether the caller has reported them as suspended.
     held: bool,

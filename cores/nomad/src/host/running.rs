@@ -83,7 +83,7 @@ impl Host {
         peers.filter(there).copied().collect()
     }
 
-    /// Queue pairs at these hosts have resumed: queue pairs of the announced VMs that face them resume too.
+    /// Queue pairs at these hosts have resumed: the announced VMs resume theirs towards these hosts.
     pub(super) fn ready(
         &mut self,
         after: MigrationId,

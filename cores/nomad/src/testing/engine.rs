@@ -33,7 +33,7 @@ pub struct Engine {
     pub instances: BTreeMap<VmId, Instance>,
     /// Queue pairs that may send, by VM and peer, with the host to which they send.
     pub open: BTreeMap<(VmId, VmId), HostId>,
-    /// Requests to suspend queue pairs that face a VM, not yet carried out.
+    /// Requests to suspend queue pairs connected to a VM, not yet carried out.
     pub holding: BTreeSet<(MigrationId, VmId)>,
     /// Requests to stop VMs, not yet carried out.
     pub stopping: BTreeSet<(MigrationId, VmId)>,
@@ -44,7 +44,7 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Queue pairs that face a VM reach the end of a segment. Returns whether their suspension is still requested.
+    /// Queue pairs connected to a VM reach the end of a segment. Returns whether their suspension is still requested.
     pub fn hold(&mut self, migration: MigrationId, vm: VmId) -> bool {
         let asked = self.holding.remove(&(migration, vm));
         if asked {

@@ -18,9 +18,9 @@ const REMEMBERED: usize = 64;
 /// The side of a migration that waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Drain {
-    /// A source, for the VM's own queue pairs. It stops the VM afterwards.
+    /// A source, for the VM's own queue pairs. Its monitor stops the VM afterwards.
     Own(VmId),
-    /// A peers' host, for queue pairs that face the VM.
+    /// A peers' host, for queue pairs connected to the VM.
     Peers(VmId),
 }
 

@@ -102,7 +102,7 @@ impl Phases {
         self.all().get(vm)?.waits_for.clone()
     }
 
-    /// At the start of a switchover: the hosts of the VM's peers, which suspend queue pairs that face it.
+    /// At the start of a switchover: the hosts of the VM's peers, which suspend queue pairs connected to it.
     pub fn set_peers(&self, vm: &str, migration: u64, hosts: BTreeSet<String>) {
         if let Some(last) = self.all().get_mut(vm) {
             last.peers = Some((migration, hosts));
