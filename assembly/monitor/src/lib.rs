@@ -8,6 +8,5 @@ pub mod neighbour;
 pub mod nic;
 pub mod payload;
 pub mod sandbox;
-mod sealing;
 pub mod vfio_user;
 pub mod vm;

@@ -1,7 +1,9 @@
 //! The secret key that all hosts of a cluster share.
 //!
 //! Host daemons encrypt their messages with it, and monitors encrypt migration streams. A file contains the key: 32
-//! bytes, or the same in hexadecimal. Only the file's owner may be able to read it.
+//! bytes, or the same in hexadecimal. Only the file's owner may be able to read it. [`stream`] seals byte streams with it.
+
+pub mod stream;
 
 use std::fmt;
 use std::io::Read as _;

@@ -13,7 +13,7 @@ use telemetry::guest_log::GuestLog;
 use super::link::{Link, Stream, Way};
 use super::rdma::{self, Device};
 use super::{DsmError, NoDevice, NodeAddress, RdmaDevice};
-use crate::sealing::{
+use cluster_key::stream::{
     HANDSHAKE_BYTES, Handshake, Mismatch, Opening, Purpose, RECORD_OVERHEAD_BYTES, Sealing,
 };
 
@@ -31,7 +31,7 @@ const MAGIC_RDMA: &[u8; 7] = b"CWNODER";
 /// Version of the greeting and of the control frames that follow it: the byte after the magic.
 const GREETING_VERSION: u8 = b'2';
 
-/// Purpose of sealed links, in [`crate::sealing`]. A plain link begins with another magic. Sealed bytes begin with the greeting, whose
+/// Purpose of sealed links, in [`cluster_key::stream`]. A plain link begins with another magic. Sealed bytes begin with the greeting, whose
 /// version
 /// covers all that follows.
 pub(super) const NODES: Purpose = Purpose { magic: *b"CWnd", version: 1, prologue: b"causeway nodes 1" };

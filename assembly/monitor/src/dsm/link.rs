@@ -4,7 +4,7 @@
 //! ```text
 //!  0 mark (0xc5)   1 kind   2 zero (2)   4 length of what follows the header (4)   8 body
 //! ```
-//! If nodes have a cluster key, the stream is in records of [`crate::sealing`], on both transports.
+//! If nodes have a cluster key, the stream is in records of [`cluster_key::stream`], on both transports.
 
 use std::collections::VecDeque;
 use std::io::{self, Read};
@@ -23,7 +23,7 @@ use rustix::net::{RecvFlags, SendFlags};
 
 use super::checkpoint::Step;
 use super::rdma::Pair;
-use crate::sealing::{Opening, Sealing};
+use cluster_key::stream::{Opening, Sealing};
 
 /// First byte of a control frame. No version of the protocol has this number.
 const MARK: u8 = 0xc5;

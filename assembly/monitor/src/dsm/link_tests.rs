@@ -4,7 +4,7 @@ use cluster_key::ClusterKey;
 
 use super::super::join::NODES;
 use super::*;
-use crate::sealing::Handshake;
+use cluster_key::stream::Handshake;
 
 fn pair() -> (Link, Link) {
     linked(None)

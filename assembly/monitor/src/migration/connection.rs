@@ -10,7 +10,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags};
 
-use crate::sealing::{Opening, Sealing};
+use cluster_key::stream::{Opening, Sealing};
 
 /// Interval at which a waiting stream checks whether it is to stop.
 const LOOK_EVERY: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };

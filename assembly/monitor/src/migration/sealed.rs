@@ -1,4 +1,4 @@
-//! Encryption and authentication of a migration's streams ([`crate::sealing`]), and the errors when the two sides are configured
+//! Encryption and authentication of a migration's streams ([`cluster_key::stream`]), and the errors when the two sides are configured
 //! differently.
 //!
 //! ```text
@@ -17,7 +17,7 @@ use super::connection::Connection;
 use super::error::MigrationError;
 use super::frame::{Kind, Receiver, Sender};
 use super::message;
-use crate::sealing::{HANDSHAKE_BYTES, Handshake, Mismatch, Purpose};
+use cluster_key::stream::{HANDSHAKE_BYTES, Handshake, Mismatch, Purpose};
 
 /// No frame begins with its magic.
 const MIGRATION: Purpose = Purpose { magic: *b"CWvm", version: 1, prologue: b"causeway vm 1" };

@@ -1,8 +1,9 @@
-//! Encryption and authentication of byte streams between monitors that share a cluster key.
+//! Encryption and authentication of byte streams between processes that share a cluster key: monitors' migrations, nodes of a VM, and
+//! messages of host daemons.
 //!
-//! The handshake is `NNpsk0` of the Noise protocol framework (revision 34, chapters 7 and 9), as host daemons use it. Ephemeral X25519 keys
-//! ensure that a key stolen later opens no earlier stream. The cluster key admits only its holders. Each stream has a handshake of its own,
-//! before its first byte:
+//! The handshake is `NNpsk0` of the Noise protocol framework (revision 34, chapters 7 and 9), as packets between
+//! host daemons use it. Ephemeral X25519 keys ensure that a key stolen later opens no earlier stream. The cluster key admits only its
+//! holders. Each stream has a handshake of its own, before its first byte:
 //!
 //! ```text
 //! initiator                                                             responder
@@ -10,14 +11,17 @@
 //!   ◀──────────────────────────── magic │ version │ length │ e, tag
 //!   records: length (u16) │ sealed bytes, tag ◀──────────────────────────▶  counted from 0, separately in each direction
 //! ```
-//! Each direction changes its key after [`REKEY_AFTER`] records (section 11.3). A record that is missing, repeated, changed or from another
+//! Each direction changes its key after `REKEY_AFTER` records (section 11.3). A record that is missing, repeated, changed or from another
 //! stream doesn't open. The handshake includes the stream's purpose ([`Purpose`]), so a stream can't be replayed for another one.
+//!
+//! No I/O of its own: callers exchange the handshake's messages, and records go through `Read` and `Write`.
 
 use std::io::{self, Read, Write};
 use std::sync::{Arc, PoisonError, RwLock};
 
-use cluster_key::ClusterKey;
 use snow::{Builder, HandshakeState, StatelessTransportState};
+
+use crate::ClusterKey;
 
 const PROTOCOL: &str = "Noise_NNpsk0_25519_AESGCM_SHA256";
 /// Bytes of the head of a handshake message.
@@ -26,9 +30,9 @@ const HEAD: usize = 8;
 const MESSAGE: usize = 32 + TAG;
 const TAG: usize = 16;
 /// Bytes of a handshake message with its head.
-pub(crate) const HANDSHAKE_BYTES: usize = HEAD + MESSAGE;
+pub const HANDSHAKE_BYTES: usize = HEAD + MESSAGE;
 /// Bytes of a record besides the sealed ones.
-pub(crate) const RECORD_OVERHEAD_BYTES: usize = 2 + TAG;
+pub const RECORD_OVERHEAD_BYTES: usize = 2 + TAG;
 /// Limit of plain bytes in a record.
 const MAX_RECORD_PLAINTEXT_BYTES: usize = u16::MAX as usize - TAG;
 /// Records under one key: 64 GiB, far below the limit of AES-GCM.
@@ -36,17 +40,18 @@ const REKEY_AFTER: u64 = 1 << 20;
 
 /// Purpose of a stream. Both sides must have the same one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Purpose {
+pub struct Purpose {
     /// First bytes of the stream. No other protocol at the same address begins with them.
-    pub(crate) magic: [u8; 4],
-    pub(crate) version: u16,
+    pub magic: [u8; 4],
+    /// Version of the handshake and of what follows. Both sides must have the same one.
+    pub version: u16,
     /// Part of the handshake. It changes with the format of the sealed bytes.
-    pub(crate) prologue: &'static [u8],
+    pub prologue: &'static [u8],
 }
 
 /// Why a handshake failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Mismatch {
+pub enum Mismatch {
     /// The message isn't a handshake for this purpose.
     Foreign,
     /// The handshake has another version.
@@ -56,7 +61,8 @@ pub(crate) enum Mismatch {
 }
 
 /// A handshake in progress.
-pub(crate) struct Handshake {
+#[allow(missing_debug_implementations, reason = "it holds keys")]
+pub struct Handshake {
     purpose: Purpose,
     state: HandshakeState,
 }
@@ -66,7 +72,7 @@ impl Handshake {
     ///
     /// # Errors
     /// If the library doesn't support the protocol.
-    pub(crate) fn initiator(purpose: Purpose, key: &ClusterKey) -> Result<Self, snow::Error> {
+    pub fn initiator(purpose: Purpose, key: &ClusterKey) -> Result<Self, snow::Error> {
         Ok(Self { purpose, state: builder(purpose, key)?.build_initiator()? })
     }
 
@@ -74,7 +80,7 @@ impl Handshake {
     ///
     /// # Errors
     /// If the library doesn't support the protocol.
-    pub(crate) fn responder(purpose: Purpose, key: &ClusterKey) -> Result<Self, snow::Error> {
+    pub fn responder(purpose: Purpose, key: &ClusterKey) -> Result<Self, snow::Error> {
         Ok(Self { purpose, state: builder(purpose, key)?.build_responder()? })
     }
 
@@ -82,7 +88,7 @@ impl Handshake {
     ///
     /// # Errors
     /// If it isn't this side's turn.
-    pub(crate) fn put(&mut self) -> Result<[u8; HANDSHAKE_BYTES], snow::Error> {
+    pub fn put(&mut self) -> Result<[u8; HANDSHAKE_BYTES], snow::Error> {
         let mut bytes = [0; HANDSHAKE_BYTES];
         let (head, message) = bytes.split_at_mut(HEAD);
         let length = self.state.write_message(&[], message)?;
@@ -96,7 +102,7 @@ impl Handshake {
     ///
     /// # Errors
     /// If purpose, version or key differ.
-    pub(crate) fn take(&mut self, bytes: &[u8; HANDSHAKE_BYTES]) -> Result<(), Mismatch> {
+    pub fn take(&mut self, bytes: &[u8; HANDSHAKE_BYTES]) -> Result<(), Mismatch> {
         let (head, message) = bytes.split_at(HEAD);
         if head[..4] != self.purpose.magic {
             return Err(Mismatch::Foreign);
@@ -112,7 +118,7 @@ impl Handshake {
     ///
     /// # Errors
     /// If one is missing.
-    pub(crate) fn finish(self) -> Result<(Sealing, Opening), snow::Error> {
+    pub fn finish(self) -> Result<(Sealing, Opening), snow::Error> {
         let cipher = Arc::new(RwLock::new(self.state.into_stateless_transport_mode()?));
         let sealing = Sealing { direction: Direction::new(&cipher), record: Vec::new() };
         let opening =
@@ -169,14 +175,17 @@ impl Direction {
 
 /// The sending direction of a stream.
 #[derive(Debug)]
-pub(crate) struct Sealing {
+pub struct Sealing {
     direction: Direction,
     record: Vec<u8>,
 }
 
 impl Sealing {
     /// Seals and writes the first bytes of `from`, as many as a record holds. Returns their number.
-    pub(crate) fn write(&mut self, from: &[u8], to: &mut impl Write) -> io::Result<usize> {
+    ///
+    /// # Errors
+    /// If `to` fails, or the key has sealed as much as it may.
+    pub fn write(&mut self, from: &[u8], to: &mut impl Write) -> io::Result<usize> {
         let part = from.get(..MAX_RECORD_PLAINTEXT_BYTES).unwrap_or(from);
         if part.is_empty() {
             return Ok(0);
@@ -193,7 +202,7 @@ impl Sealing {
 
 /// The receiving direction of a stream.
 #[derive(Debug)]
-pub(crate) struct Opening {
+pub struct Opening {
     direction: Direction,
     sealed: Vec<u8>,
     plain: Vec<u8>,
@@ -203,7 +212,10 @@ pub(crate) struct Opening {
 
 impl Opening {
     /// Reads bytes of the open record, or of the next one. Returns 0 at the end of the stream.
-    pub(crate) fn read(&mut self, into: &mut [u8], from: &mut impl Read) -> io::Result<usize> {
+    ///
+    /// # Errors
+    /// If `from` fails or ends within a record, or a record doesn't open (`InvalidData`).
+    pub fn read(&mut self, into: &mut [u8], from: &mut impl Read) -> io::Result<usize> {
         if into.is_empty() {
             return Ok(0);
         }
