@@ -29,17 +29,23 @@ struct Arguments {
     settle: u64,
 }
 
+/// A cluster with direct messages, and with those that the service passes on.
+fn both_paths(cluster: Setup) -> [Setup; 2] {
+    [cluster.clone(), scenarios::by_service(cluster)]
+}
+
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
     let start = Instant::now();
     let (mut states, mut transitions, mut complete, mut machines, mut depth) = (0, 0, 0, 0, 0);
     let mut fault = None;
     'all: for (trouble, budget) in scenarios::budgets() {
-        for cluster in scenarios::all() {
+        for cluster in scenarios::all().into_iter().flat_map(both_paths) {
             if states >= arguments.states {
                 break 'all;
             }
             let name = cluster.name;
+            let paths = if cluster.direct { "direct" } else { "by the service" };
             let found = model::explore(Setup { budget, settle: arguments.settle, ..cluster }, arguments.most);
             states += found.states;
             transitions += found.transitions;
@@ -47,13 +53,14 @@ fn main() -> ExitCode {
             machines += 1;
             depth = depth.max(found.depth);
             eprintln!(
-                "{name}, {trouble}: {} states{}, {} s so far",
+                "{name}, {paths}, {trouble}: {} states{}, {} s so far",
                 found.states,
                 if found.complete { ", all" } else { "" },
                 start.elapsed().as_secs()
             );
             if found.fault.is_some() {
-                fault = found.fault.map(|(what, way)| format!("{name}, {trouble}: {what}; {way:#?}"));
+                fault =
+                    found.fault.map(|(what, way)| format!("{name}, {paths}, {trouble}: {what}; {way:#?}"));
                 break 'all;
             }
         }

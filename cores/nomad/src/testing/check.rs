@@ -129,7 +129,7 @@ impl Cluster {
             if let Some(verdict) = &self.verdict {
                 return Err(verdict.clone());
             }
-            self.all_ask(false, &mut out);
+            self.all_ask(|_| false, &mut out);
             queue.extend(out.drain(..));
             self.sends(|data| queue.push_back(data));
             timers.retain(|timer| self.matters(timer));

@@ -1,4 +1,4 @@
-//! Hosts, the coordinator, and what happens when something that is under way arrives.
+//! Hosts, the coordinator, and what happens when something that is in flight arrives.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,10 +12,10 @@ use crate::message::Message;
 use crate::monitor::Answer;
 use crate::names::{Epoch, HostId, Incarnation, MigrationId, Move, Node, Place, VmId};
 
-/// What a host's engine or monitor is asked for, and hasn't done.
+/// A request to a host's engine or monitor that isn't done.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Work {
-    /// To say whether there is room.
+    /// To report whether there is room.
     Room(MigrationId, bool),
     /// To copy until little is left.
     Copy(MigrationId, VmId),
@@ -27,18 +27,20 @@ pub enum Work {
     Break(MigrationId),
 }
 
-/// Something under way.
+/// Something in flight.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Pending {
-    /// A message.
+    /// A message to or from the coordinator, or one between hosts that the service passes on.
     Message(Message),
+    /// A message by the direct connection of two hosts.
+    Direct(Message),
     /// A host's work, of one of its starts.
     Work(HostId, Incarnation, Work),
     /// The rest of a VM's state.
     Stream {
         /// For which migration.
         migration: MigrationId,
-        /// Whose.
+        /// The VM.
         vm: VmId,
         /// From where.
         from: HostId,
@@ -49,29 +51,29 @@ pub enum Pending {
     },
     /// An operation of a VM on another one.
     Data {
-        /// Who asks.
+        /// The requester.
         vm: VmId,
-        /// Who carries it out.
+        /// The responder.
         peer: VmId,
         /// Its number, from 1.
         number: u16,
-        /// Where the one who asks was.
+        /// The requester's host.
         from: HostId,
-        /// Where the other one is thought to be.
+        /// The responder's host, as the requester's host knows it.
         to: HostId,
     },
     /// It was carried out.
     Done {
-        /// Who asked.
+        /// The requester.
         vm: VmId,
-        /// Who carried it out.
+        /// The responder.
         peer: VmId,
         /// Its number.
         number: u16,
-        /// Where the one who asked was.
+        /// The requester's host.
         to: HostId,
     },
-    /// The service hears nothing any more of a host that doesn't return.
+    /// The lease of a host that doesn't return is over.
     Silence(HostId),
     /// A host's timer, of one of its starts.
     Timer(HostId, Incarnation, Timer, u32),
@@ -113,12 +115,14 @@ pub struct Ends {
 /// A cluster.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Cluster {
-    /// Times and plants.
+    /// Times and injected bugs.
     pub config: Config,
     /// Hosts. One that doesn't return isn't here.
     pub machines: BTreeMap<HostId, Machine>,
     /// Those that don't return.
     pub dead: BTreeSet<HostId>,
+    /// Pairs of hosts without a direct path, the lower number first: the service passes their messages on.
+    pub severed: BTreeSet<(HostId, HostId)>,
     /// The coordinator.
     pub coordinator: Coordinator,
     /// What it has written.
@@ -131,9 +135,9 @@ pub struct Cluster {
     pub flows: BTreeMap<(VmId, VmId), Flow>,
     /// VMs that may be lost: their owner was killed, or a destination that had voted.
     pub excused: BTreeSet<VmId>,
-    /// VMs that were counted as lost, and are their hosts' again: nobody else's queue pairs face them any more.
+    /// VMs that were counted as lost, and are their hosts' again: no queue pairs of other VMs face them any more.
     pub broken: BTreeSet<VmId>,
-    /// Operations that found nobody.
+    /// Operations that didn't reach their responder.
     pub unheard: u32,
     /// Ends of migrations.
     pub ends: Ends,
@@ -149,6 +153,7 @@ impl Cluster {
             config,
             machines: BTreeMap::new(),
             dead: BTreeSet::new(),
+            severed: BTreeSet::new(),
             coordinator: Coordinator::new(config, Ledger::default()),
             disk: Ledger::default(),
             starts: 0,
@@ -222,13 +227,47 @@ impl Cluster {
         self.carry_out(actions, out);
     }
 
-    /// Whether something under way is lost with the service: what hosts have sent, to it or by it to each other.
+    /// Whether something in flight is lost with the service: messages of hosts to it, and those that it passes on.
     #[must_use]
     pub fn passes_by_service(pending: &Pending) -> bool {
         matches!(pending, Pending::Message(Message { from: Node::Host(_), .. }))
     }
 
-    /// Whether something under way still means anything.
+    /// Hosts that are there, in pairs, the lower number first.
+    #[must_use]
+    pub fn pairs(&self) -> Vec<(HostId, HostId)> {
+        let hosts = || self.machines.keys().copied();
+        hosts()
+            .flat_map(|one| hosts().filter(move |other| one < *other).map(move |other| (one, other)))
+            .collect()
+    }
+
+    /// The direct path between two hosts breaks. What is in flight on it may still arrive.
+    pub fn sever(&mut self, (one, other): (HostId, HostId)) {
+        self.severed.insert((one.min(other), one.max(other)));
+    }
+
+    /// Whether a loss is no fault of its own: a connection broke, or its receiver drops messages of an earlier start.
+    #[must_use]
+    pub fn is_lost_freely(&self, pending: &Pending) -> bool {
+        let Pending::Direct(message) = pending else { return false };
+        let (Node::Host(from), Node::Host(to)) = (message.from, message.to) else { return false };
+        self.is_severed(from, to) || self.disk.hosts.get(&from) != Some(&message.incarnation)
+    }
+
+    fn is_severed(&self, one: HostId, other: HostId) -> bool {
+        self.severed.contains(&(one.min(other), one.max(other)))
+    }
+
+    /// A message takes the direct path if there is one.
+    fn en_route(&self, message: Message) -> Pending {
+        match (message.from, message.to) {
+            (Node::Host(from), Node::Host(to)) if !self.is_severed(from, to) => Pending::Direct(message),
+            _ => Pending::Message(message),
+        }
+    }
+
+    /// Whether something in flight still has an effect.
     #[must_use]
     pub fn matters(&self, pending: &Pending) -> bool {
         match pending {
@@ -236,7 +275,7 @@ impl Cluster {
                 machine.host.incarnation() == *incarnation && machine.host.awaits(*timer)
             }),
             Pending::Deadline(starts, timer, _) => {
-                // What is kept for those that don't return is said to nobody.
+                // A decision that is kept for hosts that don't return reaches none.
                 let dead = |migration| {
                     self.disk.migrations.get(migration).is_some_and(|stored| self.is_over(stored))
                 };
@@ -266,7 +305,7 @@ impl Cluster {
             Pending::Message(message) => match message.to {
                 Node::Coordinator => self.coordinator(coordinator::Event::Message(message), out),
                 Node::Host(host) => {
-                    // The service passes messages of hosts on, if it takes the sender for the one that it is.
+                    // The service passes a host's message on if the host is registered with the message's incarnation.
                     let passes = match message.from {
                         Node::Host(from) => self.disk.hosts.get(&from) == Some(&message.incarnation),
                         Node::Coordinator => true,
@@ -276,6 +315,12 @@ impl Cluster {
                     }
                 }
             },
+            // A receiver compares the incarnation with its view, which may be as old as it likes: nothing is dropped for certain.
+            Pending::Direct(message) => {
+                if let Node::Host(host) = message.to {
+                    self.host(host, Event::Message(message), out);
+                }
+            }
             Pending::Silence(host) => self.coordinator(coordinator::Event::Silent { host }, out),
             Pending::Work(host, _, work) => self.work(host, work, out),
             Pending::Stream { migration, vm, from, to, state } => {
@@ -377,12 +422,17 @@ impl Cluster {
     }
 
     fn act(&mut self, id: HostId, action: Action, out: &mut Vec<Pending>) {
+        let action = match action {
+            Action::Send(message) => return out.push(self.en_route(message)),
+            other => other,
+        };
         let Some(machine) = self.machines.get_mut(&id) else { return };
         let incarnation = machine.host.incarnation();
         let engine = &mut machine.engine;
         let mut work = |work| out.push(Pending::Work(id, incarnation, work));
         match action {
-            Action::Send(message) => out.push(Pending::Message(message)),
+            // Sent above.
+            Action::Send(_) => {}
             Action::Reserve { migration, moves } => {
                 let granted = self.make_room(id, migration, &moves);
                 out.push(Pending::Work(id, incarnation, Work::Room(migration, granted)));

@@ -1,5 +1,7 @@
-//! A cluster in memory, as it is deployed: daemons with engines that only count, monitors that outlive them, a service with a coordinator and a disk, through which
-//! every message passes, and whatever is under way between them. The model checker takes what is under way in any order, the simulator in the order of a virtual clock.
+//! A cluster in memory, as it is deployed: daemons with engines that only count, monitors that outlive them, a service with a coordinator
+//! and a disk, and what is in flight between them. Hosts send messages to each other directly. Where two hosts have no direct path, the
+//! service passes their messages on, and none while it is away. The model checker delivers what is in flight in any order, the simulator in
+//! the order of a virtual clock.
 //!
 //! | module | holds |
 //! |---|---|

@@ -200,13 +200,13 @@ impl Cluster {
         self.check();
     }
 
-    /// Every monitor that would learn something asks. `away`: the service can't be asked now.
-    pub fn all_ask(&mut self, away: bool, out: &mut Vec<Pending>) {
+    /// Every monitor that would learn something asks. `away`: whether a host can't ask the service now.
+    pub fn all_ask(&mut self, away: impl Fn(HostId) -> bool, out: &mut Vec<Pending>) {
         for (host, vm) in self.curious() {
             let knows = self.machines.get(&host).is_some_and(|machine| {
                 machine.engine.phases.get(&vm).is_some_and(|(said, _)| *said != Answer::Pending)
             });
-            if knows || !away {
+            if knows || !away(host) {
                 self.hear(host, vm, out);
             }
         }

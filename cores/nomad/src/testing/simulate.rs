@@ -3,6 +3,8 @@
 //!
 //! Times are microseconds. They order events; they are no measurements.
 
+mod scenes;
+
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 
@@ -10,6 +12,8 @@ use super::cluster::{Cluster, Pending, Work};
 use super::dice::Dice;
 use crate::config::{Config, Plant};
 use crate::names::{HostId, MigrationId, Node, VmId};
+
+pub use scenes::{Paths, Scene, run_slowly, run_with};
 
 /// Until when there are faults, where a switch-over may take [`QUICK_SWITCH_MS`].
 const FAULTS_END: u64 = 400_000;
@@ -19,7 +23,7 @@ const ALL_ENDS: u64 = 60_000_000;
 const QUICK_SWITCH_MS: u32 = 150;
 /// A user, and a monitor with a fault, wait so long.
 const MAX_WAIT_US: u64 = 60_000_000;
-/// The service gives a host up that it hasn't heard of for so long.
+/// A host without a heartbeat for so long counts as silent.
 const LEASE: u64 = 6_000_000;
 /// An operation that isn't answered is sent again.
 const RETRY_INTERVAL_US: u64 = 4_000;
@@ -31,8 +35,10 @@ pub enum Harm {
     Kill,
     /// Nothing reaches it, and nothing of it reaches others, for 5 s: longer than a switch-over may take, and its decision.
     Partition,
-    /// As [`Harm::Partition`], for 90 s: longer than anybody's patience.
+    /// As [`Harm::Partition`], for 90 s: longer than any timeout.
     Outage,
+    /// A host doesn't reach the service, nor the service the host, for 5 s. Other hosts reach it. Of the service: [`Harm::Partition`].
+    Unserved,
     /// A host that fails with its monitors, and never returns.
     Death,
     /// A living daemon that the service takes for one that was started again.
@@ -44,7 +50,7 @@ impl Harm {
     fn lasts(self) -> u64 {
         match self {
             Self::Kill => 50_000,
-            Self::Partition => 5_000_000,
+            Self::Partition | Self::Unserved => 5_000_000,
             Self::Outage => 90_000_000,
             Self::Death | Self::Renumber => 0,
         }
@@ -54,7 +60,7 @@ impl Harm {
 /// One fault at one step.
 #[derive(Debug, Clone, Copy)]
 pub struct Blow {
-    /// To whom.
+    /// The node that is harmed.
     pub node: Node,
     /// What.
     pub harm: Harm,
@@ -79,6 +85,14 @@ pub struct Report {
     pub coordinator_kills: u64,
     /// Nodes cut off.
     pub partitions: u64,
+    /// Hosts that the service couldn't be reached from, and only the service.
+    pub unserved: u64,
+    /// Direct paths that broke during a run.
+    pub severed: u64,
+    /// Messages between hosts that went directly.
+    pub direct: u64,
+    /// Messages between hosts that the service passed on.
+    pub passed_on: u64,
     /// Hosts that never returned.
     pub deaths: u64,
     /// Living daemons that counted as started again.
@@ -93,6 +107,8 @@ pub struct Report {
     pub vms_lost: u64,
     /// Longest time, in virtual microseconds, from a decision to give up until all queue pairs between living VMs were open again.
     pub longest_resume: u64,
+    /// Longest time, in virtual microseconds, for which a queue pair between two running VMs was closed; only of runs of one scene.
+    pub longest_closed: u64,
 }
 
 impl Report {
@@ -105,6 +121,10 @@ impl Report {
         self.kills += other.kills;
         self.coordinator_kills += other.coordinator_kills;
         self.partitions += other.partitions;
+        self.unserved += other.unserved;
+        self.severed += other.severed;
+        self.direct += other.direct;
+        self.passed_on += other.passed_on;
         self.deaths += other.deaths;
         self.renumbers += other.renumbers;
         self.lost += other.lost;
@@ -112,6 +132,7 @@ impl Report {
         self.operations += other.operations;
         self.vms_lost += other.vms_lost;
         self.longest_resume = self.longest_resume.max(other.longest_resume);
+        self.longest_closed = self.longest_closed.max(other.longest_closed);
     }
 }
 
@@ -130,11 +151,17 @@ struct Run {
     delays: u32,
     /// Nodes that are cut off, until when.
     cut: BTreeMap<Node, u64>,
+    /// Hosts that are cut off from the service alone, until when.
+    unserved: BTreeMap<HostId, u64>,
+    /// Direct paths break and work again during the run: parts of a thousand, per half millisecond.
+    severs: u32,
     sent: BTreeMap<(VmId, VmId), u64>,
-    /// Since when monitors have heard nothing.
+    /// Since when monitors wait for a decision.
     unheard: BTreeMap<(HostId, VmId), u64>,
     report: Report,
     given_up_at: Option<u64>,
+    /// Since when queue pairs between running VMs are closed; `None`: not measured.
+    closed: Option<BTreeMap<(VmId, VmId), u64>>,
     aborted: u32,
 }
 
@@ -152,10 +179,13 @@ impl Run {
             repeats: 0,
             delays: 0,
             cut: BTreeMap::new(),
+            unserved: BTreeMap::new(),
+            severs: 0,
             sent: BTreeMap::new(),
             unheard: BTreeMap::new(),
             report: Report::default(),
             given_up_at: None,
+            closed: None,
             aborted: 0,
         }
     }
@@ -164,13 +194,19 @@ impl Run {
         self.cut.get(&node).is_some_and(|until| *until > self.now)
     }
 
-    /// Puts what has come out under way.
+    /// Whether a node can't exchange anything with the service.
+    fn is_unserved(&self, node: Node) -> bool {
+        let Node::Host(host) = node else { return false };
+        self.is_cut(Node::Coordinator) || self.unserved.get(&host).is_some_and(|until| *until > self.now)
+    }
+
+    /// Puts what has come out in flight.
     fn schedule(&mut self) {
         for pending in std::mem::take(&mut self.out) {
             let slow = self.delays > 0 && self.dice.chance(self.delays);
             let mut between = |low: u32, high: u32| u64::from(self.dice.between(low, high));
             let after = match &pending {
-                Pending::Message(_) | Pending::Data { .. } | Pending::Done { .. } => {
+                Pending::Message(_) | Pending::Direct(_) | Pending::Data { .. } | Pending::Done { .. } => {
                     between(20, if slow { 60_000 } else { 150 })
                 }
                 Pending::Stream { .. } => between(100, 3_000),
@@ -181,7 +217,7 @@ impl Run {
                     u64::from(*after_ms) * 1_000
                 }
             };
-            if matches!(pending, Pending::Message(_)) && self.dice.chance(self.repeats) {
+            if matches!(pending, Pending::Message(_) | Pending::Direct(_)) && self.dice.chance(self.repeats) {
                 self.report.repeated += 1;
                 let later = after + u64::from(self.dice.between(1, 100_000));
                 self.push(later, pending.clone());
@@ -221,18 +257,26 @@ impl Run {
             !matches!(pending, Pending::Data { .. } | Pending::Done { .. }) && self.cluster.matters(&pending),
         );
         let ends = match &pending {
-            Pending::Message(message) => Some((message.from, message.to)),
+            Pending::Message(message) | Pending::Direct(message) => Some((message.from, message.to)),
             Pending::Stream { from, to, .. } | Pending::Data { from, to, .. } => {
                 Some((Node::Host(*from), Node::Host(*to)))
             }
             Pending::Done { to, .. } => Some((Node::Host(*to), Node::Host(*to))),
             _ => None,
         };
-        // Whatever hosts say goes by the service.
-        let away = matches!(pending, Pending::Message(_)) && self.is_cut(Node::Coordinator);
-        let lost = ends
-            .is_some_and(|(from, to)| from != to && (away || self.is_cut(from) || self.is_cut(to)))
-            || ends.is_some() && self.dice.chance(self.losses);
+        // By the service go all messages but direct ones.
+        let served = matches!(pending, Pending::Message(_));
+        let away = |from, to| {
+            served && (self.is_unserved(from) || self.is_unserved(to)) || self.is_cut(from) || self.is_cut(to)
+        };
+        let lost = ends.is_some_and(|(from, to)| from != to && away(from, to))
+            || ends.is_some() && self.dice.chance(self.losses)
+            || self.cluster.is_lost_freely(&pending) && self.dice.chance(500);
+        match (&pending, ends) {
+            (Pending::Direct(_), _) => self.report.direct += 1,
+            (Pending::Message(_), Some((Node::Host(_), Node::Host(_)))) => self.report.passed_on += 1,
+            _ => {}
+        }
         if lost {
             self.report.lost += 1;
             self.cluster.lose(pending, &mut self.out);
@@ -244,7 +288,7 @@ impl Run {
         true
     }
 
-    /// Monitors that have heard nothing for a minute: users of those in doubt let them go on, where that is allowed.
+    /// Monitors that have waited for a decision for a minute: users resume those in doubt, where that is allowed.
     fn lose_patience(&mut self) {
         let (doubt, voted) = (self.cluster.in_doubt(), self.cluster.voted());
         self.unheard.retain(|one, _| doubt.contains(one) || voted.contains(one));
@@ -264,8 +308,10 @@ impl Run {
 
     /// Sends operations that may be sent, and those again that weren't answered.
     fn send(&mut self) {
-        let away = self.is_cut(Node::Coordinator);
-        self.cluster.all_ask(away, &mut self.out);
+        let hosts = self.cluster.machines.keys();
+        let away: BTreeSet<HostId> =
+            hosts.copied().filter(|host| self.is_unserved(Node::Host(*host))).collect();
+        self.cluster.all_ask(|host| away.contains(&host), &mut self.out);
         self.lose_patience();
         let mut ready = Vec::new();
         self.cluster.sends(|data| ready.push(data));
@@ -292,6 +338,23 @@ impl Run {
             self.report.longest_resume = self.report.longest_resume.max(self.now - since);
             self.given_up_at = None;
         }
+        self.watch_closed();
+    }
+
+    /// How long queue pairs between running VMs are closed.
+    fn watch_closed(&mut self) {
+        let Some(mut closed) = self.closed.take() else { return };
+        for (vm, peer) in self.cluster.flows.keys() {
+            let (here, there) = (self.cluster.where_runs(*vm), self.cluster.where_runs(*peer));
+            let machine = here.filter(|_| there.is_some()).and_then(|host| self.cluster.machines.get(&host));
+            if machine.is_some_and(|machine| !machine.engine.open.contains_key(&(*vm, *peer))) {
+                let since = *closed.entry((*vm, *peer)).or_insert(self.now);
+                self.report.longest_closed = self.report.longest_closed.max(self.now - since);
+            } else {
+                closed.remove(&(*vm, *peer));
+            }
+        }
+        self.closed = Some(closed);
     }
 
     fn all_open(&self) -> bool {
@@ -308,10 +371,46 @@ impl Run {
         self.cut.entry(node).and_modify(|end| *end = until.max(*end)).or_insert(until);
     }
 
+    /// Which hosts reach each other directly: none, some, all, or it changes during the run.
+    fn choose_paths(&mut self) {
+        let pairs = self.cluster.pairs();
+        match self.dice.below(4) {
+            0 => pairs.into_iter().for_each(|pair| self.cluster.sever(pair)),
+            1 => {
+                for pair in pairs {
+                    if self.dice.chance(300) {
+                        self.cluster.sever(pair);
+                    }
+                }
+            }
+            2 => self.severs = 100,
+            _ => {}
+        }
+    }
+
+    /// Direct paths break, and work again.
+    fn sever(&mut self) {
+        if !self.dice.chance(self.severs) {
+            return;
+        }
+        let pairs = self.cluster.pairs();
+        let at = self.dice.below(u32::try_from(pairs.len().max(1)).unwrap_or(1)) as usize;
+        let Some(pair) = pairs.get(at) else { return };
+        if !self.cluster.severed.remove(pair) {
+            self.report.severed += 1;
+            self.cluster.sever(*pair);
+        }
+    }
+
     fn harm(&mut self, node: Node, harm: Harm, for_how_long: u64) {
+        if let (Harm::Unserved, Node::Host(host)) = (harm, node) {
+            self.report.unserved += 1;
+            self.unserved.insert(host, self.now + for_how_long);
+            return;
+        }
         self.cut_off(node, for_how_long);
         match (harm, node) {
-            (Harm::Partition | Harm::Outage, _) => self.report.partitions += 1,
+            (Harm::Partition | Harm::Outage | Harm::Unserved, _) => self.report.partitions += 1,
             (Harm::Death | Harm::Renumber, Node::Coordinator) => {}
             (Harm::Death, Node::Host(host)) => {
                 self.report.deaths += 1;
@@ -335,10 +434,11 @@ impl Run {
         self.watch();
     }
 
-    /// Without faults from now on, until nothing goes on.
+    /// Without faults from now on, until all has ended.
     fn end(&mut self) -> Result<Report, String> {
         (self.losses, self.repeats, self.delays) = (0, 0, 0);
         self.cut.clear();
+        self.unserved.clear();
         let mut next = self.now;
         let (end, mut forgotten) = (self.now + ALL_ENDS, false);
         loop {
@@ -355,7 +455,7 @@ impl Run {
                 break;
             }
             if self.now > end - ALL_ENDS / 2 && !forgotten {
-                // What faces VMs of hosts that don't return waits for its user; nobody else waits for anything any more.
+                // Queue pairs that face VMs of hosts that don't return wait for an operator; nothing else waits any more.
                 forgotten = true;
                 self.cluster.is_free()?;
                 self.cluster.forget_dead(&mut self.out);
@@ -422,6 +522,7 @@ pub fn run(seed: u64, plant: Plant) -> Result<Report, String> {
     run.losses = [0, 0, 5, 50, 150][run.dice.below(5) as usize];
     run.repeats = [0, 0, 10, 100][run.dice.below(4) as usize];
     run.delays = [0, 0, 10, 100][run.dice.below(4) as usize];
+    run.choose_paths();
     let harms = [0, 0, 1, 1, 2, 4][run.dice.below(6) as usize];
     let (mut migrate_at, mut harm_at) = (run.now, run.now + scale * u64::from(run.dice.between(1, 60_000)));
     let (mut harms_left, mut cancel) = (harms, None::<(u64, MigrationId)>);
@@ -432,6 +533,7 @@ pub fn run(seed: u64, plant: Plant) -> Result<Report, String> {
             return Err(verdict.clone());
         }
         run.send();
+        run.sever();
         if run.now >= migrate_at {
             let moves = wishes(&mut run.dice, &names, &run.cluster, hosts);
             let begun = run.cluster.migrate(&moves, &mut run.out);
@@ -463,6 +565,7 @@ pub fn run(seed: u64, plant: Plant) -> Result<Report, String> {
                 0 => Harm::Death,
                 1 | 2 => Harm::Renumber,
                 3..=10 => Harm::Kill,
+                11..=14 => Harm::Unserved,
                 _ => Harm::Partition,
             };
             let for_how_long = scale * u64::from(run.dice.between(100, 300_000));
@@ -490,84 +593,4 @@ fn wishes(dice: &mut Dice, vms: &[VmId], cluster: &Cluster, hosts: u32) -> Vec<(
         }
     }
     group.into_iter().filter(|(vm, to)| host(*vm) != Some(*to)).collect()
-}
-
-/// What moves in a run with one fault.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Scene {
-    /// One VM, from host 1 to host 2; peers on hosts 3 and 4.
-    One,
-    /// Three VMs of a ring of four, to two hosts.
-    Group,
-    /// Two connected VMs change places, with a peer elsewhere.
-    Swap,
-    /// As [`Scene::Swap`], in a migration each, at the same time.
-    Peers,
-}
-
-type Pairs = &'static [(u32, u32)];
-
-/// A run in which one fault happens at one step, and nothing else.
-///
-/// # Errors
-/// What is wrong.
-pub fn run_with(scene: Scene, blow: Option<Blow>, plant: Plant) -> Result<Report, String> {
-    let mut out = Vec::new();
-    let cluster = Cluster::new(4, 30, config(plant, 0), &mut out);
-    run_scene(Run::new(Dice::new(7), cluster, out), scene, blow)
-}
-
-/// A run without faults whose messages overtake each other by up to 60 ms.
-///
-/// # Errors
-/// What is wrong.
-pub fn run_slowly(scene: Scene, seed: u64, plant: Plant) -> Result<Report, String> {
-    let mut out = Vec::new();
-    let cluster = Cluster::new(4, 30, config(plant, 0), &mut out);
-    let mut run = Run::new(Dice::new(seed), cluster, out);
-    run.delays = 500;
-    run_scene(run, scene, None)
-}
-
-fn run_scene(mut run: Run, scene: Scene, blow: Option<Blow>) -> Result<Report, String> {
-    // All hosts have reported before anything moves, also where messages are slow afterwards.
-    let delays = std::mem::take(&mut run.delays);
-    run.schedule();
-    while run.step(5_000) {}
-    run.delays = delays;
-    let (vms, links, moves): (&[u32], Pairs, Pairs) = match scene {
-        Scene::One => (&[1, 3, 4], &[(1, 2), (1, 3), (2, 3)], &[(1, 2)]),
-        Scene::Group => (&[1, 1, 2, 3], &[(1, 2), (2, 3), (3, 4), (1, 4)], &[(1, 4), (2, 4), (3, 1)]),
-        Scene::Swap | Scene::Peers => (&[1, 2, 3], &[(1, 2), (1, 3)], &[(1, 2), (2, 1)]),
-    };
-    for (vm, host) in (1..).map(VmId).zip(vms) {
-        run.cluster.start_vm(vm, HostId(*host), &mut run.out);
-    }
-    for (a, b) in links {
-        run.cluster.link(VmId(*a), VmId(*b), &mut run.out);
-    }
-    let moves: Vec<_> = moves.iter().map(|(vm, to)| (VmId(*vm), HostId(*to))).collect();
-    run.report.steps = 0;
-    let all: Vec<_> = if scene == Scene::Peers { moves.chunks(1).collect() } else { vec![&moves[..]] };
-    for moves in all {
-        run.cluster.migrate(moves, &mut run.out).ok_or("The migration isn't begun")?;
-    }
-    run.schedule();
-    let start = run.report.steps;
-    let mut blow = blow;
-    let mut faults_end = FAULTS_END;
-    while run.now < faults_end {
-        let next = run.now + if run.now < FAULTS_END { 200 } else { 5_000 };
-        while run.step(next) {
-            if let Some(Blow { node, harm, step }) = blow
-                && run.report.steps - start >= step
-            {
-                run.harm(node, harm, harm.lasts());
-                faults_end = faults_end.max(run.now + harm.lasts());
-                blow = None;
-            }
-        }
-        run.send();
-    }
-    run.end()
 }

@@ -13,6 +13,8 @@ pub struct Budget {
     pub losses: u8,
     /// Messages delivered twice.
     pub repeats: u8,
+    /// Direct paths between two hosts that break. They may work again at any time.
+    pub severs: u8,
     /// Hosts killed.
     pub kills: u8,
     /// The coordinator killed.
@@ -21,9 +23,9 @@ pub struct Budget {
     pub deaths: u8,
     /// Living daemons that the service takes for ones that were started again.
     pub renumbers: u8,
-    /// Guests in doubt that their users let go on.
+    /// Guests in doubt that their users resume.
     pub resumes: u8,
-    /// Timers that run out although what they wait for is still under way.
+    /// Timers that run out although what they wait for is still in flight.
     pub timers: u8,
     /// Migrations cancelled.
     pub cancels: u8,
@@ -48,13 +50,15 @@ pub struct Setup {
     pub moves: Vec<(VmId, HostId)>,
     /// Another one, asked for at the same time; empty: none.
     pub beside: Vec<(VmId, HostId)>,
+    /// Hosts reach each other directly; otherwise the service passes all messages on.
+    pub direct: bool,
     /// The beginning is where sources copy: what comes before happens in one order.
     pub copying: bool,
     /// What is asked for afterwards, when the budget allows.
     pub then: Vec<(VmId, HostId)>,
     /// Faults.
     pub budget: Budget,
-    /// Times and plants.
+    /// Times and injected bugs.
     pub config: Config,
     /// One of so many states is let run to its end without faults; 0: none.
     pub settle: u64,
@@ -63,14 +67,18 @@ pub struct Setup {
 /// Something that may happen.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Step {
-    /// What is under way at this place arrives.
+    /// Something in flight arrives.
     Deliver(Pending),
     /// It is lost.
     Lose(Pending),
-    /// It arrives and stays under way.
+    /// It arrives and stays in flight.
     Repeat(Pending),
     /// An operation is sent.
     Send(Pending),
+    /// The direct path between two hosts breaks.
+    Sever(HostId, HostId),
+    /// It works again.
+    Restore(HostId, HostId),
     /// A host is killed.
     Kill(HostId),
     /// The coordinator is killed.
@@ -79,9 +87,9 @@ pub enum Step {
     Die(HostId),
     /// The service takes a living daemon for one that was started again.
     Renumber(HostId),
-    /// A monitor hears how its migration ended.
+    /// A monitor learns how its migration ended.
     Hear(HostId, VmId),
-    /// The user of a monitor in doubt lets its guest go on.
+    /// The user of a monitor in doubt resumes its guest.
     Resume(HostId, VmId),
     /// A monitor that has voted waits no longer.
     LosePatience(HostId, VmId),
@@ -96,7 +104,7 @@ pub enum Step {
 pub struct World {
     /// The cluster.
     pub cluster: Cluster,
-    /// What is under way, in order of its value.
+    /// What is in flight, in order of its value.
     pub under_way: Vec<Pending>,
     /// Faults left.
     pub budget: Budget,
@@ -110,6 +118,9 @@ impl World {
     pub fn new(setup: &Setup) -> Self {
         let mut out = Vec::new();
         let mut cluster = Cluster::new(setup.hosts, 2, setup.config, &mut out);
+        if !setup.direct {
+            cluster.pairs().into_iter().for_each(|pair| cluster.sever(pair));
+        }
         // Hosts become known before anything else.
         while let Some(pending) = out.pop() {
             if !matches!(pending, Pending::Timer(..)) {
@@ -150,7 +161,7 @@ impl World {
         let cluster = &self.cluster;
         self.under_way.retain(|pending| cluster.matters(pending));
         self.under_way.sort_unstable();
-        // What is under way twice may as well be there once: repeating is a fault of its own, and all is idempotent.
+        // What is in flight twice may as well be there once: repeating is a fault of its own, and all is idempotent.
         self.under_way.dedup();
         if self.verdict.is_none() {
             self.verdict.clone_from(&self.cluster.verdict);
@@ -178,8 +189,8 @@ impl World {
                         steps.push(Step::Lose(pending.clone()));
                     }
                 }
-                Pending::Message(_) => {
-                    if self.budget.losses > 0 {
+                Pending::Message(_) | Pending::Direct(_) => {
+                    if self.budget.losses > 0 || self.cluster.is_lost_freely(pending) {
                         steps.push(Step::Lose(pending.clone()));
                     }
                     if self.budget.repeats > 0 {
@@ -212,6 +223,14 @@ impl World {
         if self.budget.renumbers > 0 {
             steps.extend(self.cluster.machines.keys().map(|host| Step::Renumber(*host)));
         }
+        if self.budget.severs > 0 {
+            let whole = |pair: &(HostId, HostId)| !self.cluster.severed.contains(pair);
+            let pairs = self.cluster.pairs().into_iter().filter(whole);
+            steps.extend(pairs.map(|(one, other)| Step::Sever(one, other)));
+        }
+        if setup.direct {
+            steps.extend(self.cluster.severed.iter().map(|(one, other)| Step::Restore(*one, *other)));
+        }
         if self.budget.kills > 0 {
             steps.extend(self.cluster.machines.keys().map(|host| Step::Kill(*host)));
         }
@@ -243,7 +262,9 @@ impl World {
             }
             Step::Lose(pending) => {
                 next.remove(&pending)?;
-                next.budget.losses -= 1;
+                if !next.cluster.is_lost_freely(&pending) {
+                    next.budget.losses -= 1;
+                }
                 next.cluster.lose(pending, &mut out);
             }
             Step::Repeat(pending) => {
@@ -253,6 +274,13 @@ impl World {
             Step::Send(data) => {
                 next.budget.sends -= 1;
                 out.push(data);
+            }
+            Step::Sever(one, other) => {
+                next.budget.severs -= 1;
+                next.cluster.sever((one, other));
+            }
+            Step::Restore(one, other) => {
+                next.cluster.severed.remove(&(one, other));
             }
             Step::Kill(host) => {
                 next.budget.kills -= 1;

@@ -9,7 +9,9 @@ mod scenarios;
 use model::explore;
 use nomad::Plant;
 use nomad::testing::world::{Budget, Setup};
-use scenarios::{NOTHING, all, budgets, one_peer, peers_apart, peers_cross, peers_part, swap, two_peers};
+use scenarios::{
+    NOTHING, all, budgets, by_service, one_peer, peers_apart, peers_cross, peers_part, swap, two_peers,
+};
 
 /// One owner per epoch, no operation lost or repeated, queue pairs open only towards a VM that runs, the source unharmed before the
 /// commit point, and an end without further faults: whatever is lost, repeated, killed or late.
@@ -18,10 +20,14 @@ fn all_clusters_hold() {
     let mut states = 0;
     for cluster in all() {
         for (trouble, budget) in budgets() {
-            let name = cluster.name;
-            let found = explore(Setup { budget, settle: 16, ..cluster.clone() }, 6_000);
-            assert!(found.fault.is_none(), "{name}, {trouble}: {:#?}", found.fault);
-            states += found.states;
+            // A path that isn't there can't break.
+            let paths: &[bool] = if budget.severs > 0 { &[true] } else { &[true, false] };
+            for direct in paths {
+                let name = cluster.name;
+                let found = explore(Setup { budget, settle: 16, direct: *direct, ..cluster.clone() }, 6_000);
+                assert!(found.fault.is_none(), "{name}, {trouble}, direct {direct}: {:#?}", found.fault);
+                states += found.states;
+            }
         }
     }
     assert!(states > 50_000, "{states} states are fewer than there were");
@@ -30,7 +36,8 @@ fn all_clusters_hold() {
 /// Without faults the migration is committed in every order of events, and there are few enough orders to see all.
 #[test]
 fn without_faults_all_move() {
-    for cluster in [one_peer(), swap(), two_peers()] {
+    let clusters = [one_peer(), swap(), two_peers()];
+    for cluster in clusters.clone().into_iter().chain(clusters.map(by_service)) {
         let name = cluster.name;
         let found = explore(Setup { budget: NOTHING, settle: 4, ..cluster }, 300_000);
         assert!(found.fault.is_none(), "{name}: {:#?}", found.fault);
@@ -50,7 +57,14 @@ fn without_faults_peers_move_at_the_same_time() {
     }
 }
 
+/// A mutation is found, with direct messages and with those that the service passes on.
 fn finds(plant: Plant, cluster: Setup, budget: Budget, what: &str) {
+    for cluster in [by_service(cluster.clone()), cluster] {
+        finds_by(plant, cluster, budget, what);
+    }
+}
+
+fn finds_by(plant: Plant, cluster: Setup, budget: Budget, what: &str) {
     let setup = Setup { budget, settle: 8, ..cluster };
     let planted = Setup { config: nomad::Config { plant, ..setup.config }, ..setup.clone() };
     let found = explore(planted, 400_000);

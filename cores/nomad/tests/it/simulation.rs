@@ -1,6 +1,6 @@
 //! The simulator: clean over some seeds, and able to find what is wrong; and one fault at every step of three migrations.
 
-use nomad::testing::simulate::{Blow, Harm, Report, Scene, run, run_slowly, run_with};
+use nomad::testing::simulate::{Blow, Harm, Paths, Report, Scene, run, run_slowly, run_with};
 use nomad::{HostId, Node, Plant};
 
 /// Whatever is lost, repeated, killed or cut off: one owner, each operation once and in order, and an end.
@@ -17,6 +17,8 @@ fn a_few_hundred_seeds_are_clean() {
     assert!(total.committed > 400 && total.aborted > 200, "{total:?}");
     assert!(total.kills > 50 && total.coordinator_kills > 20 && total.partitions > 50, "{total:?}");
     assert!(total.deaths > 10 && total.renumbers > 20, "{total:?}");
+    assert!(total.unserved > 20 && total.severed > 100, "{total:?}");
+    assert!(total.direct > 10_000 && total.passed_on > 10_000, "{total:?}");
     assert!(total.lost > 1000 && total.repeated > 100 && total.operations > 10_000, "{total:?}");
 }
 
@@ -30,6 +32,14 @@ fn a_run_is_a_function_of_its_seed() {
 /// Steps at which faults happen. No calm migration here has more.
 const STEPS: u64 = 120;
 
+const PATHS: [Paths; 2] = [Paths::Direct, Paths::ByService];
+
+/// All scenes, with direct messages and with those that the service passes on.
+fn scenes() -> impl Iterator<Item = (Scene, Paths)> {
+    let scenes = [Scene::One, Scene::Group, Scene::Swap, Scene::Peers];
+    scenes.into_iter().flat_map(|scene| PATHS.map(|paths| (scene, paths)))
+}
+
 fn nodes() -> impl Iterator<Item = Node> {
     (1..=4).map(|host| Node::Host(HostId(host))).chain([Node::Coordinator])
 }
@@ -39,16 +49,25 @@ fn nodes() -> impl Iterator<Item = Node> {
 #[test]
 fn one_fault_at_every_step() {
     let (mut runs, mut committed, mut aborted) = (0, 0, 0);
-    for scene in [Scene::One, Scene::Group, Scene::Swap, Scene::Peers] {
-        let calm = run_with(scene, None, Plant::None).unwrap();
+    for (scene, paths) in scenes() {
+        let calm = run_with(scene, paths, None, Plant::None).unwrap();
         let all = if scene == Scene::Peers { 2 } else { 1 };
         assert_eq!((calm.committed, calm.aborted, calm.vms_lost), (all, 0, 0), "{scene:?}");
         assert!((20..STEPS).contains(&calm.steps), "{scene:?}: {} steps", calm.steps);
+        assert_eq!(
+            (calm.direct > 0, calm.passed_on > 0),
+            (paths == Paths::Direct, paths == Paths::ByService)
+        );
         for node in nodes() {
-            for harm in [Harm::Kill, Harm::Partition] {
+            for harm in [Harm::Kill, Harm::Partition, Harm::Unserved] {
+                if harm == Harm::Unserved && node == Node::Coordinator {
+                    continue;
+                }
                 for step in 0..STEPS {
-                    let report = run_with(scene, Some(Blow { node, harm, step }), Plant::None)
-                        .unwrap_or_else(|what| panic!("{scene:?}, {harm:?} of {node:?} at {step}: {what}"));
+                    let report = run_with(scene, paths, Some(Blow { node, harm, step }), Plant::None)
+                        .unwrap_or_else(|what| {
+                            panic!("{scene:?}, {paths:?}, {harm:?} of {node:?} at {step}: {what}")
+                        });
                     runs += 1;
                     committed += report.committed;
                     aborted += report.aborted;
@@ -56,7 +75,7 @@ fn one_fault_at_every_step() {
                         let resumed = report.longest_resume;
                         assert!(resumed <= 200_000, "{scene:?}, {node:?} at {step}: {resumed} µs");
                     }
-                    if node == Node::Coordinator || harm == Harm::Partition {
+                    if node == Node::Coordinator || harm != Harm::Kill {
                         assert_eq!(report.vms_lost, 0, "{scene:?}, {harm:?} of {node:?} at {step}");
                     }
                 }
@@ -66,16 +85,18 @@ fn one_fault_at_every_step() {
     assert!(committed > 500 && aborted > 300, "{runs} runs, {committed} moved, {aborted} stayed");
 }
 
-/// Each daemon counts as started again after each event, and each host fails for good after each third one: one owner, and nobody waits for ever for a host that doesn't return.
+/// Each daemon counts as started again after each event, and each host fails for good after each third one: one owner, and nothing waits for ever for a host that doesn't return.
 #[test]
 fn one_host_that_never_returns_or_gets_another_number_at_every_step() {
     let (mut runs, mut committed, mut aborted) = (0, 0, 0);
-    for scene in [Scene::One, Scene::Group, Scene::Swap, Scene::Peers] {
+    for (scene, paths) in scenes() {
         for node in nodes().filter(|node| *node != Node::Coordinator) {
             for (harm, stride) in [(Harm::Death, 3), (Harm::Renumber, 1)] {
                 for step in (0..STEPS).step_by(stride) {
-                    let report = run_with(scene, Some(Blow { node, harm, step }), Plant::None)
-                        .unwrap_or_else(|what| panic!("{scene:?}, {harm:?} of {node:?} at {step}: {what}"));
+                    let report = run_with(scene, paths, Some(Blow { node, harm, step }), Plant::None)
+                        .unwrap_or_else(|what| {
+                            panic!("{scene:?}, {paths:?}, {harm:?} of {node:?} at {step}: {what}")
+                        });
                     runs += 1;
                     committed += report.committed;
                     aborted += report.aborted;
@@ -86,17 +107,35 @@ fn one_host_that_never_returns_or_gets_another_number_at_every_step() {
     assert!(committed > 300 && aborted > 100, "{runs} runs, {committed} moved, {aborted} stayed");
 }
 
-/// The service is away for longer than anybody's patience, or a host is cut off for as long, from each event on: nothing is lost, and one monitor runs each guest.
+/// The service is away for longer than any timeout, or a host is cut off for as long, from each event on: nothing is lost, and one monitor runs
+/// each guest.
 #[test]
 fn an_outage_outlasts_every_patience() {
-    for node in nodes() {
+    for (node, paths) in nodes().flat_map(|node| PATHS.map(|paths| (node, paths))) {
         for step in (0..STEPS).step_by(2) {
             let blow = Blow { node, harm: Harm::Outage, step };
-            let report = run_with(Scene::One, Some(blow), Plant::None)
-                .unwrap_or_else(|what| panic!("{node:?} at {step}: {what}"));
+            let report = run_with(Scene::One, paths, Some(blow), Plant::None)
+                .unwrap_or_else(|what| panic!("{node:?}, {paths:?} at {step}: {what}"));
             assert_eq!((report.vms_lost, report.committed + report.aborted), (0, 1), "{node:?} at {step}");
         }
     }
+}
+
+/// The service is away for 90 s from each event on. Two VMs that run have closed queue pairs for 200 ms at most, since their hosts reach each
+/// other directly. Where the service passes messages on, they wait for it.
+#[test]
+fn peers_open_while_the_service_is_away() {
+    let longest = |paths: Paths| {
+        let closed = (0..STEPS).map(|step| {
+            let blow = Blow { node: Node::Coordinator, harm: Harm::Outage, step };
+            let report = run_with(Scene::One, paths, Some(blow), Plant::None);
+            report.unwrap_or_else(|what| panic!("{paths:?} at {step}: {what}")).longest_closed
+        });
+        closed.max().unwrap_or(0)
+    };
+    let (direct, by_service) = (longest(Paths::Direct), longest(Paths::ByService));
+    assert!(direct <= 200_000, "{direct} µs");
+    assert!(by_service > 10_000_000, "{by_service} µs: the outage doesn't show");
 }
 
 /// By random faults, or by one that cuts off one node at one step.
@@ -116,7 +155,8 @@ fn is_found(plant: Plant) {
             .flat_map(|harm| nodes().map(move |node| (node, *harm)))
             .flat_map(|(node, harm)| (0..STEPS).map(move |step| Blow { node, harm, step }));
         blows.find_map(|blow| {
-            run_with(Scene::One, Some(blow), plant).err().map(|what| format!("{blow:?}: {what}"))
+            let run = |paths| run_with(Scene::One, paths, Some(blow), plant).err();
+            PATHS.into_iter().find_map(run).map(|what| format!("{blow:?}: {what}"))
         })
     };
     // The first that finds it; random runs see what needs several faults sooner.
@@ -153,15 +193,17 @@ fn planted_faults_are_found() {
     }
 }
 
-/// Two peers that move at the same time, with messages that overtake each other: both move. Without the exclusion of their switchovers one looks for the other where it was.
+/// Two peers that move at the same time, with messages that overtake each other: both move. Without the exclusion of their switchovers one sends to the other's earlier host.
 #[test]
 fn peers_move_at_the_same_time_and_switch_over_one_after_the_other() {
-    for seed in 0..60 {
-        let report =
-            run_slowly(Scene::Peers, seed, Plant::None).unwrap_or_else(|what| panic!("seed {seed}: {what}"));
-        assert_eq!((report.committed, report.aborted), (2, 0), "seed {seed}");
+    for paths in PATHS {
+        for seed in 0..60 {
+            let report = run_slowly(Scene::Peers, paths, seed, Plant::None)
+                .unwrap_or_else(|what| panic!("{paths:?}, seed {seed}: {what}"));
+            assert_eq!((report.committed, report.aborted), (2, 0), "{paths:?}, seed {seed}");
+        }
+        let wrong = |seed| run_slowly(Scene::Peers, paths, seed, Plant::SwitchTogether).err();
+        let found = (0..60).find_map(|seed| Some((seed, wrong(seed)?)));
+        println!("{:?}", found.expect("the planted fault is not found"));
     }
-    let found =
-        (0..60).find_map(|seed| Some((seed, run_slowly(Scene::Peers, seed, Plant::SwitchTogether).err()?)));
-    println!("{:?}", found.expect("the planted fault is not found"));
 }

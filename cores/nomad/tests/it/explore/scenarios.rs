@@ -10,6 +10,7 @@ use nomad::{HostId, VmId};
 pub const NOTHING: Budget = Budget {
     losses: 0,
     repeats: 0,
+    severs: 0,
     kills: 0,
     coordinator_kills: 0,
     deaths: 0,
@@ -43,6 +44,7 @@ fn setup(
         moves: moves.iter().map(|(a, to)| (vm(a), HostId(*to))).collect(),
         then: then.iter().map(|(a, to)| (vm(a), HostId(*to))).collect(),
         beside: Vec::new(),
+        direct: true,
         copying: false,
         budget: NOTHING,
         config: config(),
@@ -75,7 +77,7 @@ pub fn pair() -> Setup {
     setup("pair", 3, &[1, 1, 3], &[(1, 2), (1, 3)], &[(1, 2), (2, 2)], &[(3, 2)])
 }
 
-/// Two peers that are told along a chain.
+/// Two peers whose hosts are notified along a chain.
 pub fn chain() -> Setup {
     let plain = two_peers();
     Setup { name: "chain", config: Config { fan: 1, ..plain.config }, ..plain }
@@ -102,6 +104,11 @@ pub fn peers_part() -> Setup {
     beside(setup("two peers part", 3, &[1, 1], &[(1, 2)], &[(1, 2)], &[(1, 1)]), &[(2, 3)])
 }
 
+/// A cluster whose hosts don't reach each other directly.
+pub fn by_service(setup: Setup) -> Setup {
+    Setup { direct: false, ..setup }
+}
+
 /// All of them.
 pub fn all() -> Vec<Setup> {
     vec![
@@ -117,7 +124,7 @@ pub fn all() -> Vec<Setup> {
     ]
 }
 
-/// Kinds of trouble.
+/// Budgets of injected faults, by name.
 pub fn budgets() -> Vec<(&'static str, Budget)> {
     vec![
         ("operations", Budget { sends: 2, ..NOTHING }),
@@ -135,6 +142,12 @@ pub fn budgets() -> Vec<(&'static str, Budget)> {
         ),
         ("a living daemon that counts as started again", Budget { renumbers: 1, timers: 1, ..NOTHING }),
         ("a kill and a guest in doubt that is to go on", Budget { kills: 1, resumes: 1, ..NOTHING }),
+        ("a direct path that breaks", Budget { severs: 1, timers: 1, ..NOTHING }),
+        ("a direct path that breaks, and a kill", Budget { severs: 1, kills: 1, ..NOTHING }),
+        (
+            "a direct path that breaks, and a kill of the coordinator",
+            Budget { severs: 1, coordinator_kills: 1, ..NOTHING },
+        ),
         ("two timers", Budget { timers: 2, sends: 1, ..NOTHING }),
         ("a cancel", Budget { cancels: 1, more: 1, sends: 1, ..NOTHING }),
     ]
