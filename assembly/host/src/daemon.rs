@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::io;
-use std::net::SocketAddr;
+use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -17,9 +17,10 @@ use crate::listener::{ListenError, Place, SocketFile, listen};
 use crate::metrics_server::bind_metrics;
 use crate::migration::manager::MoverThread;
 use crate::neighbours::{Neighbours, NeighboursConfig};
+use crate::peer_messages::{self, PeerMessagesThread};
 use crate::registry::Registry;
 use crate::remembered::Remembered;
-use crate::sandbox::{self, SandboxError};
+use crate::sandbox::{self, SandboxError, TcpUse};
 use crate::server::{self, Sockets};
 use crate::transport::{
     Absent, ClusterKey, Directory, DirectoryError, FabricError, FileDirectory, Found, KeyError, Transports,
@@ -42,6 +43,9 @@ pub struct DaemonConfig {
     pub neighbours: NeighboursConfig,
     /// Whether to confine the daemon's threads, and the thread that starts it, by seccomp and Landlock.
     pub sandbox: bool,
+    /// Whether messages of migrations are exchanged with other daemons directly. Without it the daemon listens on no TCP port for them, and
+    /// the cluster service passes all of them on, as for daemons of older builds; tests show that this works.
+    pub direct_messages: bool,
 }
 
 /// Configuration of RDMA to other hosts.
@@ -49,9 +53,10 @@ pub struct DaemonConfig {
 pub struct FabricConfig {
     /// The directory of hosts and VMs.
     pub directory: DirectorySource,
-    /// Address of the daemon's first UDP socket; with a directory file, the address of one of its hosts.
+    /// Address of the daemon's first UDP socket; with a directory file, the address of one of its hosts. With a cluster service, other
+    /// daemons reach this one there by TCP as well, for messages of migrations.
     pub address: SocketAddr,
-    /// File with the cluster's key: packets between hosts are encrypted. Without a key they are plain.
+    /// File with the cluster's key: packets and messages between hosts are encrypted. Without a key they are plain.
     pub cluster_key: Option<PathBuf>,
     /// Whether to offer transport `verbs`, with the RDMA device that has this host's address.
     pub verbs: bool,
@@ -78,6 +83,7 @@ impl DaemonConfig {
             fabric: None,
             neighbours: NeighboursConfig::default(),
             sandbox: false,
+            direct_messages: true,
         }
     }
 }
@@ -103,6 +109,17 @@ pub enum DaemonError {
     /// Sockets to other hosts can't be opened.
     #[error(transparent)]
     Fabric(#[from] FabricError),
+    /// Messages of other daemons can't be received.
+    #[error(
+        "TCP port {address} can't be used for messages of other hosts; does another program use it, or isn't the address this host's? Free the port, or choose another --fabric-address"
+    )]
+    PeerMessages {
+        /// Address of the port.
+        address: SocketAddr,
+        /// The error.
+        #[source]
+        source: io::Error,
+    },
     /// The host's RDMA device isn't usable.
     #[error("Transport verbs can't be offered, which --verbs asks for: {0}")]
     Verbs(#[from] Absent),
@@ -146,6 +163,8 @@ pub struct Daemon {
     neighbours: Arc<Neighbours>,
     keeper: Option<JoinHandle<()>>,
     cluster: Option<ClusterThread>,
+    directory: Option<Arc<ClusterDirectory>>,
+    peer_messages: Option<PeerMessagesThread>,
     mover: Option<MoverThread>,
     // Dropped after the NICs, which use it.
     engine: Option<EngineThread>,
@@ -165,7 +184,7 @@ impl Daemon {
         // Loads the library and its drivers, since the sandbox permits no loading.
         let verbs = config.fabric.as_ref().filter(|fabric| fabric.verbs).map(look_for_verbs).transpose()?;
         let (mut transports, cluster) = match &config.fabric {
-            Some(fabric) => transports(fabric, place.folder())?,
+            Some(fabric) => transports(fabric, place.folder(), config.direct_messages)?,
             None => {
                 let alone = Transports::without_directory();
                 (alone.map_err(|source| DaemonError::Start { what: "RDMA transport", source })?, None)
@@ -177,8 +196,8 @@ impl Daemon {
             .transpose()?;
         // Everything outside of the folder is open; threads are created from here on.
         if config.sandbox {
-            let service = cluster.as_ref().map(|(_, ports)| ports);
-            sandbox::enter(place.socket(), place.folder(), verbs.as_ref().map(Found::node), service)?;
+            let tcp = cluster.as_ref().map(ClusterOpened::tcp);
+            sandbox::enter(place.socket(), place.folder(), verbs.as_ref().map(Found::node), tcp.as_ref())?;
         } else {
             tracing::warn!("The daemon runs without a sandbox: no seccomp, no Landlock");
         }
@@ -190,16 +209,23 @@ impl Daemon {
         let remembered = Remembered::load(place.folder());
         let (registry, events) =
             Registry::new(place.folder(), config.access.clone(), engine.handle(), remembered);
-        let directory = cluster.as_ref().map(|(directory, _)| Arc::clone(directory));
+        let directory = cluster.as_ref().map(|cluster| Arc::clone(&cluster.directory));
         let mover = directory.clone().map(|directory| {
             let mover = MoverThread::start(Arc::clone(&directory), Arc::clone(&registry), engine.handle());
             mover.inspect(|mover| directory.set_mover(mover.handle()))
         });
         let mover =
             mover.transpose().map_err(|source| DaemonError::Start { what: "migration thread", source })?;
-        let cluster = cluster.map(|(directory, _)| ClusterThread::start(directory, engine.handle()));
-        let cluster =
-            cluster.transpose().map_err(|source| DaemonError::Start { what: "cluster thread", source })?;
+        let (peer_messages, cluster) = match cluster {
+            Some(opened) => {
+                let (directory, peer_messages) = opened.exchange_messages()?;
+                let thread = ClusterThread::start(directory, engine.handle());
+                let thread =
+                    thread.map_err(|source| DaemonError::Start { what: "cluster thread", source })?;
+                (peer_messages, Some(thread))
+            }
+            None => (None, None),
+        };
         let metrics_address = metrics_tcp.as_ref().and_then(|listener| listener.local_addr().ok());
         let (metrics, metrics_file) = listen(&place.folder().join("metrics"))?.into_parts();
         let kept = Arc::clone(&registry);
@@ -220,6 +246,7 @@ impl Daemon {
         let (service, service_file) = place.listen()?.into_parts();
         let sockets = Sockets { service, metrics, metrics_tcp };
         let (stop, stopped) = oneshot::channel();
+        let of_cluster = directory.clone();
         let (served, shown) = (Arc::clone(&registry), Arc::clone(&neighbours));
         let control = std::thread::Builder::new()
             .name("control".to_owned())
@@ -238,6 +265,8 @@ impl Daemon {
             neighbours,
             keeper: Some(keeper),
             cluster,
+            directory: of_cluster,
+            peer_messages,
             mover,
             engine: Some(engine),
             files: vec![service_file, metrics_file],
@@ -276,6 +305,11 @@ impl Drop for Daemon {
         join(self.control.take(), "control");
         // Before the devices are removed: their VMs haven't ended, only the daemon has.
         drop(self.cluster.take());
+        if let Some(directory) = self.directory.take() {
+            // They refer to each other.
+            directory.set_peer_messages(None);
+        }
+        drop(self.peer_messages.take());
         drop(self.mover.take());
         self.registry.clear();
         self.registry.stop_keeper();
@@ -284,11 +318,46 @@ impl Drop for Daemon {
     }
 }
 
-/// Transports of a host with a directory; for a cluster's, also the cluster directory and its service's TCP ports.
-type Opened = (Transports, Option<(Arc<ClusterDirectory>, BTreeSet<u16>)>);
+/// What a host of a cluster with a service has opened before its sandbox closes.
+struct ClusterOpened {
+    directory: Arc<ClusterDirectory>,
+    /// TCP ports of the service.
+    service_ports: BTreeSet<u16>,
+    /// Where other daemons connect, and the key of these connections.
+    peers: Option<(TcpListener, Option<ClusterKey>)>,
+}
 
-fn transports(config: &FabricConfig, folder: &Path) -> Result<Opened, DaemonError> {
+impl ClusterOpened {
+    /// TCP that the sandbox permits. A host that joins later with a port of its own connects to this one.
+    fn tcp(&self) -> TcpUse {
+        let mut connect = self.service_ports.clone();
+        if self.peers.is_some() {
+            connect.extend(self.directory.hosts().iter().map(SocketAddr::port));
+        }
+        TcpUse { connect, own_address: self.peers.is_some() }
+    }
+
+    /// Begins to exchange messages with other daemons directly.
+    fn exchange_messages(self) -> Result<(Arc<ClusterDirectory>, Option<PeerMessagesThread>), DaemonError> {
+        let Self { directory, peers, .. } = self;
+        let start = |(listener, key)| {
+            let thread = PeerMessagesThread::start(Arc::clone(&directory) as _, listener, key);
+            thread.inspect(|thread| directory.set_peer_messages(Some(thread.handle())))
+        };
+        let thread = peers
+            .map(start)
+            .transpose()
+            .map_err(|source| DaemonError::Start { what: "thread for other daemons' messages", source })?;
+        Ok((directory, thread))
+    }
+}
+
+/// Transports of a host with a directory, and what a cluster's host has besides.
+type Opened = (Transports, Option<ClusterOpened>);
+
+fn transports(config: &FabricConfig, folder: &Path, direct: bool) -> Result<Opened, DaemonError> {
     let address = config.address;
+    let key = config.cluster_key.as_deref().map(ClusterKey::load).transpose()?;
     let (directory, cluster): (Arc<dyn Directory>, _) = match &config.directory {
         DirectorySource::File(path) => {
             let directory = FileDirectory::load(path)?;
@@ -301,11 +370,17 @@ fn transports(config: &FabricConfig, folder: &Path) -> Result<Opened, DaemonErro
             // If another daemon has the address, the service must not learn of a restart of this host.
             let probe = std::net::UdpSocket::bind(address);
             drop(probe.map_err(|source| FabricError::Port { address, source })?);
+            let listener = direct.then(|| peer_messages::bind(address)).transpose();
+            let listener = listener.map_err(|source| DaemonError::PeerMessages { address, source })?;
             let directory = ClusterDirectory::open(cluster.clone(), address, folder)?;
-            (Arc::clone(&directory) as _, Some((directory, cluster.service.ports())))
+            let opened = ClusterOpened {
+                directory: Arc::clone(&directory),
+                service_ports: cluster.service.ports(),
+                peers: listener.map(|listener| (listener, key.clone())),
+            };
+            (directory as _, Some(opened))
         }
     };
-    let key = config.cluster_key.as_deref().map(ClusterKey::load).transpose()?;
     let transports = Transports::open(directory, address, key.as_ref())?;
     tracing::info!(
         %address,

@@ -17,6 +17,7 @@ use crate::engine::{DeviceView, EngineView};
 use crate::hw_counters::merged;
 use crate::identity::mac_text;
 use crate::neighbours::Neighbours;
+use crate::peer_messages::PeerMessagesReport;
 use crate::registry::Registry;
 use crate::transport::{ENCRYPTED, SessionCounters};
 
@@ -205,6 +206,9 @@ pub(crate) fn metrics(registry: &Registry) -> Result<String, EncodeError> {
             add(&format!("causeway_host_cluster_{name}"), help, &[], value);
         }
     }
+    if let Some(cluster) = view.as_ref().and_then(|view| view.directory.as_ref()) {
+        messages(&cluster.messages, &mut add);
+    }
     // With root's rights: a client that may read metrics may read all of them.
     for (info, rdma, _) in registry.functions(0) {
         let labels = [("vm", info.key.vm.as_str()), ("device", info.key.name.as_str()), ("port", "1")];
@@ -275,6 +279,49 @@ pub(crate) fn metrics(registry: &Registry) -> Result<String, EncodeError> {
     }
     let families: Vec<Family> = families.into_values().collect();
     encode(&families, &[])
+}
+
+/// Metrics of messages of the migration protocol.
+fn messages(report: &PeerMessagesReport, add: &mut impl FnMut(&str, &str, &[(&str, &str)], u64)) {
+    for (verb, counts) in [("sent", &report.sent), ("received", &report.received)] {
+        let name = format!("causeway_host_migration_messages_{verb}_total");
+        let help = format!(
+            "Messages of the migration protocol {verb}, by path: between hosts directly or through the cluster service, or with the coordinator."
+        );
+        for (path, count) in counts.list() {
+            add(&name, &help, &[("path", path)], count);
+        }
+    }
+    let count = |number: usize| u64::try_from(number).unwrap_or(u64::MAX);
+    for (name, help, value) in [
+        ("connections", "Direct connections with other daemons at present.", count(report.connections)),
+        (
+            "connections_established_total",
+            "Direct connections with other daemons that were established.",
+            report.connections_established,
+        ),
+        (
+            "connection_attempts_failed_total",
+            "Attempts to connect to other daemons that failed.",
+            report.connection_attempts_failed,
+        ),
+        ("sent_bytes_total", "Bytes sent by direct connections with other daemons.", report.bytes_sent),
+        (
+            "received_bytes_total",
+            "Bytes received by direct connections with other daemons.",
+            report.bytes_received,
+        ),
+    ] {
+        add(&format!("causeway_host_peer_{name}"), help, &[], value);
+    }
+    for (reason, count) in &report.connections_refused {
+        let help = "Connections of other daemons that were refused, by reason.";
+        add("causeway_host_peer_connections_refused_total", help, &[("reason", reason)], *count);
+    }
+    for (reason, count) in &report.messages_dropped {
+        let help = "Messages of other daemons that were dropped, by reason.";
+        add("causeway_host_peer_messages_dropped_total", help, &[("reason", reason)], *count);
+    }
 }
 
 /// The name that node_exporter gives a counter of `/sys/class/infiniband/*/ports/*/{counters,hw_counters}`.

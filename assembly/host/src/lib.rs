@@ -18,6 +18,7 @@
 //! | [`engine`] | the thread that owns all RDMA state; doorbell modes |
 //! | [`segments`] | named networks, taps |
 //! | [`cluster`] | the directory of a host whose cluster has a service |
+//! | [`peer_messages`] | messages of the migration protocol between daemons, by direct connections |
 //! | [`neighbours`] | VMs that read each other's memory: permissions, descriptors, heartbeats |
 //! | [`card`] | one card for several VMs: a daemon of its own (`causeway card`) |
 //! | [`access`], [`identity`] | authorization; names and addresses |
@@ -40,6 +41,7 @@ pub mod listener;
 mod metrics_server;
 pub mod migration;
 pub mod neighbours;
+pub mod peer_messages;
 pub mod registry;
 pub mod remembered;
 pub mod sandbox;

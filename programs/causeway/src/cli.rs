@@ -168,10 +168,11 @@ pub struct HostArgs {
     /// Keys for the cluster service, where it has some.
     #[command(flatten)]
     pub keys: cluster::KeysArgs,
-    /// This host's UDP address for packets of other hosts; with --directory, one of its hosts
+    /// This host's address for packets of other hosts by UDP and, with --cluster, for their migration messages by TCP; with --directory,
+    /// one of its hosts
     #[arg(long, value_name = "ADDRESS:PORT", requires = "places")]
     pub fabric_address: Option<SocketAddr>,
-    /// Encrypt and authenticate packets between hosts with the key in this file, the same on all hosts (`causeway key` makes one)
+    /// Encrypt and authenticate packets and messages between hosts with the key in this file, the same on all hosts (`causeway key` makes one)
     #[arg(long, value_name = "FILE", requires = "places")]
     pub cluster_key: Option<PathBuf>,
     /// Communicate with other hosts without a key: anyone who can reach --fabric-address can read and write memory that guests have

@@ -5,6 +5,8 @@
 //!     ▲                                                                                              │ any failure
 //!     └────────────────── back-off 0.1 to 2 s ◀────────────────────────────────────────────────────────┘
 //! ```
+//! A task of its own reads messages of the migration protocol (`Coordinate`): they wait neither for requests to the service, nor for the
+//! engine or the view's file, which other threads of the runtime wait for.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -72,7 +74,7 @@ pub(super) fn join(config: &ClusterConfig, address: SocketAddr) -> Result<(View,
     })
 }
 
-/// The lease: how long the service keeps this host without a heartbeat.
+/// The lease: a host without a heartbeat for so long counts as silent.
 fn lease(reply: &proto::RegisterHostReply) -> Duration {
     Duration::from_millis(reply.lease_milliseconds.clamp(30, 3_600_000))
 }
@@ -122,8 +124,9 @@ impl ClusterThread {
                     _ = stopped => {}
                 }
             });
-            // Writes the latest view.
-            link.write();
+            // Waits for the view's file if it is being written; then writes the latest view.
+            drop(runtime);
+            write_view(&link.directory);
         })?;
         Ok(Self { stop: Some(stop), thread: Some(thread) })
     }
@@ -228,11 +231,11 @@ impl Link {
         }
         if directory.view.load().contents.own != speaker.host {
             directory.change(|view| view.contents.own = speaker.host);
-            self.look_again();
+            self.use_view(Vec::new()).await;
         }
         // Before VMs are registered, so that participants in migrations learn of them.
         let switch_ms = settings.switch_milliseconds;
-        let mut messages = self.coordinate(&mut client, speaker, switch_ms).await?;
+        let mut reader = self.coordinate(&mut client, speaker, switch_ms).await?;
         self.say(&mut client, speaker).await?;
         directory.status().away_since = None;
         tracing::info!(
@@ -260,20 +263,12 @@ impl Link {
                     {
                         batch.push(event);
                     }
-                    self.take(batch);
+                    self.use_view(batch).await;
                     write_at = write_at.or_else(|| Some(tokio::time::Instant::now() + WRITE_AFTER));
                 }
-                message = messages.message() => {
-                    let message = message.map_err(|status| service.error("Coordinate", status))?;
-                    let Some(message) = message else {
-                        let status = tonic::Status::unavailable("the stream of messages has ended");
-                        return Err(service.error("Coordinate", status));
-                    };
-                    match (nomad::wire::parse(&message.message), directory.mover()) {
-                        (Ok(message), Some(mover)) => mover.message(message),
-                        (Err(error), _) => tracing::warn!(%error, "The cluster service sends what is no message of the migration protocol"),
-                        (Ok(_), None) => {}
-                    }
+                ended = &mut reader.0 => {
+                    let status = ended.unwrap_or_else(|error| tonic::Status::internal(error.to_string()));
+                    return Err(service.error("Coordinate", status));
                 }
                 () = directory.changed.notified() => say_at = say_at.or(Some(said + CALM)),
                 () = say => {
@@ -288,7 +283,8 @@ impl Link {
                 }
                 () = write => {
                     write_at = None;
-                    self.write();
+                    let directory = Arc::clone(&directory);
+                    blocking(move || write_view(&directory)).await;
                 }
             }
         }
@@ -300,7 +296,7 @@ impl Link {
         client: &mut Client,
         speaker: Speaker,
         switch_ms: u32,
-    ) -> Result<tonic::Streaming<proto::Envelope>, ClusterError> {
+    ) -> Result<MessageReader, ClusterError> {
         let service = &self.directory.config.service;
         let (out, outgoing) = tokio::sync::mpsc::channel(OUTBOX);
         *self.directory.outbox() = Some(out);
@@ -308,28 +304,25 @@ impl Link {
             // Its first message opens the stream.
             mover.joined(speaker.host, speaker.incarnation, switch_ms);
         }
-        service.within("Coordinate", client.coordinate(ReceiverStream::new(outgoing))).await
+        let messages = service.within("Coordinate", client.coordinate(ReceiverStream::new(outgoing))).await?;
+        Ok(MessageReader::start(Arc::clone(&self.directory), messages))
     }
 
-    fn take(&mut self, events: Vec<proto::WatchEvent>) {
-        for old in self.directory.change(|view| view.apply(events)) {
+    /// Applies events, and makes the engine use the view; returns when it does.
+    async fn use_view(&self, events: Vec<proto::WatchEvent>) {
+        let (directory, engine) = (Arc::clone(&self.directory), self.engine.clone());
+        let old = blocking(move || {
+            let old =
+                directory.change(|view| if events.is_empty() { Vec::new() } else { view.apply(events) });
+            // The engine is gone when the daemon ends.
+            let _ = engine.call(crate::engine::Worker::directory_changed);
+            old
+        });
+        for old in old.await {
             self.directory.refused_old_epochs.fetch_add(1, Ordering::Relaxed);
             tracing::warn!(
                 "The cluster service speaks of {old}; that isn't believed. Was its database restored from an old copy?"
             );
-        }
-        self.look_again();
-    }
-
-    /// Makes the engine use the current view; returns when it does.
-    fn look_again(&self) {
-        // The engine is gone when the daemon ends.
-        let _ = self.engine.call(crate::engine::Worker::directory_changed);
-    }
-
-    fn write(&self) {
-        if let Err(error) = self.directory.view.load().save(&self.directory.path) {
-            tracing::warn!(%error, "{} can't be written; this daemon can't be restarted while the cluster service is away", self.directory.path.display());
         }
     }
 
@@ -472,6 +465,45 @@ impl Link {
             }
             Err(error) => Err(error),
         }
+    }
+}
+
+/// Writes the view's file.
+fn write_view(directory: &ClusterDirectory) {
+    if let Err(error) = directory.view.load().save(&directory.path) {
+        tracing::warn!(%error, "{} can't be written; this daemon can't be restarted while the cluster service is away", directory.path.display());
+    }
+}
+
+/// Has another thread do what blocks, so that this one reads messages meanwhile.
+async fn blocking<R: Send + 'static>(job: impl FnOnce() -> R + Send + 'static) -> R {
+    match tokio::task::spawn_blocking(job).await {
+        Ok(result) => result,
+        // It isn't cancelled: it panicked, and so does this thread.
+        Err(error) => std::panic::resume_unwind(error.into_panic()),
+    }
+}
+
+/// The task that reads messages of the migration protocol. Dropping it ends it.
+struct MessageReader(tokio::task::JoinHandle<tonic::Status>);
+
+impl MessageReader {
+    fn start(directory: Arc<ClusterDirectory>, mut messages: tonic::Streaming<proto::Envelope>) -> Self {
+        Self(tokio::spawn(async move {
+            loop {
+                match messages.message().await {
+                    Ok(Some(envelope)) => directory.receive(&envelope.message),
+                    Ok(None) => return tonic::Status::unavailable("the stream of messages has ended"),
+                    Err(status) => return status,
+                }
+            }
+        }))
+    }
+}
+
+impl Drop for MessageReader {
+    fn drop(&mut self) {
+        self.0.abort();
     }
 }
 

@@ -6,12 +6,15 @@
 //!                                              │ wakes                ▲ replaces, then notifies the engine
 //!  "cluster" thread       registers host and VMs, keeps the lease, follows the watch ◀──▶ causeway cluster serve
 //! ```
+//! Messages of the migration protocol to other hosts take their direct connection (`peer_messages`) if there is one, and otherwise the
+//! service's stream.
 //!
 //! The engine's thread never waits for the network. During an outage of the service the daemon continues with its current view, and reports
 //! local changes afterwards. It keeps the view in a file of its folder, so that a daemon that starts during an outage knows the other
 //! hosts.
 
 mod client;
+mod messages;
 mod view;
 mod waiting;
 
@@ -22,12 +25,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
-use arc_swap::ArcSwap;
+use arc_swap::{ArcSwap, ArcSwapOption};
 use control_api::cluster::{ClusterError, Service, proto};
 use hca::names::{DeviceId, Gid};
-use tokio::sync::{Notify, mpsc};
+use tokio::sync::{Notify, Semaphore, mpsc};
 
 use crate::migration::manager::{MoverHandle, Said};
+use crate::peer_messages::{PathCounters, PeerMessages};
 use crate::transport::{Directory, DirectoryReport, News, TransportKind, VmId};
 
 pub use client::ClusterThread;
@@ -131,6 +135,12 @@ pub struct ClusterDirectory {
     outbox: Mutex<Option<mpsc::Sender<proto::Envelope>>>,
     /// Handle of the migration manager, once there is one.
     mover: OnceLock<MoverHandle>,
+    /// Direct connections with other daemons, while there are any.
+    peer_messages: ArcSwapOption<PeerMessages>,
+    /// Room at the migration thread for messages that the service has sent, bytes.
+    service_inbox: Arc<Semaphore>,
+    sent: PathCounters,
+    received: PathCounters,
 }
 
 #[derive(Debug)]
@@ -195,6 +205,10 @@ impl ClusterDirectory {
             changing: Mutex::default(),
             outbox: Mutex::default(),
             mover: OnceLock::new(),
+            peer_messages: ArcSwapOption::empty(),
+            service_inbox: Arc::new(Semaphore::new(messages::MAX_SERVICE_INBOX_BYTES)),
+            sent: PathCounters::default(),
+            received: PathCounters::default(),
         }))
     }
 
@@ -227,22 +241,6 @@ impl ClusterDirectory {
 
     fn outbox(&self) -> MutexGuard<'_, Option<mpsc::Sender<proto::Envelope>>> {
         self.outbox.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Sends a message of the migration protocol to the service, or through it to another host. Drops a message that can't be sent now.
-    pub(crate) fn send(&self, message: &nomad::Message) {
-        let mut bytes = Vec::new();
-        nomad::wire::encode(message, &mut bytes);
-        let sent = self
-            .outbox()
-            .as_ref()
-            .is_some_and(|out| out.try_send(proto::Envelope { message: bytes }).is_ok());
-        if !sent {
-            tracing::debug!(
-                body = message.body.name(),
-                "A message of the migration protocol can't be sent now"
-            );
-        }
     }
 
     /// Makes a new view from the current one.
@@ -385,6 +383,7 @@ impl Directory for ClusterDirectory {
             hosts: view.contents.hosts.len(),
             vms: view.running(),
             refused_old_epochs: self.refused_old_epochs.load(Ordering::Relaxed),
+            messages: self.messages_report(),
         })
     }
 }

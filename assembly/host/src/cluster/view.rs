@@ -21,8 +21,11 @@ const LONGEST_FILE: u64 = 256 << 20;
 pub struct Host {
     /// Its name.
     pub name: String,
-    /// Address at which its daemon receives packets.
+    /// Address at which its daemon receives packets (UDP) and messages (TCP).
     pub address: SocketAddr,
+    /// Which start of its daemon; 0: not known, in a copy of an older build.
+    #[serde(default)]
+    pub incarnation: u64,
 }
 
 /// A VM.
@@ -146,7 +149,9 @@ impl View {
         for host in event.hosts {
             // The service validates addresses.
             let Ok(address) = host.fabric_address.parse() else { continue };
-            self.contents.hosts.insert(host.id, Host { name: host.name, address });
+            self.contents
+                .hosts
+                .insert(host.id, Host { name: host.name, address, incarnation: host.incarnation });
         }
         for vm in event.vms {
             let known = before.remove(&vm.id).or_else(|| self.contents.vms.get(&vm.id).cloned());

@@ -1,14 +1,15 @@
 //! The thread that takes part in migrations: it steps this host's state machine ([`nomad::Host`]) and does what that asks for.
 //!
 //! ```text
-//!  cluster thread ── messages in, VMs registered ──▶ migration thread ── messages out ──▶ cluster thread ──▶ service ──▶ other hosts
-//!  control thread ── what monitors say ────────────▶   nomad::Host      ── phases ──────▶ control thread ──▶ monitors
+//!  peer-messages thread ── messages in ────────────▶ migration thread ── messages out ──▶ peer-messages thread ──▶ other hosts
+//!  cluster thread ── messages in, VMs registered ──▶                  ── messages out ──▶ cluster thread ──▶ service (──▶ other hosts)
+//!  control thread ── monitors' reports ────────────▶   nomad::Host      ── phases ──────▶ control thread ──▶ monitors
 //!                                                        │ EngineHandle::call: hold, open, stay, start, leave
 //!                                                        ▼
 //!                                                   engine thread
 //! ```
-//! The state of a VM's devices travels with its memory, from monitor to monitor. A monitor asks here when it may stop the VM, says when it has, and
-//! is told how the migration ended: it runs the VM only then.
+//! The state of a VM's devices travels with its memory, from monitor to monitor. A monitor requests here to stop the VM, reports
+//! that it has, and receives the decision: it runs the VM only then.
 
 mod draining;
 mod inbox;
@@ -25,6 +26,7 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{RecvTimeoutError, Sender, unbounded};
 use hca::names::Gid;
 use nomad::{Action, Body, Epoch, Event, HostId, Incarnation, Message, MigrationId, Place, Timer, VmId};
+use tokio::sync::OwnedSemaphorePermit;
 
 use crate::cluster::ClusterDirectory;
 use crate::engine::{EngineHandle, Worker};
@@ -39,37 +41,37 @@ use reasons::Reasons;
 
 pub use phases::{Phase, Phases};
 
-/// What the thread is told.
+/// Input of the thread.
 #[derive(Debug)]
 enum Input {
-    /// The service takes this host for that start of it, and listens.
+    /// The service has registered this host with that incarnation, and receives its messages.
     Joined { host: HostId, incarnation: Incarnation, switch_ms: u32 },
-    /// A message for this host came.
-    Message(Message),
+    /// A message for this host, and the room that it takes here.
+    Message(Message, Option<OwnedSemaphorePermit>),
     /// A VM runs here, as the service has registered it.
     Started { vm: VmId, epoch: Epoch, after: MigrationId },
     /// A VM of this host has ended.
     Ended { vm: VmId },
-    /// A monitor's word on its VM.
+    /// A monitor's report on its VM.
     Said { vm: String, what: Said },
     /// The daemon ends.
     Stop,
 }
 
-/// What a monitor says of its VM.
+/// A monitor's report on its VM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Said {
     /// At the source: what is left of memory and state fits into the pause.
     Converged,
-    /// At the source: vCPUs and devices stand still.
+    /// At the source: vCPUs and devices are stopped.
     Stopped,
     /// At the destination: all is there, and checked.
     Arrived,
-    /// At either: it can't go on.
+    /// At either: the monitor failed or gave up.
     Broken,
 }
 
-/// Tells the thread. Cheap to clone.
+/// Sends input to the thread. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct MoverHandle {
     inputs: Sender<Input>,
@@ -78,7 +80,7 @@ pub struct MoverHandle {
 
 impl MoverHandle {
     fn tell(&self, input: Input) {
-        // At the daemon's end nobody listens.
+        // At the daemon's end the thread is gone.
         let _ = self.inputs.send(input);
     }
 
@@ -87,9 +89,9 @@ impl MoverHandle {
         self.tell(Input::Joined { host: HostId(host), incarnation: Incarnation(incarnation), switch_ms });
     }
 
-    /// A message for this host came.
-    pub fn message(&self, message: Message) {
-        self.tell(Input::Message(message));
+    /// A message for this host, and the room that it takes in this thread's queue until it is taken.
+    pub fn message(&self, message: Message, room: Option<OwnedSemaphorePermit>) {
+        self.tell(Input::Message(message, room));
     }
 
     /// A VM runs here, as the service has registered it; migrations up to the number `after` don't concern it any more.
@@ -102,7 +104,7 @@ impl MoverHandle {
         self.tell(Input::Ended { vm: VmId(vm) });
     }
 
-    /// A monitor's word.
+    /// A monitor's report on its VM.
     pub fn said(&self, vm: &str, what: Said) {
         self.tell(Input::Said { vm: vm.to_owned(), what });
     }
@@ -193,11 +195,11 @@ struct Mover {
     arriving: HashMap<VmId, MigrationId>,
     /// Why migrations were given up, as far as this host has had to do with it.
     reasons: Reasons,
-    /// Addresses of VMs whose peers here were held last.
+    /// Addresses of VMs whose peers here were suspended last.
     held: HashMap<VmId, Vec<Gid>>,
     /// Since when they have been, and for which migration, while they are.
     held_since: HashMap<VmId, (MigrationId, Instant)>,
-    /// Held queue pairs whose requests end still.
+    /// Suspended queue pairs whose requests haven't ended.
     draining: Draining,
 }
 
@@ -230,7 +232,10 @@ impl Mover {
     fn take(&mut self, input: Input) {
         match input {
             Input::Joined { host, incarnation, switch_ms } => self.joined(host, incarnation, switch_ms),
-            Input::Message(message) => self.message(message),
+            Input::Message(message, room) => {
+                drop(room);
+                self.message(message);
+            }
             Input::Started { vm, epoch, after } => self.step(Event::Started { vm, epoch, after }),
             Input::Ended { vm } => {
                 self.draining.forget(Drain::Own(vm));
@@ -264,20 +269,21 @@ impl Mover {
         if let Body::Failed { migration, reason } = &message.body {
             self.reasons.note(*migration, reason.to_string());
         }
-        // What can't be sent now is said again.
+        // The protocol repeats a message that can't be sent now.
         self.directory.send(message);
     }
 
     fn message(&mut self, message: Message) {
+        self.connect_directly(&message);
         // Connections are asked for when it matters, of the engine, rather than followed all the time.
         match &message.body {
             Body::Switch { migration } => {
-                // Once: it is said again all the time, and each look waits for the engine.
+                // Once: the coordinator repeats it, and each look-up waits for the engine.
                 let begun = self.nomad.as_ref().is_some_and(|nomad| nomad.switches(*migration));
                 let all = self.leaving.iter().filter(|(_, of)| !begun && *of == migration);
                 for vm in all.map(|(vm, _)| *vm).collect::<Vec<_>>() {
                     self.look_at_faces(vm);
-                    // Peers of this host hear no message: the state machine tells itself.
+                    // Peers of this host get no message: the state machine suspends them itself.
                     self.look_at_facing(vm);
                     self.remember_peers(*migration, vm);
                     // Its peers acknowledge nothing once they are held. It takes a while until the VM stands still, and what it sent in that time
@@ -362,7 +368,7 @@ impl Mover {
                 let wanted = self.phase(vm) == Phase::Begun;
                 self.leaving.insert(vm, migration);
                 self.nics(vm).iter().for_each(|(shared, _)| shared.set_locked(true));
-                // Before its monitor hears that it may be copied.
+                // Before its monitor begins to copy it.
                 if let Some(epoch) = self.nomad.as_ref().and_then(|nomad| nomad.epoch(vm)) {
                     self.set_epoch(vm, epoch);
                 }
@@ -375,7 +381,7 @@ impl Mover {
             Action::EndCopy { migration } => {
                 let reason = self.why(migration);
                 for vm in keys(&self.leaving, migration) {
-                    // One that stands still, or is about to, goes on when that is asked for.
+                    // One that is stopped, or about to be, is resumed by `Action::Run`.
                     if matches!(self.phase(vm), Phase::Copying(_)) {
                         self.stay(vm, &reason);
                     }
@@ -416,7 +422,7 @@ impl Mover {
             Action::Discard { vm } => {
                 self.draining.forget(Drain::Own(vm));
                 if let Some(migration) = self.leaving.remove(&vm) {
-                    // What faced others of its group from here may go on elsewhere, and never here.
+                    // Queue pairs that faced others of its group from here resume at the destination, if anywhere.
                     self.held_since.retain(|held, (of, _)| *held == vm || *of != migration);
                 }
                 for (shared, rdma) in self.nics(vm) {
@@ -484,7 +490,8 @@ impl Mover {
         self.draining.forget(Drain::Own(vm));
         self.leaving.remove(&vm);
         self.go_on(vm);
-        // It has never stopped: nobody else opens what was held when the switch-over began. A peer that is in a switch-over of its own is opened when that has ended.
+        // It has never stopped: only this opens the queue pairs that were suspended when the switchover began. Those towards a peer in a
+        // switchover of its own open when that has ended.
         for peer in self.nomad.as_ref().map(|nomad| nomad.open_faces(vm)).unwrap_or_default() {
             if let Some(place) = self.place(peer) {
                 self.open(vm, place);
@@ -509,19 +516,19 @@ impl Mover {
         fine
     }
 
-    /// This host runs a VM: goes on with one that stays, or begins with one that came. Its queue pairs stay closed until their peers are known to
-    /// know.
+    /// This host runs a VM: resumes one that stays, or starts one that arrived. Its queue pairs stay closed until the hosts of their peers have
+    /// acknowledged.
     fn run_vm(&mut self, vm: VmId, epoch: Epoch) {
         self.draining.forget(Drain::Own(vm));
         let came = self.arriving.remove(&vm);
         let left = self.leaving.remove(&vm);
         let own = self.nomad.as_ref().map(nomad::Host::id);
         if let (Some(_), Some(host)) = (came, own) {
-            // From here on the directory names this host, whatever it hears last of the service.
+            // From here on the directory names this host, whatever the service's last event was.
             self.believe(Place { vm, host, epoch });
         }
         self.hold_towards_peers(vm);
-        // A monitor that died since it said that all is there has taken the VM with it.
+        // A monitor that died after it reported the arrival has taken the VM with it.
         let there = came.is_none() || !self.nics(vm).is_empty();
         let fine = self.go_on(vm) && there;
         let phase = match (came, left) {
@@ -533,7 +540,7 @@ impl Mover {
         self.set(vm, phase);
     }
 
-    /// A monitor's word on its VM.
+    /// Takes a monitor's report on its VM in.
     fn said(&mut self, name: &str, what: Said) {
         let Some(vm) = self.directory.number(name).map(|vm| VmId(vm.0)) else { return };
         let leaves = self.leaving.get(&vm).copied();

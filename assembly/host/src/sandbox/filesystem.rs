@@ -1,5 +1,5 @@
-//! Landlock. The daemon keeps access to its own folder, taps and the kernel's information about them. It can't listen on a TCP port, nor
-//! connect to one other than the cluster service's, if it has one.
+//! Landlock. The daemon keeps access to its own folder, taps and the kernel's information about them. It can't bind a TCP port that it
+//! chooses, nor connect to others than those of the cluster service and of other hosts' daemons, if it has a cluster service.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -18,12 +18,21 @@ const TUN: &str = "/dev/net/tun";
 /// Folder where the kernel reports taps' owners.
 const TAPS: &str = "/sys/devices/virtual/net";
 
+/// What a daemon may do by TCP.
+#[derive(Debug, Default)]
+pub(crate) struct TcpUse {
+    /// Ports to which it may connect.
+    pub connect: BTreeSet<u16>,
+    /// Whether it may bind a connection to an address of its own, with a port that the kernel chooses.
+    pub own_address: bool,
+}
+
 /// Confines the calling thread and threads that it creates. Returns a description of what is in force.
 pub(super) fn enforce(
     socket: &Path,
     folder: &Path,
     rdma: Option<&Path>,
-    service: Option<&BTreeSet<u16>>,
+    tcp: Option<&TcpUse>,
 ) -> Result<String, SandboxError> {
     let failed = |source: landlock::RulesetError| SandboxError::Landlock(source.into());
     let mut ruleset = Ruleset::default()
@@ -63,8 +72,12 @@ pub(super) fn enforce(
             .map_err(|source| SandboxError::Path { path: path.to_owned(), source: source.into() })?;
         ruleset = ruleset.add_rule(PathBeneath::new(fd, access)).map_err(failed)?;
     }
-    for port in service.into_iter().flatten() {
+    for port in tcp.into_iter().flat_map(|tcp| &tcp.connect) {
         ruleset = ruleset.add_rule(NetPort::new(*port, AccessNet::ConnectTcp)).map_err(failed)?;
+    }
+    if tcp.is_some_and(|tcp| tcp.own_address) {
+        // Port 0: one that the kernel chooses.
+        ruleset = ruleset.add_rule(NetPort::new(0, AccessNet::BindTcp)).map_err(failed)?;
     }
     let status = ruleset.restrict_self().map_err(failed)?;
     Ok(confinement::landlock_state(&status))

@@ -12,13 +12,13 @@
 mod filesystem;
 mod seccomp;
 
-use std::collections::BTreeSet;
 use std::io;
 use std::path::{Path, PathBuf};
 
 use rustix::thread::{CapabilitySet, CapabilitySets};
 
 pub use confinement::trap::REFUSED_EXIT_CODE;
+pub(crate) use filesystem::TcpUse;
 
 /// Why the sandbox can't be entered.
 #[derive(Debug, thiserror::Error)]
@@ -55,18 +55,18 @@ const ENDING: confinement::trap::Ending = confinement::trap::Ending {
 };
 
 /// Confines the calling thread and threads that it creates later. The service's socket is `socket`, its folder `folder`. `rdma` is an RDMA
-/// device's file that is opened afterwards. `service` is the TCP ports to which the daemon may connect, if any.
+/// device's file that is opened afterwards. `tcp` is what the daemon may do by TCP, if anything.
 pub(crate) fn enter(
     socket: &Path,
     folder: &Path,
     rdma: Option<&Path>,
-    service: Option<&BTreeSet<u16>>,
+    tcp: Option<&TcpUse>,
 ) -> Result<(), SandboxError> {
     confinement::trap::install(ENDING)
         .map_err(|source| SandboxError::Privileges { what: "handle refused system calls", source })?;
     let kept = drop_capabilities()?;
-    let landlock = filesystem::enforce(socket, folder, rdma, service)?;
-    seccomp::enforce(seccomp::Uses { rdma: rdma.is_some(), service: service.is_some(), card: false })?;
+    let landlock = filesystem::enforce(socket, folder, rdma, tcp)?;
+    seccomp::enforce(seccomp::Uses { rdma: rdma.is_some(), service: tcp.is_some(), card: false })?;
     tracing::info!(landlock, capabilities = kept, "Sandbox: seccomp is enforced");
     Ok(())
 }

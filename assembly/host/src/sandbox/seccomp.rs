@@ -167,7 +167,7 @@ const FCNTLS: &[libc::c_int] = &[
 pub(super) struct Uses {
     /// An RDMA device of the host.
     pub rdma: bool,
-    /// A cluster service, to which it connects by TCP.
+    /// A cluster service, to which it connects by TCP, as to other hosts' daemons.
     pub service: bool,
     /// A card, by VFIO; then no tap.
     pub card: bool,

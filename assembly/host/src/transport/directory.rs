@@ -9,6 +9,7 @@ use hca::names::{DeviceId, Gid};
 use serde::Deserialize;
 
 use super::pin::TransportKind;
+use crate::peer_messages::PeerMessagesReport;
 
 /// A VM's number in the cluster; never 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Deserialize, serde::Serialize)]
@@ -79,6 +80,8 @@ pub struct DirectoryReport {
     pub vms: usize,
     /// Events with an older epoch than the known one, which were ignored.
     pub refused_old_epochs: u64,
+    /// Messages of the migration protocol, and direct connections with other daemons.
+    pub messages: PeerMessagesReport,
 }
 
 /// The directory of a host without one: it is empty.

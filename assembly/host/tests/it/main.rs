@@ -14,5 +14,6 @@ mod migrate_pace;
 mod migrate_peers;
 mod moving;
 mod moving_hostile;
+mod peer_messages;
 mod several;
 mod waiting;

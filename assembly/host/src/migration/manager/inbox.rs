@@ -1,5 +1,6 @@
-//! What the migration thread is told, each message once: whoever hears no answer in 20 ms says it again, and a host that is slow for a while, since its
-//! engine is busy or its machine crowded, would otherwise fall behind further with each answer that it owes.
+//! Input of the migration thread, each message once. Senders repeat a message that isn't answered in 20 ms. A host that is slow for a while,
+//! because its engine is busy or its machine crowded, would otherwise fall behind further with each repetition. A second copy gives its
+//! room back at once.
 
 use std::collections::{HashSet, VecDeque};
 use std::time::Instant;
@@ -9,7 +10,7 @@ use nomad::Message;
 
 use super::Input;
 
-/// What waits to be taken.
+/// Input that waits to be taken.
 pub(super) struct Inbox {
     inputs: Receiver<Input>,
     waiting: VecDeque<Input>,
@@ -25,13 +26,13 @@ impl Inbox {
     /// The next one, waited for until `until`.
     ///
     /// # Errors
-    /// When none came, or nobody is there to say anything.
+    /// When none came, or all senders are gone.
     pub fn next(&mut self, until: Option<Instant>) -> Result<Input, RecvTimeoutError> {
         while let Ok(input) = self.inputs.try_recv() {
             self.keep(input);
         }
         if let Some(input) = self.waiting.pop_front() {
-            if let Input::Message(message) = &input {
+            if let Input::Message(message, _) = &input {
                 self.messages.remove(message);
             }
             return Ok(input);
@@ -43,7 +44,7 @@ impl Inbox {
     }
 
     fn keep(&mut self, input: Input) {
-        if let Input::Message(message) = &input
+        if let Input::Message(message, _) = &input
             && !self.messages.insert(message.clone())
         {
             return;
@@ -59,9 +60,11 @@ mod tests {
 
     use super::*;
 
-    fn message(migration: u64) -> Message {
+    fn message(migration: u64) -> Input {
         let body = Body::Switch { migration: MigrationId(migration) };
-        Message { from: Node::Coordinator, incarnation: Incarnation(0), to: Node::Host(HostId(1)), body }
+        let from = Node::Coordinator;
+        let message = Message { from, incarnation: Incarnation(0), to: Node::Host(HostId(1)), body };
+        Input::Message(message, None)
     }
 
     /// What is said again while it waits is taken once, in its first place; what is said again later is taken again.
@@ -70,16 +73,32 @@ mod tests {
         let (say, inputs) = unbounded();
         let mut inbox = Inbox::new(inputs);
         for _ in 0..1000 {
-            say.send(Input::Message(message(1))).expect("it listens");
-            say.send(Input::Message(message(2))).expect("it listens");
+            say.send(message(1)).expect("it listens");
+            say.send(message(2)).expect("it listens");
         }
         say.send(Input::Ended { vm: VmId(7) }).expect("it listens");
         let mut next = || format!("{:?}", inbox.next(Some(Instant::now())));
         let taken = [next(), next(), next(), next()];
         assert!(taken[0].contains("MigrationId(1)") && taken[1].contains("MigrationId(2)"), "{taken:?}");
         assert!(taken[2].contains("Ended") && taken[3].contains("Timeout"), "{taken:?}");
-        say.send(Input::Message(message(1))).expect("it listens");
+        say.send(message(1)).expect("it listens");
         assert!(format!("{:?}", inbox.next(None)).contains("MigrationId(1)"));
+    }
+
+    /// Copies of a message don't keep room from others.
+    #[test]
+    fn a_repeated_message_gives_its_room_back() {
+        let (say, inputs) = unbounded();
+        let mut inbox = Inbox::new(inputs);
+        let room = std::sync::Arc::new(tokio::sync::Semaphore::new(10));
+        for _ in 0..10 {
+            let Input::Message(message, _) = message(1) else { panic!("a message") };
+            let permit = std::sync::Arc::clone(&room).try_acquire_owned().expect("room");
+            say.send(Input::Message(message, Some(permit))).expect("it listens");
+        }
+        assert_eq!(room.available_permits(), 0);
+        drop(inbox.next(None));
+        assert_eq!(room.available_permits(), 10);
     }
 
     /// Nothing that a monitor says is left out.

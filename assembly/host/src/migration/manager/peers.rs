@@ -1,8 +1,8 @@
-//! Peers of VMs that move: who they are, when queue pairs are held towards them, and where they go on to.
+//! Peers of VMs that move: which they are, when queue pairs towards them are suspended, and to which host they resume.
 
 use std::collections::BTreeSet;
 
-use nomad::{Event, MigrationId, Place, VmId};
+use nomad::{Body, Event, HostId, Message, MigrationId, Place, VmId};
 
 use super::Mover;
 use crate::cluster::Hold;
@@ -10,7 +10,7 @@ use crate::engine::Worker;
 use crate::transport;
 
 impl Mover {
-    /// Who a VM of this host is connected with.
+    /// Looks up which VMs a VM of this host is connected with.
     pub(super) fn look_at_faces(&mut self, vm: VmId) {
         let Some(faces) = self.ask(move |worker| worker.faces(transport::VmId(vm.0))) else { return };
         let faces: BTreeSet<VmId> = faces.into_iter().map(|peer| VmId(peer.0)).collect();
@@ -25,7 +25,7 @@ impl Mover {
         }
     }
 
-    /// Whose hosts will hold what faces a VM of this host.
+    /// Records the hosts of a VM's peers, which will suspend queue pairs that face it.
     pub(super) fn remember_peers(&self, migration: MigrationId, vm: VmId) {
         let faces = self.nomad.as_ref().map(|nomad| nomad.faces(vm)).unwrap_or_default();
         let hosts = faces.into_iter().filter_map(|peer| self.directory.host_of(transport::VmId(peer.0)));
@@ -57,10 +57,37 @@ impl Mover {
         self.ask(move |worker| worker.hold_towards(transport::VmId(vm.0), &peers));
     }
 
-    /// The directory says from here on that a VM is at a place.
+    /// Changes the directory: a VM is at a place.
     pub(super) fn believe(&self, Place { vm, host, epoch }: Place) {
         if self.directory.moved(transport::VmId(vm.0), host.0, epoch.0) {
             self.ask(Worker::directory_changed);
+        }
+    }
+
+    /// Opens direct connections to hosts with which this one exchanges messages in the switchover, so that it finds them established: a
+    /// source's destinations and hosts of peers while memory is copied, a destination's sources and hosts of peers.
+    pub(super) fn connect_directly(&self, message: &Message) {
+        match &message.body {
+            Body::Reserve { moves, .. } => {
+                self.directory.want_direct(moves.iter().map(|moved| moved.from));
+            }
+            Body::Begin { moves, .. } => {
+                let begun = moves.iter().all(|moved| self.leaving.contains_key(&moved.vm));
+                if begun {
+                    return;
+                }
+                self.directory.want_direct(moves.iter().map(|moved| moved.to));
+                for moved in moves.iter().take(nomad::config::MAX_MOVES) {
+                    let vm = transport::VmId(moved.vm.0);
+                    let faces = self.ask(move |worker| worker.faces(vm)).unwrap_or_default();
+                    let hosts = faces.into_iter().filter_map(|peer| self.directory.place(peer));
+                    self.directory.want_direct(hosts.map(|(host, _)| HostId(host)));
+                }
+            }
+            Body::Handover { faces, .. } => {
+                self.directory.want_direct(faces.iter().map(|place| place.host).collect::<BTreeSet<_>>());
+            }
+            _ => {}
         }
     }
 
