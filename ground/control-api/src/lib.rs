@@ -20,6 +20,7 @@
 //! The crate also has the gRPC services of a host daemon ([`host`]) and of the cluster ([`cluster`]), and the rules for
 //! names ([`names`]).
 
+pub mod backoff;
 pub mod client;
 pub mod cluster;
 pub mod discovery;

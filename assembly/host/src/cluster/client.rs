@@ -3,7 +3,7 @@
 //! ```text
 //!  connect ─▶ RegisterHost ─▶ Watch ─▶ RegisterVm … ReportLinks ─▶ events, local changes, heartbeats ─┐
 //!     ▲                                                                                              │ any failure
-//!     └────────────────── back-off 0.1 to 2 s ◀────────────────────────────────────────────────────────┘
+//!     └──────────── back-off 0.1 to 2 s, with jitter ◀────────────────────────────────────────────────┘
 //! ```
 //! A task of its own reads messages of the migration protocol (`Coordinate`): they wait neither for requests to the service, nor for the
 //! engine or the view's file, which other threads of the runtime wait for.
@@ -15,6 +15,7 @@ use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use control_api::backoff::Backoff;
 use control_api::cluster::ClusterError;
 use control_api::cluster::proto::cluster_service_client::ClusterServiceClient;
 use control_api::cluster::proto::{self, Speaker};
@@ -168,13 +169,13 @@ struct Link {
 
 impl Link {
     async fn run(&mut self) {
-        let mut wait = SOON;
+        let mut backoff = Backoff::new(SOON, LATE);
         let mut last = String::new();
         loop {
             let began = Instant::now();
             let Err(error) = self.session().await;
             if began.elapsed() > LATE {
-                wait = SOON;
+                backoff.reset();
             }
             *self.directory.outbox() = None;
             let followed = self.directory.lost();
@@ -187,8 +188,7 @@ impl Link {
                 );
                 last = text;
             }
-            tokio::time::sleep(wait).await;
-            wait = (wait * 2).min(LATE);
+            tokio::time::sleep(backoff.wait()).await;
         }
     }
 
