@@ -110,6 +110,14 @@ impl Gathering {
         }
     }
 
+    /// The migration of a complete group couldn't be written: it begins with the next request of a member.
+    pub fn retract(&mut self, together: &[String]) {
+        let names: BTreeSet<String> = together.iter().cloned().collect();
+        if let Some(group) = self.0.get_mut(&names) {
+            group.outcome = None;
+        }
+    }
+
     /// A VM doesn't ask any more. Nothing where its group is complete.
     pub fn withdraw(&mut self, vm: &str) {
         self.0.retain(|_, group| {
@@ -202,6 +210,18 @@ mod tests {
         gathering.withdraw("a");
         let told = gathering.ask("b", "h2", 1, &names(&["a", "b"]), now).unwrap();
         assert_eq!(told, Told::Begun(MigrationId(7)));
+    }
+
+    /// A migration that couldn't be written has not begun: the next request begins it.
+    #[test]
+    fn a_migration_that_is_not_written_begins_with_the_next_request() {
+        let (mut gathering, now) = (Gathering::default(), Instant::now());
+        gathering.ask("a", "h2", 1, &names(&["a", "b"]), now).unwrap();
+        gathering.ask("b", "h2", 1, &names(&["a", "b"]), now).unwrap();
+        gathering.ended(&names(&["a", "b"]), Ok(MigrationId(7)), now);
+        gathering.retract(&names(&["b", "a"]));
+        let told = gathering.ask("a", "h2", 1, &names(&["a", "b"]), now).unwrap();
+        assert!(matches!(told, Told::Complete(_)), "{told:?}");
     }
 
     #[test]

@@ -1,7 +1,11 @@
 //! The thread that owns the registry, and what follows from its decisions: events for watchers, messages for hosts.
 //!
-//! Jobs are carried out one after the other. A job's answer, events and messages leave when its transaction is on the disk. A watcher that doesn't
-//! take its events is dropped; it comes back, and gets what it missed or, where that isn't known any more, the whole state.
+//! ```text
+//!  requests that wait ─▶ each is carried out in memory ─▶ one write for all ─▶ answers, events, messages ─▶ questions are answered
+//!                                                          └─ it fails: all these requests fail, and nothing has changed
+//! ```
+//! Requests that come during a write are the next batch, so a request waits for two writes at most, however many others there are. A watcher
+//! that doesn't take its events is dropped; it comes back, and gets what it missed or, where that isn't known any more, the whole state.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -19,6 +23,7 @@ use crate::holds::Holds;
 use crate::messages;
 use crate::refusal::Refusal;
 use crate::registry::{Event, Registry};
+use crate::store::StoreError;
 use crate::term::Term;
 
 /// Events that are kept for watchers that come back.
@@ -27,12 +32,34 @@ const LOG: usize = 4096;
 const WATCHER: usize = 1024;
 /// Watchers at most.
 const MAX_WATCHERS: usize = 8192;
-/// Messages that may wait for one host; what is beyond is lost, and said again by the protocol.
+/// Messages that may wait for one host; the protocol repeats those beyond, which are lost.
 const MESSAGES: usize = 256;
 /// A database that can't be written is tried again after this long.
 const WRITE_RETRY_INTERVAL: Duration = Duration::from_millis(500);
+/// Requests whose changes one write takes.
+const MAX_REQUESTS_PER_WRITE: usize = 512;
+/// Changes after which a write takes no further request.
+const MAX_CHANGES_PER_WRITE: usize = 16_384;
 
-type Job = Box<dyn FnOnce(&mut Keeper, Instant) + Send>;
+/// Sends an answer, which depends on the write of its batch.
+type Answer = Box<dyn FnOnce(Result<(), &Status>) + Send>;
+
+type Change = Box<dyn FnOnce(&mut Keeper, Instant) -> Answer + Send>;
+/// With whether what is written can be read.
+type Question = Box<dyn FnOnce(&mut Keeper, Result<(), &Status>, Instant) + Send>;
+type Now = Box<dyn FnOnce(&mut Keeper, Instant) + Send>;
+
+/// A request to the thread.
+pub(crate) enum Job {
+    /// May change the state: the answer waits for the write.
+    Change(Change),
+    /// Depends on what is written, and changes nothing of it: waits until nothing is staged.
+    Question(Question),
+    /// Depends on nothing that is staged: carried out and answered at once.
+    Now(Now),
+    /// Ends the thread, after the batch.
+    End,
+}
 
 /// Sends to the thread. Cheap to clone.
 #[derive(Debug, Clone)]
@@ -43,10 +70,59 @@ pub(crate) struct Handle {
 }
 
 impl Handle {
-    /// Has a job carried out. It is on the disk when this returns. What isn't done when the term is over isn't answered.
+    /// Has a request carried out that may change the state. Its changes are on the disk when this returns, and with them all that the answer shows.
+    ///
+    /// # Errors
+    /// When they can't be written, or the term is over.
     pub async fn ask<R: Send + 'static>(
         &self,
         job: impl FnOnce(&mut Keeper, Instant) -> R + Send + 'static,
+    ) -> Result<R, Status> {
+        self.send(|answer| {
+            Job::Change(Box::new(move |keeper, now| {
+                let result = job(keeper, now);
+                // The caller may have gone.
+                Box::new(move |written: Result<(), &Status>| {
+                    drop(answer.send(written.map_err(Clone::clone).map(|()| result)))
+                })
+            }))
+        })
+        .await
+    }
+
+    /// Has a request carried out that changes nothing on the disk. It is carried out on what is written.
+    ///
+    /// # Errors
+    /// When that can't be read, or the term is over.
+    pub async fn question<R: Send + 'static>(
+        &self,
+        job: impl FnOnce(&mut Keeper, Instant) -> R + Send + 'static,
+    ) -> Result<R, Status> {
+        self.send(|answer| {
+            Job::Question(Box::new(move |keeper, readable, now| {
+                let result = readable.map_err(Clone::clone).map(|()| job(keeper, now));
+                drop(answer.send(result));
+            }))
+        })
+        .await
+    }
+
+    /// Has a request carried out at once, whatever isn't written: its answer must not show any of the state.
+    ///
+    /// # Errors
+    /// When the term is over.
+    pub async fn at_once<R: Send + 'static>(
+        &self,
+        job: impl FnOnce(&mut Keeper, Instant) -> R + Send + 'static,
+    ) -> Result<R, Status> {
+        self.send(|answer| Job::Now(Box::new(move |keeper, now| drop(answer.send(Ok(job(keeper, now)))))))
+            .await
+    }
+
+    /// What isn't done when the term is over isn't answered.
+    async fn send<R>(
+        &self,
+        job: impl FnOnce(oneshot::Sender<Result<R, Status>>) -> Job,
     ) -> Result<R, Status> {
         let gone = || {
             Status::unavailable(
@@ -54,35 +130,27 @@ impl Handle {
             )
         };
         let (answer, result) = oneshot::channel();
-        let job: Job = Box::new(move |keeper, now| {
-            if !keeper.term.holds() {
-                return;
-            }
-            let result = job(keeper, now);
-            keeper.deliver();
-            if keeper.term.holds() {
-                // Whoever asked may have gone.
-                let _ = answer.send(result);
-            }
-        });
-        self.jobs.send(job).map_err(|_| gone())?;
-        result.await.map_err(|_| gone())
+        self.jobs.send(job(answer)).map_err(|_| gone())?;
+        result.await.map_err(|_| gone())?
     }
 
-    /// Has the thread end after the job that it is at.
+    /// Has the thread end after the requests that it is at.
     pub fn end(&self) {
         // It may have ended.
-        let _ = self.jobs.send(Box::new(|keeper, _| keeper.ending = true));
+        let _ = self.jobs.send(Job::End);
     }
 }
 
 /// What the thread owns.
-#[derive(Debug)]
 pub(crate) struct Keeper {
     pub registry: Registry,
     /// This start of the service, for watchers that come back.
     pub instance: u64,
     log: VecDeque<proto::WatchEvent>,
+    /// The last [`Keeper::whole`].
+    whole: Option<proto::WatchEvent>,
+    /// The revision after which the log has all events.
+    log_from: u64,
     /// The revision of the last event that watchers were sent; what they had before this start is older.
     pub shown: u64,
     watchers: Vec<mpsc::Sender<Result<proto::WatchEvent, Status>>>,
@@ -93,6 +161,12 @@ pub(crate) struct Keeper {
     pub slow_watchers: u64,
     /// Messages of the coordinator that found no host, or no room.
     pub lost_messages: u64,
+    /// Answers that wait for the next write.
+    answers: Vec<Answer>,
+    /// Groups whose migration began in changes that aren't written.
+    unwritten_groups: Vec<Vec<String>>,
+    /// How many writes had succeeded before the last one that failed.
+    failing_since: Option<u64>,
     term: Arc<Term>,
     ending: bool,
 }
@@ -116,12 +190,14 @@ pub(crate) fn start(registry: Registry, instance: u64) -> std::io::Result<(Handl
     Ok((handle, thread))
 }
 
-/// Carries jobs out until all handles are gone, or one has ended it.
+/// Carries requests out until all handles are gone, or one has ended it.
 pub(crate) fn run(registry: Registry, instance: u64, term: Arc<Term>, inbox: &Inbox) {
     let mut keeper = Keeper {
+        log_from: registry.state().revision,
         registry,
         instance,
         log: VecDeque::new(),
+        whole: None,
         shown: 0,
         watchers: Vec::new(),
         hosts: HashMap::new(),
@@ -129,6 +205,9 @@ pub(crate) fn run(registry: Registry, instance: u64, term: Arc<Term>, inbox: &In
         holds: Holds::default(),
         slow_watchers: 0,
         lost_messages: 0,
+        answers: Vec::new(),
+        unwritten_groups: Vec::new(),
+        failing_since: None,
         term,
         ending: false,
     };
@@ -144,54 +223,128 @@ impl Keeper {
                 not_before = not_before.max(Instant::now() + WRITE_RETRY_INTERVAL);
             }
             let next = self.registry.next().map(|at| at.max(not_before));
-            let job = match next {
+            let first = match next {
+                _ if self.registry.has_staged() => Err(RecvTimeoutError::Timeout),
                 Some(at) => inbox.recv_timeout(at.saturating_duration_since(Instant::now())),
                 None => inbox.recv().map_err(|_| RecvTimeoutError::Disconnected),
             };
+            if matches!(first, Err(RecvTimeoutError::Disconnected)) {
+                return;
+            }
+            let questions = self.carry_out(first.ok(), inbox);
+            let now = Instant::now();
+            let due = now >= not_before && self.registry.next().is_some_and(|at| at <= now);
+            let ticked = if due && self.term.holds() { self.registry.tick(now) } else { Ok(()) };
+            // What can't be healed has staged nothing.
+            let written = self.registry.flush().and(ticked);
+            if written.is_err() {
+                not_before = now + WRITE_RETRY_INTERVAL;
+            }
+            self.end_batch(written);
+            self.answer(questions, now);
+        }
+    }
+
+    /// Carries a batch of requests out in memory. Questions among them are due after the write.
+    fn carry_out(&mut self, first: Option<Job>, inbox: &Receiver<Job>) -> Vec<Question> {
+        let mut questions: Vec<Question> = Vec::new();
+        let mut count = 0;
+        let mut next = first;
+        while let Some(job) = next {
+            count += 1;
             let now = Instant::now();
             match job {
-                Ok(job) => job(self, now),
-                Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) => return,
+                Job::End => self.ending = true,
+                // Nothing is answered when the term is over.
+                _ if !self.term.holds() => {}
+                Job::Change(change) => {
+                    let answer = change(self, now);
+                    self.answers.push(answer);
+                }
+                Job::Question(question) => questions.push(question),
+                Job::Now(request) => request(self, now),
             }
-            if now >= not_before
-                && self.term.holds()
-                && self.registry.next().is_some_and(|at| at <= now)
-                && let Err(error) = self.registry.tick(now)
-            {
+            let full =
+                count >= MAX_REQUESTS_PER_WRITE || self.registry.staged_changes() >= MAX_CHANGES_PER_WRITE;
+            next = if full || self.ending { None } else { inbox.try_recv().ok() };
+        }
+        questions
+    }
+
+    /// After the write of a batch: its events, messages and answers, or the error for all of its requests.
+    fn end_batch(&mut self, written: Result<(), StoreError>) {
+        let groups = std::mem::take(&mut self.unwritten_groups);
+        let failed = written.err().map(|error| {
+            // Once per outage.
+            let writes = Some(self.registry.writes());
+            if std::mem::replace(&mut self.failing_since, writes) != writes {
                 tracing::error!(
                     error = &error as &dyn std::error::Error,
                     "The cluster's state can't be written"
                 );
-                not_before = now + WRITE_RETRY_INTERVAL;
             }
-            self.deliver();
+            groups.iter().for_each(|group| self.gathering.retract(group));
+            crate::service::status(&Refusal::Store(error))
+        });
+        self.deliver();
+        for answer in std::mem::take(&mut self.answers) {
+            if self.term.holds() {
+                answer(failed.as_ref().map_or(Ok(()), Err));
+            }
         }
     }
 
-    /// Sends what the last transactions have left.
-    fn deliver(&mut self) {
-        if !self.term.holds() {
-            // It isn't this instance's to say any more: whoever leads says it.
+    /// Answers questions, by what is written.
+    fn answer(&mut self, questions: Vec<Question>, now: Instant) {
+        if questions.is_empty() {
             return;
         }
-        for event in self.registry.take_events() {
-            let event = self.shown(&event);
-            if self.log.len() >= LOG {
-                self.log.pop_front();
+        // After a write that failed, the state is read again.
+        let readable =
+            self.registry.settle(now).map_err(|error| crate::service::status(&Refusal::Store(error)));
+        for question in questions {
+            if self.term.holds() {
+                question(self, readable.as_ref().copied(), now);
             }
-            let empty = event.hosts.is_empty() && event.vms.is_empty();
-            if !(empty && event.gone.is_empty() && event.gone_hosts.is_empty()) {
-                self.shown = event.revision;
-                let before = self.watchers.len();
-                self.watchers.retain(|watcher| watcher.try_send(Ok(event.clone())).is_ok());
-                self.slow_watchers += u64::try_from(before - self.watchers.len()).unwrap_or(0);
+        }
+        self.deliver();
+    }
+
+    /// Sends what the last write has left.
+    fn deliver(&mut self) {
+        if !self.term.holds() {
+            // Another instance leads by now, and decides what is sent.
+            return;
+        }
+        let (mut merged, mut events) = (None::<Event>, self.registry.take_events());
+        events.retain(|event| !event.hosts.is_empty() || !event.vms.is_empty());
+        // One event for all changes of a write: a change costs each watcher less, the more there are.
+        for event in events {
+            match &mut merged {
+                Some(merged) => merged.merge(event),
+                None => merged = Some(event),
             }
-            self.log.push_back(event);
+        }
+        if let Some(event) = merged {
+            self.publish(&event);
         }
         for message in self.registry.take_messages() {
             self.send(&message);
         }
+    }
+
+    fn publish(&mut self, event: &Event) {
+        let event = self.shown(event);
+        if self.log.len() >= LOG
+            && let Some(first) = self.log.pop_front()
+        {
+            self.log_from = first.revision;
+        }
+        self.shown = event.revision;
+        let before = self.watchers.len();
+        self.watchers.retain(|watcher| watcher.try_send(Ok(event.clone())).is_ok());
+        self.slow_watchers += u64::try_from(before - self.watchers.len()).unwrap_or(0);
+        self.log.push_back(event);
     }
 
     fn send(&mut self, message: &Message) {
@@ -232,18 +385,24 @@ impl Keeper {
         }
     }
 
-    /// The whole state as an event.
-    fn whole(&self) -> proto::WatchEvent {
-        let state = messages::state(&self.registry);
-        proto::WatchEvent {
-            instance: self.instance,
-            revision: state.revision,
-            whole: true,
-            hosts: state.hosts,
-            vms: state.vms,
-            gone: Vec::new(),
-            gone_hosts: Vec::new(),
+    /// All hosts and VMs as an event. After an outage each watcher gets one, mostly of the same revision.
+    fn whole(&mut self) -> proto::WatchEvent {
+        let revision = self.registry.state().revision;
+        if let Some(whole) = self.whole.as_ref().filter(|whole| whole.revision == revision) {
+            return whole.clone();
         }
+        let (hosts, vms) = (messages::hosts(&self.registry), messages::vms(self.registry.state()));
+        let (gone, gone_hosts) = (Vec::new(), Vec::new());
+        let whole = proto::WatchEvent {
+            instance: self.instance,
+            revision,
+            whole: true,
+            hosts,
+            vms,
+            gone,
+            gone_hosts,
+        };
+        self.whole.insert(whole).clone()
     }
 
     /// A watcher comes, or comes back with what it has.
@@ -259,18 +418,17 @@ impl Keeper {
             )));
         }
         let (watcher, events) = mpsc::channel(WATCHER);
-        let current = self.registry.state().revision;
-        let missed = current.checked_sub(revision).and_then(|missed| usize::try_from(missed).ok());
-        let missed = missed
-            .filter(|missed| instance == self.instance && *missed <= self.log.len() && *missed < WATCHER);
+        let missed = self.log.len() - self.log.partition_point(|event| event.revision <= revision);
+        let known = instance == self.instance
+            && (self.log_from..=self.registry.state().revision).contains(&revision)
+            && missed < WATCHER;
         // There is room: the channel is new.
-        match missed {
-            Some(missed) => {
-                for event in self.log.range(self.log.len() - missed..) {
-                    let _ = watcher.try_send(Ok(event.clone()));
-                }
+        if known {
+            for event in self.log.range(self.log.len() - missed..) {
+                let _ = watcher.try_send(Ok(event.clone()));
             }
-            None => drop(watcher.try_send(Ok(self.whole()))),
+        } else {
+            drop(watcher.try_send(Ok(self.whole())));
         }
         self.watchers.push(watcher);
         Ok(events)
@@ -283,7 +441,8 @@ impl Keeper {
         registry.migrate(wishes, &listens, now)
     }
 
-    /// A VM asks to move to a host, together with others that ask for themselves. Those that haven't, and the migration once it has begun.
+    /// A VM's request to move to a host, together with others that each have a request of their own. Returns those without one, or the migration
+    /// once it has begun.
     pub fn migrate_together(
         &mut self,
         (vm, host): (&str, &str),
@@ -301,13 +460,16 @@ impl Keeper {
                 let result = self.migrate(&all, now);
                 let outcome = result.as_ref().copied().map_err(ToString::to_string);
                 self.gathering.ended(together, outcome, now);
+                if result.is_ok() {
+                    self.unwritten_groups.push(together.to_vec());
+                }
                 result.map(begun)
             }
         }
     }
 
-    /// A host's message for another host, which has its stream here as well. It is lost where that host doesn't listen; the protocol says it
-    /// again.
+    /// A host's message for another host, which has its stream here as well. It is lost where that host doesn't listen; the protocol
+    /// repeats it.
     pub fn pass_on(&mut self, message: &Message, now: Instant) -> Result<(), Refusal> {
         self.registry.check_sender(message, now)?;
         self.send(message);
@@ -326,3 +488,6 @@ impl Keeper {
         messages
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -32,7 +32,7 @@ use crate::term::Term;
 const REQUEST: Duration = Duration::from_secs(2);
 /// A store that doesn't answer is asked again after this long.
 const RETRY_INTERVAL: Duration = Duration::from_millis(50);
-/// A change is sent so often, where it is certain each time that nothing has come of it.
+/// Attempts to write staged changes, each after it is certain that the one before has changed nothing.
 const ATTEMPTS: u32 = 3;
 
 /// The leader's key.
@@ -48,8 +48,18 @@ pub struct KvStore {
     prefix: String,
     term: Arc<Term>,
     state: State,
+    /// Changes that `state` has and the store hasn't: one entry per [`Store::stage`].
+    staged: Vec<Vec<Change>>,
+    /// Rows that they touch.
+    touched: BTreeSet<Row>,
+    /// `state` has changes that aren't known to be written.
+    ahead: bool,
+    /// A commit has failed while the state was ahead.
+    stale: bool,
     /// Revision of the head row's last change.
     head: i64,
+    /// The head row's value after it.
+    head_value: Vec<u8>,
     /// Rows of a batch that counts, and that aren't all written.
     batch: Vec<Operation>,
 }
@@ -63,8 +73,19 @@ impl KvStore {
     /// # Errors
     /// When the store doesn't answer, has something else there, or the term is over.
     pub fn open(kv: Arc<dyn Kv>, prefix: &str, term: Arc<Term>) -> Result<Self, StoreError> {
-        let mut store =
-            Self { kv, prefix: prefix.to_owned(), term, state: State::default(), head: 0, batch: Vec::new() };
+        let mut store = Self {
+            kv,
+            prefix: prefix.to_owned(),
+            term,
+            state: State::default(),
+            staged: Vec::new(),
+            touched: BTreeSet::new(),
+            ahead: false,
+            stale: false,
+            head: 0,
+            head_value: Vec::new(),
+            batch: Vec::new(),
+        };
         loop {
             store.read()?;
             // What an earlier attempt of this very term has sent does nothing from here on.
@@ -105,7 +126,7 @@ impl KvStore {
         Ok(self.kv.transact(&guards, operations, self.within()?)?)
     }
 
-    /// Reads everything.
+    /// Reads everything. The state is what is written then, without staged changes.
     fn read(&mut self) -> Result<(), StoreError> {
         let leader = leader_key(&self.prefix);
         let (states, batches) = (self.key(""), self.batch_key(""));
@@ -160,16 +181,18 @@ impl KvStore {
         for (key, value) in &found {
             rows::read(key, value, &mut state)?;
         }
+        self.head_value = Row::Head.value(&state)?.unwrap_or_default();
         (self.state, self.head, self.batch) = (state, head, batch);
+        self.touched.clear();
+        self.ahead = false;
         Ok(())
     }
 
     /// Writes the head row anew: nothing that was sent before is done any more. `false`: something was done meanwhile, read again.
     fn fence(&mut self) -> Result<bool, StoreError> {
-        let head = Row::Head.value(&self.state)?.unwrap_or_default();
         let mut operations = vec![
             Operation::put(self.key(rows::FORMAT), rows::format()?),
-            Operation::put(self.key(rows::HEAD), head),
+            Operation::put(self.key(rows::HEAD), self.head_value.clone()),
         ];
         if self.batch.is_empty() {
             operations.push(Operation::DeleteAll(self.batch_key("")));
@@ -182,10 +205,10 @@ impl KvStore {
     /// Writes the rows of a batch that counts. Where that fails, it is done again from the beginning.
     fn finish(&mut self) -> Result<(), StoreError> {
         while !self.batch.is_empty() {
-            let head = Row::Head.value(&self.state)?.unwrap_or_default();
-            let last = [Operation::DeleteAll(self.batch_key("")), Operation::put(self.key(rows::HEAD), head)];
+            let head = Operation::put(self.key(rows::HEAD), self.head_value.clone());
+            let last = [Operation::DeleteAll(self.batch_key("")), head];
             let mut done = None;
-            for portion in portions(&self.batch).chain([&last[..]]) {
+            for portion in portions(&self.batch, MAX_OPERATIONS).chain([&last[..]]) {
                 done = self.transact(portion)?;
                 if done.is_none() {
                     break;
@@ -214,7 +237,7 @@ impl KvStore {
             .into_iter()
             .partition(|operation| matches!(operation, Operation::Put { key, .. } if *key == head));
         let mut count = 0_u32;
-        for portion in portions(&rows) {
+        for portion in portions(&rows, usize::MAX) {
             let row = |operation: &Operation| match operation {
                 Operation::Put { key, value, .. } => {
                     (key.strip_prefix(&states).unwrap_or(key).to_owned(), Some(value.clone()))
@@ -274,25 +297,38 @@ impl KvStore {
         Ok(true)
     }
 
-    /// One attempt to write changes.
-    fn attempt(&mut self, changes: &[Change]) -> Result<(), StoreError> {
+    /// One attempt to write changes that are staged.
+    fn attempt(&mut self, staged: &[Vec<Change>]) -> Result<(), StoreError> {
         if !self.term.holds() {
             return Err(StoreError::NotLeading);
         }
-        // The batch before comes first. Nothing has changed where that fails.
+        // The batch before comes first.
         self.finish()?;
-        let mut touched = BTreeSet::from([Row::Head]);
+        if !self.ahead {
+            // The state was read again since they were staged.
+            for changes in staged {
+                self.make(changes);
+            }
+        }
+        let touched = std::mem::take(&mut self.touched);
+        self.put(&touched)
+    }
+
+    /// Makes changes in memory.
+    fn make(&mut self, changes: &[Change]) {
+        self.ahead = true;
+        self.touched.insert(Row::Head);
         for change in changes {
-            rows::touch(change, &self.state, &mut touched);
+            rows::touch(change, &self.state, &mut self.touched);
             self.state.apply(change);
         }
         self.state.revision += 1;
-        self.put(&touched)
     }
 
     /// Writes rows as the state in memory has them, which is a transaction ahead.
     fn put(&mut self, touched: &BTreeSet<Row>) -> Result<(), StoreError> {
         let revision = self.state.revision;
+        let head_value = Row::Head.value(&self.state)?.unwrap_or_default();
         let mut operations = Vec::with_capacity(touched.len());
         for row in touched {
             operations.push(match row.value(&self.state)? {
@@ -302,7 +338,7 @@ impl KvStore {
         }
         let error = match self.send(operations) {
             Ok(Some(head)) => {
-                self.head = head;
+                (self.head, self.head_value, self.ahead) = (head, head_value, false);
                 if let Err(error) = self.finish() {
                     // It counts; its rows are written before the next.
                     tracing::warn!(
@@ -318,6 +354,7 @@ impl KvStore {
         // The state in memory is ahead.
         let ambiguous = !matches!(error, StoreError::NotLeading | StoreError::Kv(KvError::Refused { .. }));
         match self.find_out(revision) {
+            // It was read again.
             Ok(true) => Ok(()),
             Ok(false) => Err(error),
             Err(unclear) => {
@@ -337,16 +374,44 @@ impl Store for KvStore {
         &self.state
     }
 
-    fn write(&mut self, changes: &[Change]) -> Result<(), StoreError> {
+    fn stage(&mut self, changes: &[Change]) {
+        self.make(changes);
+        self.staged.push(changes.to_vec());
+    }
+
+    fn commit(&mut self) -> Result<(), StoreError> {
+        let staged = std::mem::take(&mut self.staged);
+        if staged.is_empty() {
+            return Ok(());
+        }
         let mut attempts = ATTEMPTS;
-        loop {
+        let result = loop {
             attempts -= 1;
-            match self.attempt(changes) {
+            match self.attempt(&staged) {
                 // It is certain that nothing has changed, and that nothing of it will. A member of the store was lost: the next one answers.
                 Err(StoreError::Kv(KvError::Away { .. })) if attempts > 0 && self.term.holds() => {}
-                result => return result,
+                result => break result,
             }
+        };
+        self.touched.clear();
+        if result.is_err() && self.ahead {
+            self.stale = true;
+            // Where that fails, the caller's `recover` tries again.
+            drop(self.recover());
         }
+        result
+    }
+
+    fn recover(&mut self) -> Result<(), StoreError> {
+        if self.stale {
+            if !self.term.holds() {
+                return Err(StoreError::NotLeading);
+            }
+            self.read()?;
+            self.staged.clear();
+            self.stale = false;
+        }
+        Ok(())
     }
 }
 
@@ -355,12 +420,12 @@ fn encode(value: &impl serde::Serialize) -> Result<Vec<u8>, StoreError> {
         .map_err(|error| StoreError::Damaged(format!("a value can't be encoded ({error})")))
 }
 
-/// Operations in portions that one transaction takes.
-fn portions(operations: &[Operation]) -> impl Iterator<Item = &[Operation]> {
+/// Operations in portions of at most so many, and of at most [`MAX_BYTES`].
+fn portions(operations: &[Operation], most: usize) -> impl Iterator<Item = &[Operation]> {
     let mut rest = operations;
     std::iter::from_fn(move || {
         let mut bytes = 0_usize;
-        let fits = rest.iter().take(MAX_OPERATIONS).take_while(|operation| {
+        let fits = rest.iter().take(most).take_while(|operation| {
             bytes += operation.bytes();
             bytes <= MAX_BYTES
         });

@@ -113,6 +113,16 @@ fn stage(stage: Option<Stage>) -> &'static str {
     }
 }
 
+/// All hosts.
+pub(crate) fn hosts(registry: &Registry) -> Vec<proto::Host> {
+    registry.state().hosts.keys().filter_map(|id| host(registry, *id)).collect()
+}
+
+/// All VMs.
+pub(crate) fn vms(state: &State) -> Vec<proto::Vm> {
+    state.vms.keys().filter_map(|id| vm(state, *id)).collect()
+}
+
 /// Everything but what isn't the registry's.
 pub(crate) fn state(registry: &Registry) -> proto::State {
     let state = registry.state();
@@ -120,8 +130,8 @@ pub(crate) fn state(registry: &Registry) -> proto::State {
         revision: state.revision,
         shown_revision: 0,
         settings: Some(settings(registry)),
-        hosts: state.hosts.keys().filter_map(|id| host(registry, *id)).collect(),
-        vms: state.vms.keys().filter_map(|id| vm(state, *id)).collect(),
+        hosts: hosts(registry),
+        vms: vms(state),
         links: state.ledger.links.iter().map(|(a, b)| proto::Link { vm: a.0, peer: b.0 }).collect(),
         migrations: state
             .ledger

@@ -10,12 +10,12 @@ use hyper::body::Bytes;
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode, header};
 use hyper_util::rt::{TokioIo, TokioTimer};
+use nomad::HostId;
 use telemetry::metrics::{Family, encode};
 use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
 
 use crate::keeper::Keeper;
-use crate::messages;
 use crate::roles::Roles;
 
 /// Readers at once.
@@ -62,7 +62,7 @@ async fn respond(request: &Request<hyper::body::Incoming>, roles: &Roles) -> Res
         let mut all = of_role(&roles.role());
         // Hosts and VMs are shown by the instance that leads.
         if let Ok(keeper) = roles.leading()
-            && let Ok(families) = keeper.ask(|keeper, _| families(keeper)).await
+            && let Ok(families) = keeper.question(|keeper, _| families(keeper)).await
         {
             all.extend(families);
         }
@@ -116,33 +116,57 @@ fn of_role(role: &proto::Role) -> Vec<Family> {
 }
 
 fn families(keeper: &mut Keeper) -> Vec<Family> {
-    let state: proto::State = messages::state(&keeper.registry);
+    let (registry, state) = (&keeper.registry, keeper.registry.state());
     let count = |number: usize| u64::try_from(number).unwrap_or(u64::MAX);
+    let hosts: Vec<(HostId, &str)> = state
+        .hosts
+        .iter()
+        .filter(|(_, about)| !about.is_forgotten())
+        .map(|(host, about)| (*host, about.name.as_str()))
+        .collect();
     let mut families = Vec::new();
     let mut gauge = |name: &str, help: &str, value: u64| {
         let mut family = Family::gauge(name, help);
         family.add_count(&[], value);
         families.push(family);
     };
-    let heard = state.hosts.iter().filter(|host| host.heard).count();
-    gauge("causeway_cluster_hosts", "Hosts that have ever registered.", count(state.hosts.len()));
+    let heard = hosts.iter().filter(|(host, _)| registry.is_heard(*host)).count();
+    gauge("causeway_cluster_hosts", "Hosts that have ever registered.", count(hosts.len()));
     gauge("causeway_cluster_hosts_heard", "Hosts whose lease runs.", count(heard));
-    let alive = state.vms.iter().filter(|vm| vm.alive).count();
-    gauge("causeway_cluster_vms", "VMs that run, as far as their hosts have said.", count(alive));
+    let alive = state.ledger.vms.values().filter(|owner| owner.alive).count();
+    gauge("causeway_cluster_vms", "VMs that run, as far as their hosts have reported.", count(alive));
     gauge(
         "causeway_cluster_vms_lost",
         "VMs whose host was started again since, and that haven't come back.",
-        count(state.vms.len() - alive),
+        count(state.ledger.vms.len() - alive),
     );
     gauge(
         "causeway_cluster_links",
         "Pairs of VMs on different hosts with connections.",
-        count(state.links.len()),
+        count(state.ledger.links.len()),
     );
-    gauge("causeway_cluster_migrations", "Migrations that aren't over.", count(state.migrations.len()));
+    gauge(
+        "causeway_cluster_migrations",
+        "Migrations that aren't over.",
+        count(state.ledger.migrations.len()),
+    );
     gauge("causeway_cluster_watchers", "Clients that follow changes.", count(keeper.watchers()));
     for (name, help, value) in [
-        ("causeway_cluster_transactions_total", "Transactions of the database.", state.revision),
+        (
+            "causeway_cluster_transactions_total",
+            "Changes of the database by requests and timers.",
+            state.revision,
+        ),
+        (
+            "causeway_cluster_writes_total",
+            "Writes of the database since this instance began to lead; each brings all changes that waited for it.",
+            registry.writes(),
+        ),
+        (
+            "causeway_cluster_leases_lost_total",
+            "Leases of hosts that have run out since this instance began to lead.",
+            registry.leases_lost(),
+        ),
         (
             "causeway_cluster_slow_watchers_total",
             "Watchers that were dropped because they took nothing.",
@@ -159,8 +183,8 @@ fn families(keeper: &mut Keeper) -> Vec<Family> {
         families.push(family);
     }
     let mut up = Family::gauge("causeway_cluster_host_heard", "Whether a host's lease runs.");
-    for host in &state.hosts {
-        up.add_count(&[("host", &host.name)], u64::from(host.heard));
+    for (host, name) in hosts {
+        up.add_count(&[("host", name)], u64::from(registry.is_heard(host)));
     }
     families.push(up);
     families

@@ -1,5 +1,5 @@
-//! The state as rows: a key in text and a value, for stores that know no tables. Each row is a function of the state, so that a change is
-//! written as the rows that it touches, as they are after it; writing a row again means the same.
+//! The state as rows. Each row is a function of the state, so that changes are written as the rows that they touch, as they are after the
+//! last change; writing a row again means the same. A store without tables has a key in text and a value for each row:
 //!
 //! | key | value, postcard |
 //! |---|---|
@@ -94,8 +94,8 @@ fn touch_ledger(record: &Record, before: &State, rows: &mut BTreeSet<Row>) {
         Record::Vm { vm, .. } => drop(rows.insert(Row::Vm(*vm))),
         Record::VmEnded { vm } => {
             rows.insert(Row::Vm(*vm));
-            let of = before.ledger.links.iter().filter(|(a, b)| a == vm || b == vm);
-            rows.extend(of.map(|(a, b)| Row::Link(*a, *b)));
+            let peers = before.ledger.links.peers(*vm);
+            rows.extend(peers.map(|peer| Row::Link(*vm.min(&peer), *vm.max(&peer))));
         }
         Record::Linked { a, b } | Record::Unlinked { a, b } => drop(rows.insert(Row::Link(*a, *b))),
         Record::Begun { migration, .. } | Record::Aborted { migration } => {
@@ -287,13 +287,12 @@ pub fn read(key: &str, value: &[u8], state: &mut State) -> Result<(), StoreError
         Some(("owed", pair)) => {
             let (id, host) = pair.split_once('-').ok_or_else(unknown)?;
             let id = u64::from_str_radix(id, 16).map_err(|_| unknown())?;
-            let decided =
-                ledger.migrations.get_mut(&MigrationId(id)).filter(|stored| stored.decision.is_some());
-            let stored = decided.ok_or_else(unknown)?;
-            stored
-                .owed
-                .get_or_insert_default()
-                .insert(HostId(number(host)?), Incarnation(decode(key, value)?));
+            let decided = ledger.migrations.get(&MigrationId(id)).filter(|stored| stored.decision.is_some());
+            decided.ok_or_else(unknown)?;
+            let (host, incarnation) = (HostId(number(host)?), Incarnation(decode(key, value)?));
+            ledger.migrations.change(MigrationId(id), |stored| {
+                stored.owed.get_or_insert_default().insert(host, incarnation);
+            });
         }
         Some(("groups", _)) => {}
         _ => return Err(unknown()),

@@ -31,7 +31,7 @@ pub(crate) struct Service {
 }
 
 /// The refusal's own words, and what it was caused by.
-fn status(error: &Refusal) -> Status {
+pub(crate) fn status(error: &Refusal) -> Status {
     let mut text = error.to_string();
     // The store's own sentence is in the text.
     let mut source = match error {
@@ -61,6 +61,14 @@ impl Service {
         job: impl FnOnce(&mut Keeper, Instant) -> Result<R, Refusal> + Send + 'static,
     ) -> Result<R, Status> {
         ask(&self.roles.leading()?, job).await
+    }
+
+    /// A question: it changes nothing on the disk.
+    async fn question<R: Send + 'static>(
+        &self,
+        job: impl FnOnce(&mut Keeper, Instant) -> Result<R, Refusal> + Send + 'static,
+    ) -> Result<R, Status> {
+        self.roles.leading()?.question(job).await?.map_err(|error| status(&error))
     }
 }
 
@@ -102,7 +110,7 @@ impl ClusterService for Service {
         request: Request<proto::HeartbeatRequest>,
     ) -> Result<Response<proto::HeartbeatReply>, Status> {
         let proto::HeartbeatRequest { speaker, waiting } = request.into_inner();
-        self.ask(move |keeper, now| {
+        self.question(move |keeper, now| {
             let speaker = messages::speaker(speaker)?;
             keeper.registry.heartbeat(speaker, now)?;
             let one = |waiting: proto::Waiting| Ok((waiting.vm, messages::socket_address(&waiting.address)?));
@@ -118,7 +126,7 @@ impl ClusterService for Service {
         request: Request<proto::FindWaitingRequest>,
     ) -> Result<Response<proto::FindWaitingReply>, Status> {
         let proto::FindWaitingRequest { vm, host } = request.into_inner();
-        let address = self.ask(move |keeper, _| keeper.registry.find_waiting(&vm, &host)).await?;
+        let address = self.question(move |keeper, _| keeper.registry.find_waiting(&vm, &host)).await?;
         Ok(Response::new(proto::FindWaitingReply { address: address.to_string() }))
     }
 
@@ -199,7 +207,7 @@ impl ClusterService for Service {
         request: Request<proto::ReportHoldsRequest>,
     ) -> Result<Response<proto::ReportHoldsReply>, Status> {
         let request = request.into_inner();
-        self.ask(move |keeper, now| {
+        self.question(move |keeper, now| {
             let speaker = messages::speaker(request.speaker)?;
             keeper.registry.heard_of(speaker, now)?;
             for hold in request.holds.iter().take(MAX_HOLDS) {
@@ -218,7 +226,7 @@ impl ClusterService for Service {
     ) -> Result<Response<proto::GetHoldsReply>, Status> {
         let migration = request.into_inner().migration;
         let holds = self
-            .ask(move |keeper, _| {
+            .question(move |keeper, _| {
                 let named = |(vm, host, microseconds): (VmId, nomad::HostId, u64)| proto::Hold {
                     migration,
                     vm: vm.0,
@@ -238,7 +246,7 @@ impl ClusterService for Service {
         use proto::lookup_request::What;
         let what = request.into_inner().what;
         let reply = self
-            .ask(move |keeper, _| {
+            .question(move |keeper, _| {
                 let state = keeper.registry.state();
                 let (vm, what) = match what {
                     Some(What::Id(id)) => (Some(VmId(id)), format!("VM {id}")),
@@ -274,7 +282,7 @@ impl ClusterService for Service {
         let events = self
             .roles
             .leading()?
-            .ask(move |keeper, _| keeper.watch(request.instance, request.revision))
+            .question(move |keeper, _| keeper.watch(request.instance, request.revision))
             .await??;
         Ok(Response::new(ReceiverStream::new(events)))
     }
@@ -284,7 +292,7 @@ impl ClusterService for Service {
         let state = self
             .roles
             .leading()?
-            .ask(move |keeper, _| proto::State {
+            .question(move |keeper, _| proto::State {
                 instance: keeper.instance,
                 version: env!("CARGO_PKG_VERSION").to_owned(),
                 uptime_seconds,
@@ -390,11 +398,17 @@ impl ClusterService for Service {
                 if !leading.term.holds() {
                     return;
                 }
-                let passed = ask(&leading, move |keeper, now| match message.to {
-                    Node::Coordinator => keeper.registry.message(message, now),
-                    Node::Host(_) => keeper.pass_on(&message, now),
-                });
-                if let Err(status) = passed.await {
+                let passed = match message.to {
+                    Node::Coordinator => {
+                        ask(&leading, move |keeper, now| keeper.registry.message(message, now)).await
+                    }
+                    // It shows nothing of what the coordinator decides.
+                    Node::Host(_) => {
+                        let passed = leading.at_once(move |keeper, now| keeper.pass_on(&message, now)).await;
+                        passed.and_then(|passed| passed.map_err(|error| status(&error)))
+                    }
+                };
+                if let Err(status) = passed {
                     static LOG: LazyLock<GuestLog> = LazyLock::new(GuestLog::new);
                     telemetry::guest_warn!(LOG, "A message of {host} is refused: {}", status.message());
                 }

@@ -1,11 +1,17 @@
 //! What the service knows: the coordinator's ledger, and other facts of hosts and VMs.
+//!
+//! [`State::apply`] makes all changes, and keeps the indexes of names, addresses and owners with them.
 
-use std::collections::{BTreeMap, BTreeSet};
+mod named;
+
+use std::collections::BTreeSet;
 use std::net::SocketAddr;
 
 use nomad::coordinator::{Ledger, Record};
 use nomad::{HostId, VmId};
 use serde::{Deserialize, Serialize};
+
+pub use named::{Hosts, Vms};
 
 /// What is the same on all hosts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -46,7 +52,7 @@ impl Settings {
 pub struct AboutHost {
     /// Its name.
     pub name: String,
-    /// Where its daemon takes packets; port 0: nowhere, since the cluster has been told to forget it.
+    /// Where its daemon takes packets; port 0: nowhere, since the cluster was asked to forget it.
     pub address: SocketAddr,
 }
 
@@ -57,7 +63,7 @@ impl AboutHost {
         Self { name: name.to_owned(), address: SocketAddr::from(([0, 0, 0, 0], 0)) }
     }
 
-    /// Whether the cluster has been told to forget it.
+    /// Whether the cluster was asked to forget it.
     #[must_use]
     pub fn is_forgotten(&self) -> bool {
         self.address.port() == 0
@@ -102,16 +108,16 @@ pub enum Change {
 /// The state.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct State {
-    /// Counts the transactions.
+    /// Counts the changes that requests and timers have made; one write may bring many of them.
     pub revision: u64,
     /// What is the same on all hosts.
     pub settings: Settings,
     /// The coordinator's part.
     pub ledger: Ledger,
     /// Hosts.
-    pub hosts: BTreeMap<HostId, AboutHost>,
+    pub hosts: Hosts,
     /// VMs.
-    pub vms: BTreeMap<VmId, AboutVm>,
+    pub vms: Vms,
     /// The highest number that a VM has had.
     pub last_vm: u32,
 }
@@ -122,35 +128,34 @@ impl State {
         match change {
             Change::Ledger(record) => self.ledger.apply(record),
             Change::Settings(settings) => self.settings = *settings,
-            Change::Host(host, about) => drop(self.hosts.insert(*host, about.clone())),
+            Change::Host(host, about) => self.hosts.insert(*host, about.clone()),
             Change::Vm(vm, about) => {
                 self.last_vm = self.last_vm.max(vm.0);
                 self.vms.insert(*vm, about.clone());
             }
-            Change::VmForgotten(vm) => drop(self.vms.remove(vm)),
+            Change::VmForgotten(vm) => self.vms.remove(*vm),
         }
     }
 
     /// A host by its name.
     #[must_use]
     pub fn host(&self, name: &str) -> Option<(HostId, &AboutHost)> {
-        self.hosts.iter().find(|(_, about)| about.name == name).map(|(host, about)| (*host, about))
+        let host = self.hosts.named(name)?;
+        self.hosts.get(&host).map(|about| (host, about))
     }
 
     /// A VM by its name.
     #[must_use]
     pub fn vm(&self, name: &str) -> Option<(VmId, &AboutVm)> {
-        self.vms.iter().find(|(_, about)| about.name == name).map(|(vm, about)| (*vm, about))
+        let vm = self.vms.named(name)?;
+        self.vms.get(&vm).map(|about| (vm, about))
     }
 
     /// The VM that runs and has an address in a segment.
     #[must_use]
     pub fn owner_of(&self, segment: &str, address: &[u8; 16]) -> Option<VmId> {
-        let has = |about: &AboutVm| {
-            about.nics.iter().any(|nic| nic.segment == segment && nic.addresses.contains(address))
-        };
         let alive = |vm: &VmId| self.ledger.vms.get(vm).is_some_and(|owner| owner.alive);
-        self.vms.iter().find(|(vm, about)| alive(vm) && has(about)).map(|(vm, _)| *vm)
+        self.vms.at(segment, address).find(alive)
     }
 
     /// A host's name, or its number where it has none.

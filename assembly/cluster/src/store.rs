@@ -1,7 +1,7 @@
 //! The service's state in a database.
 //!
-//! [`Store`] is what the service needs of one: the state as it was last written, and a transaction that makes changes, wholly or not at all.
-//! [`RedbStore`] keeps it in a file:
+//! [`Store`] is what the service needs of one: the state with changes that are staged, and a transaction that writes all staged changes, or
+//! none. [`RedbStore`] keeps it in a file:
 //!
 //! | table | key | value |
 //! |---|---|---|
@@ -17,15 +17,18 @@
 //! | `host_names` | host | [`AboutHost`], postcard |
 //! | `vm_names` | VM | [`AboutVm`], postcard |
 //!
-//! Changes of one [`Store::write`] are one transaction, and on the disk when it returns. Concurrency: one process has the file open; redb locks it.
+//! Changes that are staged until a [`Store::commit`] are one transaction, and on the disk when it returns. Concurrency: one process has the file
+//! open; redb locks it.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-use nomad::coordinator::{Decision, Ledger, Owner, Record, Stored};
+use nomad::coordinator::{Decision, Ledger, Owner, Stored};
 use nomad::{Epoch, HostId, Incarnation, MigrationId, Move, VmId};
-use redb::{Database, ReadableDatabase, ReadableTable, TableDefinition, WriteTransaction};
+use redb::{Database, ReadableDatabase, ReadableTable, Table, TableDefinition, WriteTransaction};
 use serde::{Serialize, de::DeserializeOwned};
 
+use crate::rows::{self, Row};
 use crate::state::{AboutHost, AboutVm, Change, Settings, State};
 
 /// Version of the tables. A database of version 2, which has no `owed`, becomes one of this version when it is opened.
@@ -105,16 +108,35 @@ fn written<E: Into<redb::Error>>(source: E) -> StoreError {
     StoreError::Broken { what: "written", source: Box::new(source.into()) }
 }
 
-/// A database of the service.
+/// A database of the service. After a [`Store::commit`] that failed, [`Store::recover`] comes first.
 pub trait Store: std::fmt::Debug + Send {
-    /// The state as it is written.
+    /// The state as it is written, with the changes that are staged.
     fn state(&self) -> &State;
 
-    /// Writes changes, in order, as one transaction. When this returns they are safe.
+    /// Makes changes in memory, in order, which the next [`Store::commit`] writes. Counts one revision.
+    fn stage(&mut self, changes: &[Change]);
+
+    /// Writes all staged changes as one transaction. When this returns they are safe. Nothing where none is staged.
     ///
     /// # Errors
-    /// When they can't be written: then nothing has changed.
-    fn write(&mut self, changes: &[Change]) -> Result<(), StoreError>;
+    /// When they can't be written: then none of them is made.
+    fn commit(&mut self) -> Result<(), StoreError>;
+
+    /// Makes [`Store::state`] what is written, after a failure. Nothing where it is.
+    ///
+    /// # Errors
+    /// When that can't be read.
+    fn recover(&mut self) -> Result<(), StoreError>;
+
+    /// Writes changes, in order, as one transaction.
+    ///
+    /// # Errors
+    /// As [`Store::commit`] and [`Store::recover`].
+    fn write(&mut self, changes: &[Change]) -> Result<(), StoreError> {
+        self.recover()?;
+        self.stage(changes);
+        self.commit()
+    }
 }
 
 /// The state, in memory and in a file.
@@ -122,6 +144,8 @@ pub trait Store: std::fmt::Debug + Send {
 pub struct RedbStore {
     database: Database,
     state: State,
+    /// Rows that staged changes touch.
+    touched: BTreeSet<Row>,
     /// A transaction has failed, and the state may be ahead of the file.
     stale: bool,
 }
@@ -161,7 +185,7 @@ impl RedbStore {
         transaction.open_table(VM_NAMES).map_err(written)?;
         transaction.commit().map_err(written)?;
         let state = load(&database)?;
-        Ok(Self { database, state, stale: false })
+        Ok(Self { database, state, touched: BTreeSet::new(), stale: false })
     }
 }
 
@@ -170,58 +194,162 @@ impl Store for RedbStore {
         &self.state
     }
 
-    fn write(&mut self, changes: &[Change]) -> Result<(), StoreError> {
-        if self.stale {
-            self.state = load(&self.database)?;
-            self.stale = false;
+    fn stage(&mut self, changes: &[Change]) {
+        for change in changes {
+            rows::touch(change, &self.state, &mut self.touched);
+            self.state.apply(change);
         }
-        let result = transact(&self.database, &mut self.state, changes);
+        self.state.revision += 1;
+        self.touched.insert(Row::Head);
+    }
+
+    fn commit(&mut self) -> Result<(), StoreError> {
+        let touched = std::mem::take(&mut self.touched);
+        if touched.is_empty() {
+            return Ok(());
+        }
+        let result = transact(&self.database, &self.state, &touched);
         if result.is_err() {
             self.stale = true;
-            // Where that fails as well it is tried again before the next transaction.
-            if let Ok(state) = load(&self.database) {
-                self.state = state;
-                self.stale = false;
-            }
+            // Where that fails as well, the caller's `recover` tries again.
+            drop(self.recover());
         }
         result
     }
+
+    fn recover(&mut self) -> Result<(), StoreError> {
+        if self.stale {
+            self.state = load(&self.database)?;
+            self.touched.clear();
+            self.stale = false;
+        }
+        Ok(())
+    }
 }
 
-/// One transaction; after a failure `state` is ahead of the file.
-fn transact(database: &Database, state: &mut State, changes: &[Change]) -> Result<(), StoreError> {
+/// Writes rows as the state has them.
+fn transact(database: &Database, state: &State, rows: &BTreeSet<Row>) -> Result<(), StoreError> {
     let transaction = database.begin_write().map_err(written)?;
-    state.revision += 1;
-    for change in changes {
-        state.apply(change);
-        match change {
-            Change::Ledger(record) => put(&transaction, record, &state.ledger)?,
-            Change::Settings(settings) => {
-                let mut table = transaction.open_table(SETTINGS).map_err(written)?;
-                table.insert("mtu", u64::from(settings.mtu)).map_err(written)?;
-                table.insert("sockets", u64::from(settings.sockets)).map_err(written)?;
-            }
-            Change::Host(host, about) => {
-                let mut table = transaction.open_table(HOST_NAMES).map_err(written)?;
-                table.insert(host.0, encode(about)?.as_slice()).map_err(written)?;
-            }
-            Change::Vm(vm, about) => {
-                let mut table = transaction.open_table(VM_NAMES).map_err(written)?;
-                table.insert(vm.0, encode(about)?.as_slice()).map_err(written)?;
-            }
-            Change::VmForgotten(vm) => {
-                let mut table = transaction.open_table(VM_NAMES).map_err(written)?;
-                table.remove(vm.0).map_err(written)?;
-            }
-        }
+    let mut tables = Tables::open(&transaction)?;
+    for row in rows {
+        tables.put(row, state)?;
     }
-    {
-        let mut last = transaction.open_table(LAST).map_err(written)?;
-        last.insert("vm", u64::from(state.last_vm)).map_err(written)?;
-        last.insert("revision", state.revision).map_err(written)?;
-    }
+    drop(tables);
     transaction.commit().map_err(written)
 }
+
+/// The tables of a transaction, each opened once.
+struct Tables<'a> {
+    hosts: Table<'a, u32, u64>,
+    vms: Table<'a, u32, (u32, u64, bool)>,
+    links: Table<'a, (u32, u32), ()>,
+    migrations: Table<'a, u64, u8>,
+    moves: Table<'a, (u64, u32), (u32, u32, u32, u64)>,
+    owed: Table<'a, (u64, u32), u64>,
+    last: Table<'a, &'static str, u64>,
+    settings: Table<'a, &'static str, u64>,
+    host_names: Table<'a, u32, &'static [u8]>,
+    vm_names: Table<'a, u32, &'static [u8]>,
+}
+
+impl<'a> Tables<'a> {
+    fn open(transaction: &'a WriteTransaction) -> Result<Self, StoreError> {
+        Ok(Self {
+            hosts: transaction.open_table(HOSTS).map_err(written)?,
+            vms: transaction.open_table(VMS).map_err(written)?,
+            links: transaction.open_table(LINKS).map_err(written)?,
+            migrations: transaction.open_table(MIGRATIONS).map_err(written)?,
+            moves: transaction.open_table(MOVES).map_err(written)?,
+            owed: transaction.open_table(OWED).map_err(written)?,
+            last: transaction.open_table(LAST).map_err(written)?,
+            settings: transaction.open_table(SETTINGS).map_err(written)?,
+            host_names: transaction.open_table(HOST_NAMES).map_err(written)?,
+            vm_names: transaction.open_table(VM_NAMES).map_err(written)?,
+        })
+    }
+
+    /// Writes a row as the state has it, or removes one that it hasn't.
+    fn put(&mut self, row: &Row, state: &State) -> Result<(), StoreError> {
+        match row {
+            Row::Head => {
+                self.last.insert("migration", state.ledger.last.0).map_err(written)?;
+                self.last.insert("vm", u64::from(state.last_vm)).map_err(written)?;
+                self.last.insert("revision", state.revision).map_err(written)?;
+            }
+            Row::Settings => {
+                self.settings.insert("mtu", u64::from(state.settings.mtu)).map_err(written)?;
+                self.settings.insert("sockets", u64::from(state.settings.sockets)).map_err(written)?;
+            }
+            Row::HostName(host) => match state.hosts.get(host) {
+                Some(about) => {
+                    drop(self.host_names.insert(host.0, encode(about)?.as_slice()).map_err(written)?)
+                }
+                None => drop(self.host_names.remove(host.0).map_err(written)?),
+            },
+            Row::VmName(vm) => match state.vms.get(vm) {
+                Some(about) => drop(self.vm_names.insert(vm.0, encode(about)?.as_slice()).map_err(written)?),
+                None => drop(self.vm_names.remove(vm.0).map_err(written)?),
+            },
+            Row::Host(_) | Row::Vm(_) | Row::Link(..) | Row::Migration(_) | Row::Owed(..) => {
+                self.put_ledger(row, &state.ledger)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn put_ledger(&mut self, row: &Row, ledger: &Ledger) -> Result<(), StoreError> {
+        match row {
+            Row::Host(host) => match ledger.hosts.get(host) {
+                Some(incarnation) => drop(self.hosts.insert(host.0, incarnation.0).map_err(written)?),
+                None => drop(self.hosts.remove(host.0).map_err(written)?),
+            },
+            Row::Vm(vm) => match ledger.vms.get(vm) {
+                Some(owner) => {
+                    let owner = (owner.host.0, owner.epoch.0, owner.alive);
+                    self.vms.insert(vm.0, owner).map_err(written)?;
+                }
+                None => drop(self.vms.remove(vm.0).map_err(written)?),
+            },
+            Row::Link(a, b) if ledger.links.contains(&(*a, *b)) => {
+                self.links.insert((a.0, b.0), ()).map_err(written)?;
+            }
+            Row::Link(a, b) => drop(self.links.remove((a.0, b.0)).map_err(written)?),
+            Row::Migration(migration) => self.put_migration(*migration, ledger.migrations.get(migration))?,
+            Row::Owed(migration, host) => {
+                let owed =
+                    ledger.migrations.get(migration).and_then(|stored| stored.owed.as_ref()?.get(host));
+                let key = (migration.0, host.0);
+                match owed {
+                    Some(incarnation) => drop(self.owed.insert(key, incarnation.0).map_err(written)?),
+                    None => drop(self.owed.remove(key).map_err(written)?),
+                }
+            }
+            Row::Head | Row::Settings | Row::HostName(_) | Row::VmName(_) => {}
+        }
+        Ok(())
+    }
+
+    fn put_migration(&mut self, migration: MigrationId, stored: Option<&Stored>) -> Result<(), StoreError> {
+        let Some(stored) = stored else {
+            let of = (migration.0, 0)..=(migration.0, u32::MAX);
+            self.moves.retain_in(of, |_, _| false).map_err(written)?;
+            self.migrations.remove(migration.0).map_err(written)?;
+            return Ok(());
+        };
+        let decision = match stored.decision {
+            None => UNDECIDED,
+            Some(Decision::Committed) => COMMITTED,
+            Some(Decision::Aborted) => ABORTED,
+        };
+        self.migrations.insert(migration.0, decision).map_err(written)?;
+        for (index, moved) in (0_u32..).zip(&stored.moves) {
+            let row = (moved.vm.0, moved.from.0, moved.to.0, moved.epoch.0);
+            self.moves.insert((migration.0, index), row).map_err(written)?;
+        }
+        Ok(())
+    }
+}
+
 fn encode(value: &impl Serialize) -> Result<Vec<u8>, StoreError> {
     postcard::to_stdvec(value)
         .map_err(|error| StoreError::Damaged(format!("a value can't be encoded ({error})")))
@@ -230,110 +358,6 @@ fn encode(value: &impl Serialize) -> Result<Vec<u8>, StoreError> {
 fn decode<T: DeserializeOwned>(bytes: &[u8], what: &str) -> Result<T, StoreError> {
     postcard::from_bytes(bytes)
         .map_err(|error| StoreError::Damaged(format!("{what} can't be decoded ({error})")))
-}
-
-/// Writes the rows that a record changes, as they are after it.
-fn put(transaction: &WriteTransaction, record: &Record, after: &Ledger) -> Result<(), StoreError> {
-    match record {
-        Record::Host { host, incarnation, lost } => {
-            let mut hosts = transaction.open_table(HOSTS).map_err(written)?;
-            hosts.insert(host.0, incarnation.0).map_err(written)?;
-            put_vms(transaction, lost.iter().copied(), after)
-        }
-        Record::Vm { vm, .. } => put_vms(transaction, [*vm].into_iter(), after),
-        Record::VmEnded { vm } => {
-            let mut links = transaction.open_table(LINKS).map_err(written)?;
-            links.retain(|(a, b), ()| a != vm.0 && b != vm.0).map_err(written)?;
-            put_vms(transaction, [*vm].into_iter(), after)
-        }
-        Record::Linked { a, b } => {
-            let mut links = transaction.open_table(LINKS).map_err(written)?;
-            links.insert((a.0, b.0), ()).map_err(written)?;
-            Ok(())
-        }
-        Record::Unlinked { a, b } => {
-            let mut links = transaction.open_table(LINKS).map_err(written)?;
-            links.remove((a.0, b.0)).map_err(written)?;
-            Ok(())
-        }
-        Record::Begun { migration, moves } => {
-            let mut table = transaction.open_table(MOVES).map_err(written)?;
-            for (index, moved) in (0_u32..).zip(moves) {
-                let row = (moved.vm.0, moved.from.0, moved.to.0, moved.epoch.0);
-                table.insert((migration.0, index), row).map_err(written)?;
-            }
-            transaction
-                .open_table(LAST)
-                .map_err(written)?
-                .insert("migration", after.last.0)
-                .map_err(written)?;
-            put_decision(transaction, *migration, Some(UNDECIDED))
-        }
-        Record::Committed { migration } => {
-            let moves = after.migrations.get(migration).map_or(&[][..], |stored| &stored.moves);
-            put_vms(transaction, moves.iter().map(|moved| moved.vm), after)?;
-            let known = after.migrations.contains_key(migration);
-            if known { put_decision(transaction, *migration, Some(COMMITTED)) } else { Ok(()) }
-        }
-        Record::Aborted { migration } => {
-            let known = after.migrations.contains_key(migration);
-            if known { put_decision(transaction, *migration, Some(ABORTED)) } else { Ok(()) }
-        }
-        Record::Released { migration, owed, lost } => {
-            let mut table = transaction.open_table(OWED).map_err(written)?;
-            let known = after.migrations.get(migration).is_some_and(|stored| !stored.binds());
-            for (host, incarnation) in owed.iter().filter(|_| known) {
-                table.insert((migration.0, host.0), incarnation.0).map_err(written)?;
-            }
-            put_vms(transaction, lost.iter().copied(), after)
-        }
-        Record::Paid { migration, host, lost } => {
-            let mut table = transaction.open_table(OWED).map_err(written)?;
-            table.remove((migration.0, host.0)).map_err(written)?;
-            if !after.migrations.contains_key(migration) {
-                end_migration(transaction, *migration)?;
-            }
-            put_vms(transaction, lost.iter().copied(), after)
-        }
-        Record::Finished { migration, lost } => {
-            end_migration(transaction, *migration)?;
-            put_vms(transaction, lost.iter().copied(), after)
-        }
-    }
-}
-
-fn end_migration(transaction: &WriteTransaction, migration: MigrationId) -> Result<(), StoreError> {
-    let mut moves = transaction.open_table(MOVES).map_err(written)?;
-    moves.retain(|(of, _), _| of != migration.0).map_err(written)?;
-    put_decision(transaction, migration, None)
-}
-
-fn put_vms(
-    transaction: &WriteTransaction,
-    vms: impl Iterator<Item = VmId>,
-    after: &Ledger,
-) -> Result<(), StoreError> {
-    let mut table = transaction.open_table(VMS).map_err(written)?;
-    for vm in vms {
-        match after.vms.get(&vm) {
-            Some(owner) => table.insert(vm.0, (owner.host.0, owner.epoch.0, owner.alive)).map_err(written)?,
-            None => table.remove(vm.0).map_err(written)?,
-        };
-    }
-    Ok(())
-}
-
-fn put_decision(
-    transaction: &WriteTransaction,
-    migration: MigrationId,
-    decision: Option<u8>,
-) -> Result<(), StoreError> {
-    let mut table = transaction.open_table(MIGRATIONS).map_err(written)?;
-    match decision {
-        Some(decision) => table.insert(migration.0, decision).map_err(written)?,
-        None => table.remove(migration.0).map_err(written)?,
-    };
-    Ok(())
 }
 
 fn load(database: &Database) -> Result<State, StoreError> {
@@ -384,6 +408,7 @@ fn load_ledger(database: &Database) -> Result<Ledger, StoreError> {
         let (a, b) = row.map_err(read)?.0.value();
         ledger.links.insert((VmId(a), VmId(b)));
     }
+    let mut migrations = BTreeMap::new();
     for row in transaction.open_table(MIGRATIONS).map_err(read)?.iter().map_err(read)? {
         let (migration, decision) = row.map_err(read)?;
         let decision = match decision.value() {
@@ -393,13 +418,13 @@ fn load_ledger(database: &Database) -> Result<Ledger, StoreError> {
             other => return Err(StoreError::Damaged(format!("a migration has the decision {other}"))),
         };
         let stored = Stored { decision, ..Stored::begun(Vec::new()) };
-        ledger.migrations.insert(MigrationId(migration.value()), stored);
+        migrations.insert(MigrationId(migration.value()), stored);
     }
     for row in transaction.open_table(MOVES).map_err(read)?.iter().map_err(read)? {
         let (key, moved) = row.map_err(read)?;
         let (migration, _) = key.value();
         let (vm, from, to, epoch) = moved.value();
-        let stored = ledger.migrations.get_mut(&MigrationId(migration));
+        let stored = migrations.get_mut(&MigrationId(migration));
         let stored = stored.ok_or_else(|| {
             StoreError::Damaged(format!("VM {vm} moves in migration {migration}, which isn't there"))
         })?;
@@ -409,15 +434,17 @@ fn load_ledger(database: &Database) -> Result<Ledger, StoreError> {
     for row in transaction.open_table(OWED).map_err(read)?.iter().map_err(read)? {
         let (key, incarnation) = row.map_err(read)?;
         let (migration, host) = key.value();
-        let stored =
-            ledger.migrations.get_mut(&MigrationId(migration)).filter(|stored| stored.decision.is_some());
+        let stored = migrations.get_mut(&MigrationId(migration)).filter(|stored| stored.decision.is_some());
         let stored = stored.ok_or_else(|| {
             StoreError::Damaged(format!(
-                "host {host} is to hear of migration {migration}, which isn't decided"
+                "the decision of migration {migration} is kept for host {host}, but it isn't decided"
             ))
         })?;
         let owed = stored.owed.get_or_insert_default();
         owed.insert(HostId(host), Incarnation(incarnation.value()));
+    }
+    for (migration, stored) in migrations {
+        ledger.migrations.insert(migration, stored);
     }
     let last = transaction.open_table(LAST).map_err(read)?.get("migration").map_err(read)?;
     ledger.last = MigrationId(last.map_or(0, |last| last.value()));

@@ -13,7 +13,7 @@ use crate::refusal::Refusal;
 use crate::state::{AboutHost, Change};
 
 impl Registry {
-    /// A host's daemon has started (`incarnation` 0), or is back with the incarnation that it was given before. VMs that an earlier start of it
+    /// A host's daemon has started (`incarnation` 0), or is back with the incarnation of its earlier registration. VMs that an earlier start of it
     /// ran are lost: it has forgotten them.
     ///
     /// # Errors
@@ -32,8 +32,10 @@ impl Registry {
                 "{address} is no address at which host {name} can be reached; give --fabric-address another"
             )));
         }
-        let other = self.state().hosts.values().find(|about| about.address == address && about.name != name);
-        if let Some(other) = other {
+        let hosts = &self.state().hosts;
+        let at_address =
+            hosts.at(address).filter_map(|host| hosts.get(&host)).find(|about| about.name != name);
+        if let Some(other) = at_address {
             return Err(Refusal::Conflict(format!(
                 "{address} is host {}'s; give host {name} another --fabric-address",
                 other.name
@@ -51,7 +53,7 @@ impl Registry {
         };
         let current = self.state().ledger.hosts.get(&host).copied().unwrap_or_default();
         if incarnation.0 == 0 {
-            // Two daemons that were given one name would take it from each other for ever.
+            // Two daemons with one name would take it from each other for ever.
             if before != address && self.is_heard(host) {
                 return Err(Refusal::Conflict(format!(
                     "Host {name} is at {before} and was heard of lately; give this one another --name, or wait {} s",
@@ -83,7 +85,7 @@ impl Registry {
         let mut actions = Vec::new();
         self.coordinator.step(CoordinatorEvent::Message(hello), &mut actions);
         let about = AboutHost { name: name.to_owned(), address };
-        self.commit(vec![Change::Host(host, about)], actions, now)?;
+        self.stage_actions(vec![Change::Host(host, about)], actions, now);
         self.reported.remove(&host);
         self.waiting.remove(&host);
         self.renew(host, now);
@@ -91,7 +93,7 @@ impl Registry {
         Ok(Speaker { host, incarnation })
     }
 
-    /// A host is gone for good, as its user says. Its VMs are lost, and may be started elsewhere; migrations end without it. Should it come back, it is told how those were
+    /// A host is gone for good, as its user says. Its VMs are lost, and may be started elsewhere; migrations end without it. Should it come back, the coordinator notifies it how those were
     /// decided. Returns the names of the VMs that are lost by it.
     ///
     /// # Errors
@@ -111,18 +113,15 @@ impl Registry {
                 self.lease.as_secs().max(1)
             )));
         }
-        let alive = |state: &crate::state::State| -> Vec<VmId> {
-            let owned = state.ledger.vms.iter().filter(|(_, owner)| owner.host == host && owner.alive);
-            owned.map(|(vm, _)| *vm).collect()
-        };
-        let before = alive(self.state());
+        let alive = |registry: &Self| registry.state().ledger.vms.alive_on(host).collect::<Vec<VmId>>();
+        let before = alive(self);
         let mut actions = Vec::new();
         let forgotten = self.coordinator.forget(host, &mut actions);
         forgotten.map_err(|refused| Refusal::of(&refused, self.state()))?;
-        self.commit(vec![Change::Host(host, AboutHost::forgotten(name))], actions, now)?;
+        self.stage_actions(vec![Change::Host(host, AboutHost::forgotten(name))], actions, now);
         self.reported.remove(&host);
         self.silent.remove(&host);
-        let after = alive(self.state());
+        let after = alive(self);
         let lost = before.iter().filter(|vm| !after.contains(vm)).map(|vm| self.state().vm_name(*vm));
         let lost: Vec<String> = lost.collect();
         tracing::warn!(host = name, ?lost, "A host is forgotten, as its user says");
@@ -139,7 +138,7 @@ impl Registry {
         Ok(())
     }
 
-    /// Monitors of a host that wait for VMs, in place of those said before.
+    /// Monitors of a host that wait for VMs, in place of those reported before.
     ///
     /// # Errors
     /// As [`Registry::heartbeat`], and when there are too many, or one can't be.
@@ -193,7 +192,8 @@ impl Registry {
     }
 
     pub(super) fn renew(&mut self, host: HostId, now: Instant) {
-        self.leases.insert(host, now + self.lease);
+        self.leases.renew(host, now + self.lease);
+        self.newly_silent.remove(&host);
         if self.silent.remove(&host) {
             tracing::info!(host = self.state().host_name(host), "A host is heard of again");
         }

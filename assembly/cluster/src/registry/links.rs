@@ -1,4 +1,4 @@
-//! Who is connected to whom: the list by which the coordinator knows which VMs must not move at the same time.
+//! Connected VMs: the list by which the coordinator knows which VMs must not move at the same time.
 
 use std::collections::BTreeSet;
 use std::time::Instant;
@@ -9,12 +9,12 @@ use super::{MAX_LINKS, Registry, Speaker};
 use crate::refusal::Refusal;
 
 impl Registry {
-    /// A host says which of its VMs are connected to which others, in place of what it said before. A connection is on the list as long as the host
-    /// of one end says so, or hasn't said anything since the service began.
+    /// Takes a host's report of its VMs' connections, in place of its report before. A pair is on the list as long as the host of one end reports
+    /// it, or hasn't reported since the service began. The cost grows with the connections of the host's VMs, not with the cluster's.
     ///
     /// # Errors
-    /// When the host was started again since, or says too much. What it says of VMs that it doesn't run, or that nobody knows, is passed over: they
-    /// may have ended or moved meanwhile.
+    /// When the host was started again since, or reports more than [`MAX_LINKS`]. Pairs of VMs that it doesn't run, or that aren't known, are passed
+    /// over: they may have ended or moved meanwhile.
     pub fn report_links(
         &mut self,
         speaker: Speaker,
@@ -28,40 +28,38 @@ impl Registry {
                 links.len()
             )));
         }
-        let runs = |vm: &VmId| {
-            self.state().ledger.vms.get(vm).is_some_and(|owner| owner.alive && owner.host == speaker.host)
-        };
-        let known = |vm: &VmId| self.state().ledger.vms.contains_key(vm);
-        let said: BTreeSet<(VmId, VmId)> = links
+        let ledger = &self.state().ledger;
+        let runs =
+            |vm: &VmId| ledger.vms.get(vm).is_some_and(|owner| owner.alive && owner.host == speaker.host);
+        let reported: BTreeSet<(VmId, VmId)> = links
             .iter()
-            .filter(|(vm, peer)| runs(vm) && known(peer) && vm != peer)
+            .filter(|(vm, peer)| runs(vm) && ledger.vms.contains_key(peer) && vm != peer)
             .map(|(vm, peer)| (*vm.min(peer), *vm.max(peer)))
             .collect();
-        // Those that touch VMs of this host, and that nobody speaks for any more.
-        let gone: Vec<(VmId, VmId)> = self
-            .state()
-            .ledger
-            .links
-            .iter()
-            .filter(|link| !said.contains(link) && (runs(&link.0) || runs(&link.1)))
-            .filter(|link| {
-                let other = if runs(&link.0) { link.1 } else { link.0 };
-                let owner = self.state().ledger.vms.get(&other).filter(|owner| owner.alive);
-                owner.is_none_or(|owner| {
-                    owner.host == speaker.host
-                        || self.reported.get(&owner.host).is_some_and(|theirs| !theirs.contains(link))
-                })
+        // The other end's host reports the pair, or may do so yet.
+        let has_other_report = |peer: VmId, link: &(VmId, VmId)| {
+            let owner = ledger.vms.get(&peer).filter(|owner| owner.alive && owner.host != speaker.host);
+            owner.is_some_and(|owner| {
+                self.reported.get(&owner.host).is_none_or(|theirs| theirs.contains(link))
             })
-            .copied()
-            .collect();
-        let mut actions = Vec::new();
-        for (link, up) in said.iter().map(|link| (link, true)).chain(gone.iter().map(|link| (link, false))) {
-            let linked = self.coordinator.linked(link.0, link.1, up, &mut actions);
-            // Both ends are known.
-            debug_assert!(linked.is_ok(), "{linked:?}");
+        };
+        let mut changes: BTreeSet<(VmId, VmId, bool)> = BTreeSet::new();
+        for vm in ledger.vms.alive_on(speaker.host) {
+            for peer in ledger.links.peers(vm) {
+                let link = (vm.min(peer), vm.max(peer));
+                if !reported.contains(&link) && !has_other_report(peer, &link) {
+                    changes.insert((link.0, link.1, false));
+                }
+            }
         }
-        self.commit(Vec::new(), actions, now)?;
-        self.reported.insert(speaker.host, said);
+        changes
+            .extend(reported.iter().filter(|link| !ledger.links.contains(link)).map(|(a, b)| (*a, *b, true)));
+        let mut actions = Vec::new();
+        let relinked = self.coordinator.relinked(changes, &mut actions);
+        // Both ends are known.
+        debug_assert!(relinked.is_ok(), "{relinked:?}");
+        self.stage_actions(Vec::new(), actions, now);
+        self.reported.insert(speaker.host, reported);
         Ok(())
     }
 }

@@ -1,4 +1,4 @@
-//! Migrations: begun by users, driven by the coordinator, told to hosts by messages.
+//! Migrations: requested by users, driven by the coordinator, which notifies hosts by messages.
 
 use std::time::Instant;
 
@@ -9,8 +9,8 @@ use super::{Registry, Speaker};
 use crate::refusal::Refusal;
 
 impl Registry {
-    /// Begins a migration: VMs and hosts by name. `listens` says which hosts take the coordinator's messages: without them it would neither come
-    /// anywhere nor be told how it ended.
+    /// Begins a migration: VMs and hosts by name. `listens` says which hosts take the coordinator's messages: without them a migration can't
+    /// proceed, and its hosts wouldn't hear of its decision.
     ///
     /// # Errors
     /// When it can't begin.
@@ -53,7 +53,7 @@ impl Registry {
         let mut actions = Vec::new();
         let begun = self.coordinator.migrate(&named, &mut actions);
         let migration = begun.map_err(|refused| Refusal::of(&refused, self.state()))?;
-        self.commit(Vec::new(), actions, now)?;
+        self.stage_actions(Vec::new(), actions, now);
         Ok(migration)
     }
 
@@ -105,7 +105,7 @@ impl Registry {
         }
         let mut actions = Vec::new();
         self.coordinator.cancel(migration, &mut actions);
-        self.commit(Vec::new(), actions, now)?;
+        self.stage_actions(Vec::new(), actions, now);
         Ok(())
     }
 
@@ -129,7 +129,7 @@ impl Registry {
         }
         let mut actions = Vec::new();
         let claimed = self.coordinator.claim(vm, speaker.host, epoch, &mut actions);
-        self.commit(Vec::new(), actions, now)?;
+        self.stage_actions(Vec::new(), actions, now);
         Ok(claimed)
     }
 
@@ -143,7 +143,7 @@ impl Registry {
         };
         self.check(Speaker { host, incarnation: message.incarnation }, now)?;
         self.renew(host, now);
-        self.step(CoordinatorEvent::Message(message), now)?;
+        self.step(CoordinatorEvent::Message(message), now);
         Ok(())
     }
 

@@ -1,10 +1,18 @@
 //! All decisions of the service, one after the other: hosts and their leases, VMs and their epochs, connections, migrations.
 //!
-//! What concerns epochs, owners and moves is decided by `nomad`'s coordinator; this module keeps names, addresses and leases beside it, checks
-//! who speaks, and writes whatever changes, as one transaction, before anybody hears of it. It has no threads, clocks or sockets: the time comes
-//! with each call, what is to be sent is left in [`Registry::take_messages`], and what watchers are to see in [`Registry::take_events`].
+//! What concerns epochs, owners and moves is decided by `nomad`'s coordinator; this module keeps names, addresses and leases beside it, and
+//! checks the sender. It has no threads, clocks or sockets: the time comes with each call.
+//!
+//! ```text
+//!  register_vm, message, tick … ─▶ changes, messages and events are staged ─▶ flush: one transaction ─▶ take_messages, take_events
+//!                                                                               └─ it fails: all of them are dropped
+//! ```
+//! A caller must not answer a request before the [`Registry::flush`] after it, as long as [`Registry::has_staged`]. After a flush that failed,
+//! state and coordinator are as they were after the last one that succeeded. Leases, reported connections and waiting monitors are in memory
+//! only, and stay as hosts have reported them.
 
 mod hosts;
+mod leases;
 mod links;
 mod migrations;
 #[cfg(test)]
@@ -22,6 +30,8 @@ use crate::refusal::Refusal;
 use crate::state::{Change, Settings, State, touched};
 use crate::store::{Store, StoreError};
 
+use leases::Leases;
+
 pub use vms::Registered;
 
 /// Hosts and VMs of a cluster at most; NICs of a VM and addresses of a NIC.
@@ -34,8 +44,8 @@ pub const MAX_NICS: usize = 16;
 pub const MAX_ADDRESSES: usize = 128;
 /// Monitors of one host that may wait for VMs.
 pub const MAX_WAITING: usize = 1024;
-/// Connections that one host may report.
-pub const MAX_LINKS: usize = 65_536;
+/// Connected pairs of VMs that one host may report: those of 512 VMs that are all connected to 512 others.
+pub const MAX_LINKS: usize = 262_144;
 
 /// A host that says something.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,7 +56,7 @@ pub struct Speaker {
     pub incarnation: Incarnation,
 }
 
-/// What watchers are to see: the hosts and VMs that one transaction has changed.
+/// What watchers are to see: the hosts and VMs that changes concern.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Event {
     /// The state's revision after it.
@@ -55,6 +65,15 @@ pub struct Event {
     pub hosts: BTreeSet<HostId>,
     /// VMs; those that aren't in the state are gone.
     pub vms: BTreeSet<VmId>,
+}
+
+impl Event {
+    /// Takes a later event in.
+    pub fn merge(&mut self, later: Self) {
+        self.revision = later.revision;
+        self.hosts.extend(later.hosts);
+        self.vms.extend(later.vms);
+    }
 }
 
 /// See the module.
@@ -71,10 +90,13 @@ pub struct Registry {
     pins: BTreeMap<String, String>,
     /// The coordinator's times.
     times: nomad::Config,
-    /// Until when a host counts as alive.
-    leases: BTreeMap<HostId, Instant>,
+    leases: Leases,
     /// Hosts whose lease is over.
     silent: BTreeSet<HostId>,
+    /// Those of them of which nothing was written since.
+    newly_silent: BTreeSet<HostId>,
+    /// Leases that have run out since the service began.
+    leases_lost: u64,
     /// What hosts have said of connections since the service began.
     reported: BTreeMap<HostId, BTreeSet<(VmId, VmId)>>,
     /// Where monitors of hosts wait for VMs, by the VMs' names.
@@ -85,6 +107,20 @@ pub struct Registry {
     next_timer: u64,
     /// The last [`Registry::tick`] came late and gave everybody more time.
     stood_still: bool,
+    staged: Staged,
+    /// Transactions that were written since the service began.
+    writes: u64,
+    messages: Vec<Message>,
+    events: Vec<Event>,
+}
+
+/// What follows from calls since the last flush.
+#[derive(Debug, Default)]
+struct Staged {
+    /// Changes of the store.
+    changes: usize,
+    /// The coordinator has taken something in.
+    stepped: bool,
     messages: Vec<Message>,
     events: Vec<Event>,
 }
@@ -126,20 +162,25 @@ impl Registry {
             lease,
             pins: BTreeMap::new(),
             silent: BTreeSet::new(),
+            newly_silent: BTreeSet::new(),
+            leases_lost: 0,
             reported: BTreeMap::new(),
             waiting: BTreeMap::new(),
             timers: BTreeMap::new(),
             latest: HashMap::new(),
             next_timer: 0,
             stood_still: false,
+            staged: Staged::default(),
+            writes: 0,
             messages: Vec::new(),
             events: Vec::new(),
         };
         registry.heal(now)?;
+        registry.flush()?;
         Ok(registry)
     }
 
-    /// What is written.
+    /// What is written, with what is staged.
     #[must_use]
     pub fn state(&self) -> &State {
         self.store.state()
@@ -165,7 +206,7 @@ impl Registry {
     /// Whether a host's lease runs.
     #[must_use]
     pub fn is_heard(&self, host: HostId) -> bool {
-        self.leases.contains_key(&host)
+        self.leases.runs(host)
     }
 
     /// What a migration waits for; `None`: it is over.
@@ -178,6 +219,50 @@ impl Registry {
     #[must_use]
     pub fn behind(&self, migration: nomad::MigrationId) -> Option<VmId> {
         self.coordinator.behind(migration)
+    }
+
+    /// Leases that have run out since the service began.
+    #[must_use]
+    pub fn leases_lost(&self) -> u64 {
+        self.leases_lost
+    }
+
+    /// Transactions that were written since the service began.
+    #[must_use]
+    pub fn writes(&self) -> u64 {
+        self.writes
+    }
+
+    /// Returns whether calls since the last [`Registry::flush`] have changed anything that isn't written.
+    #[must_use]
+    pub fn has_staged(&self) -> bool {
+        self.staged.changes > 0
+    }
+
+    /// Changes since the last [`Registry::flush`].
+    #[must_use]
+    pub fn staged_changes(&self) -> usize {
+        self.staged.changes
+    }
+
+    /// Writes what calls since the last flush have changed, as one transaction. What follows from them is due then.
+    ///
+    /// # Errors
+    /// When it can't be written: then all of these calls have changed nothing, and nothing of what follows from them is due.
+    pub fn flush(&mut self) -> Result<(), StoreError> {
+        let staged = std::mem::take(&mut self.staged);
+        if let Err(error) = self.store.commit() {
+            self.wounded = true;
+            return Err(error);
+        }
+        self.writes += u64::from(staged.changes > 0);
+        self.newly_silent.clear();
+        if staged.stepped && !self.wounded {
+            self.checkpoint = Some(self.coordinator.checkpoint());
+        }
+        self.messages.extend(staged.messages);
+        self.events.extend(staged.events);
+        Ok(())
     }
 
     /// Messages of the coordinator, to be sent in this order. They may be lost.
@@ -194,14 +279,14 @@ impl Registry {
     #[must_use]
     pub fn next(&self) -> Option<Instant> {
         let timer = self.timers.keys().next().map(|(at, _)| *at);
-        self.leases.values().copied().chain(timer).min()
+        self.leases.next().into_iter().chain(timer).min()
     }
 
-    /// Lets leases and the coordinator's timers run out. A call that comes late by more than [`STOOD_STILL`] lets none of them: what others said while
-    /// the service itself stood still hasn't been looked at, so the time doesn't count, and each gets a moment more to be heard.
+    /// Lets leases and the coordinator's timers run out. A call that comes late by more than [`STOOD_STILL`] lets none of them: what hosts sent while
+    /// the service itself stood still hasn't been read, so that time doesn't count, and each lease gets a third of its length more.
     ///
     /// # Errors
-    /// When what follows can't be written; it is tried again with the next call.
+    /// When the state can't be read after a transaction that failed; it is tried again with the next call.
     pub fn tick(&mut self, now: Instant) -> Result<(), StoreError> {
         self.heal(now)?;
         let late = self.next().map_or(Duration::ZERO, |due| now.saturating_duration_since(due));
@@ -212,25 +297,22 @@ impl Registry {
                 milliseconds = late.as_millis(),
                 "The service stood still; that time doesn't count as hosts' silence"
             );
-            for until in self.leases.values_mut() {
-                *until += late + self.lease / 3;
-            }
+            self.leases.extend(late + self.lease / 3);
             let timers = std::mem::take(&mut self.timers);
             let later = |((at, number), timer)| ((at + late + MOMENT, number), timer);
             self.timers = timers.into_iter().map(later).collect();
             return Ok(());
         }
-        let over: Vec<HostId> =
-            self.leases.iter().filter(|(_, until)| **until <= now).map(|(host, _)| *host).collect();
-        for host in over {
-            self.leases.remove(&host);
+        while let Some(host) = self.leases.take_over(now) {
             self.waiting.remove(&host);
             self.silent.insert(host);
+            self.newly_silent.insert(host);
+            self.leases_lost += 1;
             tracing::warn!(
                 host = self.state().host_name(host),
                 "A host isn't heard of any more; its VMs stay its own, since they may still run"
             );
-            self.step(CoordinatorEvent::Silent { host }, now)?;
+            self.step(CoordinatorEvent::Silent { host }, now);
         }
         while let Some((&(at, number), _)) = self.timers.first_key_value() {
             if at > now {
@@ -240,7 +322,7 @@ impl Registry {
                 && self.latest.get(&timer) == Some(&number)
             {
                 self.latest.remove(&timer);
-                self.step(CoordinatorEvent::Timer(timer), now)?;
+                self.step(CoordinatorEvent::Timer(timer), now);
             }
         }
         Ok(())
@@ -254,23 +336,19 @@ impl Registry {
         if self.state().settings == settings && self.state().revision > 0 {
             return Ok(());
         }
-        self.commit(vec![Change::Settings(settings)], Vec::new(), now)
+        self.stage_actions(vec![Change::Settings(settings)], Vec::new(), now);
+        self.flush()
     }
 
     /// Has the coordinator take an event in.
-    fn step(&mut self, event: CoordinatorEvent, now: Instant) -> Result<(), StoreError> {
+    fn step(&mut self, event: CoordinatorEvent, now: Instant) {
         let mut actions = Vec::new();
         self.coordinator.step(event, &mut actions);
-        self.commit(Vec::new(), actions, now)
+        self.stage_actions(Vec::new(), actions, now);
     }
 
-    /// Writes changes and what the coordinator decided, as one transaction, before anything that follows from it is done.
-    fn commit(
-        &mut self,
-        mut changes: Vec<Change>,
-        actions: Vec<Action>,
-        now: Instant,
-    ) -> Result<(), StoreError> {
+    /// Stages changes and what the coordinator decided.
+    fn stage_actions(&mut self, mut changes: Vec<Change>, actions: Vec<Action>, now: Instant) {
         changes.extend(actions.iter().filter_map(|action| match action {
             Action::Write(record) => Some(Change::Ledger(record.clone())),
             _ => None,
@@ -278,20 +356,18 @@ impl Registry {
         if !changes.is_empty() {
             // A migration's moves are known before it is forgotten, and after it was begun.
             let before = touched(&changes, self.state());
-            if let Err(error) = self.store.write(&changes) {
-                self.wounded = true;
-                return Err(error);
-            }
+            self.store.stage(&changes);
             let (mut hosts, mut vms) = touched(&changes, self.state());
             hosts.extend(before.0);
             vms.extend(before.1);
-            self.events.push(Event { revision: self.state().revision, hosts, vms });
+            self.staged.events.push(Event { revision: self.state().revision, hosts, vms });
+            self.staged.changes += changes.len();
         }
-        self.checkpoint = Some(self.coordinator.checkpoint());
+        self.staged.stepped = true;
         for action in actions {
             match action {
                 Action::Write(_) => {}
-                Action::Send(message) => self.messages.push(message),
+                Action::Send(message) => self.staged.messages.push(message),
                 Action::Timer { timer, after_ms } => {
                     self.next_timer += 1;
                     let at = now + Duration::from_millis(u64::from(after_ms));
@@ -305,7 +381,6 @@ impl Registry {
                 }
             }
         }
-        Ok(())
     }
 
     /// How long a switch-over may take, milliseconds.
@@ -314,11 +389,21 @@ impl Registry {
         self.times.switch_ms
     }
 
-    /// At first the coordinator begins with what is written. After a transaction has failed it goes back to what it knew before that; migrations go on.
+    /// Makes state and coordinator what is written. Nothing where no transaction has failed.
+    ///
+    /// # Errors
+    /// When the state can't be read, or what the coordinator has to decide then can't be written.
+    pub fn settle(&mut self, now: Instant) -> Result<(), StoreError> {
+        self.heal(now)?;
+        self.flush()
+    }
+
+    /// At first the coordinator begins with what is written. After a transaction has failed it goes back to what it knew before; migrations continue.
     fn heal(&mut self, now: Instant) -> Result<(), StoreError> {
         if !self.wounded {
             return Ok(());
         }
+        self.store.recover()?;
         let ledger = self.state().ledger.clone();
         self.timers.clear();
         self.latest.clear();
@@ -330,8 +415,17 @@ impl Registry {
                 self.coordinator.step(CoordinatorEvent::Start, &mut actions);
             }
         }
-        self.commit(Vec::new(), actions, now)?;
         self.wounded = false;
+        self.stage_actions(Vec::new(), actions, now);
+        // What hosts reported whose registration failed.
+        let known = |host: HostId| self.store.state().hosts.contains_key(&host);
+        self.leases.retain(known);
+        self.silent.retain(|host| known(*host));
+        self.reported.retain(|host, _| known(*host));
+        self.waiting.retain(|host, _| known(*host));
+        for host in self.newly_silent.clone() {
+            self.step(CoordinatorEvent::Silent { host }, now);
+        }
         Ok(())
     }
 

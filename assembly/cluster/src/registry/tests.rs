@@ -20,20 +20,39 @@ struct World {
 /// A database whose disk refuses a write now and then.
 #[derive(Debug)]
 struct Flaky {
-    store: RedbStore,
+    /// Always there but while it is opened again.
+    store: Option<RedbStore>,
+    path: std::path::PathBuf,
     fails: Arc<AtomicBool>,
+}
+
+impl Flaky {
+    fn store(&mut self) -> &mut RedbStore {
+        self.store.as_mut().unwrap()
+    }
 }
 
 impl Store for Flaky {
     fn state(&self) -> &State {
-        self.store.state()
+        self.store.as_ref().unwrap().state()
     }
 
-    fn write(&mut self, changes: &[Change]) -> Result<(), StoreError> {
+    fn stage(&mut self, changes: &[Change]) {
+        self.store().stage(changes);
+    }
+
+    fn commit(&mut self) -> Result<(), StoreError> {
         if self.fails.swap(false, Ordering::SeqCst) {
+            // What was staged is gone, as after a transaction that failed.
+            drop(self.store.take());
+            self.store = Some(RedbStore::open(&self.path)?);
             return Err(StoreError::Damaged("a test's disk is full".to_owned()));
         }
-        self.store.write(changes)
+        self.store().commit()
+    }
+
+    fn recover(&mut self) -> Result<(), StoreError> {
+        self.store().recover()
     }
 }
 
@@ -41,15 +60,26 @@ impl World {
     fn new() -> Self {
         let fails = Arc::new(AtomicBool::new(false));
         let folder = tempfile::tempdir().unwrap();
-        let store = RedbStore::open(&folder.path().join("cluster.redb")).unwrap();
-        let store = Flaky { store, fails: Arc::clone(&fails) };
+        let path = folder.path().join("cluster.redb");
+        let store = Some(RedbStore::open(&path).unwrap());
+        let store = Flaky { store, path, fails: Arc::clone(&fails) };
         let began = Instant::now();
         let mut registry = Registry::new(Box::new(store), LEASE, Duration::from_secs(2), began).unwrap();
         let hosts = ["h1", "h2"].map(|name| {
             let address = format!("127.0.0.{}:4792", &name[1..]).parse().unwrap();
             registry.register_host(name, address, Incarnation(0), began).unwrap()
         });
+        registry.flush().unwrap();
+        drop((registry.take_messages(), registry.take_events()));
         Self { registry, hosts, began, folder, fails }
+    }
+
+    /// A VM's registration that can't be written.
+    fn register_unwritten(&mut self, name: &str) {
+        self.registry.register_vm(self.hosts[1], name, nomad::Epoch(0), Vec::new(), self.began).unwrap();
+        self.fails.store(true, Ordering::SeqCst);
+        let error = self.registry.flush().unwrap_err();
+        assert!(error.to_string().contains("a test's disk is full"));
     }
 
     /// The service is started again on the same database.
@@ -66,6 +96,13 @@ impl World {
 
     fn tick(&mut self, at_ms: u64) {
         self.registry.tick(self.began + Duration::from_millis(at_ms)).unwrap();
+        self.registry.flush().unwrap();
+    }
+
+    /// Writes what calls have changed; the messages that follow.
+    fn messages(&mut self) -> Vec<Message> {
+        self.registry.flush().unwrap();
+        self.registry.take_messages()
     }
 
     fn beat(&mut self, host: usize, at_ms: u64) {
@@ -122,10 +159,10 @@ fn what_is_not_answered_is_said_again_once_and_seldom_while_memory_is_copied() {
     world.registry.register_vm(source, "a", nomad::Epoch(0), Vec::new(), began).unwrap();
     let wish = [("a".to_owned(), "h2".to_owned())];
     let migration = world.registry.migrate(&wish, &|_| true, began).unwrap();
-    world.registry.take_messages();
+    world.messages();
     let said = |world: &mut World, from: u64, to: u64| {
         (from..to).for_each(|ms| world.tick(ms));
-        world.registry.take_messages().len()
+        world.messages().len()
     };
     let config = nomad::Config::default();
     let (retry, calm) = (u64::from(config.retry_ms), u64::from(config.calm_ms));
@@ -138,7 +175,7 @@ fn what_is_not_answered_is_said_again_once_and_seldom_while_memory_is_copied() {
     };
     let now = 5 * retry + 1;
     world.registry.message(reserved, at(now)).unwrap();
-    assert_eq!(world.registry.take_messages().len(), 1, "the source shall copy");
+    assert_eq!(world.messages().len(), 1, "the source shall copy");
     assert_eq!(said(&mut world, now, now + 4 * calm + 1), 4, "and is told again");
 }
 
@@ -147,6 +184,7 @@ fn says(world: &mut World, host: usize, body: nomad::Body, at_ms: u64) {
     let Speaker { host, incarnation } = world.hosts[host];
     let message = Message { from: nomad::Node::Host(host), incarnation, to: nomad::Node::Coordinator, body };
     world.registry.message(message, world.began + Duration::from_millis(at_ms)).unwrap();
+    world.registry.flush().unwrap();
 }
 
 /// VM a moves from the first host to the second; the commit is written at 100 ms.
@@ -159,14 +197,14 @@ fn committed(world: &mut World) -> nomad::MigrationId {
     says(world, 0, nomad::Body::Converged { migration }, 20);
     says(world, 1, nomad::Body::Loaded { migration }, 90);
     says(world, 0, nomad::Body::Yield { migration }, 100);
-    world.registry.take_messages();
+    world.messages();
     migration
 }
 
 /// The decisions that are told to a host now.
 fn told(world: &mut World, host: usize) -> Vec<nomad::Body> {
     let to = nomad::Node::Host(world.hosts[host].host);
-    let all = world.registry.take_messages().into_iter().filter(|message| message.to == to);
+    let all = world.messages().into_iter().filter(|message| message.to == to);
     let decision =
         |body: &nomad::Body| matches!(body, nomad::Body::Commit { .. } | nomad::Body::Abort { .. });
     all.map(|message| message.body).filter(decision).collect()
@@ -193,7 +231,7 @@ fn a_decided_migration_ends_without_a_host_that_is_silent() {
     let refused = world.registry.migrate(&wish, &|_| true, now).unwrap_err().to_string();
     assert!(refused.contains("isn't heard of"), "{refused}");
     world.restart(settle_ms + 400);
-    world.registry.take_messages();
+    world.messages();
     says(&mut world, 0, nomad::Body::Hello, settle_ms + 500);
     let told = told(&mut world, 0);
     assert!(matches!(&told[..], [nomad::Body::Commit { migration: of, .. }] if *of == migration), "{told:?}");
@@ -233,7 +271,7 @@ fn a_host_is_forgotten_and_its_vms_are_started_elsewhere() {
     let back = world.registry.register_host("h2", address, Incarnation(0), now).unwrap();
     assert_eq!(back.host, world.hosts[1].host, "its number stays its own");
     world.hosts[1] = back;
-    world.registry.take_messages();
+    world.messages();
     says(&mut world, 1, nomad::Body::Loaded { migration }, settle_ms + 400);
     let told = told(&mut world, 1);
     assert!(matches!(&told[..], [nomad::Body::Commit { places, .. }] if places.is_empty()), "{told:?}");
@@ -279,7 +317,7 @@ fn a_vm_is_claimed_by_the_host_that_may_run_it() {
     assert!(refused.to_string().contains("it runs on host h2"), "{refused}");
 }
 
-/// A write that fails costs whoever asked for it an error, at any point of a migration, and the migration nothing.
+/// A write that fails fails its requests, at any point of a migration, and the migration suffers nothing.
 #[test]
 fn a_failed_write_gives_no_migration_up() {
     type Step = fn(&mut World, nomad::MigrationId) -> (usize, nomad::Body);
@@ -295,30 +333,27 @@ fn a_failed_write_gives_no_migration_up() {
         world.registry.register_vm(world.hosts[0], "a", nomad::Epoch(0), Vec::new(), began).unwrap();
         let wish = [("a".to_owned(), "h2".to_owned())];
         let migration = world.registry.migrate(&wish, &|_| true, began).unwrap();
+        world.registry.flush().unwrap();
         for (at, step) in steps.iter().enumerate() {
             if at == fails_before {
-                world.fails.store(true, Ordering::SeqCst);
-                let other =
-                    world.registry.register_vm(world.hosts[1], "b", nomad::Epoch(0), Vec::new(), began);
-                assert!(other.unwrap_err().to_string().contains("a test's disk is full"));
+                world.register_unwritten("b");
+                assert!(world.registry.state().vm("b").is_none(), "it isn't written");
             }
             let (host, body) = step(&mut world, migration);
             says(&mut world, host, body, 10);
         }
         if fails_before == steps.len() {
-            world.fails.store(true, Ordering::SeqCst);
-            let other = world.registry.register_vm(world.hosts[1], "b", nomad::Epoch(0), Vec::new(), began);
-            assert!(other.is_err());
+            world.register_unwritten("b");
         }
         let decision = world.registry.state().ledger.migrations[&migration].decision;
         assert_eq!(decision, Some(nomad::coordinator::Decision::Committed), "before step {fails_before}");
-        world.registry.take_messages();
+        world.messages();
         world.tick(u64::from(nomad::Config::default().retry_ms) + 20);
         assert_eq!(told(&mut world, 0).len(), 1, "hosts are told, and told again");
     }
 }
 
-/// The commit itself can't be written: nobody is told of one, and it is written when a vote is said again.
+/// The commit itself can't be written: no host hears of one, and it is written when a vote is repeated.
 #[test]
 fn a_commit_that_can_not_be_written_is_written_later() {
     let mut world = World::new();
@@ -329,15 +364,106 @@ fn a_commit_that_can_not_be_written_is_written_later() {
     says(&mut world, 1, nomad::Body::Reserved { migration }, 10);
     says(&mut world, 0, nomad::Body::Converged { migration }, 20);
     says(&mut world, 1, nomad::Body::Loaded { migration }, 90);
-    world.registry.take_messages();
+    world.messages();
+    world.registry.take_events();
     world.fails.store(true, Ordering::SeqCst);
     let Speaker { host, incarnation } = world.hosts[0];
     let body = nomad::Body::Yield { migration };
     let vote = Message { from: nomad::Node::Host(host), incarnation, to: nomad::Node::Coordinator, body };
-    assert!(world.registry.message(vote.clone(), began).is_err());
+    world.registry.message(vote.clone(), began).unwrap();
+    assert!(world.registry.flush().is_err());
+    assert!(world.registry.take_messages().is_empty() && world.registry.take_events().is_empty());
     assert!(told(&mut world, 0).is_empty() && told(&mut world, 1).is_empty());
     world.registry.message(vote, began).unwrap();
     let decision = world.registry.state().ledger.migrations[&migration].decision;
     assert_eq!(decision, Some(nomad::coordinator::Decision::Committed));
     assert_eq!(told(&mut world, 0).len(), 1);
+}
+
+/// Requests of one write: all of them are made, with one transaction, and in their order.
+#[test]
+fn requests_of_one_write_see_each_other() {
+    let mut world = World::new();
+    let (began, writes) = (world.began, world.registry.writes());
+    world.registry.register_vm(world.hosts[0], "a", nomad::Epoch(0), Vec::new(), began).unwrap();
+    let wish = [("a".to_owned(), "h2".to_owned())];
+    let migration = world.registry.migrate(&wish, &|_| true, began).unwrap();
+    world.registry.cancel(migration, began).unwrap();
+    assert!(world.registry.has_staged());
+    assert!(world.registry.take_messages().is_empty(), "nothing is written");
+    assert!(world.registry.take_events().is_empty());
+    let messages = world.messages();
+    assert!(messages.iter().any(|message| matches!(message.body, nomad::Body::Abort { .. })), "{messages:?}");
+    assert_eq!(world.registry.writes(), writes + 1);
+    world.restart(100);
+    let decision = world.registry.state().ledger.migrations[&migration].decision;
+    assert_eq!(decision, Some(nomad::coordinator::Decision::Aborted));
+}
+
+/// A lease that runs out in changes that can't be written: the migrations that need the host are aborted all the same, with the next write.
+#[test]
+fn a_silent_host_is_not_forgotten_by_a_failed_write() {
+    let mut world = World::new();
+    let began = world.began;
+    world.registry.register_vm(world.hosts[0], "a", nomad::Epoch(0), Vec::new(), began).unwrap();
+    let wish = [("a".to_owned(), "h2".to_owned())];
+    let migration = world.registry.migrate(&wish, &|_| true, began).unwrap();
+    says(&mut world, 1, nomad::Body::Reserved { migration }, 10);
+    for ms in (100..6_000).step_by(100) {
+        world.beat(0, ms);
+        world.tick(ms);
+    }
+    world.fails.store(true, Ordering::SeqCst);
+    // The destination's lease was renewed by its message.
+    world.registry.tick(began + Duration::from_millis(6_020)).unwrap();
+    assert!(world.registry.flush().is_err());
+    assert_eq!(world.registry.leases_lost(), 1);
+    assert_eq!(world.registry.state().ledger.migrations[&migration].decision, None, "it isn't written");
+    world.tick(6_030);
+    assert_eq!(world.registry.leases_lost(), 1);
+    let decision = world.registry.state().ledger.migrations[&migration].decision;
+    assert_eq!(decision, Some(nomad::coordinator::Decision::Aborted));
+}
+
+/// An all-to-all job on few hosts, each with more than 65,536 pairs. Each pair is on the list once; a host's next report
+/// removes those that it names no more, unless the other end's host reports them.
+#[test]
+fn an_all_to_all_job_is_reported() {
+    const VMS: u32 = 600;
+    const HOSTS: u32 = 3;
+    let mut world = World::new();
+    let now = world.began;
+    let register = |registry: &mut Registry, host: u32| {
+        let address = format!("127.0.1.{host}:4792").parse().unwrap();
+        registry.register_host(&format!("r{host}"), address, Incarnation(0), now).unwrap()
+    };
+    let hosts: Vec<Speaker> = (0..HOSTS).map(|host| register(&mut world.registry, host)).collect();
+    let vms: Vec<VmId> = (0..VMS)
+        .map(|rank| {
+            let (host, name) = (hosts[(rank % HOSTS) as usize], format!("rank{rank}"));
+            world.registry.register_vm(host, &name, nomad::Epoch(0), Vec::new(), now).unwrap().vm
+        })
+        .collect();
+    let of = |host: u32| -> Vec<(VmId, VmId)> {
+        let own = (0..VMS).filter(move |rank| rank % HOSTS == host);
+        let elsewhere = |rank: &u32| *rank % HOSTS != host;
+        own.flat_map(|rank| (0..VMS).filter(elsewhere).map(move |peer| (rank, peer)))
+            .map(|(rank, peer)| (vms[rank as usize], vms[peer as usize]))
+            .collect()
+    };
+    for host in 0..HOSTS {
+        assert!(of(host).len() > 65_536, "{}", of(host).len());
+        world.registry.report_links(hosts[host as usize], &of(host), now).unwrap();
+        world.registry.flush().unwrap();
+    }
+    let pairs = (VMS * (VMS - VMS / HOSTS) / 2) as usize;
+    assert_eq!(world.registry.state().ledger.links.len(), pairs);
+    world.registry.report_links(hosts[0], &[], now).unwrap();
+    assert_eq!(world.registry.state().ledger.links.len(), pairs, "the others' hosts report them");
+    world.registry.report_links(hosts[1], &[], now).unwrap();
+    let between = (VMS / HOSTS * (VMS / HOSTS)) as usize;
+    assert_eq!(world.registry.state().ledger.links.len(), pairs - between, "no host reports those of both");
+    let many: Vec<_> = (0..=MAX_LINKS).map(|_| (vms[0], vms[1])).collect();
+    let refused = world.registry.report_links(hosts[0], &many, now).unwrap_err().to_string();
+    assert!(refused.contains("262145 connections of VMs are too many"), "{refused}");
 }

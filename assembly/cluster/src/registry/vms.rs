@@ -72,7 +72,7 @@ impl Registry {
         let (nics, refused) = self.free_of_others(vm, nics);
         if nics != before.nics {
             let about = AboutVm { name: name.to_owned(), nics };
-            self.commit(vec![Change::Vm(vm, about)], Vec::new(), now)?;
+            self.stage_actions(vec![Change::Vm(vm, about)], Vec::new(), now);
         }
         Ok(Registered { vm, epoch: owner.epoch, refused, after: self.coordinator.last_of(vm) })
     }
@@ -93,7 +93,7 @@ impl Registry {
         let about = AboutVm { name: name.to_owned(), nics };
         let changed = before != Some(&about);
         let changes = changed.then_some(Change::Vm(vm, about)).into_iter().collect();
-        self.commit(changes, actions, now)?;
+        self.stage_actions(changes, actions, now);
         tracing::info!(
             vm = name,
             id = vm.0,
@@ -115,7 +115,7 @@ impl Registry {
         let ended = self.coordinator.ended(vm, &mut actions);
         ended.map_err(|refused| Refusal::of(&refused, self.state()))?;
         let name = self.state().vm_name(vm);
-        self.commit(vec![Change::VmForgotten(vm)], actions, now)?;
+        self.stage_actions(vec![Change::VmForgotten(vm)], actions, now);
         tracing::info!(vm = name, id = vm.0, "A VM has ended");
         Ok(())
     }

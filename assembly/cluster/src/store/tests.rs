@@ -4,6 +4,8 @@
 
 use std::path::Path;
 
+use nomad::coordinator::Record;
+
 use super::*;
 
 /// Makes a database one of another version, without the tables that came since.

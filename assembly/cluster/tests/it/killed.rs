@@ -159,7 +159,11 @@ fn what_was_answered_is_there_after_each_step() {
 fn a_kill_in_the_middle_loses_nothing_that_was_answered() {
     let folder = tempfile::tempdir().unwrap();
     let mut steps = 0;
-    for round in 0..15_u64 {
+    // On a busy machine a round answers few steps.
+    for round in 0..150_u64 {
+        if round >= 15 && steps > 100 {
+            break;
+        }
         let path = folder.path().join(format!("{round}.redb"));
         let process = Process::start(&path);
         let service = process.service.clone();

@@ -4,6 +4,7 @@
 mod common;
 mod etcd;
 mod etcd_failover;
+mod indexes;
 mod killed;
 mod service;
 mod several;

@@ -1,10 +1,11 @@
 //! What the coordinator must not forget: a state, and the records that change it.
 //!
-//! A record is written before anything that follows from it is said. The state is what the records made of it, in order; whoever has
-//! the records, or the state, can go on where another coordinator ended.
+//! A record is written before any message that follows from it is sent. The state is what the records made of it, in order; a coordinator
+//! with the records, or with the state, can continue where another one ended.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
+use super::indexes::{Links, Migrations, Owners};
 use crate::names::{Epoch, HostId, Incarnation, MigrationId, Move, Place, VmId};
 
 /// Who may run a VM.
@@ -143,11 +144,11 @@ pub struct Ledger {
     /// Hosts, and their last known starts.
     pub hosts: BTreeMap<HostId, Incarnation>,
     /// VMs.
-    pub vms: BTreeMap<VmId, Owner>,
-    /// Who is connected to whom: the lower number first.
-    pub links: BTreeSet<(VmId, VmId)>,
+    pub vms: Owners,
+    /// Connected VMs.
+    pub links: Links,
     /// Migrations that aren't over.
-    pub migrations: BTreeMap<MigrationId, Stored>,
+    pub migrations: Migrations,
     /// The last migration's name.
     pub last: MigrationId,
 }
@@ -164,52 +165,56 @@ impl Ledger {
                 self.vms.insert(*vm, Owner { host: *host, epoch: *epoch, alive: true });
             }
             Record::VmEnded { vm } => {
-                self.vms.remove(vm);
-                self.links.retain(|(a, b)| a != vm && b != vm);
+                self.vms.remove(*vm);
+                self.links.remove_vm(*vm);
             }
             Record::Linked { a, b } => {
                 self.links.insert((*a, *b));
             }
             Record::Unlinked { a, b } => {
-                self.links.remove(&(*a, *b));
+                self.links.remove((*a, *b));
             }
             Record::Begun { migration, moves } => {
                 self.last = self.last.max(*migration);
                 self.migrations.insert(*migration, Stored::begun(moves.clone()));
             }
             Record::Committed { migration } => {
-                let Some(stored) = self.migrations.get_mut(migration) else { return };
-                stored.decision = Some(Decision::Committed);
-                for moved in &stored.moves {
-                    let owner = Owner { host: moved.to, epoch: moved.epoch, alive: true };
-                    self.vms.insert(moved.vm, owner);
-                }
+                let Self { vms, migrations, .. } = self;
+                migrations.change(*migration, |stored| {
+                    stored.decision = Some(Decision::Committed);
+                    for moved in &stored.moves {
+                        let owner = Owner { host: moved.to, epoch: moved.epoch, alive: true };
+                        vms.insert(moved.vm, owner);
+                    }
+                });
             }
             Record::Aborted { migration } => {
-                if let Some(stored) = self.migrations.get_mut(migration) {
-                    stored.decision = Some(Decision::Aborted);
-                }
+                self.migrations.change(*migration, |stored| stored.decision = Some(Decision::Aborted));
             }
             Record::Released { migration, owed, lost } => {
-                // Nothing is owed of what isn't decided.
-                let decided = |stored: &&mut Stored| stored.decision.is_some();
-                if let Some(stored) = self.migrations.get_mut(migration).filter(decided) {
-                    stored.owed = Some(owed.iter().copied().collect());
-                }
+                self.migrations.change(*migration, |stored| {
+                    // Nothing is owed of what isn't decided.
+                    if stored.decision.is_some() {
+                        stored.owed = Some(owed.iter().copied().collect());
+                    }
+                });
                 self.lose(lost);
             }
             Record::Paid { migration, host, lost } => {
-                if let Some(owed) = self.migrations.get_mut(migration).and_then(|stored| stored.owed.as_mut())
-                {
-                    owed.remove(host);
-                    if owed.is_empty() {
-                        self.migrations.remove(migration);
+                let mut paid = false;
+                self.migrations.change(*migration, |stored| {
+                    if let Some(owed) = &mut stored.owed {
+                        owed.remove(host);
+                        paid = owed.is_empty();
                     }
+                });
+                if paid {
+                    self.migrations.remove(*migration);
                 }
                 self.lose(lost);
             }
             Record::Finished { migration, lost } => {
-                self.migrations.remove(migration);
+                self.migrations.remove(*migration);
                 self.lose(lost);
             }
         }
@@ -217,27 +222,14 @@ impl Ledger {
 
     fn lose(&mut self, lost: &[VmId]) {
         for vm in lost {
-            if let Some(owner) = self.vms.get_mut(vm) {
-                owner.alive = false;
-            }
+            self.vms.lose(*vm);
         }
-    }
-
-    /// The peers of a VM.
-    pub fn peers(&self, vm: VmId) -> impl Iterator<Item = VmId> {
-        let other = move |(a, b): &(VmId, VmId)| match vm {
-            vm if vm == *a => Some(*b),
-            vm if vm == *b => Some(*a),
-            _ => None,
-        };
-        self.links.iter().filter_map(other)
     }
 
     /// The migration that binds a VM: an undecided one, or one of which hosts are waited for.
     #[must_use]
     pub fn migration_of(&self, vm: VmId) -> Option<MigrationId> {
-        let has = |stored: &Stored| stored.binds() && stored.moves.iter().any(|moved| moved.vm == vm);
-        self.migrations.iter().find(|(_, stored)| has(stored)).map(|(migration, _)| *migration)
+        self.migrations.binding(vm)
     }
 
     /// Who runs the VMs of a migration after a decision.

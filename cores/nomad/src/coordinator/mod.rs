@@ -14,6 +14,7 @@
 //! Decisions are in the [`Ledger`], written before they are told. Everything else is in memory: a coordinator that begins with a ledger
 //! gives up what isn't decided there, and goes on to tell what is.
 
+mod indexes;
 mod ledger;
 mod owed;
 mod queue;
@@ -26,6 +27,7 @@ use crate::config::{Config, Plant};
 use crate::message::{Body, Message, Reason};
 use crate::names::{HostId, Incarnation, MigrationId, Move, Node, Place, VmId};
 
+pub use indexes::{Links, Migrations, Owners};
 pub use ledger::{Decision, Ledger, Owner, Record, Stored};
 pub use owed::MayRun;
 pub use rollback::Checkpoint;
@@ -246,8 +248,7 @@ impl Coordinator {
             .map(|moved| moved.vm)
             .chain(self.unanswered(host))
             .collect();
-        let owned = self.ledger.vms.iter().filter(|(_, owner)| owner.host == host && owner.alive);
-        let lost = owned.map(|(vm, _)| *vm).filter(|vm| !spared.contains(vm)).collect();
+        let lost = self.ledger.vms.alive_on(host).filter(|vm| !spared.contains(vm)).collect();
         self.write(Record::Host { host, incarnation, lost }, actions);
         self.give_up_with(host, Reason::Restarted, actions);
         true

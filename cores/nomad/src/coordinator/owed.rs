@@ -145,8 +145,7 @@ impl Coordinator {
         for migration in undecided.map(|(migration, _)| *migration).collect::<Vec<_>>() {
             self.give_up(migration, Reason::Late, actions);
         }
-        let owned = self.ledger.vms.iter().filter(|(_, owner)| owner.host == host && owner.alive);
-        let lost = owned.map(|(vm, _)| *vm).collect();
+        let lost = self.ledger.vms.alive_on(host).collect();
         let incarnation = Incarnation(known.saturating_add(1));
         self.write(Record::Host { host, incarnation, lost }, actions);
         Ok(())

@@ -125,6 +125,27 @@ impl Coordinator {
         up: bool,
         actions: &mut Vec<Action>,
     ) -> Result<(), Refused> {
+        self.relinked([(one, other, up)], actions)
+    }
+
+    /// As [`Coordinator::linked`], for many pairs: queued migrations are admitted once, after the last one.
+    ///
+    /// # Errors
+    /// When a VM isn't known; pairs before it are taken.
+    pub fn relinked(
+        &mut self,
+        pairs: impl IntoIterator<Item = (VmId, VmId, bool)>,
+        actions: &mut Vec<Action>,
+    ) -> Result<(), Refused> {
+        let before = actions.len();
+        let result = pairs.into_iter().try_for_each(|(one, other, up)| self.relink(one, other, up, actions));
+        if actions.len() > before {
+            self.admit(actions);
+        }
+        result
+    }
+
+    fn relink(&mut self, one: VmId, other: VmId, up: bool, actions: &mut Vec<Action>) -> Result<(), Refused> {
         let (a, b) = (one.min(other), one.max(other));
         if a == b {
             return Err(Refused::Itself(a));
@@ -137,7 +158,6 @@ impl Coordinator {
         if up != self.ledger.links.contains(&(a, b)) {
             let record = if up { Record::Linked { a, b } } else { Record::Unlinked { a, b } };
             self.write(record, actions);
-            self.admit(actions);
         }
         Ok(())
     }
