@@ -32,6 +32,9 @@ use crate::store::{RedbStore, Store, StoreError};
 
 /// Connections at once; more are hung up on. Each host has one.
 const CONNECTIONS: usize = 8192;
+/// Connections that the kernel keeps until they are accepted; the kernel bounds it by `net.core.somaxconn`. After an outage all hosts come at once,
+/// and one beyond this waits a second or more for its next attempt.
+const LISTEN_BACKLOG: i32 = 4096;
 /// A TLS handshake may take so long.
 const HANDSHAKE: Duration = Duration::from_secs(5);
 /// A connection of whose other end nothing is heard for so long is ended, or for as long as a host's lease where that is longer.
@@ -322,6 +325,8 @@ fn tls(keys: &Keys) -> Result<ServerTlsConfig, ServerError> {
 fn listen(address: SocketAddr, option: &'static str) -> Result<StdTcpListener, ServerError> {
     let failed = |source| ServerError::Listen { address, option, source };
     let listener = StdTcpListener::bind(address).map_err(failed)?;
+    // The library's own backlog is 128.
+    rustix::net::listen(&listener, LISTEN_BACKLOG).map_err(|errno| failed(errno.into()))?;
     listener.set_nonblocking(true).map_err(failed)?;
     Ok(listener)
 }
@@ -415,5 +420,26 @@ async fn accept(listener: TcpListener, connections: tokio::sync::mpsc::Sender<io
                 tokio::time::sleep(Duration::from_millis(100)).await;
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)] // A test that can't go on has failed.
+
+    use std::net::TcpStream;
+    use std::time::Duration;
+
+    use super::listen;
+
+    /// Hosts that come at once, before the service has accepted any, are connected without a retransmission.
+    #[test]
+    fn many_hosts_connect_at_once() {
+        let listener = listen("127.0.0.1:0".parse().unwrap(), "--listen").unwrap();
+        let address = listener.local_addr().unwrap();
+        // A connection that has no room is tried for minutes.
+        let connect = |_| TcpStream::connect_timeout(&address, Duration::from_secs(60)).unwrap();
+        let hosts: Vec<TcpStream> = (0..1_000).map(connect).collect();
+        assert_eq!(hosts.len(), 1_000);
     }
 }
