@@ -1,5 +1,5 @@
-//! VMs that are to move together and each ask for themselves: who has asked, and what came of it. It isn't written down: nothing has begun
-//! before all have asked, and they ask again.
+//! VMs that are to move together, each with a request of its own: the requests, and their outcome. They are in memory only: nothing begins
+//! before all are there, and they are repeated.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -9,21 +9,21 @@ use nomad::config::MAX_MOVES;
 
 use crate::refusal::Refusal;
 
-/// Who hasn't asked for so long doesn't take part any more.
+/// A VM whose last request is older doesn't take part any more.
 const STALE: Duration = Duration::from_secs(3);
-/// What came of it is kept for so long, for those who haven't heard of it.
+/// An outcome is kept for so long, for members that repeat their requests.
 const KEPT: Duration = Duration::from_secs(30);
 /// Groups that gather at a time.
 const MAX_GATHERING_GROUPS: usize = 1024;
 
-/// What came of it: the migration, or why it can't be.
+/// The migration, or why it can't begin.
 type Outcome = Result<MigrationId, String>;
 
 /// A member's wish.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Wish {
     host: String,
-    /// Which try of the VM's it is.
+    /// Which attempt of the VM's it is.
     attempt: u64,
     last: Instant,
 }
@@ -32,16 +32,16 @@ struct Wish {
 #[derive(Debug, Default)]
 struct Group {
     asked: BTreeMap<String, Wish>,
-    /// For those who have asked, when they ask again in the same try.
+    /// For requests that are repeated in the same attempt.
     outcome: Option<(Outcome, Instant)>,
 }
 
-/// What a VM that asks is told.
+/// The answer to a VM's request.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Told {
+pub(crate) enum Requested {
     /// These haven't asked.
     Missing(Vec<String>),
-    /// All have: the migration is to be begun, of these VMs to these hosts, and [`Gathering::ended`] to be told.
+    /// All have: the caller begins the migration, of these VMs to these hosts, and reports its outcome to [`Gathering::ended`].
     Complete(Vec<(String, String)>),
     /// It has begun.
     Begun(MigrationId),
@@ -52,8 +52,8 @@ pub(crate) enum Told {
 pub(crate) struct Gathering(BTreeMap<BTreeSet<String>, Group>);
 
 impl Gathering {
-    /// A VM asks to move to a host, together with others. Names are checked against the cluster by the caller. What has come of it is told as often
-    /// as it is asked for in the same try; another try is of another migration.
+    /// A VM asks to move to a host, together with others. The caller has checked the names against the cluster. A repeated request of the same
+    /// attempt gets the same outcome; another attempt is of another migration.
     ///
     /// # Errors
     /// When the names can't be a group, another group with one of them gathers, or the migration couldn't begin.
@@ -64,7 +64,7 @@ impl Gathering {
         attempt: u64,
         together: &[String],
         now: Instant,
-    ) -> Result<Told, Refusal> {
+    ) -> Result<Requested, Refusal> {
         let names: BTreeSet<String> = together.iter().cloned().collect();
         if names.len() != together.len() || names.len() > MAX_MOVES || !names.contains(vm) {
             return Err(Refusal::Invalid(format!(
@@ -88,7 +88,7 @@ impl Gathering {
         let group = self.0.entry(names.clone()).or_default();
         if let Some((outcome, _)) = &group.outcome {
             if group.asked.get(vm).is_some_and(|wish| wish.attempt == attempt) {
-                return outcome.clone().map(Told::Begun).map_err(Refusal::Conflict);
+                return outcome.clone().map(Requested::Begun).map_err(Refusal::Conflict);
             }
             *group = Group::default();
         }
@@ -97,9 +97,9 @@ impl Gathering {
             names.iter().filter(|name| !group.asked.contains_key(*name)).cloned().collect();
         if missing.is_empty() {
             let wishes = group.asked.iter().map(|(vm, wish)| (vm.clone(), wish.host.clone()));
-            return Ok(Told::Complete(wishes.collect()));
+            return Ok(Requested::Complete(wishes.collect()));
         }
-        Ok(Told::Missing(missing))
+        Ok(Requested::Missing(missing))
     }
 
     /// What came of a complete group.
@@ -153,20 +153,20 @@ mod tests {
     fn a_group_is_complete_when_all_have_asked() {
         let (mut gathering, now) = (Gathering::default(), Instant::now());
         let told = gathering.ask("a", "h2", 1, &names(&["a", "b"]), now).unwrap();
-        assert_eq!(told, Told::Missing(names(&["b"])));
+        assert_eq!(told, Requested::Missing(names(&["b"])));
         let told = gathering.ask("b", "h1", 5, &names(&["b", "a"]), now).unwrap();
         let wishes = vec![("a".to_owned(), "h2".to_owned()), ("b".to_owned(), "h1".to_owned())];
-        assert_eq!(told, Told::Complete(wishes));
+        assert_eq!(told, Requested::Complete(wishes));
         gathering.ended(&names(&["b", "a"]), Ok(MigrationId(7)), now);
         for (vm, host, attempt) in [("a", "h2", 1), ("a", "h2", 1), ("b", "h1", 5)] {
             let told = gathering.ask(vm, host, attempt, &names(&["a", "b"]), now).unwrap();
-            assert_eq!(told, Told::Begun(MigrationId(7)), "an answer may be lost");
+            assert_eq!(told, Requested::Begun(MigrationId(7)), "an answer may be lost");
         }
         // The next one of the same VMs is another one, for either of them.
         let told = gathering.ask("b", "h1", 6, &names(&["a", "b"]), now).unwrap();
-        assert_eq!(told, Told::Missing(names(&["a"])));
+        assert_eq!(told, Requested::Missing(names(&["a"])));
         let told = gathering.ask("a", "h2", 2, &names(&["a", "b"]), now).unwrap();
-        assert!(matches!(told, Told::Complete(_)), "{told:?}");
+        assert!(matches!(told, Requested::Complete(_)), "{told:?}");
     }
 
     /// A refusal is everybody's, and nobody's who tries again.
@@ -179,9 +179,9 @@ mod tests {
         let error = gathering.ask("a", "h2", 1, &names(&["a", "b"]), now).unwrap_err();
         assert_eq!(error.to_string(), "no");
         let told = gathering.ask("b", "h2", 2, &names(&["a", "b"]), now).unwrap();
-        assert_eq!(told, Told::Missing(names(&["a"])), "what came of the try before isn't this one's");
+        assert_eq!(told, Requested::Missing(names(&["a"])), "what came of the try before isn't this one's");
         let told = gathering.ask("a", "h2", 1, &names(&["a", "b"]), now + KEPT).unwrap();
-        assert_eq!(told, Told::Missing(names(&["b"])), "nothing is kept for ever");
+        assert_eq!(told, Requested::Missing(names(&["b"])), "nothing is kept for ever");
     }
 
     /// Who stops asking isn't taken for one that wants to move, and keeps no others from it.
@@ -192,9 +192,9 @@ mod tests {
         let error = gathering.ask("b", "h2", 1, &names(&["b", "a", "c"]), now).unwrap_err();
         assert!(error.to_string().contains("VM a has asked"), "{error}");
         let told = gathering.ask("b", "h2", 1, &names(&["a", "b"]), now + STALE).unwrap();
-        assert_eq!(told, Told::Missing(names(&["a"])));
+        assert_eq!(told, Requested::Missing(names(&["a"])));
         let told = gathering.ask("a", "h2", 2, &names(&["a", "c"]), now + STALE * 2).unwrap();
-        assert_eq!(told, Told::Missing(names(&["c"])));
+        assert_eq!(told, Requested::Missing(names(&["c"])));
     }
 
     /// Who has given it up isn't counted, not even for a moment; what has begun is the coordinator's to end.
@@ -204,12 +204,12 @@ mod tests {
         gathering.ask("a", "h2", 1, &names(&["a", "b"]), now).unwrap();
         gathering.withdraw("a");
         let told = gathering.ask("b", "h2", 1, &names(&["a", "b"]), now).unwrap();
-        assert_eq!(told, Told::Missing(names(&["a"])));
+        assert_eq!(told, Requested::Missing(names(&["a"])));
         gathering.ask("a", "h2", 2, &names(&["a", "b"]), now).unwrap();
         gathering.ended(&names(&["a", "b"]), Ok(MigrationId(7)), now);
         gathering.withdraw("a");
         let told = gathering.ask("b", "h2", 1, &names(&["a", "b"]), now).unwrap();
-        assert_eq!(told, Told::Begun(MigrationId(7)));
+        assert_eq!(told, Requested::Begun(MigrationId(7)));
     }
 
     /// A migration that couldn't be written has not begun: the next request begins it.
@@ -221,7 +221,7 @@ mod tests {
         gathering.ended(&names(&["a", "b"]), Ok(MigrationId(7)), now);
         gathering.retract(&names(&["b", "a"]));
         let told = gathering.ask("a", "h2", 1, &names(&["a", "b"]), now).unwrap();
-        assert!(matches!(told, Told::Complete(_)), "{told:?}");
+        assert!(matches!(told, Requested::Complete(_)), "{told:?}");
     }
 
     #[test]

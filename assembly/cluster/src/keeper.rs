@@ -18,7 +18,7 @@ use nomad::{HostId, Message, MigrationId, Node};
 use tokio::sync::{mpsc, oneshot};
 use tonic::Status;
 
-use crate::gathering::{Gathering, Told};
+use crate::gathering::{Gathering, Requested};
 use crate::holds::Holds;
 use crate::messages;
 use crate::refusal::Refusal;
@@ -47,7 +47,6 @@ type Answer = Box<dyn FnOnce(Result<(), &Status>) + Send>;
 type Change = Box<dyn FnOnce(&mut Keeper, Instant) -> Answer + Send>;
 /// With whether what is written can be read.
 type Question = Box<dyn FnOnce(&mut Keeper, Result<(), &Status>, Instant) + Send>;
-type Now = Box<dyn FnOnce(&mut Keeper, Instant) + Send>;
 
 /// A request to the thread.
 pub(crate) enum Job {
@@ -55,8 +54,6 @@ pub(crate) enum Job {
     Change(Change),
     /// Depends on what is written, and changes nothing of it: waits until nothing is staged.
     Question(Question),
-    /// Depends on nothing that is staged: carried out and answered at once.
-    Now(Now),
     /// Ends the thread, after the batch.
     End,
 }
@@ -107,16 +104,14 @@ impl Handle {
         .await
     }
 
-    /// Has a request carried out at once, whatever isn't written: its answer must not show any of the state.
-    ///
-    /// # Errors
-    /// When the term is over.
-    pub async fn at_once<R: Send + 'static>(
-        &self,
-        job: impl FnOnce(&mut Keeper, Instant) -> R + Send + 'static,
-    ) -> Result<R, Status> {
-        self.send(|answer| Job::Now(Box::new(move |keeper, now| drop(answer.send(Ok(job(keeper, now)))))))
-            .await
+    /// Has a request without an answer carried out, which may change the state; after those that this caller sent before.
+    pub fn post(&self, job: impl FnOnce(&mut Keeper, Instant) + Send + 'static) {
+        let job = Job::Change(Box::new(move |keeper, now| {
+            job(keeper, now);
+            Box::new(|_| {})
+        }));
+        // It may have ended.
+        let _ = self.jobs.send(job);
     }
 
     /// What isn't done when the term is over isn't answered.
@@ -262,7 +257,6 @@ impl Keeper {
                     self.answers.push(answer);
                 }
                 Job::Question(question) => questions.push(question),
-                Job::Now(request) => request(self, now),
             }
             let full =
                 count >= MAX_REQUESTS_PER_WRITE || self.registry.staged_changes() >= MAX_CHANGES_PER_WRITE;
@@ -454,9 +448,9 @@ impl Keeper {
         let begun =
             |migration: MigrationId| proto::MigrateReply { migration: migration.0, ..Default::default() };
         match self.gathering.ask(vm, host, attempt, together, now)? {
-            Told::Missing(missing) => Ok(proto::MigrateReply { migration: 0, missing }),
-            Told::Begun(migration) => Ok(begun(migration)),
-            Told::Complete(all) => {
+            Requested::Missing(missing) => Ok(proto::MigrateReply { migration: 0, missing }),
+            Requested::Begun(migration) => Ok(begun(migration)),
+            Requested::Complete(all) => {
                 let result = self.migrate(&all, now);
                 let outcome = result.as_ref().copied().map_err(ToString::to_string);
                 self.gathering.ended(together, outcome, now);

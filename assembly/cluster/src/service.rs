@@ -8,6 +8,7 @@ use control_api::cluster::proto;
 use control_api::cluster::proto::cluster_service_server::ClusterService;
 use nomad::{Epoch, Incarnation, MigrationId, Node, VmId};
 use telemetry::guest_log::GuestLog;
+use tokio::sync::Semaphore;
 use tonic::codegen::tokio_stream::Stream;
 use tonic::codegen::tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
@@ -18,6 +19,8 @@ use crate::refusal::Refusal;
 use crate::roles::Roles;
 use crate::store::StoreError;
 
+/// Messages of one host that wait to be carried out.
+const MAX_MESSAGES_IN_FLIGHT: usize = 64;
 /// Holds in one report at most.
 const MAX_HOLDS: usize = 1024;
 
@@ -389,6 +392,7 @@ impl ClusterService for Service {
         })
         .await?;
         tokio::spawn(async move {
+            let room = Arc::new(Semaphore::new(MAX_MESSAGES_IN_FLIGHT));
             while let Ok(Some(envelope)) = incoming.message().await {
                 let Ok(message) = parse(&envelope) else { return };
                 if message.from != Node::Host(host) {
@@ -398,20 +402,20 @@ impl ClusterService for Service {
                 if !leading.term.holds() {
                     return;
                 }
-                let passed = match message.to {
-                    Node::Coordinator => {
-                        ask(&leading, move |keeper, now| keeper.registry.message(message, now)).await
+                // The next message doesn't wait for the write of this one: hosts repeat what isn't answered, and would send faster than writes end.
+                let Ok(permit) = Arc::clone(&room).acquire_owned().await else { return };
+                leading.post(move |keeper, now| {
+                    drop(permit);
+                    let passed = match message.to {
+                        Node::Coordinator => keeper.registry.message(message, now),
+                        // It shows nothing of what the coordinator decides, and needs no write.
+                        Node::Host(_) => keeper.pass_on(&message, now),
+                    };
+                    if let Err(error) = passed {
+                        static LOG: LazyLock<GuestLog> = LazyLock::new(GuestLog::new);
+                        telemetry::guest_warn!(LOG, "A message of {host} is refused: {error}");
                     }
-                    // It shows nothing of what the coordinator decides.
-                    Node::Host(_) => {
-                        let passed = leading.at_once(move |keeper, now| keeper.pass_on(&message, now)).await;
-                        passed.and_then(|passed| passed.map_err(|error| status(&error)))
-                    }
-                };
-                if let Err(status) = passed {
-                    static LOG: LazyLock<GuestLog> = LazyLock::new(GuestLog::new);
-                    telemetry::guest_warn!(LOG, "A message of {host} is refused: {}", status.message());
-                }
+                });
             }
         });
         Ok(Response::new(Box::pin(ReceiverStream::new(outgoing))))

@@ -148,7 +148,7 @@ impl Registry {
         let ledger = store.state().ledger.clone();
         let switch_ms = u32::try_from(switch_limit.as_millis()).unwrap_or(u32::MAX).max(1);
         let ordinary = nomad::Config::default();
-        // Whoever gives hosts more time to be heard gives it to destinations as well.
+        // A longer lease is for hosts that stall: destinations get more time as well.
         let lease_ms = u32::try_from(lease.as_millis()).unwrap_or(u32::MAX);
         let reserve_ms = ordinary.reserve_ms.max(lease_ms / 3);
         let times = nomad::Config { switch_ms, reserve_ms, copy_ms: COPY_MS, ..ordinary };

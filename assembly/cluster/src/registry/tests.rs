@@ -148,10 +148,10 @@ fn a_service_that_always_comes_late_finds_silent_hosts_all_the_same() {
     assert_eq!(world.heard(), [false, false]);
 }
 
-/// What hosts don't answer is said again, once each time: setting a timer anew, as each stage of a migration does, replaces the one before. While memory is
+/// A message without an answer is repeated, once each time: setting a timer anew, as each stage of a migration does, replaces the one before. While memory is
 /// copied that is seldom.
 #[test]
-fn what_is_not_answered_is_said_again_once_and_seldom_while_memory_is_copied() {
+fn a_message_without_an_answer_is_repeated_once_and_seldom_while_memory_is_copied() {
     let mut world = World::new();
     let began = world.began;
     let at = |ms: u64| began + Duration::from_millis(ms);
@@ -176,7 +176,7 @@ fn what_is_not_answered_is_said_again_once_and_seldom_while_memory_is_copied() {
     let now = 5 * retry + 1;
     world.registry.message(reserved, at(now)).unwrap();
     assert_eq!(world.messages().len(), 1, "the source shall copy");
-    assert_eq!(said(&mut world, now, now + 4 * calm + 1), 4, "and is told again");
+    assert_eq!(said(&mut world, now, now + 4 * calm + 1), 4, "and the request is repeated");
 }
 
 /// What a host says of a migration.
@@ -242,7 +242,7 @@ fn a_decided_migration_ends_without_a_host_that_is_silent() {
 }
 
 /// A destination that is gone for good with the VM that was committed to it: when its user has the cluster forget it, the VM may be started elsewhere, in a new epoch. Should it
-/// come back, it is told that the VM isn't its own; its old start says nothing that counts.
+/// come back, it hears that the VM isn't its own; messages of its old start are refused.
 #[test]
 fn a_host_is_forgotten_and_its_vms_are_started_elsewhere() {
     let mut world = World::new();

@@ -26,7 +26,7 @@ pub struct Registered {
 }
 
 impl Registry {
-    /// A VM runs on a host: it has just started (`epoch` 0), or the host says again what it was told.
+    /// A VM runs on a host: it has just started (`epoch` 0), or the host repeats its registration.
     ///
     /// # Errors
     /// When it runs elsewhere, the epoch is old, or it can't be so.
