@@ -1,5 +1,6 @@
 //! The groups of `make bench`.
 
+pub mod cluster;
 pub mod dsm;
 pub mod fabric;
 pub mod migration;
@@ -46,6 +47,11 @@ pub const ALL: &[Group] = &[
         name: "neighbours",
         about: "messages between VMs, read in place, against copies, cache lines and sockets",
         run: neighbours::run,
+    },
+    Group {
+        name: "cluster",
+        about: "the cluster service with 1,000 hosts against bare gRPC round trips and syncs",
+        run: cluster::run,
     },
     Group { name: "vpio", about: "a NIC under its model against trapping every access", run: vpio::run },
     Group {
