@@ -18,7 +18,7 @@
 //! | `memory` | regions, keys, protection, translation |
 //! | `objects` | the state of queue pairs, completion queues, devices |
 //! | `local` | the transport between queue pairs of this engine |
-//! | [`remote`] | the interface to transports, which reach other engines |
+//! | [`remote`], `transport` | the interface to transports, which reach other engines; what the engine passes to them |
 
 pub mod attributes;
 pub mod counters;
@@ -34,6 +34,7 @@ pub mod remote;
 pub mod saved;
 mod table;
 pub mod testing;
+mod transport;
 pub mod work;
 
 pub use counters::{DeviceCounters, QpCounters, QpReport};

@@ -8,7 +8,7 @@ use crate::error::VerbsError;
 use crate::names::{CqHandle, DeviceId, MrHandle, QpHandle, SrqHandle};
 use crate::objects::QpRef;
 use crate::provider::Provider;
-use crate::remote::Action;
+use crate::transport::Action;
 use crate::work::AsyncEvent;
 
 use crate::saved::Kind;

@@ -5,8 +5,8 @@ use crate::limits::Limits;
 use crate::names::{ContextHandle, DeviceId, Gid, QpHandle};
 use crate::objects::{Device, GidEntry, NOT_NOTIFIED, Path, QpRef};
 use crate::provider::{CompletionQueue, Provider};
-use crate::remote::Action;
 use crate::saved::Kind;
+use crate::transport::Action;
 use crate::work::{Arm, MAX_SGE};
 
 use super::{DeviceConfig, Engine, Timer};

@@ -12,8 +12,8 @@ use crate::attributes::QpKind;
 use crate::names::{DeviceId, Gid, SegmentId};
 use crate::objects::{Current, Path, Progress, QpRef, Wait};
 use crate::provider::Provider;
-use crate::remote::QpId;
 use crate::saved::{Kind, Outstanding};
+use crate::transport::QpId;
 use crate::work::Status;
 
 use super::{Engine, PSN_MASK};

@@ -14,7 +14,7 @@ use crate::memory::Piece;
 use crate::names::DeviceId;
 use crate::objects::{QpRef, Wait};
 use crate::provider::{CompletionQueue, Provider, ReceiveQueue, SendQueue};
-use crate::remote::Action;
+use crate::transport::Action;
 use crate::work::Operation;
 
 use super::{Engine, Timer};

@@ -43,7 +43,7 @@ use crate::names::{
 };
 use crate::objects::{CqRef, Device, Qp, QpRef, WaitList};
 use crate::provider::Provider;
-use crate::remote::Action;
+use crate::transport::Action;
 use crate::work::AsyncEvent;
 
 pub(crate) use create::power_on_attributes;

@@ -8,11 +8,10 @@ use crate::attributes::{Access, QpKind};
 use crate::memory::{Kind as RegionKind, Region};
 use crate::names::{DeviceId, GSI, QpHandle, Qpn, SrqHandle};
 use crate::objects::{
-    Context, Cq, CqRef, Current, Device, GidEntry, NOT_NOTIFIED, ObjectRef, Path, Pd, Progress, Qp, Srq,
-    Wait, WaitList,
+    Context, Cq, CqRef, Current, Device, Elsewhere, GidEntry, NOT_NOTIFIED, ObjectRef, Path, Pd, Progress,
+    Qp, Srq, Wait, WaitList,
 };
 use crate::provider::{CompletionQueue, Provider, ReceiveQueue, SendQueue};
-use crate::remote::Elsewhere;
 use crate::saved::{self, InvalidState, Kind, Name};
 use crate::work::MAX_SGE;
 

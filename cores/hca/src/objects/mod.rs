@@ -2,6 +2,7 @@
 
 mod cq;
 mod device;
+mod elsewhere;
 mod marks;
 mod qp;
 mod quiet;
@@ -9,6 +10,7 @@ mod wait_list;
 
 pub(crate) use cq::{Cq, NOT_NOTIFIED};
 pub(crate) use device::{Context, Device, GidEntry, Pd, Srq};
+pub(crate) use elsewhere::{Elsewhere, Outstanding};
 pub(crate) use marks::Marks;
 pub(crate) use qp::{Current, Path, Progress, Qp, Wait};
 pub(crate) use quiet::QuietTable;

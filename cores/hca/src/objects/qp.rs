@@ -6,11 +6,10 @@ use crate::attributes::{QpAttributes, QpKind, QpState};
 use crate::counters::QpCounters;
 use crate::names::{Gid, QpHandle, Qpn};
 use crate::provider::Provider;
-use crate::remote::Elsewhere;
 use crate::saved::Outstanding;
 use crate::work::{ReceiveRequest, SendRequest};
 
-use super::{ObjectRef, QpRef};
+use super::{Elsewhere, ObjectRef, QpRef};
 
 /// The path from a connected queue pair to its peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -12,30 +12,7 @@ use crate::provider::Provider;
 use crate::work::{CompletedOperation, Datagram, NetworkHeader, Status};
 
 use super::responder::bytes;
-use super::{Action, QpId};
-
-/// A datagram to send: a copy, independent of the sender.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct OutgoingDatagram {
-    /// Sending queue pair.
-    pub qp: QpId,
-    /// Segment that it is sent in.
-    pub segment: SegmentId,
-    /// The sender's queue pair number; the general services queue pair sends as 1.
-    pub source_qpn: Qpn,
-    /// The sender's address.
-    pub source_gid: Gid,
-    /// The sender's MAC.
-    pub source_mac: [u8; 6],
-    /// Destination, with the Q_Key to send.
-    pub to: Datagram,
-    /// Immediate data, as wire bytes.
-    pub immediate: Option<[u8; 4]>,
-    /// Raises a solicited event.
-    pub solicited: bool,
-    /// Payload, at most the port's MTU.
-    pub payload: Vec<u8>,
-}
+use super::{Action, OutgoingDatagram};
 
 /// A received datagram.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -21,133 +21,17 @@ mod queued;
 mod requester;
 mod responder;
 
-use std::collections::VecDeque;
-
 use crate::attributes::{QpAttributes, QpKind, QpState};
 use crate::engine::Engine;
 use crate::names::{DeviceId, Gid, QpHandle, Qpn, SegmentId};
 use crate::objects::{Path, QpRef};
 use crate::provider::Provider;
-use crate::saved;
-use crate::work::{ReceiveRequest, Remote, SendRequest, Status};
+pub use crate::transport::{Action, OutgoingDatagram, Posted, PostedOperation, QpId};
 
-pub use datagrams::{IncomingDatagram, OutgoingDatagram};
+pub use datagrams::IncomingDatagram;
 pub use queued::{AheadReceived, NotQueued, Queued, RegionInfo, first_bytes};
 pub use requester::Unmoved;
 pub use responder::{AtomicOperation, Refusal};
-
-/// Identifier of a queue pair for transports. Never reused, so the identifier of a destroyed queue pair finds nothing.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct QpId {
-    /// Its device.
-    pub device: DeviceId,
-    /// Its handle.
-    pub handle: QpHandle,
-    stamp: u64,
-    /// Number of times that it has left RESET: another incarnation is another connection.
-    incarnation: u32,
-}
-
-impl QpId {
-    pub(crate) fn incarnation(self) -> u32 {
-        self.incarnation
-    }
-
-    pub(crate) fn at(self) -> QpRef {
-        QpRef { device: self.device.0, handle: self.handle.0, stamp: self.stamp }
-    }
-}
-
-/// The operation of a posted request.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum PostedOperation {
-    /// A SEND: consumes a receive of the peer.
-    Send {
-        /// Immediate data, as wire bytes.
-        immediate: Option<[u8; 4]>,
-        /// The peer's key to invalidate.
-        invalidate: Option<u32>,
-    },
-    /// A WRITE: consumes a receive of the peer only with immediate data.
-    Write {
-        /// Remote address and key.
-        remote: Remote,
-        /// Immediate data, as wire bytes.
-        immediate: Option<[u8; 4]>,
-    },
-    /// A READ: [`Posted::length`] bytes from the peer's memory.
-    Read {
-        /// Remote address and key.
-        remote: Remote,
-    },
-    /// Compare and swap.
-    CompareSwap {
-        /// Remote address and key of the word.
-        remote: Remote,
-        /// Expected value.
-        compare: u64,
-        /// New value.
-        swap: u64,
-    },
-    /// Fetch and add.
-    FetchAdd {
-        /// Remote address and key of the word.
-        remote: Remote,
-        /// The addend.
-        add: u64,
-    },
-}
-
-/// A request for a transport.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Posted {
-    /// Identifier in [`Engine::remote_gather`], [`Engine::remote_place`] and [`Engine::remote_complete`]; increases by one per request.
-    pub token: u64,
-    /// The operation.
-    pub operation: PostedOperation,
-    /// Bytes of the message; 8 for atomics.
-    pub length: u32,
-    /// Waits for earlier READs and atomics.
-    pub fence: bool,
-    /// Raises a solicited event at the peer.
-    pub solicited: bool,
-}
-
-/// An action for a transport. Actions of a queue pair must be executed in order.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Action {
-    /// Send a request of a connected queue pair to its peer.
-    Post {
-        /// Queue pair.
-        qp: QpId,
-        /// The request, whose token increases by one per request of the queue pair.
-        request: Posted,
-    },
-    /// Send a datagram; nothing waits for it.
-    Datagram(Box<OutgoingDatagram>),
-    /// A receive was posted after [`Refusal::NotReady`].
-    ReceivePosted {
-        /// Queue pair.
-        qp: QpId,
-    },
-    /// The not-present guest memory of a message of a connected queue pair ([`Refusal::NotHere`], [`Unmoved::NotHere`]) has arrived.
-    MemoryCame {
-        /// Queue pair.
-        qp: QpId,
-    },
-    /// The connection is closed: the queue pair was reset, failed, or is gone. The transport may still send pending responses.
-    Closed {
-        /// Queue pair.
-        qp: QpId,
-    },
-    /// A region that the transport has registered ([`Engine::remote_region`]) is gone: its memory must not be accessed any more.
-    RegionGone {
-        /// Device that owns the region.
-        device: DeviceId,
-        /// Key of the region.
-        key: u32,
-    },
-}
 
 /// State of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -168,82 +52,6 @@ pub struct ConnectionInfo {
     pub attributes: QpAttributes,
     /// Whether it sends: RTS or SQD.
     pub sends: bool,
-}
-
-/// A request that a transport has.
-#[derive(Debug)]
-pub(crate) struct Outstanding {
-    token: u64,
-    pub request: SendRequest,
-    /// Outcome, while earlier requests are not complete.
-    outcome: Option<Result<u32, Status>>,
-}
-
-/// State that a queue pair has only while its peer is remote.
-#[derive(Debug, Default)]
-pub(crate) struct Elsewhere {
-    pub outstanding: VecDeque<Outstanding>,
-    /// Receives that a transport consumed before there was a message for them.
-    pub ahead: VecDeque<ReceiveRequest>,
-    /// Receives that a transport consumed ahead and returned unused: they come before those in the ring.
-    pub returned: VecDeque<ReceiveRequest>,
-    next_token: u64,
-    /// The peer got an RNR NAK, and is to be notified of the next receive.
-    pub awaits_receive: bool,
-}
-
-impl Elsewhere {
-    /// Saves it.
-    pub fn save(&self) -> saved::Elsewhere {
-        saved::Elsewhere {
-            first_token: self.outstanding.front().map_or(self.next_token, |front| front.token),
-            outstanding: self.outstanding.iter().map(Outstanding::save).collect(),
-            awaits_receive: self.awaits_receive,
-        }
-    }
-
-    /// Restores it from a saved state that was checked.
-    pub fn restore(saved: saved::Elsewhere) -> Self {
-        let mut next_token = saved.first_token;
-        let outstanding = saved.outstanding.into_iter().map(|saved::Outstanding { request, outcome }| {
-            next_token += 1;
-            Outstanding { token: next_token - 1, request, outcome }
-        });
-        let outstanding = outstanding.collect();
-        Self { outstanding, next_token, awaits_receive: saved.awaits_receive, ..Self::default() }
-    }
-
-    /// Receives that were taken from the ring and not used, oldest first.
-    pub fn taken_receives(&self) -> impl Iterator<Item = &ReceiveRequest> {
-        self.ahead.iter().chain(&self.returned)
-    }
-
-    /// Removes and returns the oldest of them.
-    pub fn pop_receive(&mut self) -> Option<ReceiveRequest> {
-        self.ahead.pop_front().or_else(|| self.returned.pop_front())
-    }
-
-    /// The rest of the state when no transport has requests any more.
-    pub fn without_requests(self) -> Option<Box<Self>> {
-        (!self.returned.is_empty()).then(|| Box::new(Self { returned: self.returned, ..Self::default() }))
-    }
-
-    /// The requests that transports have.
-    pub fn requests(&self) -> impl Iterator<Item = &SendRequest> {
-        self.outstanding.iter().map(|outstanding| &outstanding.request)
-    }
-
-    /// Removes and returns the requests.
-    pub fn take_outstanding(&mut self) -> VecDeque<saved::Outstanding> {
-        let strip = |Outstanding { request, outcome, .. }| saved::Outstanding { request, outcome };
-        std::mem::take(&mut self.outstanding).into_iter().map(strip).collect()
-    }
-}
-
-impl Outstanding {
-    fn save(&self) -> saved::Outstanding {
-        saved::Outstanding { request: self.request.clone(), outcome: self.outcome }
-    }
 }
 
 /// Limit of requests of one queue pair that transports have.
@@ -312,7 +120,7 @@ impl<P: Provider> Engine<P> {
     #[must_use]
     pub fn connection(&self, qp: QpId) -> Option<ConnectionInfo> {
         let device = self.device(qp.device.0).filter(|device| device.enabled)?;
-        let found = self.qp(qp.at()).filter(|found| found.incarnation == qp.incarnation)?;
+        let found = self.qp(qp.at()).filter(|found| found.incarnation == qp.incarnation())?;
         if !matches!(found.kind, QpKind::Rc | QpKind::Uc) || !found.receives() {
             return None;
         }
@@ -334,7 +142,7 @@ impl<P: Provider> Engine<P> {
     pub fn connected(&self, device: DeviceId, qpn: Qpn) -> Option<QpId> {
         let qp = self.device(device.0).filter(|device| device.enabled)?.qp_by_number(qpn)?;
         let serves = matches!(qp.kind, QpKind::Rc | QpKind::Uc) && qp.receives();
-        serves.then_some(QpId { device, handle: qp.handle, stamp: qp.stamp, incarnation: qp.incarnation })
+        serves.then_some(QpId::new(device, qp.handle, qp.stamp, qp.incarnation))
     }
 
     /// The queue pair with a handle, in any state.
@@ -429,12 +237,7 @@ impl<P: Provider> Engine<P> {
 
     pub(crate) fn qp_id(&self, at: QpRef) -> Option<QpId> {
         let qp = self.qp(at)?;
-        Some(QpId {
-            device: DeviceId(at.device),
-            handle: qp.handle,
-            stamp: qp.stamp,
-            incarnation: qp.incarnation,
-        })
+        Some(QpId::new(DeviceId(at.device), qp.handle, qp.stamp, qp.incarnation))
     }
 
     /// Closes the connection at the transport. Must be called while the queue pair still exists.
@@ -463,7 +266,7 @@ impl<P: Provider> Engine<P> {
     fn served(&self, qp: QpId) -> Result<QpRef, Refusal> {
         let at = qp.at();
         let there = self.device(at.device).is_some_and(|device| device.enabled)
-            && self.qp(at).is_some_and(|found| found.incarnation == qp.incarnation && found.receives());
+            && self.qp(at).is_some_and(|found| found.incarnation == qp.incarnation() && found.receives());
         if there { Ok(at) } else { Err(Refusal::Gone) }
     }
 }

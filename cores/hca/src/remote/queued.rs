@@ -14,11 +14,11 @@ use crate::engine::Engine;
 use crate::local::receive::{Received, Taken};
 use crate::memory::Kind;
 use crate::names::{DeviceId, PdHandle, SrqHandle};
-use crate::objects::{ObjectRef, Path, QpRef};
+use crate::objects::{Elsewhere, ObjectRef, Path, QpRef};
 use crate::provider::{Provider, ReceiveQueue};
 use crate::work::{AsyncEvent, CompletedOperation, Sge, SgeList, Status};
 
-use super::{Elsewhere, QpId, Refusal};
+use super::{QpId, Refusal};
 
 /// Why a transport with queues of its own can't serve a queue pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -109,7 +109,9 @@ impl<P: Provider> Engine<P> {
     pub fn remote_unbind(&mut self, qp: QpId) {
         let at = qp.at();
         self.touch_qp(qp.device, qp.handle);
-        let Some(found) = self.qp_mut(at).filter(|found| found.incarnation == qp.incarnation) else { return };
+        let Some(found) = self.qp_mut(at).filter(|found| found.incarnation == qp.incarnation()) else {
+            return;
+        };
         let Some(elsewhere) = &mut found.elsewhere else { return };
         // The ones returned earlier were consumed later.
         elsewhere.ahead.append(&mut elsewhere.returned);
@@ -120,7 +122,7 @@ impl<P: Provider> Engine<P> {
     /// Whether a transport has requests of a queue pair.
     #[must_use]
     pub fn remote_has_requests(&self, qp: QpId) -> bool {
-        let found = self.qp(qp.at()).filter(|found| found.incarnation == qp.incarnation);
+        let found = self.qp(qp.at()).filter(|found| found.incarnation == qp.incarnation());
         found
             .and_then(|found| found.elsewhere.as_ref())
             .is_some_and(|elsewhere| !elsewhere.outstanding.is_empty())

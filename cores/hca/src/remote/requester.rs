@@ -8,12 +8,12 @@ use dma::{Dma, DmaFault};
 use crate::attributes::{Access, QpKind, QpState};
 use crate::engine::{Engine, completed};
 use crate::local::{Step, message_len, total};
-use crate::objects::{Qp, QpRef, Wait};
+use crate::objects::{Elsewhere, Outstanding, Qp, QpRef, Wait};
 use crate::provider::Provider;
 use crate::saved;
 use crate::work::{CompletedOperation, Operation, SendRequest, Sge, Status};
 
-use super::{Action, Elsewhere, MOST_OUTSTANDING, Outstanding, Posted, PostedOperation, QpId};
+use super::{Action, MOST_OUTSTANDING, Posted, PostedOperation, QpId};
 
 /// Bytes of an atomic.
 const ATOMIC: u32 = 8;
@@ -141,7 +141,7 @@ impl<P: Provider> Engine<P> {
 
     /// An outstanding request of a queue pair of that incarnation.
     pub(super) fn outstanding(&self, qp: QpId, token: u64) -> Option<&Outstanding> {
-        let found = self.qp(qp.at()).filter(|found| found.incarnation == qp.incarnation)?;
+        let found = self.qp(qp.at()).filter(|found| found.incarnation == qp.incarnation())?;
         let outstanding = &found.elsewhere.as_ref()?.outstanding;
         let index = token.checked_sub(outstanding.front()?.token)?;
         outstanding.get(usize::try_from(index).ok()?)
@@ -218,7 +218,9 @@ impl<P: Provider> Engine<P> {
     pub fn remote_complete(&mut self, qp: QpId, token: u64, outcome: Result<u32, Status>) {
         let at = qp.at();
         self.mark(at);
-        let Some(found) = self.qp_mut(at).filter(|found| found.incarnation == qp.incarnation) else { return };
+        let Some(found) = self.qp_mut(at).filter(|found| found.incarnation == qp.incarnation()) else {
+            return;
+        };
         let Some(elsewhere) = &mut found.elsewhere else { return };
         let Some(first) = elsewhere.outstanding.front().map(|front| front.token) else { return };
         let place = token.checked_sub(first).and_then(|index| usize::try_from(index).ok());
