@@ -294,99 +294,110 @@ impl<P: Provider> Engine<P> {
     ) -> Result<QpInfo, VerbsError> {
         let stamp = self.stamp();
         let found = self.of(device)?;
-        room("queue pairs", found.qps.len(), found.limits.queue_pairs)?;
-        within("The size of a send queue", init.max_send_wr, found.capabilities.max_qp_wr)?;
-        if init.max_send_sge > found.capabilities.max_sge {
-            return Err(VerbsError::invalid("The elements of a send request", init.max_send_sge));
-        }
-        if init.max_receive_sge > found.capabilities.max_sge {
-            return Err(VerbsError::invalid("The elements of a receive request", init.max_receive_sge));
-        }
-        if init.max_receive_wr > found.capabilities.max_qp_wr {
-            return Err(VerbsError::invalid("The size of a receive queue", init.max_receive_wr));
-        }
-        if init.srq.is_some() == receive.is_some() || (init.kind == QpKind::Gsi && init.srq.is_some()) {
-            return Err(VerbsError::invalid(
-                "Whether a queue pair has a shared receive queue",
-                init.srq.is_some(),
-            ));
-        }
-        if init.kind == QpKind::Gsi && found.gsi != 0 {
-            return Err(full("general services queue pairs", 1));
-        }
-        let context =
-            found.pds.get(init.pd.0).ok_or(VerbsError::missing("protection domain", init.pd.0))?.context;
-        let cq = |handle: CqHandle| match found.cqs.get(handle.0) {
-            Some(cq) if cq.context == context => Ok(ObjectRef { handle: handle.0, stamp: cq.stamp }),
-            _ => Err(VerbsError::missing("completion queue of that context", handle.0)),
-        };
-        let (send_cq, receive_cq) = (cq(init.send_cq)?, cq(init.receive_cq)?);
-        let srq = match init.srq {
-            None => None,
-            Some(handle) => match found.srqs.get(handle.0) {
-                Some(srq) if srq.context == context => Some(ObjectRef { handle: handle.0, stamp: srq.stamp }),
-                _ => return Err(VerbsError::missing("shared receive queue of that context", handle.0)),
-            },
-        };
-        // Numbers below 2^16 are not used, so that none is accidentally 0 or 1.
-        let generation = u32::from(u8::try_from(stamp % 255).unwrap_or(0)) + 1;
-        let qp = |handle| {
-            let qpn = if init.kind == QpKind::Gsi { GSI } else { Qpn((generation << 16) | handle) };
-            Box::new(Qp::<P> {
-                stamp,
-                state: QpState::Reset,
-                kind: init.kind,
-                active: false,
-                signal_all: init.signal_all,
-                empty_looks: 0,
-                wait: Wait::None,
-                pd: init.pd.0,
-                path: Path::Unreachable,
-                path_at: 0,
-                path_version: 0,
-                version: 0,
-                was_local: false,
-                send_cq,
-                receive_cq,
-                current: None,
-                elsewhere: None,
-                stashed: None,
-                waiter: None,
-                send_queue: send,
-                receive_queue: receive,
-                srq,
-                handle: QpHandle(handle),
-                qpn,
-                context,
-                context_index: 0,
-                incarnation: 0,
-                attributes: power_on_attributes(),
-                source_gid: Gid([0; 16]),
-                established: false,
-                deadline: None,
-                awaits: None,
-                counters: QpCounters::default(),
-            })
-        };
-        let handle = found.qps.insert(qp).ok_or(full("queue pairs", found.capabilities.max_qp))?;
+        check_qp_init(found, &init, receive.is_some())?;
+        let refers = refers_to(found, &init)?;
+        let max_qp = found.capabilities.max_qp;
+        let qp = |handle| Box::new(new_qp::<P>(handle, stamp, &init, &refers, send, receive));
+        let handle = found.qps.insert(qp).ok_or(full("queue pairs", max_qp))?;
         found.marks.touch(Kind::QueuePair, handle);
-        if init.kind == QpKind::Gsi {
-            found.gsi = handle;
-        }
-        if let Some(pd) = found.pds.get_mut(init.pd.0) {
-            pd.owned += 1;
-        }
-        found.add_to_context(context, handle);
-        for cq in [send_cq, receive_cq] {
-            if let Some(cq) = found.cqs.get_mut(cq.handle) {
-                cq.users.insert(handle);
-            }
-        }
-        if let Some(srq) = srq.and_then(|srq| found.srqs.get_mut(srq.handle)) {
-            srq.users.insert(handle);
-        }
+        found.add_user(handle);
         let qpn = found.qps.get(handle).map_or(Qpn(0), |qp| qp.qpn);
         Ok(QpInfo { handle: QpHandle(handle), qpn })
+    }
+}
+
+/// Checks a new queue pair's kind and sizes. `has_ring`: whether it has a receive ring.
+fn check_qp_init<P: Provider>(device: &Device<P>, init: &QpInit, has_ring: bool) -> Result<(), VerbsError> {
+    room("queue pairs", device.qps.len(), device.limits.queue_pairs)?;
+    within("The size of a send queue", init.max_send_wr, device.capabilities.max_qp_wr)?;
+    if init.max_send_sge > device.capabilities.max_sge {
+        return Err(VerbsError::invalid("The elements of a send request", init.max_send_sge));
+    }
+    if init.max_receive_sge > device.capabilities.max_sge {
+        return Err(VerbsError::invalid("The elements of a receive request", init.max_receive_sge));
+    }
+    if init.max_receive_wr > device.capabilities.max_qp_wr {
+        return Err(VerbsError::invalid("The size of a receive queue", init.max_receive_wr));
+    }
+    if init.srq.is_some() == has_ring || (init.kind == QpKind::Gsi && init.srq.is_some()) {
+        let what = "Whether a queue pair has a shared receive queue";
+        return Err(VerbsError::invalid(what, init.srq.is_some()));
+    }
+    if init.kind == QpKind::Gsi && device.gsi != 0 {
+        return Err(full("general services queue pairs", 1));
+    }
+    Ok(())
+}
+
+/// The objects that a new queue pair refers to.
+struct RefersTo {
+    context: u32,
+    send_cq: ObjectRef,
+    receive_cq: ObjectRef,
+    srq: Option<ObjectRef>,
+}
+
+fn refers_to<P: Provider>(device: &Device<P>, init: &QpInit) -> Result<RefersTo, VerbsError> {
+    let pd = device.pds.get(init.pd.0).ok_or(VerbsError::missing("protection domain", init.pd.0))?;
+    let context = pd.context;
+    let cq = |handle: CqHandle| match device.cqs.get(handle.0) {
+        Some(cq) if cq.context == context => Ok(ObjectRef { handle: handle.0, stamp: cq.stamp }),
+        _ => Err(VerbsError::missing("completion queue of that context", handle.0)),
+    };
+    let (send_cq, receive_cq) = (cq(init.send_cq)?, cq(init.receive_cq)?);
+    let srq = |handle: SrqHandle| match device.srqs.get(handle.0) {
+        Some(srq) if srq.context == context => Ok(ObjectRef { handle: handle.0, stamp: srq.stamp }),
+        _ => Err(VerbsError::missing("shared receive queue of that context", handle.0)),
+    };
+    Ok(RefersTo { context, send_cq, receive_cq, srq: init.srq.map(srq).transpose()? })
+}
+
+/// A queue pair in RESET.
+fn new_qp<P: Provider>(
+    handle: u32,
+    stamp: u64,
+    init: &QpInit,
+    refers: &RefersTo,
+    send: P::SendQueue,
+    receive: Option<P::ReceiveQueue>,
+) -> Qp<P> {
+    // Numbers below 2^16 are not used, so that none is accidentally 0 or 1.
+    let generation = u32::from(u8::try_from(stamp % 255).unwrap_or(0)) + 1;
+    let qpn = if init.kind == QpKind::Gsi { GSI } else { Qpn((generation << 16) | handle) };
+    Qp {
+        stamp,
+        state: QpState::Reset,
+        kind: init.kind,
+        active: false,
+        signal_all: init.signal_all,
+        empty_looks: 0,
+        wait: Wait::None,
+        pd: init.pd.0,
+        path: Path::Unreachable,
+        path_at: 0,
+        path_version: 0,
+        version: 0,
+        was_local: false,
+        send_cq: refers.send_cq,
+        receive_cq: refers.receive_cq,
+        current: None,
+        elsewhere: None,
+        stashed: None,
+        waiter: None,
+        send_queue: send,
+        receive_queue: receive,
+        srq: refers.srq,
+        handle: QpHandle(handle),
+        qpn,
+        context: refers.context,
+        context_index: 0,
+        incarnation: 0,
+        attributes: power_on_attributes(),
+        source_gid: Gid([0; 16]),
+        established: false,
+        deadline: None,
+        awaits: None,
+        counters: QpCounters::default(),
     }
 }
 

@@ -4,7 +4,7 @@
 
 use std::collections::BTreeSet;
 
-use crate::attributes::{Access, QpKind};
+use crate::attributes::{Access, QpAttributes, QpKind};
 use crate::memory::{Kind as RegionKind, Region};
 use crate::names::{DeviceId, GSI, QpHandle, Qpn, SrqHandle};
 use crate::objects::{
@@ -26,6 +26,20 @@ const MOST_TAKEN: usize = 4096;
 
 fn wrong(kind: &'static str, handle: u32, what: &'static str) -> InvalidState {
     InvalidState::Field { kind, handle, what }
+}
+
+/// Whether a saved queue pair's attributes are within their ranges.
+fn are_attributes_valid(attributes: &QpAttributes, max_reads: u8) -> bool {
+    (1..=5).contains(&attributes.path_mtu)
+        && attributes.timeout < 32
+        && attributes.retry_count < 8
+        && attributes.rnr_retry < 8
+        && attributes.min_rnr_timer < 32
+        && attributes.max_rd_atomic <= max_reads
+        && attributes.max_dest_rd_atomic <= max_reads
+        && attributes.destination_qpn.0 <= super::PSN_MASK
+        && attributes.rq_psn <= super::PSN_MASK
+        && attributes.sq_psn <= super::PSN_MASK
 }
 
 fn reference((handle, stamp): saved::Reference) -> ObjectRef {
@@ -334,19 +348,57 @@ impl<P: Provider> Engine<P> {
         let wrong = |what| wrong("queue pair", handle, what);
         self.seen(saved.stamp, "queue pair", handle)?;
         let found = self.dormant(device)?;
+        Self::check_qp(found, handle, &saved).map_err(wrong)?;
+        let mut qp = Self::restored_qp(handle, saved).map_err(wrong)?;
+        let old = found.qps.get(handle);
+        let same = old.is_some_and(|old| {
+            old.stamp == qp.stamp
+                && old.pd == qp.pd
+                && (old.send_cq, old.receive_cq) == (qp.send_cq, qp.receive_cq)
+                && old.srq == qp.srq
+        });
+        if !same && old.is_some() {
+            self.destroy_qp(device, QpHandle(handle)).map_err(|_| InvalidState::NoDevice)?;
+        }
+        let found = self.dormant(device)?;
+        if same {
+            if let Some(old) = found.qps.get_mut(handle) {
+                qp.context_index = old.context_index;
+                **old = qp;
+            }
+            return Ok(());
+        }
+        found.qps.place(handle, Box::new(qp)).ok_or(wrong("handle"))?;
+        found.add_user(handle);
+        Ok(())
+    }
+
+    /// Checks a saved queue pair. The error names its invalid part.
+    fn check_qp(found: &Device<P>, handle: u32, saved: &SavedQp<P>) -> Result<(), &'static str> {
         let number_fits = match saved.kind {
             QpKind::Gsi => saved.qpn == GSI && (found.gsi == 0 || found.gsi == handle),
             _ => saved.qpn.0 & 0xFFFF == handle && (1..=255).contains(&(saved.qpn.0 >> 16)),
         };
         if handle == 0 || !number_fits {
-            return Err(wrong("number"));
+            return Err("number");
         }
         if saved.receive.is_some() == saved.srq.is_some() {
-            return Err(wrong("receive queue"));
+            return Err("receive queue");
         }
         if found.pds.get(saved.pd).is_none_or(|pd| pd.context != saved.context) {
-            return Err(wrong("protection domain"));
+            return Err("protection domain");
         }
+        if !Self::are_requests_valid(saved) {
+            return Err("request");
+        }
+        if !are_attributes_valid(&saved.attributes, found.capabilities.max_qp_rd_atom) {
+            return Err("attribute");
+        }
+        Ok(())
+    }
+
+    /// Whether the requests and receives that a saved queue pair has fetched are within their limits.
+    fn are_requests_valid(saved: &SavedQp<P>) -> bool {
         let requests = saved.current.iter().map(|current| &current.request).chain(
             saved.current.iter().flat_map(|current| current.behind.iter().map(|behind| &behind.request)),
         );
@@ -356,40 +408,16 @@ impl<P: Provider> Engine<P> {
             || saved.elsewhere.as_ref().is_some_and(|elsewhere| {
                 elsewhere.outstanding.len() > MOST_REQUESTS || elsewhere.first_token >= u64::MAX / 2
             });
-        if many
-            || requests.any(|request| request.sges.len() > MAX_SGE)
-            || saved.taken.len() > MOST_TAKEN
-            || saved.taken.iter().any(|receive| receive.sges.len() > MAX_SGE)
-        {
-            return Err(wrong("request"));
-        }
-        let attributes = saved.attributes;
-        let most_reads = found.capabilities.max_qp_rd_atom;
-        let sound = (1..=5).contains(&attributes.path_mtu)
-            && attributes.timeout < 32
-            && attributes.retry_count < 8
-            && attributes.rnr_retry < 8
-            && attributes.min_rnr_timer < 32
-            && attributes.max_rd_atomic <= most_reads
-            && attributes.max_dest_rd_atomic <= most_reads
-            && attributes.destination_qpn.0 <= super::PSN_MASK
-            && attributes.rq_psn <= super::PSN_MASK
-            && attributes.sq_psn <= super::PSN_MASK;
-        if !sound {
-            return Err(wrong("attribute"));
-        }
-        let send = SendQueue::restore(saved.send).map_err(wrong)?;
-        let receive = saved.receive.map(ReceiveQueue::restore).transpose().map_err(wrong)?;
-        let same = found.qps.get(handle).is_some_and(|old| {
-            old.stamp == saved.stamp
-                && old.pd == saved.pd
-                && (old.send_cq, old.receive_cq) == (reference(saved.send_cq), reference(saved.receive_cq))
-                && old.srq == saved.srq.map(reference)
-        });
-        if !same && found.qps.get(handle).is_some() {
-            self.destroy_qp(device, QpHandle(handle)).map_err(|_| InvalidState::NoDevice)?;
-        }
-        let found = self.dormant(device)?;
+        !many
+            && requests.all(|request| request.sges.len() <= MAX_SGE)
+            && saved.taken.len() <= MOST_TAKEN
+            && saved.taken.iter().all(|receive| receive.sges.len() <= MAX_SGE)
+    }
+
+    /// A queue pair from a saved state that was checked. The error names an invalid queue.
+    fn restored_qp(handle: u32, saved: SavedQp<P>) -> Result<Qp<P>, &'static str> {
+        let send = SendQueue::restore(saved.send)?;
+        let receive = saved.receive.map(ReceiveQueue::restore).transpose()?;
         let mut taken = saved.taken.into_iter();
         // The receive of a message in progress, or of the next one: the engine treats both alike.
         let stashed = taken.next().map(Box::new);
@@ -397,7 +425,7 @@ impl<P: Provider> Engine<P> {
         if taken.len() > 0 {
             elsewhere.get_or_insert_default().returned = taken.collect();
         }
-        let mut qp = Qp::<P> {
+        Ok(Qp {
             stamp: saved.stamp,
             state: saved.state,
             kind: saved.kind,
@@ -435,40 +463,13 @@ impl<P: Provider> Engine<P> {
             context: saved.context,
             context_index: 0,
             incarnation: saved.incarnation,
-            attributes,
+            attributes: saved.attributes,
             source_gid: saved.source_gid,
             established: saved.established,
             deadline: None,
             awaits: None,
             counters: saved.counters,
-        };
-        if same {
-            if let Some(old) = found.qps.get_mut(handle) {
-                qp.context_index = old.context_index;
-                **old = qp;
-            }
-            return Ok(());
-        }
-        let (send_cq, receive_cq, srq, gsi) = (qp.send_cq, qp.receive_cq, qp.srq, qp.kind == QpKind::Gsi);
-        found.qps.place(handle, Box::new(qp)).ok_or(wrong("handle"))?;
-        if gsi {
-            found.gsi = handle;
-        }
-        if let Some(pd) = found.pds.get_mut(saved.pd) {
-            pd.owned += 1;
-        }
-        found.add_to_context(saved.context, handle);
-        for cq in [send_cq, receive_cq] {
-            if let Some(cq) = found.cqs.get_mut(cq.handle).filter(|found| found.stamp == cq.stamp) {
-                cq.users.insert(handle);
-            }
-        }
-        if let Some(srq) =
-            srq.and_then(|srq| found.srqs.get_mut(srq.handle).filter(|found| found.stamp == srq.stamp))
-        {
-            srq.users.insert(handle);
-        }
-        Ok(())
+        })
     }
 
     /// Restores the device itself: its pending work, and its addresses, which [`Engine::start`] binds.

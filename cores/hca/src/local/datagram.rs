@@ -6,7 +6,7 @@ use dma::access::CopyFault;
 use crate::attributes::QpKind;
 use crate::engine::Engine;
 use crate::memory::Piece;
-use crate::names::{GSI, Gid, Qpn};
+use crate::names::{GSI, Gid, Qpn, SegmentId};
 use crate::objects::QpRef;
 use crate::provider::Provider;
 use crate::work::{
@@ -30,9 +30,45 @@ impl<P: Provider> Engine<P> {
         to: &Datagram,
         immediate: Option<[u8; 4]>,
     ) -> Step {
+        let sent = match self.checked_datagram(at, request, to, immediate) {
+            Ok(sent) => sent,
+            Err(step) => return step,
+        };
+        self.charge(at, sent.length);
+        if let Some(device) = self.device_mut(at.device) {
+            device.counters.port_xmit_packets += 1;
+            device.counters.port_xmit_data += sent.length.div_ceil(4);
+        }
+        if let Some(qp) = self.qp_mut(at) {
+            qp.counters.bytes += sent.length;
+        }
+        let one_family = sent.source_gid.ipv4().is_some() == to.dgid.ipv4().is_some();
+        let owner = self.owner_of(sent.segment, to.dgid);
+        if let Some(owner) = owner.filter(|owner| one_family && !self.detours(at.device, *owner)) {
+            return self.deliver_datagram(at, owner, &sent);
+        }
+        if !one_family || !self.uplinks.contains(&sent.segment) {
+            return Step::DONE;
+        }
+        let to = Datagram { qkey: sent.qkey, ..*to };
+        let Sent { source_gid, source_qpn, .. } = sent;
+        match self.datagram_elsewhere(at, to, source_gid, source_qpn, immediate, request.solicited) {
+            Ok(()) => Step::DONE,
+            Err(status) => Step::Failed(status),
+        }
+    }
+
+    /// Checks a datagram at its sender. The error: what becomes of the request instead.
+    fn checked_datagram<'a>(
+        &mut self,
+        at: QpRef,
+        request: &'a SendRequest,
+        to: &'a Datagram,
+        immediate: Option<[u8; 4]>,
+    ) -> Result<Sent<'a>, Step> {
         let length = total(&request.sges);
-        let Some(device) = self.device(at.device) else { return Step::Failed(Status::General) };
-        let Some(qp) = self.qp(at) else { return Step::Failed(Status::General) };
+        let Some(device) = self.device(at.device) else { return Err(Step::Failed(Status::General)) };
+        let Some(qp) = self.qp(at) else { return Err(Step::Failed(Status::General)) };
         let port_mtu = u64::from(device.port_mtu);
         let source_qpn = if qp.kind == QpKind::Gsi { GSI } else { qp.qpn };
         // IBTA 10.2.5: a Q_Key with bit 31 selects the queue pair's own.
@@ -40,66 +76,41 @@ impl<P: Provider> Engine<P> {
         let source_gid = device.gid(to.sgid_index);
         let segment = device.segment;
         if to.pd != qp.pd {
-            return Step::Failed(Status::LocalQpOperation);
+            return Err(Step::Failed(Status::LocalQpOperation));
         }
-        let Some(source_gid) = source_gid else { return Step::Failed(Status::LocalQpOperation) };
+        let source_gid = source_gid.ok_or(Step::Failed(Status::LocalQpOperation))?;
         if length > port_mtu {
             // IBTA C10-93.1.1 forbids to send any of it. The error completion follows hardware.
             if let Some(device) = self.device_mut(at.device) {
                 device.counters.req_local_length_error += 1;
             }
-            return Step::Failed(Status::LocalLength);
+            return Err(Step::Failed(Status::LocalLength));
         }
         if self.gather_source(at, &request.sges, length, 0..length).is_err() {
-            return Step::Failed(Status::LocalProtection);
+            return Err(Step::Failed(Status::LocalProtection));
         }
         if self.awaits_memory(at, false, Some(at.device), None) {
-            return Step::NotHere;
+            return Err(Step::NotHere);
         }
-        self.charge(at, length);
-        if let Some(device) = self.device_mut(at.device) {
-            device.counters.port_xmit_packets += 1;
-            device.counters.port_xmit_data += length.div_ceil(4);
-        }
-        if let Some(qp) = self.qp_mut(at) {
-            qp.counters.bytes += length;
-        }
-        let one_family = source_gid.ipv4().is_some() == to.dgid.ipv4().is_some();
-        let Some(owner) =
-            self.owner_of(segment, to.dgid).filter(|owner| one_family && !self.detours(at.device, *owner))
-        else {
-            if !one_family || !self.uplinks.contains(&segment) {
-                return Step::DONE;
-            }
-            let to = Datagram { qkey, ..*to };
-            let solicited = request.solicited;
-            return match self.datagram_elsewhere(at, to, source_gid, source_qpn, immediate, solicited) {
-                Ok(()) => Step::DONE,
-                Err(status) => Step::Failed(status),
-            };
-        };
-        let Some(receiver) = self.datagram_receiver(owner, to.qpn, qkey) else {
-            if let Some(device) = self.device_mut(owner) {
-                device.counters.rx_dropped += 1;
-            }
+        Ok(Sent { request, to, immediate, length, segment, source_gid, source_qpn, qkey })
+    }
+
+    /// Delivers a datagram to a device of this engine.
+    fn deliver_datagram(&mut self, at: QpRef, owner: u32, sent: &Sent<'_>) -> Step {
+        let &Sent { request, to, immediate, length, source_gid, source_qpn, .. } = sent;
+        let Some(receiver) = self.datagram_receiver(owner, to.qpn, sent.qkey) else {
+            self.count_dropped_datagram(owner);
             return Step::DONE;
         };
         let header = grh_area(source_gid, to, length, immediate.is_some());
         let Some(receive) = self.datagram_receive(owner, receiver) else { return Step::DONE };
-        if total(&receive.sges) < GRH_AREA + length {
-            // Any device can send a datagram, so an invalid one must not consume the receiver's buffer.
+        // Any device can send a datagram, so an invalid one must not consume the receiver's buffer. With not-present pages the buffer
+        // counts as not posted: no requester waits for a datagram.
+        if total(&receive.sges) < GRH_AREA + length
+            || self.buffer_is_late(receiver, &receive, GRH_AREA + length)
+        {
             self.stash_receive(receiver, receive);
-            if let Some(device) = self.device_mut(owner) {
-                device.counters.rx_dropped += 1;
-            }
-            return Step::DONE;
-        }
-        if self.buffer_is_late(receiver, &receive, GRH_AREA + length) {
-            // As where none is posted: no requester waits for a datagram.
-            self.stash_receive(receiver, receive);
-            if let Some(device) = self.device_mut(owner) {
-                device.counters.rx_dropped += 1;
-            }
+            self.count_dropped_datagram(owner);
             return Step::DONE;
         }
         match self.place(at, receiver, &receive, &header, length) {
@@ -133,6 +144,12 @@ impl<P: Provider> Engine<P> {
         };
         self.complete_receive(receiver, request.solicited, received);
         Step::DONE
+    }
+
+    fn count_dropped_datagram(&mut self, owner: u32) {
+        if let Some(device) = self.device_mut(owner) {
+            device.counters.rx_dropped += 1;
+        }
     }
 
     /// The queue pair that receives a datagram.
@@ -213,6 +230,19 @@ impl<P: Provider> Engine<P> {
             CopyFault::Destination(_) => Side::Target,
         })
     }
+}
+
+/// A datagram that was checked at its sender.
+struct Sent<'a> {
+    request: &'a SendRequest,
+    to: &'a Datagram,
+    immediate: Option<[u8; 4]>,
+    /// Bytes of the payload.
+    length: u64,
+    segment: SegmentId,
+    source_gid: Gid,
+    source_qpn: Qpn,
+    qkey: u32,
 }
 
 /// The side whose memory caused a fault.

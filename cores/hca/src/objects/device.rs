@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeSet, VecDeque};
 
+use crate::attributes::QpKind;
 use crate::counters::DeviceCounters;
 use crate::engine::{Inbound, Late};
 use crate::limits::{Bucket, Capabilities, Limits};
@@ -172,6 +173,28 @@ impl<P: Provider> Device<P> {
         };
         qp.context_index = u32::try_from(context.qps.len()).unwrap_or(u32::MAX);
         context.qps.push(handle);
+    }
+
+    /// Adds a queue pair of the table to the objects that it refers to.
+    pub fn add_user(&mut self, handle: u32) {
+        let Some(qp) = self.qps.get(handle) else { return };
+        let (pd, context, cqs, srq) = (qp.pd, qp.context, [qp.send_cq, qp.receive_cq], qp.srq);
+        if qp.kind == QpKind::Gsi {
+            self.gsi = handle;
+        }
+        if let Some(pd) = self.pds.get_mut(pd) {
+            pd.owned += 1;
+        }
+        self.add_to_context(context, handle);
+        for cq in cqs {
+            if let Some(found) = self.cqs.get_mut(cq.handle).filter(|found| found.stamp == cq.stamp) {
+                found.users.insert(handle);
+            }
+        }
+        let Some(srq) = srq else { return };
+        if let Some(found) = self.srqs.get_mut(srq.handle).filter(|found| found.stamp == srq.stamp) {
+            found.users.insert(handle);
+        }
     }
 
     /// Removes a queue pair that has left the table from its context's list. The last one of the list moves to its position.
