@@ -21,7 +21,7 @@
 //! | [`peer_messages`] | messages of the migration protocol between daemons, by direct connections |
 //! | [`neighbours`] | VMs that read each other's memory: permissions, descriptors, heartbeats |
 //! | [`card`] | one card for several VMs: a daemon of its own (`causeway card`) |
-//! | [`access`], [`identity`] | authorization; names and addresses |
+//! | [`access`], [`identity`], `nic` | authorization; names and addresses; identities of NICs |
 //! | [`listener`], [`remembered`] | sockets; state that outlives the daemon |
 //! | [`migration`] | the state of a migrating HCA, and the thread that runs migrations with the cluster service and other daemons |
 //! | [`sandbox`] | confinement of the daemon |
@@ -41,6 +41,7 @@ pub mod listener;
 mod metrics_server;
 pub mod migration;
 pub mod neighbours;
+mod nic;
 pub mod peer_messages;
 pub mod registry;
 pub mod remembered;

@@ -16,7 +16,7 @@ use std::sync::mpsc::Sender;
 use vfio_user_protocol::device::{Peer, Region};
 
 use crate::access::may_use;
-use crate::registry::{Event, NicKey};
+use crate::nic::{Event, NicKey};
 use crate::transport::WirePort;
 
 /// Number of functions of a NIC.

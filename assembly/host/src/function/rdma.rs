@@ -28,7 +28,7 @@ use super::memory::ClientMemory;
 use super::stream::Stream;
 use super::{NicShared, registers};
 use crate::engine::{DeviceSetup, EngineGone, EngineHandle, Worker, Written, is_arm};
-use crate::registry::Event;
+use crate::nic::Event;
 use crate::remembered::Remembered;
 use crate::uar::UarPages;
 

@@ -10,7 +10,6 @@ mod keeper;
 mod nic;
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -29,6 +28,7 @@ use crate::function::NicShared;
 use crate::function::ethernet::{EthernetError, EthernetFunction};
 use crate::function::rdma::{RdmaError, RdmaFunction};
 use crate::identity::{check_name, is_unicast, mac_of, mac_text};
+pub use crate::nic::{Event, NicKey};
 use crate::remembered::Remembered;
 use crate::segments::{Network, Segments, Uplink};
 
@@ -37,21 +37,6 @@ const MOST_NICS: usize = 1024;
 const MOST_NICS_OF_A_VM: usize = 16;
 /// Link speed reported to guests, Mbit/s.
 const LINK_MBPS: u16 = 10_000;
-
-/// Identity of a NIC.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub struct NicKey {
-    /// Name of the VM.
-    pub vm: String,
-    /// Name of the NIC.
-    pub name: String,
-}
-
-impl fmt::Display for NicKey {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "NIC {} of VM {}", self.name, self.vm)
-    }
-}
 
 /// Parameters of a NIC.
 #[derive(Debug, Clone)]
@@ -89,22 +74,6 @@ pub struct NicInfo {
     pub functions: Vec<PathBuf>,
     /// Whether each function has a client.
     pub connected: Vec<bool>,
-}
-
-/// An event for the keeper.
-#[derive(Debug)]
-pub enum Event {
-    /// The last client of a NIC has disconnected.
-    Unused {
-        /// Identity of the NIC.
-        key: NicKey,
-        /// Distinguishes it from a later one with the same name.
-        generation: u64,
-    },
-    /// The record has changed.
-    Changed,
-    /// The daemon is ending.
-    Stop,
 }
 
 /// Default quotas of a VM. The engine keeps 8 bytes per registered page, so a VM's registrations can make the daemon grow by 128 MiB.
