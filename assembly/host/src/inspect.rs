@@ -1,4 +1,4 @@
-//! The daemon's live tree, and its metrics.
+//! The daemon's live tree; [`metrics`] has its metrics.
 //!
 //! ```text
 //! daemon/{version,pid,engine/...}
@@ -7,22 +7,18 @@
 //! vms/VM/nics/NIC/{mac,segment,rdma/{doorbells,queue_pairs/HANDLE/...},ethernet/...}
 //! ```
 
+pub(crate) mod metrics;
+
 use std::collections::BTreeMap;
 
 use hca::names::DeviceId;
 use serde_json::{Map, Value, json};
-use telemetry::metrics::{EncodeError, Family, encode};
 
 use crate::engine::{DeviceView, EngineView};
 use crate::hw_counters::merged;
 use crate::identity::mac_text;
 use crate::neighbours::Neighbours;
-use crate::peer_messages::PeerMessagesReport;
 use crate::registry::Registry;
-use crate::transport::{ENCRYPTED, SessionCounters};
-
-/// Limit of queue pairs per device in metrics: a label per queue pair doesn't scale to thousands.
-const QUEUE_PAIR_METRICS: usize = 256;
 
 /// The tree for user `uid`.
 pub(crate) fn tree(registry: &Registry, neighbours: &Neighbours, uid: u32) -> Value {
@@ -150,195 +146,9 @@ pub(crate) fn below<'a>(tree: &'a Value, path: &str) -> Result<&'a Value, String
     Ok(at)
 }
 
-/// All metrics in Prometheus' text format.
-pub(crate) fn metrics(registry: &Registry) -> Result<String, EncodeError> {
-    let mut families: BTreeMap<String, Family> = BTreeMap::new();
-    let mut add = |name: &str, help: &str, labels: &[(&str, &str)], value: u64| {
-        let family = families.entry(name.to_owned()).or_insert_with(|| {
-            if name.ends_with("_total") { Family::counter(name, help) } else { Family::gauge(name, help) }
-        });
-        family.add_count(labels, value);
-    };
-    let view = registry.engine().call(|worker| worker.view()).ok();
-    if let Some(view) = &view {
-        let loops = &view.counters;
-        for (name, help, value) in [
-            ("polls", "Rounds of the engine's loop.", loops.polls),
-            ("empty_polls", "Rounds of the engine's loop that found nothing to do.", loops.empty_polls),
-            ("sleeps", "Times the engine's thread went to sleep.", loops.sleeps),
-            ("calls", "Register accesses and other calls that the engine's thread carried out.", loops.calls),
-            ("trapped_doorbells", "Doorbells that cost their guest an exit.", loops.trapped_doorbells),
-        ] {
-            add(&format!("causeway_host_engine_{name}_total"), help, &[], value);
-        }
-    }
-    if let Some(fabric) = view.as_ref().and_then(|view| view.fabric.as_ref()) {
-        let encrypted = u64::from(fabric.encryption == ENCRYPTED);
-        add("causeway_host_fabric_encrypted", "Whether packets between hosts are encrypted.", &[], encrypted);
-        let sessions = fabric.sessions.iter().flat_map(SessionCounters::list);
-        for (name, help, value) in fabric.counters.list().chain(sessions) {
-            add(&format!("causeway_host_fabric_{name}_total"), help, &[], value);
-        }
-    }
-    if let Some(cluster) = view.as_ref().and_then(|view| view.directory.as_ref()) {
-        let count = |number: usize| u64::try_from(number).unwrap_or(u64::MAX);
-        for (name, help, value) in [
-            (
-                "connected",
-                "Whether the cluster service is followed at present.",
-                u64::from(cluster.connected),
-            ),
-            ("outage_seconds", "How long the cluster service hasn't been followed.", cluster.outage_seconds),
-            (
-                "failures_total",
-                "Connections to the cluster service that broke, and attempts to make one that failed.",
-                cluster.failures,
-            ),
-            ("revision", "Revision of the cluster's state that is known here.", cluster.revision),
-            ("hosts", "Hosts of the cluster.", count(cluster.hosts)),
-            ("vms", "VMs of the cluster that run.", count(cluster.vms)),
-            (
-                "refused_old_epochs_total",
-                "News of VMs in older epochs, passed over.",
-                cluster.refused_old_epochs,
-            ),
-        ] {
-            add(&format!("causeway_host_cluster_{name}"), help, &[], value);
-        }
-    }
-    if let Some(cluster) = view.as_ref().and_then(|view| view.directory.as_ref()) {
-        messages(&cluster.messages, &mut add);
-    }
-    // With root's rights: a client that may read metrics may read all of them.
-    for (info, rdma, _) in registry.functions(0) {
-        let labels = [("vm", info.key.vm.as_str()), ("device", info.key.name.as_str()), ("port", "1")];
-        let of_nic = &labels[..2];
-        let functions = u64::from(info.connected.iter().all(|connected| *connected));
-        add(
-            "causeway_host_nic_connected",
-            "Whether a monitor uses both functions of the NIC.",
-            of_nic,
-            functions,
-        );
-        for (name, value) in rdma.wire_counters() {
-            let help = format!("Counter {name} of the NIC's plain RoCEv2 frames (transport wire).");
-            add(&format!("causeway_host_wire_{name}_total"), &help, of_nic, value);
-        }
-        let Some(device) = rdma.device().and_then(|id| device(view.as_ref(), id)) else { continue };
-        add(
-            "causeway_host_doorbell_mode_switches_total",
-            "Changes between doorbells in memory and trapped doorbells.",
-            of_nic,
-            device.doorbell_mode_switches,
-        );
-        add("causeway_host_interrupts_total", "Interrupts sent to the guest.", of_nic, device.interrupts.0);
-        add(
-            "causeway_host_memory_waits_total",
-            "Times that something waited for memory of the guest that was still to come (post-copy).",
-            of_nic,
-            device.memory_waits,
-        );
-        let Some(hca) = &device.hca else { continue };
-        for (name, value) in merged(hca.counters.list(), device.roce.as_ref()) {
-            let help = format!("Linux's counter {name} of the port.");
-            // Linux counts data in words of four bytes, the exporter in bytes.
-            let bytes = if name.ends_with("_data") { value.saturating_mul(4) } else { value };
-            add(&metric_name(name), &help, &labels, bytes);
-        }
-        let objects = &hca.objects;
-        for (name, value) in [
-            ("queue_pairs", u64::from(objects.queue_pairs)),
-            ("completion_queues", u64::from(objects.completion_queues)),
-            ("memory_regions", u64::from(objects.memory_regions)),
-            ("registered_bytes", objects.registered_bytes),
-        ] {
-            add(&format!("causeway_host_{name}"), "Objects that the guest has.", of_nic, value);
-        }
-        for qp in hca.queue_pairs.iter().take(QUEUE_PAIR_METRICS) {
-            let qpn = qp.qpn.to_string();
-            let labels = [of_nic[0], of_nic[1], ("qpn", qpn.as_str())];
-            for (name, value) in qp.counters.list() {
-                let help = format!("Counter {name} of a queue pair.");
-                add(&format!("causeway_host_qp_{name}_total"), &help, &labels, value);
-            }
-            let peer = device.peers.iter().find(|peer| peer.handle == qp.handle.0);
-            let remote = peer.and_then(|peer| peer.remote.as_ref());
-            for (name, value) in
-                remote.and_then(|remote| remote.verbs.as_ref()).iter().flat_map(|link| link.counters.list())
-            {
-                let help = format!("Counter {name} of a queue pair that the host's RDMA device carries.");
-                add(&format!("causeway_host_verbs_{name}_total"), &help, &labels, value);
-            }
-            for (name, value) in
-                remote.and_then(|remote| remote.counters.as_ref()).iter().flat_map(|counters| counters.list())
-            {
-                let help = format!("Counter {name} of a queue pair's connection to another host.");
-                add(&format!("causeway_host_connection_{name}_total"), &help, &labels, value);
-            }
-        }
-    }
-    let families: Vec<Family> = families.into_values().collect();
-    encode(&families, &[])
-}
-
-/// Metrics of messages of the migration protocol.
-fn messages(report: &PeerMessagesReport, add: &mut impl FnMut(&str, &str, &[(&str, &str)], u64)) {
-    for (verb, counts) in [("sent", &report.sent), ("received", &report.received)] {
-        let name = format!("causeway_host_migration_messages_{verb}_total");
-        let help = format!(
-            "Messages of the migration protocol {verb}, by path: between hosts directly or through the cluster service, or with the coordinator."
-        );
-        for (path, count) in counts.list() {
-            add(&name, &help, &[("path", path)], count);
-        }
-    }
-    let count = |number: usize| u64::try_from(number).unwrap_or(u64::MAX);
-    for (name, help, value) in [
-        ("connections", "Direct connections with other daemons at present.", count(report.connections)),
-        (
-            "connections_established_total",
-            "Direct connections with other daemons that were established.",
-            report.connections_established,
-        ),
-        (
-            "connection_attempts_failed_total",
-            "Attempts to connect to other daemons that failed.",
-            report.connection_attempts_failed,
-        ),
-        ("sent_bytes_total", "Bytes sent by direct connections with other daemons.", report.bytes_sent),
-        (
-            "received_bytes_total",
-            "Bytes received by direct connections with other daemons.",
-            report.bytes_received,
-        ),
-    ] {
-        add(&format!("causeway_host_peer_{name}"), help, &[], value);
-    }
-    for (reason, count) in &report.connections_refused {
-        let help = "Connections of other daemons that were refused, by reason.";
-        add("causeway_host_peer_connections_refused_total", help, &[("reason", reason)], *count);
-    }
-    for (reason, count) in &report.messages_dropped {
-        let help = "Messages of other daemons that were dropped, by reason.";
-        add("causeway_host_peer_messages_dropped_total", help, &[("reason", reason)], *count);
-    }
-}
-
-/// The name that node_exporter gives a counter of `/sys/class/infiniband/*/ports/*/{counters,hw_counters}`.
-fn metric_name(counter: &str) -> String {
-    let name = match counter {
-        "port_xmit_data" => "port_data_transmitted_bytes",
-        "port_rcv_data" => "port_data_received_bytes",
-        "port_xmit_packets" => "port_packets_transmitted",
-        "port_rcv_packets" => "port_packets_received",
-        other => other,
-    };
-    format!("node_infiniband_{name}_total")
-}
-
 #[cfg(test)]
 mod tests {
-    use super::{below, metric_name};
+    use super::below;
     use serde_json::json;
 
     #[test]
@@ -348,11 +158,5 @@ mod tests {
         assert_eq!(below(&tree, "").unwrap(), &tree);
         let error = below(&tree, "vm").unwrap_err();
         assert!(error.contains("daemon, vms"), "{error}");
-    }
-
-    #[test]
-    fn counters_have_the_names_of_the_usual_exporter() {
-        assert_eq!(metric_name("port_xmit_data"), "node_infiniband_port_data_transmitted_bytes_total");
-        assert_eq!(metric_name("rx_write_requests"), "node_infiniband_rx_write_requests_total");
     }
 }

@@ -91,7 +91,7 @@ pub(crate) async fn serve(
     let metrics = UnixListener::from_std(sockets.metrics)?;
     let tcp = sockets.metrics_tcp.map(TcpListener::from_std).transpose()?;
     let of = Arc::clone(&registry);
-    let readers = Readers::new(move || inspect::metrics(&of));
+    let readers = Readers::new(move || inspect::metrics::text(&of));
     tokio::spawn(readers.clone().serve_unix(metrics));
     if let Some(tcp) = tcp {
         tokio::spawn(readers.serve_tcp(tcp));
