@@ -44,25 +44,17 @@ impl Verbs {
             self.dropped += 1;
             return None;
         }
-        match message.body {
+        self.process(engine, id, message.body, now);
+        None
+    }
+
+    /// Processes a message from the other end of a link.
+    fn process<P: Provider>(&mut self, engine: &mut Engine<P>, id: u32, body: Body, now: u64) {
+        let Some(link) = self.links.get_mut(&id) else { return };
+        match body {
             Body::Hello(_) => {}
             Body::Refuse(reason) => self.was_refused(engine, id, reason),
-            Body::Resolve { rkey, serial } => {
-                let domain = (link.qp.device, link.pd, link.host_pd);
-                let real = match self.real_key(engine, domain, rkey) {
-                    Ok(registered) => registered.map(|registered| registered.rkey),
-                    Err(why) => {
-                        telemetry::guest_warn!(
-                            self.log,
-                            "A guest's region can't be offered to its peer: {why}"
-                        );
-                        None
-                    }
-                };
-                self.own.tell(domain.0, rkey, id);
-                let link = self.links.get_mut(&id)?;
-                link.say(Body::Resolved { rkey, serial, real }, &mut self.outbox);
-            }
+            Body::Resolve { rkey, serial } => self.resolve_key(engine, id, rkey, serial),
             Body::Resolved { rkey, serial, real } => {
                 if link.keys.answer(rkey, serial, real) {
                     link.answered();
@@ -80,21 +72,7 @@ impl Verbs {
             Body::Invalidated { rkey } => {
                 link.unacknowledged.remove(&rkey);
             }
-            Body::Announce { total } => {
-                let said = link
-                    .announced
-                    .as_mut()
-                    .map(|announced| (!announced.announce(total)).then(|| announced.said()));
-                match said {
-                    // Its response was lost, or the message was repeated.
-                    Some(Some(total)) => link.say(Body::Ready { total }, &mut self.outbox),
-                    Some(None) => {
-                        self.refill(engine, id, now);
-                        self.active(now);
-                    }
-                    None => self.dropped += 1,
-                }
-            }
+            Body::Announce { total } => self.announce(engine, id, total, now),
             Body::Ready { total } => {
                 let awaited = link.waiting.front().is_some_and(|request| link.awaits_ready(request));
                 if link.peer_shared && link.announcing.answer(total) {
@@ -117,7 +95,39 @@ impl Verbs {
                 engine.remote_refused(qp, refusal);
             }
         }
-        None
+    }
+
+    /// Responds to the peer with the device's key of a guest's region.
+    fn resolve_key<P: Provider>(&mut self, engine: &mut Engine<P>, id: u32, rkey: u32, serial: u32) {
+        let Some(link) = self.links.get(&id) else { return };
+        let domain = (link.qp.device, link.pd, link.host_pd);
+        let real = match self.real_key(engine, domain, rkey) {
+            Ok(registered) => registered.map(|registered| registered.rkey),
+            Err(why) => {
+                telemetry::guest_warn!(self.log, "A guest's region can't be offered to its peer: {why}");
+                None
+            }
+        };
+        self.own.tell(domain.0, rkey, id);
+        if let Some(link) = self.links.get_mut(&id) {
+            link.say(Body::Resolved { rkey, serial, real }, &mut self.outbox);
+        }
+    }
+
+    /// Handles the total of messages that the peer has announced.
+    fn announce<P: Provider>(&mut self, engine: &mut Engine<P>, id: u32, total: u32, now: u64) {
+        let Some(link) = self.links.get_mut(&id) else { return };
+        let said =
+            link.announced.as_mut().map(|announced| (!announced.announce(total)).then(|| announced.said()));
+        match said {
+            // Its response was lost, or the message was repeated.
+            Some(Some(total)) => link.say(Body::Ready { total }, &mut self.outbox),
+            Some(None) => {
+                self.refill(engine, id, now);
+                self.active(now);
+            }
+            None => self.dropped += 1,
+        }
     }
 
     /// Handles the other end's Hello. The error: the response instead of an own end, if any.
