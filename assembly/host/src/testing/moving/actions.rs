@@ -19,36 +19,11 @@ impl Cluster {
             Action::Timer { timer, after_ms } => self.timer(u64::from(after_ms), Timed::Host(index, timer)),
             Action::Reserve { migration, moves } => {
                 for moved in moves {
-                    let size = self.vms[&moved.vm].size;
-                    let room = self.spare.pop().unwrap_or_else(|| memory(size));
-                    let place = Place {
-                        vm: crate::transport::VmId(moved.vm.0),
-                        segment: SEGMENT_NAME.to_owned(),
-                        segment_id: SEGMENT,
-                    };
-                    let machine = &mut self.machines[index];
-                    let arrival =
-                        Arrival::begin(&mut machine.parts(), config(moved.vm), room.clone(), &place).unwrap();
-                    machine.host.lines.insert(arrival.device(), Lines::default());
-                    machine.arriving.insert(moved.vm, (migration, arrival, room));
+                    self.reserve(index, migration, moved.vm);
                 }
                 self.answers.push_back((index, Event::Room { migration, granted: true }));
             }
-            Action::Release { migration } => {
-                let machine = &mut self.machines[index];
-                let gone: Vec<VmId> = machine
-                    .arriving
-                    .iter()
-                    .filter(|(_, (of, ..))| *of == migration)
-                    .map(|(vm, _)| *vm)
-                    .collect();
-                for vm in gone {
-                    let (_, arrival, room) = machine.arriving.remove(&vm).unwrap();
-                    machine.drop_lines(arrival.device());
-                    arrival.discard(&mut machine.parts());
-                    self.spare.push(room);
-                }
-            }
+            Action::Release { migration } => self.release(index, migration),
             Action::Copy { migration, vm, to } => {
                 let machine = &mut self.machines[index];
                 let device = machine.here[&vm];
@@ -58,23 +33,7 @@ impl Cluster {
                 self.timer(0, Timed::Copied(index, migration, vm));
             }
             Action::Queued { .. } => {}
-            Action::EndCopy { migration } => {
-                let machine = &mut self.machines[index];
-                let ended: Vec<VmId> = machine
-                    .leaving
-                    .iter()
-                    .filter(|(_, (of, ..))| *of == migration)
-                    .map(|(vm, _)| *vm)
-                    .collect();
-                for vm in ended {
-                    if machine.host.engine.is_stopped(machine.here[&vm]) {
-                        continue;
-                    }
-                    self.draining.retain(|(_, drain)| !drain.is_own(vm));
-                    let (.., source, _) = machine.leaving.remove(&vm).unwrap();
-                    source.stay(&mut machine.parts()).unwrap();
-                }
-            }
+            Action::EndCopy { migration } => self.end_copy(index, migration),
             Action::Hold { migration, vm } => {
                 self.hold(index, vm);
                 self.drain(index, Drain::Peers(migration, vm));
@@ -88,31 +47,77 @@ impl Cluster {
                 self.hold_own(index, vm);
                 self.drain(index, Drain::Own(migration, vm));
             }
-            Action::Finish { migration, vm, to } => {
-                let total = self.round(index, vm).expect("the VM is stopped");
-                let to = to.0 as usize - 1;
-                let found = self.vms.get_mut(&vm).unwrap();
-                found.left = Some(found.guest.memory.clone());
-                self.bytes.resize(usize::try_from(found.size).unwrap(), 0);
-                found.guest.memory.read(0, &mut self.bytes).unwrap();
-                let Some((_, arrival, room)) = self.machines[to].arriving.get(&vm) else {
-                    return self.answers.push_back((index, Event::StreamBroke { migration }));
-                };
-                room.write(0, &self.bytes).unwrap();
-                arrival.check(total).unwrap();
-                self.answers.push_back((to, Event::Arrived { migration, vm }));
-            }
+            Action::Finish { migration, vm, to } => self.finish(index, migration, vm, to),
             Action::Run { vm, .. } => self.run(index, vm),
-            Action::Discard { vm } => {
-                let machine = &mut self.machines[index];
-                if let Some((.., source, _)) = machine.leaving.remove(&vm) {
-                    let device = machine.here.remove(&vm).unwrap();
-                    machine.drop_lines(device);
-                    source.leave(&mut machine.parts());
-                    // Nothing of this host writes to it any more: a write would now hit another VM's memory, and be detected.
-                    self.spare.extend(self.vms.get_mut(&vm).and_then(|found| found.left.take()));
-                }
+            Action::Discard { vm } => self.discard(index, vm),
+        }
+    }
+
+    /// Prepares memory and a dormant device for a VM that migrates to a host.
+    fn reserve(&mut self, index: usize, migration: MigrationId, vm: VmId) {
+        let size = self.vms[&vm].size;
+        let room = self.spare.pop().unwrap_or_else(|| memory(size));
+        let place =
+            Place { vm: crate::transport::VmId(vm.0), segment: SEGMENT_NAME.to_owned(), segment_id: SEGMENT };
+        let machine = &mut self.machines[index];
+        let arrival = Arrival::begin(&mut machine.parts(), config(vm), room.clone(), &place).unwrap();
+        machine.host.lines.insert(arrival.device(), Lines::default());
+        machine.arriving.insert(vm, (migration, arrival, room));
+    }
+
+    /// Discards what a host has reserved for a migration.
+    fn release(&mut self, index: usize, migration: MigrationId) {
+        let machine = &mut self.machines[index];
+        let gone: Vec<VmId> =
+            machine.arriving.iter().filter(|(_, (of, ..))| *of == migration).map(|(vm, _)| *vm).collect();
+        for vm in gone {
+            let (_, arrival, room) = machine.arriving.remove(&vm).unwrap();
+            machine.drop_lines(arrival.device());
+            arrival.discard(&mut machine.parts());
+            self.spare.push(room);
+        }
+    }
+
+    /// Ends a migration's copies of VMs that run.
+    fn end_copy(&mut self, index: usize, migration: MigrationId) {
+        let machine = &mut self.machines[index];
+        let ended: Vec<VmId> =
+            machine.leaving.iter().filter(|(_, (of, ..))| *of == migration).map(|(vm, _)| *vm).collect();
+        for vm in ended {
+            if machine.host.engine.is_stopped(machine.here[&vm]) {
+                continue;
             }
+            self.draining.retain(|(_, drain)| !drain.is_own(vm));
+            let (.., source, _) = machine.leaving.remove(&vm).unwrap();
+            source.stay(&mut machine.parts()).unwrap();
+        }
+    }
+
+    /// Copies the last objects and the memory of a stopped VM to its destination.
+    fn finish(&mut self, index: usize, migration: MigrationId, vm: VmId, to: HostId) {
+        let total = self.round(index, vm).expect("the VM is stopped");
+        let to = to.0 as usize - 1;
+        let found = self.vms.get_mut(&vm).unwrap();
+        found.left = Some(found.guest.memory.clone());
+        self.bytes.resize(usize::try_from(found.size).unwrap(), 0);
+        found.guest.memory.read(0, &mut self.bytes).unwrap();
+        let Some((_, arrival, room)) = self.machines[to].arriving.get(&vm) else {
+            return self.answers.push_back((index, Event::StreamBroke { migration }));
+        };
+        room.write(0, &self.bytes).unwrap();
+        arrival.check(total).unwrap();
+        self.answers.push_back((to, Event::Arrived { migration, vm }));
+    }
+
+    /// Removes what a VM that has left had at its source.
+    fn discard(&mut self, index: usize, vm: VmId) {
+        let machine = &mut self.machines[index];
+        if let Some((.., source, _)) = machine.leaving.remove(&vm) {
+            let device = machine.here.remove(&vm).unwrap();
+            machine.drop_lines(device);
+            source.leave(&mut machine.parts());
+            // Nothing of this host writes to it any more: a write would now hit another VM's memory, and be detected.
+            self.spare.extend(self.vms.get_mut(&vm).and_then(|found| found.left.take()));
         }
     }
 

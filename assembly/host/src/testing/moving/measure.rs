@@ -2,6 +2,8 @@
 //! process have transports on sockets of the loopback interface. The state is that of real queue pairs, some with requests in flight. These
 //! complete at the destination afterwards, which verifies the measured state.
 
+mod migration;
+
 use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
@@ -9,15 +11,16 @@ use std::time::Instant;
 
 use dma::MappedMemory;
 use hca::names::{DeviceId, Gid};
-use nomad::objects::Piece;
 use nomad::{HostId, VmId};
 use pvrdma::testing::guest::QpOptions;
 use pvrdma::testing::queues::{Post, sge};
-use pvrdma::testing::{Cq, Guest, Host, Lines, Qp, Region};
+use pvrdma::testing::{Cq, Guest, Host, Qp, Region};
 
 use super::{ALL, LiveDirectory, SEGMENT, SEGMENT_NAME, config, gid, memory, port};
-use crate::migration::{Arrival, Parts, Place, Source};
+use crate::migration::{Parts, Source};
 use crate::transport::Transports;
+
+pub use self::migration::{Sample, blackout};
 
 const MOVER: VmId = VmId(1);
 const PEER: VmId = VmId(2);
@@ -25,25 +28,6 @@ const PEER: VmId = VmId(2);
 const BESIDE: [VmId; 2] = [VmId(3), VmId(4)];
 /// Limit of an active queue pair's buffer, bytes.
 const BUFFER: u64 = 1 << 20;
-
-/// One migration.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Sample {
-    /// Stop and last round, at the source, nanoseconds.
-    pub source_ns: u64,
-    /// Restoring the last round and starting, at the destination, nanoseconds.
-    pub destination_ns: u64,
-    /// Objects in the blackout.
-    pub objects: u64,
-    /// Bytes of these objects.
-    pub bytes: u64,
-    /// Bytes of requests that were posted and incomplete when the device stopped.
-    pub in_flight: u64,
-    /// First round, with all objects: saving and restoring, nanoseconds.
-    pub whole_ns: u64,
-    /// Bytes of all queue pairs and completion queues, divided by the number of queue pairs.
-    pub bytes_per_qp: u64,
-}
 
 struct Engine {
     host: Host<MappedMemory>,
@@ -149,139 +133,6 @@ fn write(side: &Side, at: usize, remote: &Region, wr_id: u64, length: u32) -> Po
 
 fn nanoseconds(began: Instant) -> u64 {
     u64::try_from(began.elapsed().as_nanos()).unwrap()
-}
-
-/// Moves a VM with `qps` queue pairs, of which `active` send to another host, with about `in_flight` bytes in flight when it stops.
-pub fn blackout(qps: u32, active: u32, in_flight: u64) -> Sample {
-    let mut engines = engines(3);
-    let each = u32::try_from((in_flight / u64::from(active)).clamp(64, BUFFER)).unwrap();
-    let mut left = side(&mut engines[0], MOVER, active, u64::from(each).max(4096));
-    let mut right = side(&mut engines[1], PEER, active, u64::from(each).max(4096));
-    connect(&mut engines, &mut left, &mut right);
-    idle(&mut engines[0], &mut left, qps.saturating_sub(active));
-    let clock = Instant::now();
-    let now = || 2_000_000_000 + nanoseconds(clock);
-    let mut done = 0u64;
-    let mut posted = 0u64;
-    let turn = |engines: &mut [Engine], left: &Side, right: &Side, done: &mut u64| {
-        engines[0].turn(Some(&left.guest), now());
-        engines[1].turn(Some(&right.guest), now());
-        while let Some(entry) = left.guest.take(&left.cq) {
-            assert_eq!(entry.status.get(), 0, "a request failed");
-            *done += 1;
-        }
-    };
-    // Creates the connections and warms up.
-    for at in 0..left.qps.len() {
-        left.guest.post_send(&left.qps[at].0, &write(&left, at, &right.qps[at].1, posted, 64));
-        posted += 1;
-    }
-    while done < posted {
-        turn(&mut engines, &left, &right, &mut done);
-    }
-    // The destination restores everything once, while the VM runs.
-    let mut sample = Sample::default();
-    let place =
-        Place { vm: crate::transport::VmId(MOVER.0), segment: SEGMENT_NAME.to_owned(), segment_id: SEGMENT };
-    let mut config = config(MOVER);
-    config.capabilities.max_qp = 32_768;
-    config.capabilities.max_cq = 32_768;
-    let room = left.guest.memory.clone();
-    let mut arrival = Arrival::begin(&mut engines[2].parts(), config, room, &place).unwrap();
-    let mut pieces: Vec<Piece> = Vec::new();
-    let device = left.guest.id;
-    let mut source = Source::begin(&mut engines[0].parts(), device);
-    let began = Instant::now();
-    source.round(&mut engines[0].parts(), |piece| pieces.push(piece));
-    let states = pieces.iter().filter(|piece| {
-        matches!(piece.object.kind, nomad::objects::Kind::QueuePair | nomad::objects::Kind::CompletionQueue)
-    });
-    let bytes: usize = states.filter_map(|piece| piece.state.as_ref()).map(Vec::len).sum();
-    sample.bytes_per_qp = bytes as u64 / u64::from(qps);
-    for piece in pieces.drain(..) {
-        arrival.take(&mut engines[2].parts(), piece).unwrap();
-    }
-    sample.whole_ns = nanoseconds(began);
-    // Further rounds as in any pre-copy, until a round has only the objects in use: new queue pairs are polled for a while.
-    let mut rounds = 0;
-    loop {
-        for _ in 0..100 {
-            turn(&mut engines, &left, &right, &mut done);
-        }
-        source.round(&mut engines[0].parts(), |piece| pieces.push(piece));
-        let few = pieces.len() <= 4 * left.qps.len();
-        for piece in pieces.drain(..) {
-            arrival.take(&mut engines[2].parts(), piece).unwrap();
-        }
-        if few {
-            break;
-        }
-        rounds += 1;
-        assert!(rounds < 10_000, "the VM is idle, and its objects change all the time");
-    }
-    // The VM continues. To have bytes in flight, its last requests are stopped on their way.
-    for at in 0..left.qps.len() {
-        left.guest.post_send(&left.qps[at].0, &write(&left, at, &right.qps[at].1, posted, each));
-        posted += 1;
-        // Poll after each doorbell: among many queue pairs, an overwritten doorbell is found only milliseconds later.
-        engines[0].turn(Some(&left.guest), now());
-    }
-    if in_flight == 0 {
-        while done < posted {
-            turn(&mut engines, &left, &right, &mut done);
-        }
-    } else {
-        // The engine fetches and sends them all, and no response arrives.
-        for _ in 0..100 {
-            engines[0].turn(Some(&left.guest), now());
-        }
-    }
-    // Peers suspend, the VM stops.
-    let at = now();
-    let peer = right.guest.id;
-    engines[1].host.engine.hold(peer, Gid(gid(MOVER)));
-    engines[1].transports.hold(peer, crate::transport::VmId(MOVER.0), at);
-    sample.in_flight = (posted - done) * u64::from(each);
-    engines[0].host.now = at;
-    engines[2].host.now = at;
-    let lines = engines[0].host.lines.remove(&device).unwrap();
-    let began = Instant::now();
-    source.stop(&mut engines[0].parts(), &left.guest.uar, &lines).unwrap();
-    source.round(&mut engines[0].parts(), |piece| pieces.push(piece));
-    let total = source.total().unwrap();
-    sample.source_ns = nanoseconds(began);
-    sample.objects = pieces.len() as u64;
-    sample.bytes =
-        pieces.iter().filter_map(|piece| piece.state.as_ref()).map(|state| state.len() as u64).sum();
-    let began = Instant::now();
-    for piece in pieces.drain(..) {
-        arrival.take(&mut engines[2].parts(), piece).unwrap();
-    }
-    arrival.check(total).unwrap();
-    engines[2].host.engine.hold(arrival.device(), Gid(gid(PEER)));
-    let arrived = arrival.start(&mut engines[2].parts()).unwrap();
-    sample.destination_ns = nanoseconds(began);
-    drop(arrival);
-    // All of it continues there.
-    source.leave(&mut engines[0].parts());
-    engines[2].host.lines.insert(arrived, Lines::default());
-    left.guest.id = arrived;
-    redirect(&mut engines[1], peer, MOVER, HostId(3), now());
-    redirect(&mut engines[2], arrived, PEER, HostId(2), now());
-    let began = Instant::now();
-    while done < posted {
-        engines[2].turn(Some(&left.guest), now());
-        engines[1].turn(Some(&right.guest), now());
-        while let Some(entry) = left.guest.take(&left.cq) {
-            assert_eq!(entry.status.get(), 0, "a request failed after the move");
-            done += 1;
-        }
-        assert!(
-            began.elapsed().as_secs() < 60,
-            "{done} of {posted} requests are done a minute after the move"
-        );
-    }
-    sample
 }
 
 /// Resumes a device's queue pairs towards a VM, at another host.
