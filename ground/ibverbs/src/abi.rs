@@ -362,21 +362,17 @@ mod tests {
     use std::mem::{offset_of, size_of};
     use std::process::Command;
 
-    /// The C compiler and Debian's header agree with every offset and constant above. Without them the test reports that it is skipped.
-    #[test]
-    fn the_header_has_the_same_layout() {
-        if !std::path::Path::new("/usr/include/infiniband/verbs.h").exists() {
-            eprintln!(
-                "SKIPPED: no <infiniband/verbs.h> here (package libibverbs-dev): layouts are NOT checked"
-            );
-            return;
-        }
-        macro_rules! offsets {
-            ($($ours:ident $theirs:literal: $($field:ident $path:literal),+;)*) => {
-                vec![$($((format!("offsetof(struct {}, {})", $theirs, $path), offset_of!($ours, $field)),)+)*]
-            };
-        }
-        let mut checks = offsets! {
+    macro_rules! offsets {
+        ($($ours:ident $theirs:literal: $($field:ident $path:literal),+;)*) => {
+            vec![$($((format!("offsetof(struct {}, {})", $theirs, $path), offset_of!($ours, $field)),)+)*]
+        };
+    }
+
+    /// C expressions, and the values that they must have.
+    type Checks = Vec<(String, usize)>;
+
+    fn offsets() -> Checks {
+        offsets! {
             Device "ibv_device": name "name", dev_name "dev_name";
             Context "ibv_context": device "device", ops "ops", cmd_fd "cmd_fd", async_fd "async_fd";
             ContextOps "ibv_context_ops": poll_cq "poll_cq", req_notify_cq "req_notify_cq", post_send "post_send", post_recv "post_recv";
@@ -403,7 +399,11 @@ mod tests {
             PortAttr "ibv_port_attr": state "state", active_mtu "active_mtu", gid_tbl_len "gid_tbl_len";
             DeviceAttr "ibv_device_attr": max_qp_wr "max_qp_wr", max_sge "max_sge", max_cqe "max_cqe", max_qp_rd_atom "max_qp_rd_atom",
                 max_qp_init_rd_atom "max_qp_init_rd_atom", atomic_cap "atomic_cap", max_pkeys "max_pkeys", phys_port_cnt "phys_port_cnt";
-        };
+        }
+    }
+
+    fn sizes_and_offsets_in_unions() -> Checks {
+        let mut checks = Checks::new();
         for (theirs, ours) in [
             ("ibv_context_ops", size_of::<ContextOps>()),
             ("ibv_sge", size_of::<HostSge>()),
@@ -426,54 +426,79 @@ mod tests {
         ] {
             checks.push((format!("offsetof(struct ibv_send_wr, {path})"), ours));
         }
-        let number = |value: i32| usize::try_from(value).unwrap();
-        let unsigned = |value: u32| usize::try_from(value).unwrap();
-        for (theirs, ours) in [
+        checks
+    }
+
+    fn usize_of(value: impl TryInto<usize>) -> usize {
+        value.try_into().unwrap_or(usize::MAX)
+    }
+
+    fn constants_of_queue_pairs() -> Checks {
+        let named = [
             ("IBV_SYSFS_NAME_MAX", NAME),
-            ("IBV_QPT_RC", unsigned(QPT_RC)),
-            ("IBV_GID_TYPE_ROCE_V2", unsigned(GID_ROCE_V2)),
-            ("IBV_PORT_ACTIVE", unsigned(PORT_ACTIVE)),
-            ("IBV_QPS_INIT", unsigned(state::INIT)),
-            ("IBV_QPS_RTR", unsigned(state::RTR)),
-            ("IBV_QPS_RTS", unsigned(state::RTS)),
-            ("IBV_QP_STATE", number(mask::STATE)),
-            ("IBV_QP_ACCESS_FLAGS", number(mask::ACCESS_FLAGS)),
-            ("IBV_QP_PKEY_INDEX", number(mask::PKEY_INDEX)),
-            ("IBV_QP_PORT", number(mask::PORT)),
-            ("IBV_QP_AV", number(mask::AV)),
-            ("IBV_QP_PATH_MTU", number(mask::PATH_MTU)),
-            ("IBV_QP_TIMEOUT", number(mask::TIMEOUT)),
-            ("IBV_QP_RETRY_CNT", number(mask::RETRY_CNT)),
-            ("IBV_QP_RNR_RETRY", number(mask::RNR_RETRY)),
-            ("IBV_QP_RQ_PSN", number(mask::RQ_PSN)),
-            ("IBV_QP_MAX_QP_RD_ATOMIC", number(mask::MAX_QP_RD_ATOMIC)),
-            ("IBV_QP_MIN_RNR_TIMER", number(mask::MIN_RNR_TIMER)),
-            ("IBV_QP_SQ_PSN", number(mask::SQ_PSN)),
-            ("IBV_QP_MAX_DEST_RD_ATOMIC", number(mask::MAX_DEST_RD_ATOMIC)),
-            ("IBV_QP_DEST_QPN", number(mask::DEST_QPN)),
-            ("IBV_WR_RDMA_WRITE", unsigned(opcode::WRITE)),
-            ("IBV_WR_RDMA_WRITE_WITH_IMM", unsigned(opcode::WRITE_WITH_IMM)),
-            ("IBV_WR_SEND", unsigned(opcode::SEND)),
-            ("IBV_WR_SEND_WITH_IMM", unsigned(opcode::SEND_WITH_IMM)),
-            ("IBV_WR_RDMA_READ", unsigned(opcode::READ)),
-            ("IBV_WR_ATOMIC_CMP_AND_SWP", unsigned(opcode::CMP_AND_SWP)),
-            ("IBV_WR_ATOMIC_FETCH_AND_ADD", unsigned(opcode::FETCH_AND_ADD)),
-            ("IBV_SEND_FENCE", unsigned(send::FENCE)),
-            ("IBV_SEND_SIGNALED", unsigned(send::SIGNALED)),
-            ("IBV_SEND_SOLICITED", unsigned(send::SOLICITED)),
-            ("IBV_SEND_INLINE", unsigned(send::INLINE)),
-            ("IBV_ACCESS_LOCAL_WRITE", number(ACCESS_LOCAL_WRITE)),
-            ("IBV_WC_WR_FLUSH_ERR", unsigned(WC_FLUSHED)),
-            ("IBV_WC_RETRY_EXC_ERR", unsigned(WC_RETRY_EXCEEDED)),
-            ("IBV_WC_RNR_RETRY_EXC_ERR", unsigned(WC_RNR_RETRY_EXCEEDED)),
-            ("IBV_WC_RECV_RDMA_WITH_IMM", unsigned(WC_RECV_WRITE_IMM)),
-            ("IBV_WC_WITH_IMM", unsigned(WC_WITH_IMM)),
-            ("IBV_EVENT_QP_FATAL", unsigned(event::QP_FATAL)),
-            ("IBV_EVENT_QP_REQ_ERR", unsigned(event::QP_REQ_ERR)),
-            ("IBV_EVENT_QP_ACCESS_ERR", unsigned(event::QP_ACCESS_ERR)),
-        ] {
-            checks.push((theirs.to_owned(), ours));
+            ("IBV_QPT_RC", usize_of(QPT_RC)),
+            ("IBV_GID_TYPE_ROCE_V2", usize_of(GID_ROCE_V2)),
+            ("IBV_PORT_ACTIVE", usize_of(PORT_ACTIVE)),
+            ("IBV_QPS_INIT", usize_of(state::INIT)),
+            ("IBV_QPS_RTR", usize_of(state::RTR)),
+            ("IBV_QPS_RTS", usize_of(state::RTS)),
+            ("IBV_QP_STATE", usize_of(mask::STATE)),
+            ("IBV_QP_ACCESS_FLAGS", usize_of(mask::ACCESS_FLAGS)),
+            ("IBV_QP_PKEY_INDEX", usize_of(mask::PKEY_INDEX)),
+            ("IBV_QP_PORT", usize_of(mask::PORT)),
+            ("IBV_QP_AV", usize_of(mask::AV)),
+            ("IBV_QP_PATH_MTU", usize_of(mask::PATH_MTU)),
+            ("IBV_QP_TIMEOUT", usize_of(mask::TIMEOUT)),
+            ("IBV_QP_RETRY_CNT", usize_of(mask::RETRY_CNT)),
+            ("IBV_QP_RNR_RETRY", usize_of(mask::RNR_RETRY)),
+            ("IBV_QP_RQ_PSN", usize_of(mask::RQ_PSN)),
+            ("IBV_QP_MAX_QP_RD_ATOMIC", usize_of(mask::MAX_QP_RD_ATOMIC)),
+            ("IBV_QP_MIN_RNR_TIMER", usize_of(mask::MIN_RNR_TIMER)),
+            ("IBV_QP_SQ_PSN", usize_of(mask::SQ_PSN)),
+            ("IBV_QP_MAX_DEST_RD_ATOMIC", usize_of(mask::MAX_DEST_RD_ATOMIC)),
+            ("IBV_QP_DEST_QPN", usize_of(mask::DEST_QPN)),
+        ];
+        named.map(|(theirs, ours)| (theirs.to_owned(), ours)).into()
+    }
+
+    fn constants_of_work() -> Checks {
+        let named = [
+            ("IBV_WR_RDMA_WRITE", usize_of(opcode::WRITE)),
+            ("IBV_WR_RDMA_WRITE_WITH_IMM", usize_of(opcode::WRITE_WITH_IMM)),
+            ("IBV_WR_SEND", usize_of(opcode::SEND)),
+            ("IBV_WR_SEND_WITH_IMM", usize_of(opcode::SEND_WITH_IMM)),
+            ("IBV_WR_RDMA_READ", usize_of(opcode::READ)),
+            ("IBV_WR_ATOMIC_CMP_AND_SWP", usize_of(opcode::CMP_AND_SWP)),
+            ("IBV_WR_ATOMIC_FETCH_AND_ADD", usize_of(opcode::FETCH_AND_ADD)),
+            ("IBV_SEND_FENCE", usize_of(send::FENCE)),
+            ("IBV_SEND_SIGNALED", usize_of(send::SIGNALED)),
+            ("IBV_SEND_SOLICITED", usize_of(send::SOLICITED)),
+            ("IBV_SEND_INLINE", usize_of(send::INLINE)),
+            ("IBV_ACCESS_LOCAL_WRITE", usize_of(ACCESS_LOCAL_WRITE)),
+            ("IBV_WC_WR_FLUSH_ERR", usize_of(WC_FLUSHED)),
+            ("IBV_WC_RETRY_EXC_ERR", usize_of(WC_RETRY_EXCEEDED)),
+            ("IBV_WC_RNR_RETRY_EXC_ERR", usize_of(WC_RNR_RETRY_EXCEEDED)),
+            ("IBV_WC_RECV_RDMA_WITH_IMM", usize_of(WC_RECV_WRITE_IMM)),
+            ("IBV_WC_WITH_IMM", usize_of(WC_WITH_IMM)),
+            ("IBV_EVENT_QP_FATAL", usize_of(event::QP_FATAL)),
+            ("IBV_EVENT_QP_REQ_ERR", usize_of(event::QP_REQ_ERR)),
+            ("IBV_EVENT_QP_ACCESS_ERR", usize_of(event::QP_ACCESS_ERR)),
+        ];
+        named.map(|(theirs, ours)| (theirs.to_owned(), ours)).into()
+    }
+
+    /// The C compiler and Debian's header agree with every offset and constant above. Without them the test reports that it is skipped.
+    #[test]
+    fn the_header_has_the_same_layout() {
+        if !std::path::Path::new("/usr/include/infiniband/verbs.h").exists() {
+            eprintln!(
+                "SKIPPED: no <infiniband/verbs.h> here (package libibverbs-dev): layouts are NOT checked"
+            );
+            return;
         }
+        let checks =
+            [offsets(), sizes_and_offsets_in_unions(), constants_of_queue_pairs(), constants_of_work()]
+                .concat();
         // At least as large as the header's type: the library writes all of its fields.
         let at_least = [
             ("sizeof(struct ibv_port_attr)", size_of::<PortAttr>()),
