@@ -215,6 +215,127 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
+/// The neighbourhood, and what must hold of it.
+struct Model {
+    group: Neighbourhood,
+    /// (from, to, user): which VMs permit which.
+    permits: Vec<(usize, usize, u32)>,
+    /// slot -> (vm, uid)
+    members: BTreeMap<u32, (usize, u32)>,
+    /// (holder, peer) -> (epoch, whether it was notified of the end)
+    views: BTreeMap<(u32, u32), (u32, bool)>,
+    epochs: BTreeSet<u32>,
+    now: Duration,
+    count: u64,
+}
+
+fn name(vm: usize) -> String {
+    format!("vm{vm}")
+}
+
+impl Model {
+    fn permits_of(&self, vm: usize) -> Vec<Permit> {
+        let of = self.permits.iter().filter(|(from, ..)| *from == vm);
+        of.map(|(_, to, uid)| Permit { vm: name(*to), uid: *uid }).collect()
+    }
+
+    /// Whether the VM in a slot permits the VM in another one.
+    fn permits(&self, from: u32, to: u32) -> bool {
+        let (from, to) = (self.members[&from], self.members[&to]);
+        self.permits_of(from.0).contains(&Permit { vm: name(to.0), uid: to.1 })
+    }
+
+    /// Takes a step. Returns the actions that it causes at once, which may only end connections.
+    fn take(&mut self, step: &Step) -> Result<Vec<Action>, TestCaseError> {
+        let mut actions = Vec::new();
+        match *step {
+            Step::Join(vm, uid) => {
+                let permits = self.permits_of(vm);
+                let applicant = Applicant { vm: name(vm), uid, permits, slot: None, epoch: 0 };
+                let taken = self.members.values().any(|(other, _)| *other == vm);
+                match self.group.join(self.now, applicant) {
+                    Ok(slot) => {
+                        prop_assert!(!taken && slot < 5 && self.members.insert(slot, (vm, uid)).is_none());
+                    }
+                    Err(JoinError::Taken { .. }) => prop_assert!(taken),
+                    Err(JoinError::Full { .. }) => prop_assert!(!taken),
+                }
+            }
+            Step::Leave(slot) => {
+                self.members.remove(&slot);
+                actions = self.group.leave(slot);
+                self.views.retain(|(holder, _), _| *holder != slot);
+            }
+            Step::Release(slot, live) => {
+                let mut views = self.views.iter();
+                let view = views.find(|((holder, _), (_, over))| *holder == slot && *over != live);
+                if let Some((&(holder, peer), &(epoch, _))) = view {
+                    self.views.remove(&(holder, peer));
+                    actions = self.group.release(holder, peer, epoch);
+                }
+            }
+            Step::Time(ms, heard, counts) => {
+                self.now += ms * MS;
+                self.count += 1;
+                for &slot in self.members.keys() {
+                    if heard >> slot & 1 == 1 {
+                        let count = if counts >> slot & 1 == 1 { self.count } else { 1 };
+                        self.group.report(self.now, slot, count);
+                    }
+                }
+                actions = self.group.tick(self.now);
+            }
+        }
+        for action in &actions {
+            let ends = matches!(action, Action::Gone { .. });
+            prop_assert!(ends, "only settling connects");
+        }
+        Ok(actions)
+    }
+
+    fn check(&mut self, action: &Action) -> Result<(), TestCaseError> {
+        match *action {
+            Action::Connect { slots: [a, b], epoch } => {
+                prop_assert!(a < b);
+                prop_assert!(self.permits(a, b) && self.permits(b, a));
+                let last = self.epochs.last().copied();
+                prop_assert!(last.is_none_or(|last| last < epoch) && self.epochs.insert(epoch));
+                for view in [(a, b), (b, a)] {
+                    prop_assert!(self.views.insert(view, (epoch, false)).is_none(), "still has its old view");
+                }
+            }
+            Action::Common { to, peer, slots } => {
+                prop_assert!(self.group.connected(to, peer).is_some());
+                for slot in 0..5 {
+                    let third = self.members.contains_key(&slot) && slot != to && slot != peer;
+                    let both = |one: u32| self.permits(slot, one) && self.permits(one, slot);
+                    let wanted = third && both(to) && both(peer);
+                    prop_assert_eq!(slots >> slot & 1 == 1, wanted, "slot {}", slot);
+                }
+            }
+            Action::Gone { to, peer, epoch, .. } => {
+                let view = self.views.get_mut(&(to, peer));
+                prop_assert_eq!(view.as_ref().map(|view| **view), Some((epoch, false)));
+                if let Some(view) = view {
+                    view.1 = true;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// A live view has a live peer, which has one, too, and the registry has both as connected.
+    fn check_views(&self) -> Result<(), TestCaseError> {
+        for (&(holder, peer), &(epoch, over)) in &self.views {
+            if !over {
+                prop_assert!(self.members.contains_key(&peer));
+                prop_assert_eq!(self.group.connected(holder, peer), Some(epoch));
+            }
+        }
+        Ok(())
+    }
+}
+
 proptest! {
     /// With any behavior of members: none is connected without permission of both, by name and user. Epochs rise and are never reused. A
     /// member gets a peer only after it has released its previous view of that slot. Each connection ends once for each member, at the
@@ -224,108 +345,26 @@ proptest! {
         permits in prop::collection::vec((0usize..6, 0usize..6, 0u32..2), 0..20),
         steps in prop::collection::vec(step(), 0..120),
     ) {
-        let mut group = neighbourhood(5);
-        let name = |vm: usize| format!("vm{vm}");
-        let permits_of = |vm: usize| -> Vec<Permit> {
-            let of = permits.iter().filter(|(from, ..)| *from == vm);
-            of.map(|(_, to, uid)| Permit { vm: name(*to), uid: *uid }).collect()
+        let mut model = Model {
+            group: neighbourhood(5),
+            permits,
+            members: BTreeMap::new(),
+            views: BTreeMap::new(),
+            epochs: BTreeSet::new(),
+            now: Duration::ZERO,
+            count: 0,
         };
-        // slot -> (vm, uid); (holder, peer) -> (epoch, whether it was notified of the end)
-        let mut members: BTreeMap<u32, (usize, u32)> = BTreeMap::new();
-        let mut views: BTreeMap<(u32, u32), (u32, bool)> = BTreeMap::new();
-        let mut epochs = BTreeSet::new();
-        let mut now = Duration::ZERO;
-        let mut count = 0;
         for step in steps {
-            let mut actions = Vec::new();
-            match step {
-                Step::Join(vm, uid) => {
-                    let applicant =
-                        Applicant { vm: name(vm), uid, permits: permits_of(vm), slot: None, epoch: 0 };
-                    let taken = members.values().any(|(other, _)| *other == vm);
-                    match group.join(now, applicant) {
-                        Ok(slot) => {
-                            prop_assert!(!taken && slot < 5 && members.insert(slot, (vm, uid)).is_none());
-                        }
-                        Err(JoinError::Taken { .. }) => prop_assert!(taken),
-                        Err(JoinError::Full { .. }) => prop_assert!(!taken),
-                    }
-                }
-                Step::Leave(slot) => {
-                    members.remove(&slot);
-                    actions = group.leave(slot);
-                    views.retain(|(holder, _), _| *holder != slot);
-                }
-                Step::Release(slot, live) => {
-                    let view = views.iter().find(|((holder, _), (_, over))| *holder == slot && *over != live);
-                    if let Some((&(holder, peer), &(epoch, _))) = view {
-                        views.remove(&(holder, peer));
-                        actions = group.release(holder, peer, epoch);
-                    }
-                }
-                Step::Time(ms, heard, counts) => {
-                    now += ms * MS;
-                    count += 1;
-                    for &slot in members.keys() {
-                        if heard >> slot & 1 == 1 {
-                            group.report(now, slot, if counts >> slot & 1 == 1 { count } else { 1 });
-                        }
-                    }
-                    actions = group.tick(now);
-                }
-            }
+            let mut actions = model.take(&step)?;
+            actions.extend(model.group.settle(model.now));
             for action in &actions {
-                let ends = matches!(action, Action::Gone { .. });
-                prop_assert!(ends, "only settling connects");
+                model.check(action)?;
             }
-            actions.extend(group.settle(now));
-            for action in actions {
-                match action {
-                    Action::Connect { slots: [a, b], epoch } => {
-                        prop_assert!(a < b);
-                        let (first, second) = (members[&a], members[&b]);
-                        let permits = |from: (usize, u32), to: (usize, u32)| {
-                            permits_of(from.0).contains(&Permit { vm: name(to.0), uid: to.1 })
-                        };
-                        prop_assert!(permits(first, second) && permits(second, first));
-                        prop_assert!(epochs.last().is_none_or(|last| *last < epoch) && epochs.insert(epoch));
-                        for view in [(a, b), (b, a)] {
-                            prop_assert!(views.insert(view, (epoch, false)).is_none(), "still has its old view");
-                        }
-                    }
-                    Action::Common { to, peer, slots } => {
-                        prop_assert!(group.connected(to, peer).is_some());
-                        let see = |a: u32, b: u32| {
-                            let (a, b) = (members[&a], members[&b]);
-                            permits_of(a.0).contains(&Permit { vm: name(b.0), uid: b.1 })
-                        };
-                        for slot in 0..5 {
-                            let third = members.contains_key(&slot) && slot != to && slot != peer;
-                            let both = |one: u32| see(slot, one) && see(one, slot);
-                            let wanted = third && both(to) && both(peer);
-                            prop_assert_eq!(slots >> slot & 1 == 1, wanted, "slot {}", slot);
-                        }
-                    }
-                    Action::Gone { to, peer, epoch, .. } => {
-                        let view = views.get_mut(&(to, peer));
-                        prop_assert_eq!(view.as_ref().map(|view| **view), Some((epoch, false)));
-                        if let Some(view) = view {
-                            view.1 = true;
-                        }
-                    }
-                }
-            }
-            // A live view has a live peer, which has one, too, and the registry has both as connected.
-            for (&(holder, peer), &(epoch, over)) in &views {
-                if !over {
-                    prop_assert!(members.contains_key(&peer));
-                    prop_assert_eq!(group.connected(holder, peer), Some(epoch));
-                }
-            }
+            model.check_views()?;
         }
         for slot in 0..5 {
-            let _ = group.leave(slot);
+            let _ = model.group.leave(slot);
         }
-        prop_assert!(group.is_empty(), "nothing is kept of those who are gone");
+        prop_assert!(model.group.is_empty(), "nothing is kept of those who are gone");
     }
 }
