@@ -1,6 +1,8 @@
 //! The attacker's objects. Their pages lie apart, with a page between that the device may never access. The device may access a page from
 //! the creating command on, until the object or its owner is destroyed.
 
+use std::ops::Range;
+
 use dma::Dma;
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -64,6 +66,52 @@ impl Slot {
             receive_size: 64,
         }
     }
+}
+
+/// A command that creates an object.
+struct Command {
+    code: u32,
+    body: Vec<u8>,
+    /// Bytes of the directory's address.
+    fixed: Range<usize>,
+    /// Offset of the protection domain, if the command has one.
+    pd_at: Option<usize>,
+    /// Offset of the context, if the command has one.
+    context_at: Option<usize>,
+}
+
+impl Command {
+    fn word(&self, at: usize) -> u32 {
+        given_word(&self.body, at)
+    }
+}
+
+fn create_cq(directory: u64, pages: u32, context: u32) -> Command {
+    let body = CreateCq {
+        directory: directory.into(),
+        context: context.into(),
+        entries: 256.into(),
+        pages: pages.into(),
+        reserved: 0.into(),
+    };
+    let body = body.as_bytes().to_vec();
+    Command { code: number::CREATE_CQ, body, fixed: 0..8, pd_at: None, context_at: Some(8) }
+}
+
+fn create_srq(directory: u64, pages: u32, pd: u32) -> Command {
+    let body = CreateSrq {
+        directory: directory.into(),
+        pd: pd.into(),
+        pages: pages.into(),
+        max_wr: RING.into(),
+        max_sge: 3.into(),
+        limit: 5.into(),
+        reserved0: 0.into(),
+        kind: 0,
+        reserved1: [0; 7],
+    };
+    let body = body.as_bytes().to_vec();
+    Command { code: number::CREATE_SRQ, body, fixed: 0..8, pd_at: Some(8), context_at: None }
 }
 
 impl<M: Dma + Clone + 'static, E: Entropy> Hostile<M, E> {
@@ -228,107 +276,108 @@ impl<M: Dma + Clone + 'static, E: Entropy> Hostile<M, E> {
             false => slot.directory,
             true => self.dice.pick(&[0, 8, slot.directory + 4, BASE - PAGE, u64::MAX - 4095, slot.table]),
         };
-        let count = u32::try_from(slot.pages.len()).unwrap();
-        let (code, mut body, fixed, pd_at, context_at) = match slot.kind {
-            Kind::Region => {
-                let kind = if context == 0 && self.dice.one_in(3) { mr_kind::FAST } else { mr_kind::USER };
-                let body = CreateMr {
-                    start: slot.address.into(),
-                    length: (3 * PAGE).into(),
-                    directory: directory.into(),
-                    pd: pd.into(),
-                    access: self.dice.pick(&[15u32, 15, 15, 1, 3, 5, 0x10_000F]).into(),
-                    kind: kind.into(),
-                    pages: count.into(),
-                };
-                (number::CREATE_MR, body.as_bytes().to_vec(), 16..24, Some(24), None)
-            }
-            Kind::Completions => {
-                let body = CreateCq {
-                    directory: directory.into(),
-                    context: context.into(),
-                    entries: 256.into(),
-                    pages: count.into(),
-                    reserved: 0.into(),
-                };
-                (number::CREATE_CQ, body.as_bytes().to_vec(), 0..8, None, Some(8))
-            }
-            Kind::Shared => {
-                let body = CreateSrq {
-                    directory: directory.into(),
-                    pd: pd.into(),
-                    pages: count.into(),
-                    max_wr: RING.into(),
-                    max_sge: 3.into(),
-                    limit: 5.into(),
-                    reserved0: 0.into(),
-                    kind: 0,
-                    reserved1: [0; 7],
-                };
-                (number::CREATE_SRQ, body.as_bytes().to_vec(), 0..8, Some(8), None)
-            }
-            Kind::Queues => {
-                let srq = self.live_in(Kind::Shared, context);
-                let shared = at >= PAIRS && srq != 0 && self.dice.one_in(3);
-                let kind = if at < PAIRS {
-                    qp_kind::RC
-                } else {
-                    self.dice.pick(&[qp_kind::UD, qp_kind::UD, qp_kind::RC, qp_kind::GSI])
-                };
-                let QpOptions { signal_all, .. } = QpOptions::default();
-                let body = CreateQp {
-                    directory: directory.into(),
-                    pd: pd.into(),
-                    send_cq: cq.into(),
-                    receive_cq: cq.into(),
-                    srq: srq.into(),
-                    max_send_wr: RING.into(),
-                    max_receive_wr: if shared { 0 } else { RING }.into(),
-                    max_send_sge: 3.into(),
-                    max_receive_sge: if shared { 0 } else { 3 }.into(),
-                    max_inline_data: 0.into(),
-                    lkey: 0.into(),
-                    access: 1.into(),
-                    total_pages: 4.into(),
-                    send_pages: 2.into(),
-                    max_atomic_argument: 0.into(),
-                    signal_all: u8::from(signal_all != self.dice.one_in(4)),
-                    kind,
-                    has_srq: u8::from(shared),
-                    reserved: [0; 3],
-                };
-                (number::CREATE_QP, body.as_bytes().to_vec(), 0..8, Some(8), None)
-            }
+        let pages = u32::try_from(slot.pages.len()).unwrap();
+        let mut command = match slot.kind {
+            Kind::Region => self.create_mr(slot.address, directory, pages, context, pd),
+            Kind::Completions => create_cq(directory, pages, context),
+            Kind::Shared => create_srq(directory, pages, pd),
+            Kind::Queues => self.create_qp(at, directory, context, pd, cq),
         };
         if wrong {
-            let word = 4 * self.dice.below(body.len() / 4);
-            if !fixed.contains(&word) {
-                let value = match self.dice.below(3) {
-                    0 => self.dice.word(),
-                    1 => u32::try_from(self.dice.below(9)).unwrap(),
-                    _ => 1 << self.dice.below(32),
-                };
-                body[word..word + 4].copy_from_slice(&value.to_le_bytes());
-            }
+            self.corrupt(&mut command);
         }
-        let given = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| body[at + i]));
-        if slot.kind == Kind::Region && given(32) == mr_kind::DMA {
+        if slot.kind == Kind::Region && command.word(32) == mr_kind::DMA {
             // It would grant all of memory.
             return false;
         }
         self.give(at);
-        if self.attacker.request(&mut self.host, code, &body) != 0 {
+        if self.attacker.request(&mut self.host, command.code, &command.body) != 0 {
             self.take_back(at);
             return false;
         }
+        let live = self.created(slot.kind, &command);
+        assert_ne!(live.context, u32::MAX, "an object was made for a protection domain that isn't there");
+        self.slots[at].live = Some(live);
+        true
+    }
+
+    fn create_mr(&mut self, start: u64, directory: u64, pages: u32, context: u32, pd: u32) -> Command {
+        let kind = if context == 0 && self.dice.one_in(3) { mr_kind::FAST } else { mr_kind::USER };
+        let body = CreateMr {
+            start: start.into(),
+            length: (3 * PAGE).into(),
+            directory: directory.into(),
+            pd: pd.into(),
+            access: self.dice.pick(&[15u32, 15, 15, 1, 3, 5, 0x10_000F]).into(),
+            kind: kind.into(),
+            pages: pages.into(),
+        };
+        Command {
+            code: number::CREATE_MR,
+            body: body.as_bytes().to_vec(),
+            fixed: 16..24,
+            pd_at: Some(24),
+            context_at: None,
+        }
+    }
+
+    fn create_qp(&mut self, at: usize, directory: u64, context: u32, pd: u32, cq: u32) -> Command {
+        let srq = self.live_in(Kind::Shared, context);
+        let shared = at >= PAIRS && srq != 0 && self.dice.one_in(3);
+        let kind = if at < PAIRS {
+            qp_kind::RC
+        } else {
+            self.dice.pick(&[qp_kind::UD, qp_kind::UD, qp_kind::RC, qp_kind::GSI])
+        };
+        let QpOptions { signal_all, .. } = QpOptions::default();
+        let body = CreateQp {
+            directory: directory.into(),
+            pd: pd.into(),
+            send_cq: cq.into(),
+            receive_cq: cq.into(),
+            srq: srq.into(),
+            max_send_wr: RING.into(),
+            max_receive_wr: if shared { 0 } else { RING }.into(),
+            max_send_sge: 3.into(),
+            max_receive_sge: if shared { 0 } else { 3 }.into(),
+            max_inline_data: 0.into(),
+            lkey: 0.into(),
+            access: 1.into(),
+            total_pages: 4.into(),
+            send_pages: 2.into(),
+            max_atomic_argument: 0.into(),
+            signal_all: u8::from(signal_all != self.dice.one_in(4)),
+            kind,
+            has_srq: u8::from(shared),
+            reserved: [0; 3],
+        };
+        let body = body.as_bytes().to_vec();
+        Command { code: number::CREATE_QP, body, fixed: 0..8, pd_at: Some(8), context_at: None }
+    }
+
+    /// Replaces a word of a command, but not the directory's address.
+    fn corrupt(&mut self, command: &mut Command) {
+        let word = 4 * self.dice.below(command.body.len() / 4);
+        if !command.fixed.contains(&word) {
+            let value = match self.dice.below(3) {
+                0 => self.dice.word(),
+                1 => u32::try_from(self.dice.below(9)).unwrap(),
+                _ => 1 << self.dice.below(32),
+            };
+            command.body[word..word + 4].copy_from_slice(&value.to_le_bytes());
+        }
+    }
+
+    /// The object that a command has created. Its context is `u32::MAX` if its protection domain doesn't exist.
+    fn created(&self, kind: Kind, command: &Command) -> Live {
         let answer = self.attacker.response();
         let mut live = Live { handle: given_word(&answer, 0), qpn: 0, pd: 0, context: 0, lkey: 0, rkey: 0 };
-        live.pd = pd_at.map_or(0, given);
-        live.context = match context_at {
-            Some(at) => given(at),
+        live.pd = command.pd_at.map_or(0, |at| command.word(at));
+        live.context = match command.context_at {
+            Some(at) => command.word(at),
             None => self.pds.iter().find(|(pd, _)| *pd == live.pd).map_or(u32::MAX, |pd| pd.1),
         };
-        match slot.kind {
+        match kind {
             Kind::Queues => {
                 let made = QpResponse::read_from_prefix(&answer).unwrap().0;
                 live.handle = made.handle.get();
@@ -340,9 +389,7 @@ impl<M: Dma + Clone + 'static, E: Entropy> Hostile<M, E> {
             }
             Kind::Completions | Kind::Shared => {}
         }
-        assert_ne!(live.context, u32::MAX, "an object was made for a protection domain that isn't there");
-        self.slots[at].live = Some(live);
-        true
+        live
     }
 
     /// Destroys something, or tries to.
