@@ -4,19 +4,20 @@
 //! outcomes of every test. The model of the crate `litmus` decides which of them x86-TSO allows.
 
 mod kept;
+mod tally;
 
 use crate::{paths, progress};
 use anyhow::{Context, Result, bail};
 use kept::{Conditions, Kept};
-use litmus::model::{Order, Outcome, outcomes};
-use litmus::{Instruction, Test, Variant, corpus, fill};
-use payload_litmus::table::Placement;
+use litmus::model::{Order, outcomes};
+use litmus::{Test, Variant, corpus, fill};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use tally::{Kind, Tally};
 
 /// Parameters of `lab dsm-litmus`.
 #[derive(Debug, Clone)]
@@ -93,141 +94,6 @@ struct Line {
 impl Line {
     fn is_of(&self, variant: &Variant<'_>) -> bool {
         self.test == variant.test.name && self.placement == variant.placement.name()
-    }
-}
-
-/// Evaluation of a test's outcomes.
-#[derive(Debug, Default, PartialEq, Eq)]
-struct Verdict {
-    /// Number of runs with outcomes that x86-TSO forbids.
-    forbidden: u64,
-    /// Number of runs with outcomes that x86-TSO allows but sequential consistency doesn't.
-    weak: u64,
-    /// Number of such outcomes in the model.
-    weak_possible: usize,
-    /// Runs of `weak` with every thread on a node of its own.
-    weak_apart: u64,
-    /// Runs with every thread on a node of its own, and an outcome that no sequential order of whole threads explains.
-    interleaved: u64,
-    /// Number of such outcomes under sequential consistency.
-    interleaved_possible: usize,
-    /// The forbidden outcomes.
-    culprits: Vec<Outcome>,
-}
-
-/// Evaluates observed outcomes by the model.
-fn judge(variant: &Variant<'_>, seen: &[(Outcome, u64, bool)]) -> Verdict {
-    let memory = variant.memory();
-    let allowed = outcomes(variant.test, Order::Tso, memory);
-    let sequential = outcomes(variant.test, Order::Sequential, litmus::model::Memory::Whole);
-    let serial = outcomes(variant.test, Order::Serial, litmus::model::Memory::Whole);
-    let weak: BTreeSet<&Outcome> = allowed.difference(&sequential).collect();
-    let interleaved_possible = sequential.difference(&serial).count();
-    let mut verdict = Verdict { weak_possible: weak.len(), interleaved_possible, ..Verdict::default() };
-    for (outcome, count, apart) in seen {
-        if *apart && !serial.contains(outcome) {
-            verdict.interleaved += count;
-        }
-        if !allowed.contains(outcome) {
-            verdict.forbidden += count;
-            verdict.culprits.push(outcome.clone());
-        } else if weak.contains(outcome) {
-            verdict.weak += count;
-            verdict.weak_apart += if *apart { *count } else { 0 };
-        }
-    }
-    verdict
-}
-
-/// Kinds of tests, which can't share a program.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Kind {
-    /// Locations within pages.
-    Within,
-    /// Locations across pages, which need much memory.
-    Across,
-    /// The same with locked accesses. Kernels and processors may delay these, so by default such tests have fewer runs.
-    SplitLocks,
-}
-
-impl Kind {
-    fn of(variant: &Variant<'_>) -> Self {
-        let locks = |instruction: &Instruction| {
-            matches!(
-                instruction,
-                Instruction::Modify { locked: true, .. }
-                    | Instruction::Exchange(..)
-                    | Instruction::ExchangeAdd(..)
-                    | Instruction::CompareExchange(..)
-            )
-        };
-        match variant.placement {
-            Placement::Cross if variant.test.threads.iter().flatten().any(locks) => Self::SplitLocks,
-            Placement::Cross => Self::Across,
-            _ => Self::Within,
-        }
-    }
-}
-
-/// Results of one test over all its runs.
-#[derive(Debug, Default)]
-struct Sum {
-    slow: bool,
-    /// Whether weak outcomes are possible, and whether they occurred.
-    weak: (bool, bool),
-    /// The same for outcomes of threads on different nodes that run in parallel.
-    interleaved: (bool, bool),
-}
-
-/// Results of all tests.
-#[derive(Debug, Default)]
-struct Tally {
-    tests: BTreeMap<String, Sum>,
-    forbidden: u64,
-    /// Whether store buffering ran, and whether its weak outcome occurred.
-    buffering: (bool, bool),
-    broken: Vec<String>,
-}
-
-impl Tally {
-    /// Returns the number of tests with a property.
-    fn count(&self, such: impl Fn(&Sum) -> bool) -> usize {
-        self.tests.values().filter(|sum| such(sum)).count()
-    }
-
-    /// Adds a run of a test, which may run more than once.
-    fn add(&mut self, variant: &Variant<'_>, line: &Line, slow: bool) {
-        let verdict = judge(variant, &line.outcomes);
-        self.forbidden = self.forbidden.saturating_add(verdict.forbidden);
-        let sum = self.tests.entry(variant.name()).or_default();
-        sum.slow |= slow;
-        sum.weak.0 |= verdict.weak_possible > 0;
-        sum.weak.1 |= verdict.weak > 0;
-        sum.interleaved.0 |= line.apart > 0 && verdict.interleaved_possible > 0;
-        sum.interleaved.1 |= verdict.interleaved > 0;
-        if ["SB", "SB64", "wide-SB"].contains(&variant.test.name.as_str()) && line.apart < line.iterations {
-            self.buffering = (true, self.buffering.1 || verdict.weak > 0);
-        }
-        let name = variant.name();
-        #[expect(clippy::cast_precision_loss, reason = "a figure for people")]
-        let seconds = line.ns as f64 / 1e9;
-        let Verdict { forbidden, weak, weak_possible, weak_apart, interleaved, .. } = &verdict;
-        let apart = match line.nodes {
-            1 => String::new(),
-            _ => format!(
-                "; {} times each thread on a node of its own: {interleaved} interleaved, {weak_apart} weak",
-                line.apart
-            ),
-        };
-        progress!(
-            "{name}: {} times in {seconds:.1} s: {forbidden} forbidden, {weak} weak ({weak_possible} weak outcomes are possible){apart}",
-            line.iterations
-        );
-        for culprit in &verdict.culprits {
-            let observed = variant.test.observed();
-            progress!("CHECK FAILED: {name}: x86-TSO forbids {culprit:?} of {observed:?}");
-            self.broken.push(name.clone());
-        }
     }
 }
 
@@ -514,7 +380,10 @@ fn execute(
 
 #[cfg(test)]
 mod tests {
+    use super::tally::{Verdict, judge};
     use super::*;
+    use litmus::model::Outcome;
+    use payload_litmus::table::Placement;
 
     /// Nine runs of a test with locations on separate pages.
     pub(super) fn line(test: &str, outcomes: Vec<(Vec<u64>, u64, bool)>) -> Line {
