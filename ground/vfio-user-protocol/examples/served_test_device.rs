@@ -8,10 +8,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use std::os::fd::AsFd;
+use vfio_user_device::TestDevice;
 use vfio_user_protocol::device::Device;
 use vfio_user_protocol::doorbell_mode::DoorbellMode;
 use vfio_user_protocol::server::Server;
-use vfio_user_protocol::testing::TestDevice;
 
 fn main() {
     let mut arguments = std::env::args().skip(1);

@@ -25,7 +25,6 @@
 //! | [`client`] | uses a device from many threads |
 //! | [`doorbell_mode`] | Causeway's extension: mapped or trapped doorbells, changed while the guest runs |
 //! | [`migration`] | a device's state and its dirty pages, for a client that migrates the guest |
-//! | [`testing`] | a device for tests |
 
 pub mod client;
 pub mod device;
@@ -35,7 +34,6 @@ mod region_info;
 pub mod server;
 mod session;
 mod socket;
-pub mod testing;
 mod version;
 mod wire;
 

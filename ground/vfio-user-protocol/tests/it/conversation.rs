@@ -7,11 +7,11 @@ use std::time::Duration;
 
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use vfio_user_device::{TEST_MEMORY_BAR, TEST_VECTORS, TestDevice, TestEvent};
 use vfio_user_protocol::client::{Client, ClientError};
 use vfio_user_protocol::device::{Device, INTERRUPT_INTX, INTERRUPT_MSIX, REGION_CONFIG};
 use vfio_user_protocol::doorbell_mode::{self, DoorbellMode};
 use vfio_user_protocol::server::{Ended, Server, ServerError};
-use vfio_user_protocol::testing::{TEST_MEMORY_BAR, TEST_VECTORS, TestDevice, TestEvent};
 
 const TIMEOUT: Duration = Duration::from_secs(5);
 

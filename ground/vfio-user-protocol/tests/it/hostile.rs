@@ -5,9 +5,9 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use proptest::prelude::*;
+use vfio_user_device::{TestDevice, TestEvent};
 use vfio_user_protocol::client::Client;
 use vfio_user_protocol::server::Ended;
-use vfio_user_protocol::testing::{TestDevice, TestEvent};
 
 fn message(id: u16, command: u16, flags: u32, body: &[u8]) -> Vec<u8> {
     let mut bytes = id.to_ne_bytes().to_vec();
@@ -31,7 +31,7 @@ fn reply(stream: &mut UnixStream) -> (u16, u16, Option<u32>, Vec<u8>) {
     (u16_at(0), u16_at(2), (u32_at(8) & 0x20 != 0).then(|| u32_at(12)), body)
 }
 
-fn negotiated(device: &std::sync::Arc<TestDevice>) -> (UnixStream, vfio_user_protocol::testing::TestServer) {
+fn negotiated(device: &std::sync::Arc<TestDevice>) -> (UnixStream, vfio_user_device::TestServer) {
     let (mut stream, server) = device.serve_pair();
     stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
     stream.write_all(&message(1, 1, 0, b"\0\0\x07\0{\"capabilities\":{}}\0")).unwrap();

@@ -8,10 +8,10 @@ use std::time::Duration;
 
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use vfio_user_device::{TEST_MEMORY_BAR, TEST_VECTORS, TestDevice, TestEvent};
 use vfio_user_protocol::client::Client;
 use vfio_user_protocol::device::{Device, INTERRUPT_MSIX, REGION_CONFIG};
 use vfio_user_protocol::server::Server;
-use vfio_user_protocol::testing::{TEST_MEMORY_BAR, TEST_VECTORS, TestDevice, TestEvent};
 
 #[test]
 fn their_client_uses_our_server() {

@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use vfio_user_device::TestDevice;
 use vfio_user_protocol::client::{Client, ClientError};
 use vfio_user_protocol::migration::DeviceState;
-use vfio_user_protocol::testing::TestDevice;
 
 const TIMEOUT: Duration = Duration::from_secs(5);
 const MIB: u64 = 1 << 20;

@@ -12,9 +12,9 @@ use pci::interrupt::{InterruptError, Msi, MsiMessage, MsiVector};
 use pci::registers::{COMMAND, COMMAND_BUS_MASTER, COMMAND_MEMORY};
 use pci::testing::{FakeLine, FakeMsi};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use vfio_user_device::{TEST_DEVICE_ID, TestDevice, TestEvent, TestServer};
 use vfio_user_protocol::client::Client;
 use vfio_user_protocol::doorbell_mode::DoorbellMode;
-use vfio_user_protocol::testing::{TEST_DEVICE_ID, TestDevice, TestEvent, TestServer};
 
 use super::*;
 use crate::vfio_user::connector::Connector;

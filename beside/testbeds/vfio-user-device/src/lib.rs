@@ -1,4 +1,4 @@
-//! A small device for tests of either side, and of users of a client.
+//! A small vfio-user device for tests of either side of `vfio-user-protocol`, and of users of its client.
 //!
 //! | BAR | holds |
 //! |---|---|
@@ -21,14 +21,13 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
-
-use crate::device::{
+use vfio_user_protocol::device::{
     Device, DmaMapping, INTERRUPT_INTX, INTERRUPT_MSIX, InterruptFlags, Interrupts, Peer, REGION_CONFIG,
     Region, RegionIoFd, RegionMapping, SetInterrupts,
 };
-use crate::doorbell_mode::{self, DoorbellMode};
-use crate::migration::{DeviceState, Migration};
-use crate::server::{Ended, serve_stream};
+use vfio_user_protocol::doorbell_mode::{self, DoorbellMode};
+use vfio_user_protocol::migration::{DeviceState, Migration};
+use vfio_user_protocol::server::{Ended, serve_stream};
 
 /// Vendor and device ID of [`TestDevice`].
 pub const TEST_DEVICE_ID: u32 = 0x5E57_CA5E;
