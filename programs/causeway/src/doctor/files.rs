@@ -21,6 +21,19 @@ impl Files {
         Self { root: root.to_owned() }
     }
 
+    /// Creates a directory with files of these paths and texts. It serves as the host's root while it exists.
+    #[cfg(test)]
+    pub fn synthetic(entries: &[(&str, &str)]) -> (tempfile::TempDir, Self) {
+        let root = tempfile::tempdir().unwrap();
+        for (path, text) in entries {
+            let path = root.path().join(path);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        }
+        let files = Self::below(root.path());
+        (root, files)
+    }
+
     /// Returns the path of an absolute path below the root.
     pub fn path(&self, path: &str) -> PathBuf {
         self.root.join(path.trim_start_matches('/'))
@@ -57,24 +70,5 @@ impl Files {
         let start = text.find('[')? + 1;
         let end = start + text[start..].find(']')?;
         Some(text[start..end].to_owned())
-    }
-}
-
-#[cfg(test)]
-pub mod testing {
-    //! Synthetic files for tests.
-
-    use super::Files;
-
-    /// Creates a directory with files of these paths and texts. It serves as the host's root while it exists.
-    pub fn files(entries: &[(&str, &str)]) -> (tempfile::TempDir, Files) {
-        let root = tempfile::tempdir().unwrap();
-        for (path, text) in entries {
-            let path = root.path().join(path);
-            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-            std::fs::write(path, text).unwrap();
-        }
-        let files = Files::below(root.path());
-        (root, files)
     }
 }

@@ -154,13 +154,13 @@ fn nested(back_end: BackEnd, files: &Files) -> Option<Finding> {
 mod tests {
     use super::*;
     use crate::doctor::Status;
-    use crate::doctor::files::testing::files;
 
     #[test]
     fn the_back_end_says_whether_it_is_nested() {
-        let (_root, real) = files(&[("proc/cpuinfo", "processor : 0\nflags : fpu svm\n")]);
+        let (_root, real) = Files::synthetic(&[("proc/cpuinfo", "processor : 0\nflags : fpu svm\n")]);
         assert_eq!(back_end(BackEnd::Svm, &real).found, "AMD-V (svm)");
-        let (_root, virtual_host) = files(&[("proc/cpuinfo", "flags\t\t: fpu svm hypervisor lm\n")]);
+        let (_root, virtual_host) =
+            Files::synthetic(&[("proc/cpuinfo", "flags\t\t: fpu svm hypervisor lm\n")]);
         assert!(back_end(BackEnd::Svm, &virtual_host).found.contains("nested"));
         assert_eq!(back_end(BackEnd::Pvm, &virtual_host).status, Status::Limited);
     }
@@ -168,18 +168,18 @@ mod tests {
     #[test]
     fn an_absent_kvm_is_explained_differently_inside_a_vm() {
         let absent = HostError::Absent { path: "/dev/kvm".into() };
-        let (_root, virtual_host) = files(&[("proc/cpuinfo", "flags : hypervisor\n")]);
+        let (_root, virtual_host) = Files::synthetic(&[("proc/cpuinfo", "flags : hypervisor\n")]);
         assert!(unusable(&absent, &virtual_host).remedy.unwrap().contains("nested virtualisation"));
-        let (_root, real) = files(&[]);
+        let (_root, real) = Files::synthetic(&[]);
         assert!(unusable(&absent, &real).remedy.unwrap().contains("firmware"));
     }
 
     #[test]
     fn nested_kvm_is_read_from_the_module() {
-        let (_root, host) = files(&[("sys/module/kvm_amd/parameters/nested", "1\n")]);
+        let (_root, host) = Files::synthetic(&[("sys/module/kvm_amd/parameters/nested", "1\n")]);
         assert_eq!(nested(BackEnd::Svm, &host).unwrap().status, Status::Ok);
         assert_eq!(nested(BackEnd::Vmx, &host), None);
-        let (_root, host) = files(&[("sys/module/kvm_intel/parameters/nested", "N\n")]);
+        let (_root, host) = Files::synthetic(&[("sys/module/kvm_intel/parameters/nested", "N\n")]);
         assert!(nested(BackEnd::Vmx, &host).unwrap().remedy.unwrap().contains("kvm_intel nested=1"));
     }
 }

@@ -150,7 +150,6 @@ fn balancing(files: &Files) -> Finding {
 mod tests {
     use super::*;
     use crate::doctor::Status;
-    use crate::doctor::files::testing::files;
 
     /// Only EPT without accessed and dirty bits neither writes nor becomes stale. Every other mode reports its effect
     /// and the remedy.
@@ -170,7 +169,7 @@ mod tests {
             (BackEnd::Pvm, &[], Status::Limited, "shadow"),
             (BackEnd::Unknown, &[], Status::Limited, "not known"),
         ] {
-            let (_root, host) = files(entries);
+            let (_root, host) = Files::synthetic(entries);
             let finding = page_walks(back_end, &host);
             assert_eq!(finding.status, status, "{finding:?}");
             assert!(finding.found.contains(found), "{finding:?}");
@@ -189,7 +188,7 @@ mod tests {
 
     #[test]
     fn what_takes_pages_or_time_from_guests_is_told() {
-        let (_root, host) = files(&[
+        let (_root, host) = Files::synthetic(&[
             ("sys/kernel/mm/transparent_hugepage/shmem_enabled", "always never [force]\n"),
             ("sys/kernel/mm/ksm/run", "1\n"),
             ("proc/sys/kernel/numa_balancing", "1\n"),
@@ -198,7 +197,7 @@ mod tests {
             assert_eq!(finding.status, Status::Limited, "{finding:?}");
             assert!(finding.remedy.is_some());
         }
-        let (_root, host) = files(&[
+        let (_root, host) = Files::synthetic(&[
             ("sys/kernel/mm/transparent_hugepage/shmem_enabled", "always [advise] never force\n"),
             ("sys/kernel/mm/ksm/run", "0\n"),
             ("proc/sys/kernel/numa_balancing", "0\n"),
