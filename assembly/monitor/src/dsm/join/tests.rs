@@ -1,6 +1,10 @@
 //! Nodes that connect, connections of strangers, and nodes with different settings.
 
+use std::io::Read as _;
+
+use super::greeting::{LEN, MAGIC, MAGIC_RDMA, write};
 use super::*;
+use cluster_key::stream::{HANDSHAKE_BYTES, Handshake};
 
 fn addresses(folder: &tempfile::TempDir, nodes: u8) -> Vec<NodeAddress> {
     (0..nodes).map(|node| NodeAddress::Unix(folder.path().join(node.to_string()))).collect()
