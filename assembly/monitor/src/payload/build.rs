@@ -2,24 +2,24 @@
 
 use super::layout::{self, Layout, MAX_VCPUS};
 use super::ports::{Console, Control, DoorbellPage, HostPortDevice, HostPorts, on_event};
+use super::start::{Features, NodePart, Start};
 use super::vm::PayloadVm;
-use super::whole::{Local, Whole, vcpus_of};
-use super::{PayloadError, arguments, elf};
+use super::whole::Whole;
+use super::{PayloadError, elf};
 use machine::bus::{AddressSpace, BusDevice};
 use machine::exits::RangeNames;
-use machine::interrupt::IrqchipKind;
 use machine::kvm::Host;
 use machine::memory::shared::SharedRam;
 use machine::memory::{
     Bytes, GuestAddress, GuestAddressSpace, GuestRam, PageSize, RamLayout, RamOptions, Userfault,
 };
 use machine::slots::HostMapping;
-use machine::vcpu::{StartRegisters, VcpuConfig, VcpuManager, VcpuOptions, VcpuStart};
+use machine::vcpu::{VcpuManager, VcpuOptions};
 use machine::vm::{IoEvent, IoSpace, Vm};
-use machine::x86::{CpuId, CpuTopology, guest_cpuid, kvm_dtable, kvm_regs, kvm_segment, kvm_sregs, kvm_xcrs};
+use machine::x86::CpuTopology;
 use payload_abi::{
-    BootInfo, DOORBELL_ADDRESS, DOORBELL_SIZE, DOORBELL_STRIDE, HIGH_RAM_START, LOW_RAM_END,
-    LOWEST_LOAD_ADDRESS, MAGIC, MAX_DOORBELLS, PORT_CONSOLE, PORT_HOST, PORT_HOST_COUNT, Region, VERSION,
+    DOORBELL_ADDRESS, DOORBELL_SIZE, DOORBELL_STRIDE, HIGH_RAM_START, LOW_RAM_END, LOWEST_LOAD_ADDRESS,
+    MAX_DOORBELLS, PORT_CONSOLE, PORT_HOST, PORT_HOST_COUNT, Region, VERSION,
 };
 use std::io::Write;
 use std::os::fd::{AsFd, OwnedFd};
@@ -248,10 +248,10 @@ impl PayloadBuilder {
     pub fn build(mut self) -> Result<PayloadVm, PayloadError> {
         let userfault = self.userfault.take();
         let layout = self.checked_layout()?;
-        let too_small = |what: String| PayloadError::TooSmall { memory: layout.low_end(), what };
-        let stacks_start = layout
-            .stacks_start()
-            .ok_or_else(|| too_small(format!("{} stacks of {:#x} bytes", self.vcpus, self.stack_size)))?;
+        let stacks_start = layout.stacks_start().ok_or_else(|| PayloadError::TooSmall {
+            memory: layout.low_end(),
+            what: format!("{} stacks of {:#x} bytes", self.vcpus, self.stack_size),
+        })?;
         let program = elf::Program::parse(&self.program, stacks_start)
             .map_err(|source| PayloadError::Program { name: self.name.clone(), source })?;
         let free_start = program.end.next_multiple_of(layout::PAGE).min(stacks_start);
@@ -259,20 +259,83 @@ impl PayloadBuilder {
 
         let host = Host::open()?;
         let vm = host.create_vm()?;
-        let ram = GuestRam::allocate(
-            &RamLayout::new(&[self.memory])?,
-            &RamOptions {
-                name: "payload".to_owned(),
-                pages: self.pages,
-                transparent_huge: self.transparent_huge,
-                prefault: self.prefault,
-                ..RamOptions::default()
-            },
-        )?;
+        let ram = self.allocate_ram()?;
         let shared = self.place_ram(&vm, &ram, userfault)?;
+        self.add_window(&vm, &layout)?;
+        self.load(&program, &layout, &ram)?;
+        let (sender, messages) = mpsc::channel();
+        let console = std::mem::replace(&mut self.console, Box::new(std::io::sink()));
+        let console = Console::new(console, sender.clone());
+        let names = RangeNames::new();
+        let (ports, mmio) = self.buses(&names, &layout, &console)?;
+        let doorbells = self.add_doorbells(&vm)?;
+
+        let topology = CpuTopology::flat(self.vcpus)?;
+        let start = Start {
+            layout: &layout,
+            part: NodePart::of(self.whole.as_deref(), self.vcpus),
+            arguments: std::iter::once(&self.name).chain(&self.arguments).cloned().collect(),
+            entry: program.entry,
+            vcpus: self.vcpus,
+            doorbells: self.doorbells,
+            free,
+        };
+        let local = start.local(self.whole.take(), &topology);
+        let configs = start.configs(&host, &topology, &self.pin)?;
+        let features = Features::of_all(&configs);
+        let options = VcpuOptions {
+            local_apics: None,
+            ports: Arc::clone(&ports),
+            memory: Arc::clone(&mmio),
+            names,
+            on_event: on_event(sender.clone()),
+            exit_handler: Some(Arc::new(Control {
+                messages: Mutex::new(sender.clone()),
+                local: local.clone(),
+            })),
+            on_thread_start: self.on_thread_start.take(),
+        };
+        let manager = Arc::new(VcpuManager::start(&vm, configs, options)?);
+        let tsc_khz = start.complete_registers(&manager, &topology, &features)?;
+        start.write_memory(&ram, tsc_khz)?;
+        let parts = super::vm::Parts {
+            vm,
+            ports,
+            mmio,
+            ram,
+            shared,
+            manager,
+            local,
+            layout,
+            free,
+            doorbells,
+            console,
+            messages,
+            sender,
+        };
+        Ok(PayloadVm::new(parts))
+    }
+
+    fn allocate_ram(&self) -> Result<GuestRam, PayloadError> {
+        let options = RamOptions {
+            name: "payload".to_owned(),
+            pages: self.pages,
+            transparent_huge: self.transparent_huge,
+            prefault: self.prefault,
+            ..RamOptions::default()
+        };
+        Ok(GuestRam::allocate(&RamLayout::new(&[self.memory])?, &options)?)
+    }
+
+    fn add_window(&self, vm: &Vm, layout: &Layout) -> Result<(), PayloadError> {
         if let Some(window) = &self.window {
             vm.slots().add("window", layout.window.start, window.clone(), true)?;
         }
+        Ok(())
+    }
+
+    /// Writes the monitor's tables and the program's segments.
+    fn load(&self, program: &elf::Program, layout: &Layout, ram: &GuestRam) -> Result<(), PayloadError> {
         let memory = ram.memory();
         let memory = memory.memory();
         layout.write(&memory)?;
@@ -280,24 +343,35 @@ impl PayloadBuilder {
             let bytes = self.program.get(segment.file.clone()).unwrap_or_default();
             memory.write_slice(bytes, GuestAddress(segment.start))?;
         }
+        Ok(())
+    }
 
-        let names = RangeNames::new();
-        let ports = Arc::new(AddressSpace::ports(names.clone()));
-        let mmio = Arc::new(AddressSpace::memory(names.clone()));
-        let (sender, messages) = mpsc::channel();
-        let console = Console::new(self.console, sender.clone());
-        ports.insert(PORT_CONSOLE.into(), 1, "console", console.clone())?;
-        if let Some(host_ports) = self.host_ports {
+    /// The buses of ports and of memory, with the monitor's devices and the caller's.
+    fn buses(
+        &mut self,
+        names: &Arc<RangeNames>,
+        layout: &Layout,
+        console: &Arc<Console>,
+    ) -> Result<(Arc<AddressSpace>, Arc<AddressSpace>), PayloadError> {
+        let ports = Arc::new(AddressSpace::ports(Arc::clone(names)));
+        let mmio = Arc::new(AddressSpace::memory(Arc::clone(names)));
+        ports.insert(PORT_CONSOLE.into(), 1, "console", Arc::clone(console) as _)?;
+        if let Some(host_ports) = self.host_ports.take() {
             let device = Arc::new(HostPortDevice(host_ports));
             ports.insert(PORT_HOST.into(), PORT_HOST_COUNT.into(), "host ports", device)?;
         }
-        for (first, count, device) in self.port_devices {
+        for (first, count, device) in std::mem::take(&mut self.port_devices) {
             ports.insert(first.into(), count.into(), "port device", device)?;
         }
-        if let Some((size, device)) = self.room_device {
+        if let Some((size, device)) = self.room_device.take() {
             mmio.insert(layout.room.start, size, "room device", device)?;
         }
         mmio.insert(DOORBELL_ADDRESS, DOORBELL_SIZE, "doorbell page", Arc::new(DoorbellPage))?;
+        Ok((ports, mmio))
+    }
+
+    /// Creates the doorbells, and makes KVM signal them.
+    fn add_doorbells(&self, vm: &Vm) -> Result<Vec<Arc<OwnedFd>>, PayloadError> {
         let mut doorbells = Vec::new();
         for index in 0..self.doorbells {
             let fd = Arc::new(doorbell(index)?);
@@ -310,105 +384,7 @@ impl PayloadBuilder {
             })?;
             doorbells.push(fd);
         }
-
-        let topology = CpuTopology::flat(self.vcpus)?;
-        let place = Place::of(self.whole.as_deref(), self.vcpus);
-        let local = Local {
-            vcpus: place.vcpus.clone().map(|index| (topology.apic_id(index), index)).collect(),
-            whole: self.whole,
-        };
-        let mut configs = Vec::new();
-        for index in place.vcpus.clone() {
-            let cpuid = guest_cpuid(&host, &topology, index, IrqchipKind::Kernel)?;
-            let registers = start_registers(&layout, index, program.entry, Features::of(&cpuid));
-            configs.push(VcpuConfig {
-                id: topology.apic_id(index),
-                cpuid,
-                tells_tsc_frequency: false,
-                start: VcpuStart::Registers(Box::new(registers)),
-                // CPUs of another node's host may not exist here.
-                pin_to: self.pin.get(to_usize(index)).cloned().unwrap_or_default(),
-            });
-        }
-        let features: Vec<Features> = configs.iter().map(|config| Features::of(&config.cpuid)).collect();
-        let options = VcpuOptions {
-            local_apics: None,
-            ports: Arc::clone(&ports),
-            memory: Arc::clone(&mmio),
-            names,
-            on_event: on_event(sender.clone()),
-            exit_handler: Some(Arc::new(Control {
-                messages: Mutex::new(sender.clone()),
-                local: local.clone(),
-            })),
-            on_thread_start: self.on_thread_start,
-        };
-        let manager = VcpuManager::start(&vm, configs, options)?;
-
-        let mut arguments = vec![self.name.clone()];
-        arguments.extend(self.arguments);
-        // Extended control registers can only be set as part of a whole state. So the state of each new vCPU is saved, completed and
-        // restored. That also yields the TSC frequency.
-        let mut tsc_khz = 0;
-        for ((index, mut saved), features) in place.vcpus.clone().zip(manager.save()?).zip(features) {
-            if features.xcr0 != 0 {
-                let mut xcrs = kvm_xcrs { nr_xcrs: 1, ..kvm_xcrs::default() };
-                xcrs.xcrs[0].value = features.xcr0; // register 0, as all is zero
-                saved.xcrs = Some(xcrs);
-            }
-            tsc_khz = saved.tsc_khz.unwrap_or(0).into();
-            let boot_info = layout.boot_info(index);
-            let stack = arguments::lay_out(layout.stack(index), &arguments, program.entry, boot_info)
-                .ok_or_else(|| too_small("the arguments, which take more than half a stack".to_owned()))?;
-            saved.regs.rsp = stack.address;
-            saved.regs.rdi = boot_info;
-            manager.set_state(topology.apic_id(index), VcpuStart::Restored(Box::new(saved)))?;
-        }
-        // For all vCPUs, other nodes' included: shared memory must be equal on all nodes before anything runs.
-        for index in 0..self.vcpus {
-            let mut info = BootInfo {
-                magic: MAGIC,
-                version: VERSION,
-                size: u32::try_from(size_of::<BootInfo>()).unwrap_or(u32::MAX),
-                vcpu_count: self.vcpus,
-                vcpu_index: index,
-                node_count: place.nodes,
-                node_index: place.node_of(index),
-                tsc_khz,
-                ram_count: u32::try_from(layout.ram.len()).unwrap_or(0),
-                doorbell_count: self.doorbells,
-                free,
-                stack: layout.stack(index),
-                doorbell: Region { start: DOORBELL_ADDRESS, size: DOORBELL_SIZE },
-                window: layout.window,
-                ..BootInfo::default()
-            };
-            for (slot, region) in info.ram.iter_mut().zip(&layout.ram) {
-                *slot = *region;
-            }
-            memory.write_slice(&info.to_bytes(), GuestAddress(layout.boot_info(index)))?;
-            let stack =
-                arguments::lay_out(layout.stack(index), &arguments, program.entry, layout.boot_info(index))
-                    .ok_or_else(|| too_small("the arguments, which take more than half a stack".to_owned()))?;
-            memory.write_slice(&stack.bytes, GuestAddress(stack.address))?;
-        }
-        drop(memory);
-        let parts = super::vm::Parts {
-            vm,
-            ports,
-            mmio,
-            ram,
-            shared,
-            manager: Arc::new(manager),
-            local,
-            layout,
-            free,
-            doorbells,
-            console,
-            messages,
-            sender,
-        };
-        Ok(PayloadVm::new(parts))
+        Ok(doorbells)
     }
 
     /// Gives the guest its RAM. In a VM that spans hosts, that is this node's own part, and the shared part by a mapping of its own.
@@ -482,114 +458,8 @@ impl PayloadBuilder {
     }
 }
 
-fn to_usize(index: u32) -> usize {
-    usize::try_from(index).unwrap_or(usize::MAX)
-}
-
 fn doorbell(index: u32) -> Result<OwnedFd, PayloadError> {
     use rustix::event::{EventfdFlags, eventfd};
     eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
         .map_err(|error| PayloadError::Doorbell { index, source: error.into() })
-}
-
-/// The part of a VM that this process has.
-struct Place {
-    nodes: u32,
-    total: u32,
-    vcpus: std::ops::Range<u32>,
-}
-
-impl Place {
-    fn of(whole: Option<&dyn Whole>, total: u32) -> Self {
-        let (node, nodes) = whole.map_or((0, 1), |whole| (whole.node(), whole.nodes().max(1)));
-        Self { nodes, total, vcpus: vcpus_of(node, nodes, total) }
-    }
-
-    /// The node of a vCPU.
-    fn node_of(&self, index: u32) -> u32 {
-        (0..self.nodes).find(|node| vcpus_of(*node, self.nodes, self.total).contains(&index)).unwrap_or(0)
-    }
-}
-
-/// Enabled CPU features.
-#[derive(Debug, Clone, Copy)]
-struct Features {
-    fsgsbase: bool,
-    /// Value of XCR0; 0 without XSAVE.
-    xcr0: u64,
-}
-
-impl Features {
-    /// XCR0 bits: x87, SSE, AVX, and the three components of AVX-512.
-    const STATE: u64 = 0xe7;
-
-    fn of(cpuid: &CpuId) -> Self {
-        let leaf = |function: u32, index: u32| {
-            cpuid.as_slice().iter().find(move |entry| entry.function == function && entry.index == index)
-        };
-        let xsave = leaf(1, 0).is_some_and(|entry| entry.ecx & 1 << 26 != 0);
-        let components = leaf(0xd, 0).map_or(0, |entry| u64::from(entry.edx) << 32 | u64::from(entry.eax));
-        Self {
-            fsgsbase: leaf(7, 0).is_some_and(|entry| entry.ebx & 1 != 0),
-            xcr0: if xsave { components & Self::STATE } else { 0 },
-        }
-    }
-}
-
-fn start_registers(layout: &Layout, index: u32, entry: u64, features: Features) -> StartRegisters {
-    const CR0_PE_MP_ET_NE_WP_PG: u64 = 0x8001_0033;
-    const CR4_PAE_OSFXSR_OSXMMEXCPT: u64 = 1 << 5 | 1 << 9 | 1 << 10;
-    const CR4_FSGSBASE: u64 = 1 << 16;
-    const CR4_OSXSAVE: u64 = 1 << 18;
-    const EFER_LME_LMA: u64 = 1 << 8 | 1 << 10;
-    const RFLAGS_IOPL_3: u64 = 0x3002;
-
-    let code = kvm_segment {
-        limit: u32::MAX,
-        selector: layout::CODE_SELECTOR,
-        type_: 11,
-        present: 1,
-        dpl: 3,
-        s: 1,
-        l: 1,
-        g: 1,
-        ..kvm_segment::default()
-    };
-    let data = kvm_segment { selector: layout::DATA_SELECTOR, type_: 3, l: 0, db: 1, ..code };
-    let task = kvm_segment {
-        base: layout.tss(index),
-        limit: layout.tss_limit(index),
-        selector: 0x40,
-        type_: 11,
-        present: 1,
-        ..kvm_segment::default()
-    };
-    let mut cr4 = CR4_PAE_OSFXSR_OSXMMEXCPT;
-    if features.fsgsbase {
-        cr4 |= CR4_FSGSBASE;
-    }
-    if features.xcr0 != 0 {
-        cr4 |= CR4_OSXSAVE;
-    }
-    StartRegisters {
-        regs: kvm_regs { rip: entry, rflags: RFLAGS_IOPL_3, ..kvm_regs::default() },
-        sregs: kvm_sregs {
-            cs: code,
-            ds: data,
-            es: data,
-            fs: data,
-            gs: data,
-            ss: data,
-            tr: task,
-            ldt: kvm_segment { unusable: 1, ..kvm_segment::default() },
-            gdt: kvm_dtable { base: layout::GDT, limit: layout::GDT_LIMIT, ..kvm_dtable::default() },
-            idt: kvm_dtable { base: layout::IDT, limit: layout::IDT_LIMIT, ..kvm_dtable::default() },
-            cr0: CR0_PE_MP_ET_NE_WP_PG,
-            cr3: layout.page_tables(),
-            cr4,
-            efer: EFER_LME_LMA,
-            ..kvm_sregs::default()
-        },
-        ..StartRegisters::default()
-    }
 }

@@ -16,6 +16,7 @@ mod elf;
 mod layout;
 mod ports;
 mod report;
+mod start;
 mod vm;
 mod whole;
 
