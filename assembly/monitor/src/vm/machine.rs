@@ -21,7 +21,7 @@ use pci::function::PciFunction as _;
 use pci::root::PciRoot;
 use virtio_devices::block::DiskContent;
 
-use super::devices::{Devices, OpenedDevices};
+use super::devices::{Devices, MachineParts, OpenedDevices};
 use super::error::Error;
 use super::event::{Event, Events};
 use super::irqchip::Irqchip;
@@ -273,16 +273,16 @@ impl Chassis {
                 .restore(saved)
                 .map_err(|source| Error::Monitor { what: "restore the interrupt controllers", source })?;
         }
-        let (devices, root) = self.devices.plug(
-            &self.vm,
-            &self.ram,
-            &controller,
-            &self.ports,
-            &self.memory,
-            &self.map,
+        let (devices, root) = self.devices.plug(&MachineParts {
+            vm: &self.vm,
+            ram: &self.ram,
+            controller: &controller,
+            ports: &self.ports,
+            memory: &self.memory,
+            map: &self.map,
             sandbox,
-            saved.map(|(_, devices)| devices),
-        )?;
+            saved: saved.map(|(_, devices)| devices),
+        })?;
         Ok(Machine {
             description: self.description,
             vm: self.vm,
