@@ -1,5 +1,7 @@
 //! The backend of a NIC: an emulated card with a tap, or a card of the host, with or without its device model.
 
+mod inspect;
+
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
@@ -9,7 +11,6 @@ use device_models::{Access, PhysicalDevice, reference};
 use machine::interrupt::InterruptController;
 use machine::memory::GuestRam;
 use pci::function::{BarMapping, Doorbell, LateWrites};
-use serde_json::{Value, json};
 use telemetry::guest_log::GuestLog;
 use vpio::exchange::Aside;
 use vpio::fast_forward::Scratch;
@@ -24,7 +25,7 @@ use super::guarded::{ChangeError, Guarded, Watch};
 use super::mapped::{free_pages, mapped};
 use super::page::RegisterPage;
 use super::traces::Traces;
-use super::wire::{Wire, counted};
+use super::wire::Wire;
 use super::{Back, NicError, StopSink};
 use crate::description::{Nic, NicMode, NicPermission, NicPolicy};
 
@@ -436,31 +437,6 @@ impl Engine {
         let comes = |zone: &Zone| mapped.iter().all(|mapping| mapping.bar != zone.bar || mapping.read_only);
         zones.filter(comes).map(late).collect()
     }
-
-    pub(super) fn inspect(&self) -> Value {
-        let counters = &self.counters;
-        let mut tree = json!({
-            "device": self.device.name,
-            "failed": self.failed,
-            "accesses": counters.accesses,
-            "access_nanoseconds": counters.nanoseconds,
-            "wakeups": counters.interrupts,
-            "wakeup_nanoseconds": counters.interrupt_nanoseconds,
-        });
-        let Some(object) = tree.as_object_mut() else { return tree };
-        let more = match &self.mode {
-            Mode::Virtual(card) => json!({
-                "mode": "virtual",
-                "tap": card.wire.name,
-                "counters": counted(&card.frames),
-            }),
-            Mode::Guarded(guarded) => inspect_guarded(self.device, guarded),
-        };
-        if let Value::Object(more) = more {
-            object.extend(more);
-        }
-        tree
-    }
 }
 
 /// Rules of a NIC in mode `vpio`.
@@ -552,56 +528,6 @@ pub(super) fn emulated<C>(
     let card = reference::card(device, address, bus, true).ok_or_else(none)?;
     let scratch = device.context.pointers.is_some().then(|| Box::new(pad) as Box<dyn Scratch + Send>);
     Ok(Aside::new(Behind::Emulation(Box::new(Emulation::new(card, wire))), scratch))
-}
-
-fn inspect_guarded(device: &'static Device, guarded: &Guarded<Vfio>) -> Value {
-    let (monitor, guest) = (&guarded.monitor, guarded.guest);
-    let model = monitor.model(guest);
-    let name = |reg: &device_models::describe::Reg| device.register(*reg).name;
-    let windows: Vec<Value> = device
-        .windows
-        .iter()
-        .zip(model.windows())
-        .filter_map(|(window, granted)| {
-            let granted = granted.as_ref()?;
-            Some(json!({
-                "window": window.name,
-                "address": format!("{:#x}", granted.base),
-                "length": granted.length,
-            }))
-        })
-        .collect();
-    let violations: Vec<String> =
-        monitor.violations(guest).iter().map(|violation| violation.refusal.to_string()).collect();
-    let (mapped, peak) = monitor.mapped();
-    let (behind, card, way, frames) = match monitor.physical_ref() {
-        Behind::Card(card) => ("card", Some(card.address()), Some(card.way().name()), None),
-        Behind::Emulation(emulation) => {
-            ("emulation", None, None, Some((&emulation.wire.name, counted(&emulation.frames))))
-        }
-    };
-    if monitor.is_open() {
-        let changes = guarded.changes;
-        return json!({ "mode": "passthrough", "card": card, "by": way, "changes": changes, "pinned_bytes": mapped });
-    }
-    json!({
-        "mode": "vpio",
-        "behind": behind,
-        "changes": guarded.changes,
-        "card": card,
-        "by": way,
-        "tap": frames.as_ref().map(|(tap, _)| tap),
-        "counters": frames.as_ref().map(|(_, counters)| counters),
-        "states": device_models::model::states_text(device, model.graph().states()),
-        "hooks": model.hooks().iter().map(name).collect::<Vec<_>>(),
-        "windows": windows,
-        "register_page": guarded.page.is_some() && !guarded.watch.taken,
-        "register_page_taken": guarded.watch.times,
-        "pinned_bytes": mapped,
-        "pinned_bytes_peak": peak,
-        "decisions": monitor.counters(guest),
-        "violations": violations,
-    })
 }
 
 /// An access without a model.
