@@ -90,27 +90,123 @@ fn node(rdma: Option<std::path::PathBuf>) {
 /// Start of Landlock's report on a kernel without it.
 const NOT_IN_FORCE: &str = "not in force";
 
+fn open() {
+    drop(std::fs::File::open("/etc/hostname"));
+}
+
+/// A thread takes its own filter, within the one of the thread that made it.
+fn narrow() {
+    let worker = sandbox(SandboxMode::On).thread_filter(ThreadKind::DeviceWorker);
+    confined(SandboxMode::On, ThreadKind::Main, move || {
+        std::thread::spawn(move || {
+            worker.apply().unwrap();
+            ordinary_work();
+        })
+        .join()
+        .unwrap();
+    });
+}
+
+/// Without a filter of its own, so that only the process-wide rules apply.
+fn exec_anywhere() {
+    let sandbox = sandbox(SandboxMode::On);
+    let thread = std::thread::Builder::new().name("confined".to_owned()).spawn(move || {
+        sandbox.enter_process().unwrap();
+        let nothing: [*const libc::c_char; 1] = [std::ptr::null()];
+        // SAFETY: a path and two empty lists, all NUL-terminated.
+        unsafe { libc::execve(c"/bin/true".as_ptr(), nothing.as_ptr(), nothing.as_ptr()) };
+    });
+    thread.unwrap().join().unwrap();
+}
+
+/// Without a thread filter, so that only Landlock acts.
+fn landlock() {
+    let sandbox = sandbox(SandboxMode::On);
+    let report = sandbox.enter_process().unwrap();
+    eprintln!("landlock: {}", report.landlock);
+    if report.landlock.starts_with(NOT_IN_FORCE) {
+        return;
+    }
+    let error = std::fs::File::open("/etc/hostname").unwrap_err();
+    eprintln!("error: {error:?}");
+    let held = rustix::thread::capabilities(None).unwrap();
+    assert!(held.effective.is_empty() && held.permitted.is_empty());
+    assert!(rustix::thread::no_new_privs().unwrap());
+    eprintln!("survived");
+}
+
+fn log() {
+    telemetry::logging::init(&telemetry::logging::LogOptions::default()).unwrap();
+    confined(SandboxMode::Log, ThreadKind::Vcpu, || {
+        assert!(std::fs::File::open("/etc/passwd").is_ok());
+        assert!(std::fs::File::open("/etc/passwd").is_ok());
+        std::thread::spawn(ordinary_work).join().unwrap();
+    });
+    // Another thread writes the report before the call continues.
+    std::thread::sleep(std::time::Duration::from_millis(200));
+}
+
+fn signals() {
+    // The handler runs on the thread that receives the signal, here the one that also waits for it.
+    let mut signals = signal_hook::iterator::Signals::new([libc::SIGUSR1]).unwrap();
+    confined(SandboxMode::On, ThreadKind::Signals, move || {
+        // SAFETY: the signal has a handler.
+        unsafe { libc::raise(libc::SIGUSR1) };
+        assert_eq!(signals.forever().next(), Some(libc::SIGUSR1));
+    });
+}
+
+fn terminal() {
+    let console = Console::open(&ConsoleBackend::Stdio, std::sync::Arc::new(|_| ())).unwrap();
+    let settings = rustix::termios::tcgetattr(rustix::stdio::stdin()).unwrap();
+    assert!(!settings.local_modes.contains(LINE_MODE), "the console has made it raw");
+    confined(SandboxMode::On, ThreadKind::Signals, open);
+    drop(console);
+}
+
+/// Serves the API within the sandbox to a client outside of it.
+fn api() {
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("vm.sock");
+    let mut vm = describe("kernel = \"k\"");
+    vm.api_socket = Some(socket.clone());
+    let (address, serving) = std::sync::mpsc::channel();
+    let (finish, finished) = std::sync::mpsc::channel::<()>();
+    let server = std::thread::spawn(move || {
+        let listener = crate::api::ApiListener::bind(&socket).unwrap();
+        let sandbox = Sandbox::prepare(&vm).unwrap();
+        sandbox.enter_process().unwrap();
+        let fake = crate::api::tests::Fake(std::sync::Mutex::new(control_api::types::VmState::Running));
+        let filter = sandbox.thread_filter(ThreadKind::Api);
+        let server = listener.serve(Arc::new(fake), move || filter.apply().unwrap()).unwrap();
+        sandbox.thread_filter(ThreadKind::Main).apply().unwrap();
+        address.send(socket.clone()).unwrap();
+        finished.recv().unwrap();
+        server.stop();
+    });
+    let client = control_api::Client::new(serving.recv().unwrap());
+    client.summary().unwrap();
+    client.pause().unwrap();
+    assert!(client.reset(false).is_err() && client.inspect(Some("nothing")).is_err());
+    client.metrics().unwrap();
+    client.openapi().unwrap();
+    client.stop().unwrap();
+    finish.send(()).unwrap();
+    server.join().unwrap();
+    assert!(!client.socket().exists());
+    eprintln!("survived");
+}
+
 /// Not a test by itself: the body of the child process. No effect in an ordinary run.
 #[test]
 fn case() {
     let Ok(case) = std::env::var(CASE) else { return };
-    let open = || drop(std::fs::File::open("/etc/hostname"));
     match case.as_str() {
         "work" => confined(SandboxMode::On, ThreadKind::DeviceWorker, ordinary_work),
         "spawn" => {
             confined(SandboxMode::On, ThreadKind::Main, || std::thread::spawn(ordinary_work).join().unwrap())
         }
-        "narrow" => {
-            let worker = sandbox(SandboxMode::On).thread_filter(ThreadKind::DeviceWorker);
-            confined(SandboxMode::On, ThreadKind::Main, move || {
-                std::thread::spawn(move || {
-                    worker.apply().unwrap();
-                    ordinary_work();
-                })
-                .join()
-                .unwrap();
-            });
-        }
+        "narrow" => narrow(),
         "open" => confined(SandboxMode::On, ThreadKind::Vcpu, open),
         // SAFETY: plain system calls whose memory arguments don't matter. They must be refused.
         "exec-memory" => confined(SandboxMode::On, ThreadKind::Main, || unsafe {
@@ -124,17 +220,7 @@ fn case() {
         "fork" => confined(SandboxMode::On, ThreadKind::Main, || unsafe {
             libc::fork();
         }),
-        // Without a filter of its own, so that only the process-wide rules apply.
-        "exec-anywhere" => {
-            let sandbox = sandbox(SandboxMode::On);
-            let thread = std::thread::Builder::new().name("confined".to_owned()).spawn(move || {
-                sandbox.enter_process().unwrap();
-                let nothing: [*const libc::c_char; 1] = [std::ptr::null()];
-                // SAFETY: a path and two empty lists, all NUL-terminated.
-                unsafe { libc::execve(c"/bin/true".as_ptr(), nothing.as_ptr(), nothing.as_ptr()) };
-            });
-            thread.unwrap().join().unwrap();
-        }
+        "exec-anywhere" => exec_anywhere(),
         // SAFETY: as above.
         "network" => confined(SandboxMode::On, ThreadKind::Main, || unsafe {
             libc::socket(libc::AF_INET, libc::SOCK_STREAM, 0);
@@ -143,83 +229,15 @@ fn case() {
         "signal-others" => confined(SandboxMode::On, ThreadKind::Vcpu, || unsafe {
             libc::syscall(libc::SYS_tgkill, 1, 1, 0);
         }),
-        "landlock" => {
-            let sandbox = sandbox(SandboxMode::On);
-            // Without a thread filter, so that only Landlock acts.
-            let report = sandbox.enter_process().unwrap();
-            eprintln!("landlock: {}", report.landlock);
-            if report.landlock.starts_with(NOT_IN_FORCE) {
-                return;
-            }
-            let error = std::fs::File::open("/etc/hostname").unwrap_err();
-            eprintln!("error: {error:?}");
-            let held = rustix::thread::capabilities(None).unwrap();
-            assert!(held.effective.is_empty() && held.permitted.is_empty());
-            assert!(rustix::thread::no_new_privs().unwrap());
-            eprintln!("survived");
-        }
-        "log" => {
-            telemetry::logging::init(&telemetry::logging::LogOptions::default()).unwrap();
-            confined(SandboxMode::Log, ThreadKind::Vcpu, || {
-                assert!(std::fs::File::open("/etc/passwd").is_ok());
-                assert!(std::fs::File::open("/etc/passwd").is_ok());
-                std::thread::spawn(ordinary_work).join().unwrap();
-            });
-            // Another thread writes the report before the call continues.
-            std::thread::sleep(std::time::Duration::from_millis(200));
-        }
-        "signals" => {
-            // The handler runs on the thread that receives the signal, here the one that also waits for it.
-            let mut signals = signal_hook::iterator::Signals::new([libc::SIGUSR1]).unwrap();
-            confined(SandboxMode::On, ThreadKind::Signals, move || {
-                // SAFETY: the signal has a handler.
-                unsafe { libc::raise(libc::SIGUSR1) };
-                assert_eq!(signals.forever().next(), Some(libc::SIGUSR1));
-            });
-        }
-        "terminal" => {
-            let console = Console::open(&ConsoleBackend::Stdio, std::sync::Arc::new(|_| ())).unwrap();
-            let settings = rustix::termios::tcgetattr(rustix::stdio::stdin()).unwrap();
-            assert!(!settings.local_modes.contains(LINE_MODE), "the console has made it raw");
-            confined(SandboxMode::On, ThreadKind::Signals, open);
-            drop(console);
-        }
+        "landlock" => landlock(),
+        "log" => log(),
+        "signals" => signals(),
+        "terminal" => terminal(),
         // SAFETY: as above.
         "other-terminal-request" => confined(SandboxMode::On, ThreadKind::Signals, || unsafe {
             libc::ioctl(0, libc::TIOCSTI, c"x".as_ptr());
         }),
-        "api" => {
-            let directory = tempfile::tempdir().unwrap();
-            let socket = directory.path().join("vm.sock");
-            let mut vm = describe("kernel = \"k\"");
-            vm.api_socket = Some(socket.clone());
-            let (address, serving) = std::sync::mpsc::channel();
-            let (finish, finished) = std::sync::mpsc::channel::<()>();
-            let server = std::thread::spawn(move || {
-                let listener = crate::api::ApiListener::bind(&socket).unwrap();
-                let sandbox = Sandbox::prepare(&vm).unwrap();
-                sandbox.enter_process().unwrap();
-                let fake =
-                    crate::api::tests::Fake(std::sync::Mutex::new(control_api::types::VmState::Running));
-                let filter = sandbox.thread_filter(ThreadKind::Api);
-                let server = listener.serve(Arc::new(fake), move || filter.apply().unwrap()).unwrap();
-                sandbox.thread_filter(ThreadKind::Main).apply().unwrap();
-                address.send(socket.clone()).unwrap();
-                finished.recv().unwrap();
-                server.stop();
-            });
-            let client = control_api::Client::new(serving.recv().unwrap());
-            client.summary().unwrap();
-            client.pause().unwrap();
-            assert!(client.reset(false).is_err() && client.inspect(Some("nothing")).is_err());
-            client.metrics().unwrap();
-            client.openapi().unwrap();
-            client.stop().unwrap();
-            finish.send(()).unwrap();
-            server.join().unwrap();
-            assert!(!client.socket().exists());
-            eprintln!("survived");
-        }
+        "api" => api(),
         "rdma" => node(Some("/dev/null".into())),
         "rdma-without" => node(None),
         "off" => confined(SandboxMode::Off, ThreadKind::Vcpu, open),
