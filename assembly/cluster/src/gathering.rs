@@ -197,7 +197,8 @@ mod tests {
         assert_eq!(told, Requested::Missing(names(&["c"])));
     }
 
-    /// Who has given it up isn't counted, not even for a moment; what has begun is the coordinator's to end.
+    /// A withdrawn request no longer counts. Once the group's migration has begun, a withdrawal changes nothing: only the coordinator ends
+    /// it.
     #[test]
     fn who_gives_it_up_does_not_take_part() {
         let (mut gathering, now) = (Gathering::default(), Instant::now());

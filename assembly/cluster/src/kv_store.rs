@@ -15,8 +15,9 @@
 //! while the term lasts, the term is over: the next leader reads what is there.
 //!
 //! **Large transactions.** etcd takes 128 operations and 1.5 MiB at most. What is larger is laid down in parts, which mean nothing yet; the
-//! transaction that writes `commit` and the head row is the one that counts. Rows are then written in portions, and the batch is removed. Who
-//! reads a batch with its `commit` takes its rows for written, and writes them before anything else; one without is thrown away.
+//! transaction that writes `commit` and the head row is the one that counts. Rows are then written in portions, and the batch is removed.
+//! An instance that finds a batch with its `commit` regards the batch's rows as written, and writes them before anything else. It removes a
+//! batch without `commit`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;

@@ -39,13 +39,13 @@ pub const FORMAT: &str = "version";
 pub enum Row {
     /// Revision and last numbers.
     Head,
-    /// Settings.
+    /// Settings that all hosts share.
     Settings,
     /// A host's incarnation.
     Host(HostId),
     /// A host's name and address.
     HostName(HostId),
-    /// Who runs a VM.
+    /// A VM's owner: host, epoch, and whether the VM is alive.
     Vm(VmId),
     /// A VM's name and NICs.
     VmName(VmId),

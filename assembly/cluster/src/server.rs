@@ -111,11 +111,11 @@ pub enum ServerError {
     /// A socket.
     #[error("The cluster service can't listen at {address}; choose another {option}")]
     Listen {
-        /// Where.
+        /// The address that the service can't bind.
         address: SocketAddr,
         /// `--listen` or `--metrics`.
         option: &'static str,
-        /// Why.
+        /// The operating system's error.
         #[source]
         source: io::Error,
     },
@@ -124,7 +124,7 @@ pub enum ServerError {
     Start {
         /// Which part.
         what: &'static str,
-        /// Why.
+        /// The operating system's error.
         #[source]
         source: io::Error,
     },

@@ -95,7 +95,7 @@ pub struct AboutVm {
 pub enum Change {
     /// The coordinator's.
     Ledger(Record),
-    /// Settings.
+    /// New settings for all hosts.
     Settings(Settings),
     /// A host is known, or has another address.
     Host(HostId, AboutHost),
@@ -114,9 +114,9 @@ pub struct State {
     pub settings: Settings,
     /// The coordinator's part.
     pub ledger: Ledger,
-    /// Hosts.
+    /// Registered hosts: names and addresses.
     pub hosts: Hosts,
-    /// VMs.
+    /// Registered VMs: names and NICs.
     pub vms: Vms,
     /// The highest number that a VM has had.
     pub last_vm: u32,

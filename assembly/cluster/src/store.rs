@@ -60,7 +60,7 @@ pub enum StoreError {
     Open {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The database's error.
         #[source]
         source: Box<redb::Error>,
     },
@@ -74,7 +74,7 @@ pub enum StoreError {
     Broken {
         /// `read` or `written`.
         what: &'static str,
-        /// Why.
+        /// The database's error.
         #[source]
         source: Box<redb::Error>,
     },

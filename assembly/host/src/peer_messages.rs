@@ -12,10 +12,10 @@
 //! Nothing depends on a direct connection. A message that can't go directly, or whose connection has been silent for a moment, goes through
 //! the cluster service, and a connection is attempted with exponential back-off.
 //!
-//! A peer is hostile until its handshake is complete, and its bytes always are: sizes, queues, connections and times are bounded, and
-//! each message must come from the host that the connection authenticated, in no incarnation older than the directory's. With a cluster
-//! key the connection is sealed (`cluster_key::stream`). Without a key it is plain, like packets of the fabric: then the peer's IP address
-//! alone tells who it is.
+//! A peer is hostile until its handshake is complete, and its bytes always are. So sizes, queues, connections and times are bounded. Each
+//! message must come from the host that the connection authenticated, in no incarnation older than the directory's. With a cluster key the
+//! connection is sealed (`cluster_key::stream`). Without a key it is plain, like packets of the fabric: then only the peer's IP address
+//! identifies it.
 //!
 //! | module | holds |
 //! |---|---|

@@ -61,7 +61,7 @@ pub struct Speaker {
 pub struct Event {
     /// The state's revision after it.
     pub revision: u64,
-    /// Hosts.
+    /// Hosts that the change concerns.
     pub hosts: BTreeSet<HostId>,
     /// VMs; those that aren't in the state are gone.
     pub vms: BTreeSet<VmId>,
@@ -128,14 +128,14 @@ struct Staged {
 /// A migration whose memory isn't copied after so long is given up; monitors have time limits of their own, which are shorter as a rule.
 const COPY_MS: u32 = 6 * 3_600_000;
 
-/// The service itself stood still when it looks at its clock so much later than it meant to.
+/// A [`Registry::tick`] that is overdue by more than this means that the service itself was paused: its process or machine was stalled.
 const STOOD_STILL: Duration = Duration::from_millis(500);
 /// What answers that came meanwhile are given to be read.
 const MOMENT: Duration = Duration::from_millis(50);
 
 impl Registry {
-    /// Goes on with what is in a database. Hosts have a lease to be heard of again; migrations that aren't decided are given up. A switch-over may
-    /// take as long as `switch_limit`.
+    /// Continues with the state in a database. Each known host gets a lease of the length `lease`; undecided migrations are aborted. A
+    /// switchover may take as long as `switch_limit`.
     ///
     /// # Errors
     /// When the database can't be written.
@@ -282,8 +282,10 @@ impl Registry {
         self.leases.next().into_iter().chain(timer).min()
     }
 
-    /// Lets leases and the coordinator's timers run out. A call that comes late by more than [`STOOD_STILL`] lets none of them: what hosts sent while
-    /// the service itself stood still hasn't been read, so that time doesn't count, and each lease gets a third of its length more.
+    /// Expires leases and the coordinator's timers that are due. A call that is overdue by more than [`STOOD_STILL`] expires none of them,
+    /// unless the call before postponed them already. While the service itself was paused, it read no messages of hosts, so that time isn't
+    /// their silence. Such a call extends each lease by the delay and a third of the lease's length, and each timer by the delay and
+    /// [`MOMENT`].
     ///
     /// # Errors
     /// When the state can't be read after a transaction that failed; it is tried again with the next call.

@@ -1,4 +1,4 @@
-//! The registry's clock: a service that stands still, and hosts that do.
+//! The registry's clock: pauses of the service itself, and hosts that fall silent.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -201,7 +201,7 @@ fn committed(world: &mut World) -> nomad::MigrationId {
     migration
 }
 
-/// The decisions that are told to a host now.
+/// Writes staged changes, takes all outgoing messages, and returns the decisions for one host.
 fn told(world: &mut World, host: usize) -> Vec<nomad::Body> {
     let to = nomad::Node::Host(world.hosts[host].host);
     let all = world.messages().into_iter().filter(|message| message.to == to);
@@ -210,8 +210,8 @@ fn told(world: &mut World, host: usize) -> Vec<nomad::Body> {
     all.map(|message| message.body).filter(decision).collect()
 }
 
-/// A source that falls silent for good after its vote: its VM may move on and end all the same, and the decision is kept, also by a service that is started again, and told
-/// to it when it is back.
+/// A source falls silent after its vote. After the settle time-out the committed migration no longer binds its VM. The service keeps the
+/// decision, also over its own restart, and sends it when the source returns.
 #[test]
 fn a_decided_migration_ends_without_a_host_that_is_silent() {
     let mut world = World::new();

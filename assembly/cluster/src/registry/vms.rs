@@ -1,4 +1,4 @@
-//! VMs: who runs which, in which epoch, with which addresses.
+//! VMs: which host runs each of them, in which epoch, with which addresses.
 
 use std::collections::BTreeSet;
 use std::net::Ipv6Addr;

@@ -36,7 +36,7 @@ impl Process {
         Self { child, service }
     }
 
-    /// SIGKILL.
+    /// Sends SIGKILL, and waits until the process has ended.
     fn kill(mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
@@ -54,7 +54,7 @@ fn serves_until_killed() {
     panic!("not killed in time");
 }
 
-/// What clients were told is so.
+/// The state that the service has acknowledged to its clients. Its file must have it after a kill.
 #[derive(Debug, Default, Clone, PartialEq)]
 struct Acknowledged {
     /// By name: number and epoch, or that it has ended.

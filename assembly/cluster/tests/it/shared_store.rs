@@ -1,5 +1,6 @@
-//! The store that several instances share, against a fake of etcd with the same guards and limits: the same changes make the same state as in a
-//! file; who doesn't lead any more changes nothing; a change is there wholly or not at all, whatever is lost on the way.
+//! The store that several instances share, against a fake of etcd with the same guards and limits. The same changes make the same state as
+//! in a file. An instance that no longer leads changes nothing. A change is applied wholly or not at all, whichever requests and answers
+//! are lost.
 
 use crate::common::changes;
 
@@ -57,7 +58,7 @@ fn wide(count: u32) -> Vec<Change> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 10, ..ProptestConfig::default() })]
 
-    /// The same changes as in a file make the same state, in memory and for whoever leads next.
+    /// The same changes make the same state as in a file: in the leader's memory, and as the next leader reads it.
     #[test]
     fn the_same_changes_make_the_same_state(seed in 100_u64..100_000) {
         let folder = tempfile::tempdir().unwrap();
@@ -78,8 +79,9 @@ proptest! {
         }
     }
 
-    /// Requests and answers are lost, late, or refused at random: what was said to be written is there, what was said not to be isn't, now and
-    /// when late requests arrive.
+    /// The fake loses, delays and refuses requests and answers at random. A write that succeeded is in the state, and one that failed
+    /// isn't. After [`StoreError::Unknown`] the next leader finds the write wholly or not at all. Delayed requests that arrive then change
+    /// nothing.
     #[test]
     fn what_is_said_is_so(seed in any::<u64>()) {
         let kv = FakeKv::default();
@@ -103,7 +105,7 @@ proptest! {
                 Ok(()) => expected = with,
                 Err(StoreError::Kv(_) | StoreError::NotLeading) => {}
                 Err(StoreError::Unknown) => {
-                    // Refused while it was finding out. Whoever leads next knows.
+                    // The store was refused while it determined the outcome. The next leader's state shows it.
                     kv.calm();
                     store = open(&kv);
                     prop_assert!(*store.state() == expected || *store.state() == with, "change {number} is there in part");
@@ -144,8 +146,8 @@ fn who_does_not_lead_any_more_changes_nothing() {
     assert_eq!(open(&kv).state(), &after(&changes[..2]));
 }
 
-/// From when the leader's key is gone, or another's is there that hasn't written anything, nothing is changed by who has lost it: neither by what it
-/// sends now nor by what it sent before.
+/// A leader whose key is gone changes nothing, whether or not another leader's key exists that hasn't written yet. That holds for its new
+/// requests and for those in flight.
 #[test]
 fn without_the_leaders_key_nothing_is_changed() {
     let changes = changes(7, 20);
@@ -240,7 +242,7 @@ fn a_large_change_is_there_wholly_or_not_at_all() {
     }
 }
 
-/// A cluster goes on with the state of its file, whole, where there is nothing yet; what is there is left alone.
+/// An empty store takes over the whole state of a cluster's file. A store with a state keeps its own.
 #[test]
 fn a_files_state_is_taken_over_once() {
     let folder = tempfile::tempdir().unwrap();

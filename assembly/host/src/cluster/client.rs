@@ -5,8 +5,8 @@
 //!     ▲                                                                                              │ any failure
 //!     └──────────── back-off 0.1 to 2 s, with jitter ◀────────────────────────────────────────────────┘
 //! ```
-//! A task of its own reads messages of the migration protocol (`Coordinate`): they wait neither for requests to the service, nor for the
-//! engine or the view's file, which other threads of the runtime wait for.
+//! A task of its own reads messages of the migration protocol (`Coordinate`), so that they don't wait for requests to the service. Nor do
+//! they wait for the engine or the view's file: other threads of the runtime block on these.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;

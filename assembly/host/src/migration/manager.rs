@@ -286,8 +286,8 @@ impl Mover {
                     // Peers of this host get no message: the state machine suspends them itself.
                     self.look_at_facing(vm);
                     self.remember_peers(*migration, vm);
-                    // Its peers acknowledge nothing once they are held. It takes a while until the VM stands still, and what it sent in that time
-                    // would be given up as lost.
+                    // Suspended peers acknowledge nothing, and the VM runs until its monitor has paused it. So its queue pairs are
+                    // suspended now: requests that it posts in that time would otherwise use up their retries, and fail.
                     self.hold_towards_peers(vm);
                 }
             }

@@ -150,7 +150,7 @@ impl OpenedDevices {
 
 /// Platform devices of a running machine. The root bus lists the PCI functions.
 pub struct Devices {
-    /// Console.
+    /// COM1, if the VM has a console.
     pub serial: Option<Arc<Serial>>,
     /// Power, reset and sleep registers with the power button.
     pub power: Arc<PowerRegisters>,

@@ -70,7 +70,7 @@ pub enum Record {
     Vm {
         /// The VM.
         vm: VmId,
-        /// Where.
+        /// The host that runs it.
         host: HostId,
         /// The epoch that it gets.
         epoch: Epoch,
@@ -143,7 +143,7 @@ pub enum Record {
 pub struct Ledger {
     /// Hosts, and their last known starts.
     pub hosts: BTreeMap<HostId, Incarnation>,
-    /// VMs.
+    /// The owner of each VM that hasn't ended, lost VMs included.
     pub vms: Owners,
     /// Connected VMs.
     pub links: Links,
@@ -232,7 +232,7 @@ impl Ledger {
         self.migrations.binding(vm)
     }
 
-    /// Who runs the VMs of a migration after a decision.
+    /// The places of a migration's VMs after a decision: the destinations in the new epochs, or the sources in the epochs before.
     #[must_use]
     pub fn places(stored: &Stored, decision: Decision) -> Vec<Place> {
         let place = |moved: &Move| match decision {

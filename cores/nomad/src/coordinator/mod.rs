@@ -8,11 +8,12 @@
 //! ```
 //! Peers may be copied at the same time. Their switchovers exclude each other, until all hosts have done what was decided ([`queue`]).
 //!
-//! A migration that is decided ends: hosts that don't say in time that they have done what was decided ([`Config::settle_ms`]) keep nobody. Its VMs are free, and
-//! the decision is kept for each of these hosts until it says so. It is told when it asks, when it says hello, and once in each such time.
+//! A decided migration ends even if a host doesn't settle it. After [`Config::settle_ms`] the coordinator frees the migration's VMs, and
+//! keeps the decision for each host that hasn't sent `Settled`. It sends the decision when the host asks, when the host sends `Hello`, and
+//! every `settle_ms`.
 //!
-//! Decisions are in the [`Ledger`], written before they are told. Everything else is in memory: a coordinator that begins with a ledger
-//! gives up what isn't decided there, and goes on to tell what is.
+//! Decisions are in the [`Ledger`], and are written before they are sent. Everything else is in memory. A coordinator that starts with a
+//! ledger aborts the ledger's undecided migrations, and sends the decisions of the others again.
 
 mod indexes;
 mod ledger;
@@ -33,7 +34,7 @@ pub use owed::MayRun;
 pub use rollback::Checkpoint;
 pub use verbs::Refused;
 
-/// What the coordinator is told.
+/// The coordinator's input.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Event {
     /// It begins, perhaps with a ledger of before.
@@ -82,25 +83,25 @@ pub enum Action {
     Send(Message),
     /// Sets a timer.
     Timer {
-        /// Which.
+        /// The timer. It replaces an equal one that was set before.
         timer: Timer,
         /// In so many milliseconds.
         after_ms: u32,
     },
-    /// For whoever wants to know: a migration has come to a stage.
+    /// Reports that a migration has entered a stage; for logs.
     Came {
-        /// Which.
+        /// The migration's number.
         migration: MigrationId,
-        /// To which.
+        /// The stage that it has entered.
         stage: Stage,
     },
-    /// How it ended.
+    /// Reports that a migration is decided; hosts may not have settled it yet. For logs and statistics.
     Ended {
-        /// Which.
+        /// The migration's number.
         migration: MigrationId,
-        /// How.
+        /// Commit or abort.
         decision: Decision,
-        /// Why it was given up.
+        /// Why it was aborted; `None` after a commit.
         reason: Option<Reason>,
     },
 }
@@ -137,7 +138,7 @@ pub struct Coordinator {
 }
 
 impl Coordinator {
-    /// A coordinator that goes on with a ledger.
+    /// A coordinator that continues with a ledger.
     #[must_use]
     pub fn new(config: Config, ledger: Ledger) -> Self {
         Self { config, ledger, progress: BTreeMap::new() }
@@ -215,7 +216,8 @@ impl Coordinator {
             | Body::Loaded { migration }
             | Body::Yield { migration }
             | Body::Outcome { migration } => {
-                // Whoever is still at it when it is decided, or begins by an old message when it is over, is told so.
+                // The host may not know that the migration is decided, or may have begun one that is over, by an old message.
+                // Then it gets the decision, or an abort.
                 let undecided = self.is_told_again(host, migration, actions);
                 if undecided {
                     self.came(host, &message.body, migration, actions);
@@ -275,10 +277,10 @@ impl Coordinator {
         stored.is_some_and(|stored| stored.moves.iter().any(|moved| moved.from == host || moved.to == host))
     }
 
-    /// Tells a host a decision that it seems not to know. Whether the migration is undecided.
+    /// Sends a host the decision of a decided migration, or an abort for one that the ledger doesn't have. Returns whether it is undecided.
     fn is_told_again(&mut self, host: HostId, migration: MigrationId, actions: &mut Vec<Action>) -> bool {
         let body = match self.ledger.migrations.get(&migration) {
-            // All have answered, or it never was: whoever asks has promised nothing that counts.
+            // All hosts have settled it, or it never existed: no vote of this host counts any more.
             None => Body::Abort { migration, places: Vec::new() },
             Some(Stored { decision: None, .. }) => return true,
             Some(stored) => self.decision_body(host, migration, stored),
@@ -309,7 +311,7 @@ impl Coordinator {
     fn done(&mut self, host: HostId, migration: MigrationId, stage: Stage, actions: &mut Vec<Action>) {
         let Some(progress) = self.progress.get_mut(&migration) else { return };
         if progress.stage != stage {
-            // A destination's vote, or a source's convergence, that outran the others: it is said again.
+            // A message of another stage. A destination's vote, or a source's `Converged`, may be early: the host retransmits it.
             return;
         }
         progress.waiting.remove(&host);

@@ -1,4 +1,4 @@
-//! What is left of a migration that is decided: hosts that haven't done what was decided, and what each of them, or a monitor that has heard nothing, is told.
+//! Decided migrations that hosts haven't settled: the decisions that these hosts receive, and the answers to monitors in doubt.
 
 use std::collections::BTreeSet;
 
@@ -23,8 +23,8 @@ pub enum MayRun {
 }
 
 impl Coordinator {
-    /// A decision as one host is told it. A VM that the host may not run any more, since it was lost, moved on or was started elsewhere meanwhile, isn't named as
-    /// the host's.
+    /// The message that carries a decision to one host. It doesn't name a VM as the host's if the host may not run it any more: the VM was
+    /// lost, moved on or was started elsewhere since.
     pub(super) fn decision_body(&self, host: HostId, migration: MigrationId, stored: &Stored) -> Body {
         let decision = stored.decision.unwrap_or(Decision::Aborted);
         let mut places = Ledger::places(stored, decision);
@@ -104,7 +104,7 @@ impl Coordinator {
         actions.push(Action::Timer { timer, after_ms });
     }
 
-    /// A host is back: it is told the decisions that are kept for it.
+    /// A host has returned: the coordinator sends it the decisions that are kept for it.
     pub(super) fn tell_owed(&self, host: HostId, actions: &mut Vec<Action>) {
         for (migration, stored) in &self.ledger.migrations {
             if stored.owed.as_ref().is_some_and(|owed| owed.contains_key(&host)) {
@@ -129,8 +129,9 @@ impl Coordinator {
         places.flatten().filter(|place| place.host == host).map(|place| place.vm).collect()
     }
 
-    /// A host is gone for good, as its user says: its VMs are lost, and may be started elsewhere, in a new epoch. What it takes part in and isn't decided is given
-    /// up. Should it come back, its daemon is taken for one of an earlier start, and is told what was decided.
+    /// Forgets a host that its user declares gone for good. Its VMs are lost, and may be started elsewhere, in a new epoch. Undecided
+    /// migrations from and to the host are aborted. If it returns, its daemon counts as one of an older incarnation, and receives the
+    /// decisions.
     ///
     /// # Errors
     /// When there is no such host.

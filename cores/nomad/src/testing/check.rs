@@ -92,7 +92,7 @@ impl Cluster {
         stored.owed.as_ref().is_some_and(|owed| owed.keys().all(|host| self.dead.contains(host)))
     }
 
-    /// Nothing goes on.
+    /// Whether the cluster is at rest: no migration, no work or reserved room of a daemon, and no monitor to which an answer is due.
     #[must_use]
     pub fn is_quiet(&self) -> bool {
         self.disk.migrations.values().all(|stored| self.is_over(stored))
@@ -104,10 +104,10 @@ impl Cluster {
                 .all(|machine| machine.host.is_quiet() && machine.engine.rooms.is_empty())
     }
 
-    /// Lets everything arrive, without faults, until nothing goes on and all operations are done. What is wrong in the end.
+    /// Delivers everything, without faults, until the cluster is at rest. Then it checks the final state, with all operations complete.
     ///
     /// # Errors
-    /// What is wrong.
+    /// The invariant that doesn't hold, or the work that doesn't end, in words.
     pub fn settle(&mut self, under_way: Vec<Pending>) -> Result<(), String> {
         let mut queue: std::collections::VecDeque<_> = under_way.into();
         let (mut timers, mut out, mut idle) = (Vec::new(), Vec::new(), 0);
@@ -155,7 +155,7 @@ impl Cluster {
                 std::mem::take(&mut timers).into_iter().partition(|timer| late || !is_deadline(timer));
             timers = keep;
             queue.extend(fire);
-            // Fired timers are told apart from those that wait by being delivered here.
+            // Timers that expire are delivered here: the loop above would put them back among those that wait.
             for timer in queue.split_off(0) {
                 match timer {
                     Pending::Timer(..) | Pending::Deadline(..) => self.deliver(timer, &mut out),
@@ -167,7 +167,7 @@ impl Cluster {
         Err(self.stuck())
     }
 
-    /// What still goes on, where nothing should.
+    /// The error of a cluster that doesn't come to rest: its migrations, and the hosts that still work.
     pub(super) fn stuck(&self) -> String {
         let busy: Vec<_> =
             self.machines.values().map(|machine| &machine.host).filter(|host| !host.is_quiet()).collect();
@@ -183,7 +183,7 @@ impl Cluster {
         kept.map_or(Ok(()), |(vm, migration)| Err(format!("{vm} is kept by {migration}, which doesn't end")))
     }
 
-    /// What is wrong when nothing goes on any more.
+    /// Checks the final state of a cluster at rest.
     pub(super) fn ended_well(&self) -> Result<(), String> {
         self.is_free()?;
         if let Some((host, vm)) = self.in_doubt().into_iter().chain(self.voted()).next() {

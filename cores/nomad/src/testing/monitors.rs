@@ -36,7 +36,8 @@ pub enum Part {
 }
 
 impl Monitor {
-    /// What served its devices has lost them: a guest that runs goes on without, memory that comes can't be used. A decision is waited for all the same.
+    /// The daemon has lost the state of the VM's devices. A guest that runs continues without them. A destination that hasn't voted ends,
+    /// since it can't use the memory that it receives. A monitor that awaits a decision continues to wait.
     pub fn lose_devices(&mut self) {
         match self.part {
             Part::Runs => self.part = Part::Orphan,
@@ -165,7 +166,8 @@ impl Cluster {
         self.check();
     }
 
-    /// The user of a source's monitor that is in doubt wants its guest to go on.
+    /// The user resumes the guest of a source monitor that is in doubt. The monitor refuses unless the service answers that the VM stays
+    /// here.
     pub fn resume(&mut self, host: HostId, vm: VmId) {
         let Some(monitor) = self.monitor(host, vm).copied() else { return };
         let allowed = self.config.plant == Plant::ResumeInDoubt

@@ -62,7 +62,7 @@ impl Harm {
 pub struct Blow {
     /// The node that is harmed.
     pub node: Node,
-    /// What.
+    /// The fault that is injected.
     pub harm: Harm,
     /// After how many steps of the protocol since the migration was asked for.
     pub step: u64,
@@ -71,7 +71,7 @@ pub struct Blow {
 /// What a run has seen.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Report {
-    /// Events.
+    /// Events that came due: messages, operations, timers and timeouts, lost ones included.
     pub events: u64,
     /// Of these, what isn't an operation or its answer.
     pub steps: u64,

@@ -40,11 +40,11 @@ pub struct Budget {
 pub struct Setup {
     /// For reports.
     pub name: &'static str,
-    /// Hosts.
+    /// Number of hosts; their ids begin with 1.
     pub hosts: u32,
     /// VMs and their hosts.
     pub vms: Vec<(VmId, HostId)>,
-    /// Connections.
+    /// Pairs of VMs that are connected at the start.
     pub links: Vec<(VmId, VmId)>,
     /// The migration.
     pub moves: Vec<(VmId, HostId)>,
@@ -56,7 +56,7 @@ pub struct Setup {
     pub copying: bool,
     /// What is asked for afterwards, when the budget allows.
     pub then: Vec<(VmId, HostId)>,
-    /// Faults.
+    /// How often each kind of injected fault, and of user action, may happen in a run.
     pub budget: Budget,
     /// Times and injected bugs.
     pub config: Config,

@@ -13,8 +13,9 @@ use scenarios::{
     NOTHING, all, budgets, by_service, one_peer, peers_apart, peers_cross, peers_part, swap, two_peers,
 };
 
-/// One owner per epoch, no operation lost or repeated, queue pairs open only towards a VM that runs, the source unharmed before the
-/// commit point, and an end without further faults: whatever is lost, repeated, killed or late.
+/// All invariants hold in all clusters, with each budget of lost and repeated messages, kills and early timers: one owner per epoch, and no
+/// operation lost or repeated. Queue pairs are open only towards a VM that runs. The source is unharmed before the commit point. Without
+/// further faults, each run ends.
 #[test]
 fn all_clusters_hold() {
     let mut states = 0;

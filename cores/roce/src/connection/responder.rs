@@ -144,9 +144,9 @@ impl Responder {
 
 /// Outcome of executing a packet.
 pub(super) enum Done {
-    /// Executed.
+    /// The packet is executed.
     Yes,
-    /// Refused.
+    /// The request is refused: the responder sends a NAK, fails the connection, and reports the refusal's event at this end.
     Refused(Refusal),
     /// Refused, and the owner has reported the error at this end already.
     RefusedSilently(Refusal),

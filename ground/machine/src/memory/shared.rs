@@ -40,11 +40,11 @@ const PAGE_64: u64 = 4096;
 /// Accesses to a page that don't fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum PageRights {
-    /// Nothing.
+    /// None: loads and stores fault.
     None,
-    /// Load.
+    /// Loads; stores fault.
     Read,
-    /// Load and store.
+    /// Loads and stores.
     Write,
 }
 
@@ -76,7 +76,7 @@ pub enum SharedRamError {
         len: u64,
         /// What was tried.
         what: &'static str,
-        /// Why.
+        /// The kernel's error, or `InvalidInput` if an address overflows.
         #[source]
         source: io::Error,
     },

@@ -67,7 +67,8 @@ mod tests {
         Input::Message(message, None)
     }
 
-    /// What is said again while it waits is taken once, in its first place; what is said again later is taken again.
+    /// Copies of a queued message are dropped, and the first copy keeps its position. A copy that comes after the first was taken is
+    /// queued.
     #[test]
     fn what_is_said_again_waits_once() {
         let (say, inputs) = unbounded();

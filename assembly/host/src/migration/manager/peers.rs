@@ -64,8 +64,9 @@ impl Mover {
         }
     }
 
-    /// Opens direct connections to hosts with which this one exchanges messages in the switchover, so that it finds them established: a
-    /// source's destinations and hosts of peers while memory is copied, a destination's sources and hosts of peers.
+    /// Opens direct connections to the hosts with which this one exchanges messages in the switchover, so that it finds them established. A
+    /// source connects to destinations and hosts of peers while memory is copied. A destination connects to sources when it reserves room,
+    /// and to hosts of peers at the handover.
     pub(super) fn connect_directly(&self, message: &Message) {
         match &message.body {
             Body::Reserve { moves, .. } => {

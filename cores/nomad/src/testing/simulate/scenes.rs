@@ -11,7 +11,7 @@ use crate::testing::dice::Dice;
 /// How messages between hosts travel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Paths {
-    /// Directly.
+    /// Over direct connections, without the service.
     Direct,
     /// By the service: no host reaches another one directly.
     ByService,
