@@ -33,21 +33,21 @@ impl QpId {
 /// The operation of a posted request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PostedOperation {
-    /// SEND.
+    /// A SEND: consumes a receive of the peer.
     Send {
         /// Immediate data, as wire bytes.
         immediate: Option<[u8; 4]>,
         /// The peer's key to invalidate.
         invalidate: Option<u32>,
     },
-    /// WRITE.
+    /// A WRITE: consumes a receive of the peer only with immediate data.
     Write {
         /// Remote address and key.
         remote: Remote,
         /// Immediate data, as wire bytes.
         immediate: Option<[u8; 4]>,
     },
-    /// READ.
+    /// A READ: [`Posted::length`] bytes from the peer's memory.
     Read {
         /// Remote address and key.
         remote: Remote,
@@ -92,7 +92,7 @@ pub enum Action {
     Post {
         /// Queue pair.
         qp: QpId,
-        /// Request.
+        /// The request, whose token increases by one per request of the queue pair.
         request: Posted,
     },
     /// Send a datagram; nothing waits for it.
@@ -114,7 +114,7 @@ pub enum Action {
     },
     /// A region that the transport has registered ([`Engine::remote_region`](crate::engine::Engine::remote_region)) is gone: its memory must not be accessed any more.
     RegionGone {
-        /// Device.
+        /// Device that owns the region.
         device: DeviceId,
         /// Key of the region.
         key: u32,
