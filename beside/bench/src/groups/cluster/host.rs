@@ -1,7 +1,7 @@
 //! A host of the cluster without a machine: the migration protocol's real state machine and the real client of the service, on an HTTP/2
 //! connection of its own. A stand-in answers at once where a daemon would wait for a monitor or the engine.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -33,11 +33,13 @@ pub struct Shared {
     /// Where the state of a VM that arrives is reported.
     by_id: Mutex<HashMap<HostId, mpsc::UnboundedSender<Command>>>,
     vms: Mutex<HashMap<VmId, String>>,
+    /// Connections of VMs, which move with them.
+    links: Mutex<HashMap<VmId, Vec<Place>>>,
     /// VMs of the job.
     pub job: Mutex<Vec<VmId>>,
     /// VMs that run at their migrations' destinations, with the time.
     pub arrived: Mutex<Vec<(VmId, Instant)>>,
-    /// The last errors of connections, for whoever waits in vain.
+    /// The last errors of connections, shown when a wait ends in vain.
     pub errors: Mutex<Vec<String>>,
 }
 
@@ -78,6 +80,7 @@ impl Shared {
             hosts: (0..hosts).map(about).collect(),
             by_id: Mutex::default(),
             vms: Mutex::default(),
+            links: Mutex::default(),
             job: Mutex::default(),
             arrived: Mutex::default(),
             errors: Mutex::default(),
@@ -95,7 +98,6 @@ pub struct SimulatedHost {
     host: Option<nomad::Host>,
     /// VMs that are registered here, by name.
     names: BTreeMap<String, (VmId, Epoch)>,
-    links: BTreeMap<VmId, Vec<Place>>,
     timers: BTreeMap<(Instant, u64), Timer>,
     next_timer: u64,
     probes: HashMap<u32, (Instant, oneshot::Sender<Duration>)>,
@@ -119,7 +121,6 @@ impl SimulatedHost {
             sender: sender.clone(),
             host: None,
             names: BTreeMap::new(),
-            links: BTreeMap::new(),
             timers: BTreeMap::new(),
             next_timer: 0,
             probes: HashMap::new(),
@@ -278,11 +279,12 @@ impl SimulatedHost {
     }
 
     async fn report_links(&self, client: &mut Client, speaker: Speaker) -> Result<(), ClusterError> {
-        let own: BTreeSet<VmId> = self.names.values().map(|(vm, _)| *vm).collect();
-        let of_own = self.links.iter().filter(|(vm, _)| own.contains(vm));
-        let links = of_own
-            .flat_map(|(vm, peers)| peers.iter().map(|peer| proto::Link { vm: vm.0, peer: peer.vm.0 }))
-            .collect();
+        let mut links = Vec::new();
+        for (vm, _) in self.names.values() {
+            let all = lock(&self.shared.links);
+            let peers = all.get(vm).into_iter().flatten();
+            links.extend(peers.map(|peer| proto::Link { vm: vm.0, peer: peer.vm.0 }));
+        }
         let request = proto::ReportLinksRequest { speaker: Some(speaker), links };
         self.shared.service.within("ReportLinks", client.report_links(request)).await?;
         Ok(())
@@ -301,7 +303,7 @@ impl SimulatedHost {
                         self.step(Event::Connected { vm: *vm, peer: *peer });
                     }
                 }
-                self.links.extend(links);
+                lock(&self.shared.links).extend(links);
                 let reported = self.report_links(client, speaker).await;
                 // The driver may have given up.
                 let _ = answer.send(reported.as_ref().copied().map_err(ToString::to_string));
