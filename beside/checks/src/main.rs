@@ -1,10 +1,14 @@
 //! Checks of `make lint` beyond rustfmt and clippy. Prints every violation, and exits with 1 if there is one.
 
+mod commits;
 mod duplicates;
+mod git;
 mod layers;
 mod licences;
 mod metadata;
+mod prose;
 
+use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::Result;
@@ -30,6 +34,13 @@ fn run() -> Result<Vec<String>> {
     let mut violations = layers::violations(&metadata);
     violations.extend(duplicates::violations(&metadata));
     violations.extend(licences::violations(&metadata));
+    let root = Path::new(&metadata.workspace_root);
+    if git::is_work_tree(root) {
+        violations.extend(prose::violations(root, &git::tracked(root)?)?);
+        violations.extend(commits::violations(root)?);
+    } else {
+        eprintln!("checks: {} is no Git work tree: text and commit messages are NOT checked", root.display());
+    }
     if violations.is_empty() {
         println!(
             "checks: {} crates in the workspace keep the layers; {} packages: no rust-vmm crate twice, licences allowed",
