@@ -175,6 +175,6 @@ mod tests {
         assert_eq!((rows[0].address.as_str(), rows[0].writes, rows[0].owner), ("0x2000", 50, Some(1)));
         assert!(rows[0].advice.contains("different words"));
         assert_eq!((rows[1].address.as_str(), rows[1].reads, rows[1].owner), ("0x1000", 20, Some(0)));
-        assert!(rows[1].advice.contains("take turns"));
+        assert!(rows[1].advice.contains("alternately"));
     }
 }
