@@ -40,7 +40,7 @@ const SHORT_MOVES: usize = 2;
 /// File in the migrating guest; while it exists, the guest's program continues.
 const WHILE: &str = "/run/moving";
 /// Number of connections between the guests, and operations of a round on one of them in one direction (rdma-exact.c).
-const CONNECTIONS: u64 = 8;
+const CONNECTIONS: usize = 8;
 const EACH: u64 = 6;
 /// Time-out without progress.
 const STUCK: Duration = Duration::from_secs(400);
@@ -77,7 +77,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let short = !options.only.is_empty() && options.wants(SHORT);
     let wanted = u64::from(options.count.unwrap_or(if short { SHORT_OPERATIONS } else { OPERATIONS }));
     let least_moves = if short { SHORT_MOVES } else { 1 };
-    let rounds = wanted.div_ceil(EACH * CONNECTIONS * 2);
+    let rounds = wanted.div_ceil(EACH * CONNECTIONS as u64 * 2);
     let _service = talk::service(lab)?;
     let layout = Layout { cmdline: talk::SMALL, ..talk::layout(&[0, 1]) };
     let mut pair = Pair::place(lab, options, layout)?;
@@ -87,9 +87,9 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     }
     talk::detach(&pair.b, &command(&pair.b, rounds, None))?;
     talk::detach(&pair.a, &command(&pair.a, rounds, Some(&pair.b.tcp)))?;
-    let (first, mut transports) = talk::connected(&pair.a)?;
+    let (first, mut transports) = talk::connected_least(&pair.a, CONNECTIONS)?;
     report.check(
-        first.len() as u64 == CONNECTIONS,
+        first.len() == CONNECTIONS,
         format!("before the first move {first:?} are connected, not {CONNECTIONS} queue pairs"),
     );
     let (mut moves, mut errors, mut last) = (0_usize, 0_u32, (0, Instant::now()));

@@ -206,12 +206,17 @@ pub(super) fn works_as(m: &Member<'_>, name: &str) -> Result<bool> {
     Ok(m.sh(&format!("[ -e /run/{name}.code ] || echo works"))?.contains("works"))
 }
 
-/// Waits for a guest's queue pairs to be connected. Returns them, and the transports to their peers.
+/// Waits for one of a guest's queue pairs to be connected. Returns the connected ones, and the transports to their peers.
 pub(super) fn connected(member: &Member<'_>) -> Result<(Names, BTreeSet<String>)> {
+    connected_least(member, 1)
+}
+
+/// As [`connected`], for at least `least` queue pairs. Returns fewer after a minute.
+pub(super) fn connected_least(member: &Member<'_>, least: usize) -> Result<(Names, BTreeSet<String>)> {
     let until = Instant::now() + Duration::from_secs(60);
     loop {
         let found = queue_pairs(member.host(), member.name)?;
-        if !found.is_empty() || Instant::now() > until {
+        if found.len() >= least || Instant::now() > until {
             let transports = found.iter().map(|(_, _, transport)| transport.clone()).collect();
             return Ok((found.into_iter().map(|(handle, qpn, _)| (handle, qpn)).collect(), transports));
         }
