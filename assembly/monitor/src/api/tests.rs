@@ -161,7 +161,9 @@ fn wrong_requests_get_a_problem_and_never_stop_the_server() {
     let (_server, client) = serve(directory.path());
     let socket = client.socket();
     assert!(raw(socket, b"GET /v2 HTTP/1.1\r\nhost: x\r\n\r\n").contains("{\"error\":\"There is no /v2; "));
-    assert!(raw(socket, b"POST /v1/vm HTTP/1.1\r\nhost: x\r\n\r\n").contains("/v1/vm doesn't support POST; "));
+    assert!(
+        raw(socket, b"POST /v1/vm HTTP/1.1\r\nhost: x\r\n\r\n").contains("/v1/vm doesn't support POST; ")
+    );
     assert!(raw(socket, b"GET /v1/inspect?pat=x HTTP/1.1\r\nhost: x\r\n\r\n").starts_with("HTTP/1.1 400"));
     assert!(raw(socket, b"\x16\x03\x01\x00").starts_with("HTTP/1.1 400"));
     let long = [b"GET /".as_slice(), &[b'a'; 1 << 20]].concat();
