@@ -7,7 +7,7 @@ help:
 	@echo "make test    sets up and passes all tests (unit, property, lab scenarios)"
 	@echo "make bench   benchmarks against peers, natively; leaves target/bench/*.json"
 	@echo "make payloads  builds the payload programs (target/payload)"
-	@echo "make lint    format, clippy, layers, duplicate rust-vmm crates, licences"
+	@echo "make lint    format, clippy, layers, duplicate rust-vmm crates, licences, text, commit messages"
 
 demo:
 	@tools/setup demo

@@ -7,7 +7,7 @@ use anyhow::Result;
 use crate::git;
 
 /// How many commits are checked, from the last one back.
-const CHECKED: &str = "40";
+const CHECKED: &str = "100";
 /// Most characters of a subject.
 const MAX_SUBJECT: usize = 72;
 

@@ -35,15 +35,16 @@ fn run() -> Result<Vec<String>> {
     violations.extend(duplicates::violations(&metadata));
     violations.extend(licences::violations(&metadata));
     let root = Path::new(&metadata.workspace_root);
-    if git::is_work_tree(root) {
+    let text = if git::is_work_tree(root) {
         violations.extend(prose::violations(root, &git::tracked(root)?)?);
         violations.extend(commits::violations(root)?);
+        "text and commit messages keep their rules"
     } else {
-        eprintln!("checks: {} is no Git work tree: text and commit messages are NOT checked", root.display());
-    }
+        "text and commit messages are NOT checked, since this is no Git work tree"
+    };
     if violations.is_empty() {
         println!(
-            "checks: {} crates in the workspace keep the layers; {} packages: no rust-vmm crate twice, licences allowed",
+            "checks: {} crates in the workspace keep the layers; {} packages: no rust-vmm crate twice, licences allowed; {text}",
             metadata.workspace_members.len(),
             metadata.packages.len()
         );
