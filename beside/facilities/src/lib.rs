@@ -4,6 +4,8 @@
 //! the test fails. `make test` requires every facility that `tools/setup` installs. So a missing package or a changed machine fails
 //! CI, instead of skipping tests.
 
+pub mod ports;
+
 use std::fmt::Display;
 use std::io::Write as _;
 

@@ -9,7 +9,6 @@ use hca::names::SegmentId;
 use hca::testing::{Connected, Guest, World, requests};
 use hca::work::{Completion, Sge, Status};
 
-use super::tests::port;
 use super::{ClusterKey, Directory, FileDirectory, Transports, VmId};
 
 const SIZE: u64 = 1 << 20;
@@ -41,7 +40,7 @@ fn directory(pins: [&str; 2], at: u16) -> FileDirectory {
 
 impl Host {
     fn new(pins: [&str; 2], kind: QpKind, key: Option<&ClusterKey>) -> Self {
-        let at = port();
+        let at = facilities::ports::free(2);
         let directory: Arc<dyn Directory> = Arc::new(directory(pins, at));
         let mut world = World::after(0);
         let guests = [(); 2].map(|()| world.guest(HeapMemory::new(usize::try_from(SIZE).unwrap())));

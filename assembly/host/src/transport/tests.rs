@@ -26,20 +26,6 @@ struct Side {
     started: Instant,
 }
 
-/// A port that was free a moment ago, as was the next one.
-pub(super) fn port() -> u16 {
-    loop {
-        let first = std::net::UdpSocket::bind("127.0.0.1:0").and_then(|socket| socket.local_addr());
-        let port = first.map(|address| address.port()).unwrap_or_default();
-        let free = |at: u16| {
-            ["127.0.0.1", "127.0.0.2"].iter().all(|host| std::net::UdpSocket::bind((*host, at)).is_ok())
-        };
-        if port < 65_000 && free(port) && free(port + 1) {
-            return port;
-        }
-    }
-}
-
 impl Side {
     fn new(
         (number, vm): (u8, &str),
@@ -94,7 +80,7 @@ fn pair(kind: QpKind, mtu: u32, key: Option<&ClusterKey>) -> (Side, Side) {
 }
 
 fn pair_of(kind: QpKind, mtu: u32, keys: [Option<&ClusterKey>; 2]) -> (Side, Side) {
-    let port = port();
+    let port = facilities::ports::free(2);
     let text = format!(
         "mtu = {mtu}\n[[host]]\nname = \"h1\"\naddress = \"127.0.0.1:{port}\"\n[[host]]\nname = \"h2\"\naddress = \"127.0.0.2:{port}\"\n\
          [[vm]]\nname = \"a\"\nid = 1\nhost = \"h1\"\n[[vm.nic]]\nsegment = \"s0\"\naddresses = [\"10.0.0.1\"]\n\

@@ -142,7 +142,7 @@ fn additions_over_a_bad_link_are_done_exactly_once() {
         Ok(text) => text.parse().unwrap(),
         Err(_) => 20_000,
     };
-    let port = UdpSocket::bind("127.0.0.1:0").and_then(|socket| socket.local_addr()).unwrap().port();
+    let port = facilities::ports::free(1);
     let (link, places) = Link::start(port);
     // Each addition takes the link's time, so more run concurrently if the link has room.
     let contexts = if operations > 1_000_000 && matches!(link, Link::Relay(_)) { 16 } else { 4 };

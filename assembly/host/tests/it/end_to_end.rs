@@ -248,9 +248,7 @@ fn memory_is_taken_back_only_when_nobody_uses_it() {
 
 /// Two daemons, each with its VM, sandbox and sockets of the loopback interface.
 fn two_daemons(folder: &std::path::Path, key: bool) -> [host::Daemon; 2] {
-    let first =
-        std::net::UdpSocket::bind("127.0.0.1:0").and_then(|socket| socket.local_addr()).unwrap().port();
-    let port = if first > 65_000 { 40_000 } else { first };
+    let port = facilities::ports::free(1);
     let mut text = String::from("sockets = 1\n");
     for (number, vm) in [(1, "a"), (2, "b")] {
         text += &format!(

@@ -2,7 +2,6 @@
 
 use crate::common;
 
-use std::net::UdpSocket;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -50,8 +49,7 @@ fn several() -> (Cluster, [Instance; 2]) {
     wait_until("a leader", || instances.iter().any(Instance::leads));
     let addresses = instances.each_ref().map(|instance| instance.server.address());
     let service = Service::new(&addresses.map(|address| address.to_string()).join(","), None).unwrap();
-    let port = UdpSocket::bind("127.0.0.1:0").and_then(|socket| socket.local_addr()).unwrap().port();
-    let port = if port > 65_000 { 40_000 } else { port };
+    let port = facilities::ports::free(1);
     let folder = tempfile::tempdir().unwrap();
     (Cluster { folder, server: None, address: addresses[0], service, port, keys: None }, instances)
 }

@@ -2,7 +2,6 @@
 #![allow(unsafe_code)] // The guests are in this program, as assembly.
 
 use std::io::{BufRead as _, BufReader};
-use std::net::TcpListener;
 use std::process::{ChildStderr, Command};
 use std::time::{Duration, Instant};
 
@@ -64,7 +63,7 @@ fn a_guest_that_waits_for_its_reset_gets_it_where_it_moves_to() {
         (vm, log)
     };
     let (mut source, mut source_log) = start(&here, &[]);
-    let address = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).unwrap();
+    let address = facilities::ports::loopback();
     let (mut destination, mut log) = start(&there, &["--incoming", &address.to_string()]);
     wait_for(&mut log, &["Waiting for a VM"]);
     // The reset is delayed by almost a second, and a boot is short: the VM migrates during the delay.

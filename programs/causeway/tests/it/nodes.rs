@@ -110,9 +110,8 @@ fn console_exit_code_and_counts_come_from_all_nodes() {
 
 /// Returns addresses for two nodes.
 fn two_over_tcp() -> String {
-    let port = |listener: std::net::TcpListener| listener.local_addr().unwrap().port();
-    let port = || port(std::net::TcpListener::bind("127.0.0.1:0").unwrap());
-    format!("tcp:127.0.0.1:{},tcp:127.0.0.1:{}", port(), port())
+    let [one, two] = [(); 2].map(|()| facilities::ports::loopback());
+    format!("tcp:{one},tcp:{two}")
 }
 
 /// Nodes with the same key connect over encrypted links. A node with another key, or without one, is refused and gets

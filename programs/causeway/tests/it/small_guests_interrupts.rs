@@ -414,11 +414,6 @@ fn registers_written_at_random_stop_neither_guest_nor_monitor() {
     end_well(vm);
 }
 
-/// An address without a listener.
-fn free_address() -> String {
-    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string()
-}
-
 /// Migrates the VM of `directory`, once a monitor listens there. Returns whether it succeeded, and the command's message.
 fn migrate(directory: &Path, to: &str) -> (bool, String) {
     let begin = Instant::now();
@@ -450,14 +445,14 @@ fn a_vm_migrates_to_its_own_kind() {
     let (vm, mut console) = start(source, "1", entry);
     assert_eq!([line(&mut console), line(&mut console)], ["t", "t"]);
 
-    let address = free_address();
+    let address = facilities::ports::loopback().to_string();
     let (waiting, _) = start_with(other, entry, &["--cpus", "1", "--incoming", &address]);
     let (moved, text) = migrate(source, &address);
     assert!(!moved && text.contains("its interrupt controllers are in the monitor"), "{text}");
     end(waiting);
     assert_eq!([line(&mut console), line(&mut console)], ["t", "t"]);
 
-    let address = free_address();
+    let address = facilities::ports::loopback().to_string();
     let options = ["--interrupts", "monitor", "--cpus", "1", "--incoming", &address];
     let (waiting, mut its_console) = start_with(destination, entry, &options);
     let (moved, text) = migrate(source, &address);

@@ -1,7 +1,6 @@
 //! A temporary etcd for a test: members on loopback, in a folder that is removed with it.
 #![allow(dead_code, clippy::unwrap_used, clippy::missing_panics_doc)] // Tests' other half; each uses its part.
 
-use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -43,10 +42,7 @@ impl Members {
     }
 
     fn begin(count: usize, tls: Option<PathBuf>) -> Self {
-        let sockets: Vec<_> = (0..count * 2).map(|_| TcpListener::bind("127.0.0.1:0").unwrap()).collect();
-        let ports: Vec<u16> = sockets.iter().map(|socket| socket.local_addr().unwrap().port()).collect();
-        drop(sockets);
-        let ports = ports.chunks(2).map(|pair| (pair[0], pair[1])).collect();
+        let ports = (0..count).map(|_| facilities::ports::free(2)).map(|first| (first, first + 1)).collect();
         let running = (0..count).map(|_| None).collect();
         let mut members = Self { folder: tempfile::tempdir().unwrap(), ports, running, tls };
         for member in 0..count {

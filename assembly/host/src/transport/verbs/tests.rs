@@ -12,7 +12,6 @@ use hca::testing::{CompletionRing, Connected, Guest, World, requests};
 use hca::work::{Completion, Sge, Status};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
-use super::super::tests::port;
 use super::super::{Directory, FileDirectory, Transports, VmId};
 use super::Verbs;
 use super::fake::Network;
@@ -173,7 +172,7 @@ struct Pair {
 
 impl Pair {
     fn new(setup: Setup) -> Self {
-        let at = port();
+        let at = facilities::ports::free(2);
         let pin =
             if setup.pin.is_empty() { String::new() } else { format!("transport = \"{}\"\n", setup.pin) };
         let text = format!(

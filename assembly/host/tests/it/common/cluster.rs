@@ -1,6 +1,6 @@
 //! A cluster service and daemons that use it.
 
-use std::net::{SocketAddr, TcpListener, UdpSocket};
+use std::net::SocketAddr;
 use std::path::Path;
 
 use cluster::{Server, ServerConfig};
@@ -45,7 +45,7 @@ impl Cluster {
         let server = Server::start(&config).unwrap();
         let address = server.address();
         let service = Service::new(&address.to_string(), keys.clone()).unwrap();
-        let port = free_address(1).port();
+        let port = facilities::ports::free(1);
         Self { folder, server: Some(server), address, service, port, keys }
     }
 
@@ -96,18 +96,6 @@ impl Cluster {
             found.is_some()
         });
         found.unwrap()
-    }
-}
-
-/// An address of this host, 127.0.0.`last`, with a port that is free for packets (UDP) and messages (TCP).
-pub fn free_address(last: u8) -> SocketAddr {
-    loop {
-        let udp = UdpSocket::bind(("127.0.0.1", 0)).unwrap();
-        let port = udp.local_addr().unwrap().port();
-        // Its neighbors are sockets of the same host.
-        if port < 65_000 && TcpListener::bind(("127.0.0.1", port)).is_ok() {
-            return SocketAddr::from(([127, 0, 0, last], port));
-        }
     }
 }
 

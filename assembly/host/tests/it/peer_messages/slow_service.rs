@@ -183,7 +183,7 @@ fn messages_are_read_while_a_request_waits() {
     let service = Service::new(&address.to_string(), None).unwrap();
     config.fabric = Some(FabricConfig {
         directory: DirectorySource::Cluster(ClusterConfig { service, name: "h1".to_owned() }),
-        address: common::cluster::free_address(1),
+        address: facilities::ports::loopback(),
         cluster_key: None,
         verbs: false,
     });

@@ -1,6 +1,6 @@
 //! The shipped `causeway cluster serve` as a process, and etcd for two of them.
 
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpStream};
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -125,7 +125,7 @@ impl Etcd {
         {
             return Ok(None);
         }
-        let [client, peer] = [free_address()?, free_address()?];
+        let [client, peer] = [(); 2].map(|()| facilities::ports::loopback());
         let (client_url, peer_url) = (format!("http://{client}"), format!("http://{peer}"));
         let log = std::fs::File::create(folder.join("etcd.log")).context("etcd's log could not be made")?;
         let mut command = Command::new("etcd");
@@ -178,13 +178,4 @@ fn wait_for(
         std::thread::sleep(LOOK_INTERVAL);
     }
     Ok(())
-}
-
-/// Returns an address of loopback with a port that is free now.
-///
-/// # Errors
-/// There is none.
-pub fn free_address() -> anyhow::Result<SocketAddr> {
-    let listener = TcpListener::bind("127.0.0.1:0").context("No port of 127.0.0.1 is free")?;
-    listener.local_addr().context("A socket has no address")
 }

@@ -13,7 +13,7 @@ use tokio::runtime::Runtime;
 use tokio::sync::{mpsc, oneshot};
 
 use super::host::{About, Command, Shared, SimulatedHost, lock};
-use super::service::{Instance, Store, free_address};
+use super::service::{Instance, Store};
 
 /// Nothing that is waited for takes longer, or the group fails.
 const HANG_LIMIT: Duration = Duration::from_secs(180);
@@ -66,7 +66,7 @@ impl Session {
     ) -> anyhow::Result<Self> {
         let mut running = Vec::new();
         for number in 0..instances {
-            let addresses = (free_address()?, free_address()?);
+            let addresses = (facilities::ports::loopback(), facilities::ports::loopback());
             let log = folder.join(format!("service{number}.log"));
             running.push(Instance::start(program, addresses, &store, scale.lease, &log)?);
         }

@@ -6,7 +6,7 @@
 //! Pages reach the migration as copies on request, and finally into a machine. So the blackout contains two copies that a monitor
 //! doesn't make.
 
-use std::net::{SocketAddr, UdpSocket};
+use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -384,7 +384,7 @@ pub fn converge() -> anyhow::Result<Sample> {
     config.switch_limit = Duration::from_secs(8);
     let server = cluster::Server::start(&config)?;
     let service = Service::new(&server.address().to_string(), None)?;
-    let port = UdpSocket::bind("127.0.0.1:0")?.local_addr()?.port().min(65_000);
+    let port = facilities::ports::free(1);
     let daemons = (1..=3).map(|number| {
         let mut config = DaemonConfig::new(folder.path().join(format!("h{number}/host.sock")));
         let name = format!("h{number}");
