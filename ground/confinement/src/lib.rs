@@ -1,8 +1,10 @@
 //! Common parts of the sandboxes of the monitor and the host daemon. [`Arguments`] checks the arguments of system
-//! calls, [`trap`] ends the process after a refused call, and [`landlock_state`] reports Landlock's state. Each process
+//! calls, [`trap`] ends the process after a refused call, [`signals`] keeps signals
+//! from confined threads, and [`landlock_state`] reports Landlock's state. Each process
 //! defines its own calls and paths.
 
 mod arguments;
+pub mod signals;
 pub mod trap;
 
 pub use arguments::{Arguments, BackendError, PROT_EXEC, compare, no_clone3};

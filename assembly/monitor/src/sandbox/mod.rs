@@ -77,6 +77,9 @@ impl ThreadKind {
     ];
 }
 
+/// Signals that end the VM. Their handler writes to a socket, which only the main thread and the signal thread may do.
+pub const END_SIGNALS: [libc::c_int; 3] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP];
+
 /// Why the sandbox can't be prepared or entered.
 #[derive(Debug, thiserror::Error)]
 pub enum SandboxError {
@@ -267,8 +270,12 @@ pub struct ThreadFilter {
 }
 
 impl ThreadFilter {
-    /// Confines the calling thread, and threads that it creates from now on. No effect with `--sandbox off`.
+    /// Confines the calling thread, and threads that it creates from now on. [`END_SIGNALS`] are blocked where the handler's system
+    /// calls aren't allowed. With `--sandbox off`, that is all.
     pub fn apply(&self) -> Result<(), SandboxError> {
+        if !matches!(self.kind, ThreadKind::Main | ThreadKind::Signals | ThreadKind::Node) {
+            confinement::signals::block(&END_SIGNALS).map_err(|source| self.refused(source))?;
+        }
         let Some(program) = &self.program else { return Ok(()) };
         let applied = match &self.observer {
             None => program.install(),

@@ -156,6 +156,27 @@ fn signals() {
     });
 }
 
+/// A thread of each kind that may not run the handler gets the signals that end the VM; they stay pending.
+fn signals_elsewhere() {
+    let _handlers = signal_hook::iterator::Signals::new(END_SIGNALS).unwrap();
+    let sandbox = sandbox(SandboxMode::On);
+    sandbox.enter_process().unwrap();
+    let others =
+        ThreadKind::ALL.into_iter().filter(|kind| !matches!(kind, ThreadKind::Main | ThreadKind::Signals));
+    for kind in others {
+        let filter = sandbox.thread_filter(kind);
+        let thread = std::thread::Builder::new().name("confined".to_owned()).spawn(move || {
+            filter.apply().unwrap();
+            for signal in END_SIGNALS {
+                // SAFETY: the signal has a handler.
+                unsafe { libc::raise(signal) };
+            }
+        });
+        thread.unwrap().join().unwrap();
+    }
+    eprintln!("survived");
+}
+
 fn terminal() {
     let console = Console::open(&ConsoleBackend::Stdio, std::sync::Arc::new(|_| ())).unwrap();
     let settings = rustix::termios::tcgetattr(rustix::stdio::stdin()).unwrap();
@@ -232,6 +253,7 @@ fn case() {
         "landlock" => landlock(),
         "log" => log(),
         "signals" => signals(),
+        "signals-elsewhere" => signals_elsewhere(),
         "terminal" => terminal(),
         // SAFETY: as above.
         "other-terminal-request" => confined(SandboxMode::On, ThreadKind::Signals, || unsafe {
@@ -251,7 +273,7 @@ fn stderr(output: &Output) -> String {
 
 #[test]
 fn ordinary_work_and_making_threads_are_allowed() {
-    for case in ["work", "spawn", "narrow", "api", "signals", "rdma", "off"] {
+    for case in ["work", "spawn", "narrow", "api", "signals", "signals-elsewhere", "rdma", "off"] {
         let output = run(case);
         assert!(output.status.success() && stderr(&output).contains("survived"), "{case}: {output:?}");
     }

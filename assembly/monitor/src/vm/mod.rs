@@ -56,7 +56,7 @@ use crate::description::{OnReboot, VmDescription};
 use crate::migration::connection::Stop;
 use crate::migration::progress::Watch;
 use crate::migration::service::RequestListener;
-use crate::sandbox::{Sandbox, ThreadFilter, ThreadKind};
+use crate::sandbox::{END_SIGNALS, Sandbox, ThreadFilter, ThreadKind};
 
 /// How a VM ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -304,10 +304,8 @@ fn describe(event: &VcpuEvent) -> String {
 
 /// SIGINT, SIGTERM and SIGHUP end the VM cleanly.
 fn signals(events: &Events, filter: ThreadFilter) -> Result<signal_hook::iterator::Handle, Error> {
-    use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
-
     let failed = |source| Error::Monitor { what: "listen to signals", source };
-    let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(failed)?;
+    let mut signals = signal_hook::iterator::Signals::new(END_SIGNALS).map_err(failed)?;
     let handle = signals.handle();
     let events = events.clone();
     std::thread::Builder::new()
