@@ -44,7 +44,7 @@ pub struct DaemonConfig {
     /// Whether to confine the daemon's threads, and the thread that starts it, by seccomp and Landlock.
     pub sandbox: bool,
     /// Whether messages of migrations are exchanged with other daemons directly. Without it the daemon listens on no TCP port for them, and
-    /// the cluster service passes all of them on, as for daemons of older builds; tests show that this works.
+    /// the cluster service passes all of them on, as for daemons of older builds.
     pub direct_messages: bool,
 }
 

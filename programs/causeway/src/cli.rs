@@ -172,6 +172,10 @@ pub struct HostArgs {
     /// one of its hosts
     #[arg(long, value_name = "ADDRESS:PORT", requires = "places")]
     pub fabric_address: Option<SocketAddr>,
+    /// Exchange the messages of migrations with other hosts through the cluster service only, and listen on no TCP port for them: where
+    /// hosts may not connect to each other by TCP. Switchovers take longer, and need the service
+    #[arg(long, requires = "cluster")]
+    pub no_direct_messages: bool,
     /// Encrypt and authenticate packets and messages between hosts with the key in this file, the same on all hosts (`causeway key` makes one)
     #[arg(long, value_name = "FILE", requires = "places")]
     pub cluster_key: Option<PathBuf>,
@@ -467,6 +471,22 @@ mod tests {
         assert_eq!(of("--directory hosts.toml --fabric-address 10.0.0.1:4792"), Some(true));
         assert_eq!(of("--cluster 10.0.0.9:4793 --name h1 --fabric-address 10.0.0.1:4792"), Some(true));
         assert_eq!(of(""), None);
+    }
+
+    /// Daemons know each other by the cluster service, so only with one is there anything to switch off.
+    #[test]
+    fn direct_messages_are_switched_off_with_a_service_only() {
+        use clap::Parser as _;
+        let of = |line: &str| {
+            let words = ["causeway", "host", "--no-direct-messages", "--fabric-address", "10.0.0.1:4792"];
+            match super::Cli::try_parse_from(words.into_iter().chain(line.split(' '))).map(|cli| cli.command)
+            {
+                Ok(super::Command::Host(args)) => Some(args.no_direct_messages),
+                _ => None,
+            }
+        };
+        assert_eq!(of("--cluster 10.0.0.9:4793 --name h1"), Some(true));
+        assert_eq!(of("--directory hosts.toml"), None);
     }
 
     /// `--mirror` takes names of disks, or none for all disks, in any position.

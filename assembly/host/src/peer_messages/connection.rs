@@ -74,7 +74,7 @@ async fn exchange(
     key: Option<&ClusterKey>,
     expected: Option<HostId>,
 ) -> Result<Established, Refusal> {
-    let broken = |_: io::Error| Refusal::Timeout;
+    let broken = |_: io::Error| Refusal::Closed;
     let hosts = &*shared.hosts;
     let initiated = expected.is_some();
     let preamble = if initiated { Preamble::initiator(key) } else { Preamble::responder(key) };
@@ -108,7 +108,7 @@ async fn exchange(
         let (mut read, _) = stream.split();
         match input.read(&mut read, shared).await {
             Ok(true) => {}
-            Ok(false) => return Err(Refusal::Timeout),
+            Ok(false) => return Err(Refusal::Closed),
             Err(error) if error.kind() == io::ErrorKind::InvalidData => return Err(Refusal::Malformed),
             Err(error) => return Err(broken(error)),
         }
@@ -129,8 +129,8 @@ async fn say_hello(
     let hello = Hello::to(&*shared.hosts, to).ok_or(Refusal::NotRegistered)?;
     let (mut plain, mut wire) = (Vec::new(), Vec::new());
     Frame::Hello(hello.encode()).encode(&mut plain);
-    sealer.seal(&plain, &mut wire).map_err(|_| Refusal::Timeout)?;
-    write(stream, &wire, shared).await.map_err(|_| Refusal::Timeout)
+    sealer.seal(&plain, &mut wire).map_err(|_| Refusal::Closed)?;
+    write(stream, &wire, shared).await.map_err(|_| Refusal::Closed)
 }
 
 async fn write(stream: &mut TcpStream, bytes: &[u8], shared: &Shared) -> io::Result<()> {

@@ -33,8 +33,10 @@ pub(super) enum Refusal {
     Stranger,
     #[error("too many connections of its address, or of all, are in their handshake")]
     Busy,
-    #[error("its handshake took too long, or ended early")]
+    #[error("its handshake took too long")]
     Timeout,
+    #[error("its connection was closed or broke during the handshake")]
+    Closed,
     #[error(
         "it doesn't have this daemon's cluster key, or only one of both has a key: give all hosts the same --cluster-key"
     )]
@@ -53,10 +55,11 @@ pub(super) enum Refusal {
 
 impl Refusal {
     /// All, for metrics.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::Stranger,
         Self::Busy,
         Self::Timeout,
+        Self::Closed,
         Self::Key,
         Self::Version,
         Self::Malformed,
@@ -71,6 +74,7 @@ impl Refusal {
             Self::Stranger => "stranger",
             Self::Busy => "busy",
             Self::Timeout => "timeout",
+            Self::Closed => "closed",
             Self::Key => "key",
             Self::Version => "version",
             Self::Malformed => "malformed",

@@ -207,6 +207,13 @@ fn peers_without_the_key_or_of_an_earlier_start_are_refused() {
         std::io::Write::write_all(&mut stream, &[40; 42 + 40 * 256]).unwrap();
         stream
     });
+    // It leaves in the middle of its preamble.
+    is_refused(&daemon, "closed", || {
+        let mut stream = connect_from("127.0.0.2", at);
+        std::io::Write::write_all(&mut stream, &[0; 3]).unwrap();
+        stream.shutdown(std::net::Shutdown::Write).unwrap();
+        stream
+    });
     // The host itself is welcome.
     let client = Client::shake(two, at).hello(&hello(2, 1, 2, 1)).join();
     assert_eq!((client.host, client.to, client.incarnation), (1, 2, 1));

@@ -23,7 +23,7 @@ pub fn host(args: &HostArgs, json: bool) -> anyhow::Result<()> {
         access: Access { uids: args.allow_uid.clone(), gids: args.allow_gid.clone() },
         metrics: args.metrics,
         sandbox: !args.no_sandbox,
-        direct_messages: true,
+        direct_messages: !args.no_direct_messages,
         fabric: fabric(args)?,
         neighbours: args.neighbourhoods.config()?,
         engine: EngineSetup {
