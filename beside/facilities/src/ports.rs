@@ -1,4 +1,4 @@
-//! Ports for tests whose programs are told where to listen.
+//! Ports for tests that choose where a program listens.
 
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher as _, Hasher as _};

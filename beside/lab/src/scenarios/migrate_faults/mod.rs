@@ -36,16 +36,14 @@ use std::time::{Duration, Instant};
 /// The scenario.
 pub const SCENARIO: Scenario = Scenario {
     name: "migrate-faults",
-    about: "each participant of a migration is killed, stopped or cut off at each step (--count faults in an order of --seed; --only etcd: the service and members of etcd): one owner, the source unharmed",
+    about: "each participant of a migration is killed, stopped, cut off or destroyed at each step (--count faults in an order of --seed; --only 'Kill Service Stop': of these; --only etcd: the service and members of etcd): one owner, the source unharmed",
     topology,
     run,
     prompt: None,
 };
 
 const PORT: u32 = 7100;
-/// Duration of a stop or a cut.
-const HOLD: Duration = Duration::from_secs(4);
-/// Time-out until everything is decided and reported.
+/// Time-out until everything is decided and reported, and until a silent host can be forgotten.
 const SETTLES: Duration = Duration::from_secs(120);
 /// Time-out until operations continue after a fault: the connections retransmit after 2 s, with growing back-off.
 const GOES_ON: Duration = Duration::from_secs(90);
@@ -206,20 +204,45 @@ impl World<'_> {
             How::Kill => process.kill(),
             How::Stop => {
                 process.signal(19)?;
-                std::thread::sleep(HOLD);
+                std::thread::sleep(fault.how.lasts());
                 process.signal(18)
             }
-            How::Cut => {
-                let script = format!("{}; sleep {}; {}", links("down"), HOLD.as_secs(), links("up"));
-                host.sh(&script).map(drop)
+            How::Cut | How::Outage => {
+                host.sh(&links("down"))?;
+                std::thread::sleep(fault.how.lasts());
+                host.sh(&links("up")).map(drop)
+            }
+            How::Destroy => {
+                let monitor = if fault.who == Who::SourceDaemon { &self.pair.a.guest } else { next };
+                process.kill()?;
+                monitor.session.kill()
             }
         }
     }
 
-    /// Restarts killed processes other than monitors.
+    /// Declares a destroyed host permanently gone, as an operator does who finds it silent.
+    fn forget(&self, host: usize) -> Result<()> {
+        let command = format!("causeway cluster forget h{} --cluster {}", host + 1, talk::listens_at(2));
+        let until = Instant::now() + SETTLES;
+        loop {
+            let output = self.lab.host(2)?.run(&command, STEP_TIMEOUT)?;
+            if output.code == 0 {
+                progress!("forgotten: {}", output.stdout.lines().collect::<Vec<_>>().join("; "));
+                return Ok(());
+            }
+            if Instant::now() > until {
+                bail!("Host h{} isn't forgotten in {} s: {}", host + 1, SETTLES.as_secs(), output.stderr);
+            }
+            std::thread::sleep(Duration::from_secs(2));
+        }
+    }
+
+    /// Restarts killed processes other than monitors. A destroyed host returns as an empty one.
     fn mend(&mut self, fault: Fault) -> Result<()> {
-        if fault.how != How::Kill {
-            return Ok(());
+        match fault.how {
+            How::Kill => {}
+            How::Destroy => self.forget(fault.host(self.at))?,
+            How::Stop | How::Cut | How::Outage => return Ok(()),
         }
         let daemon = match fault.who {
             Who::SourceDaemon => self.at,
@@ -507,13 +530,18 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let wanted = usize::try_from(options.count.unwrap_or(100))?;
     let mut planned = Vec::new();
     while planned.len() < wanted {
-        planned.extend(if on_etcd { faults_with_etcd(&mut world.dice) } else { faults(&mut world.dice) });
+        let all = if on_etcd { faults_with_etcd(&mut world.dice) } else { faults(&mut world.dice) };
+        let chosen = |fault: &Fault| {
+            on_etcd || options.wants(&format!("{:?} {:?} {:?}", fault.how, fault.who, fault.step))
+        };
+        let before = planned.len();
+        planned.extend(all.into_iter().filter(chosen));
+        if planned.len() == before {
+            bail!("No fault has a name with {:?}, such as 'Kill SourceDaemon Stop'", options.only);
+        }
     }
     let mut result = Ok(());
     for fault in planned.into_iter().take(wanted) {
-        if !on_etcd && !options.wants(&format!("{:?} {:?} {:?}", fault.how, fault.who, fault.step)) {
-            continue;
-        }
         let mut tries = (0..TRIES).map(|_| world.trial(Some(fault)).with_context(|| format!("{fault:?}")));
         result = match tries.find(|done| !matches!(done, Ok(false))) {
             Some(done) => done.map(drop),

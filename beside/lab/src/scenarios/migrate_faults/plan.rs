@@ -1,5 +1,7 @@
 //! The order of faults (participant, action, step) from a seed, and the losses that each fault permits.
 
+use std::time::Duration;
+
 /// A participant of a migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Who {
@@ -13,12 +15,26 @@ pub(super) enum Who {
     Etcd,
 }
 
-/// A fault's action: SIGKILL, SIGSTOP for a while, or the host's links down for a while.
+/// A fault's action.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum How {
+    /// SIGKILL; a daemon or service is restarted.
     Kill,
+    /// SIGSTOP for [`How::lasts`].
     Stop,
+    /// The host's links are down for [`How::lasts`].
     Cut,
+    /// As a cut, longer than all time-outs of daemons and monitors.
+    Outage,
+    /// The host's monitor and daemon are killed and don't return, until the cluster has forgotten the host.
+    Destroy,
+}
+
+impl How {
+    /// Returns the duration of a temporary fault.
+    pub fn lasts(self) -> Duration {
+        Duration::from_secs(if self == How::Outage { 90 } else { 4 })
+    }
 }
 
 /// A fault's step: before the source's daemon reports pre-copy, at that report, and at its next steps.
@@ -81,7 +97,8 @@ impl Dice {
     }
 }
 
-/// Returns each fault at each step once, in the seed's order. A cut concerns a host's links, so one participant of each host.
+/// Returns each fault at each step once, in the seed's order. A cut, an outage and a destruction concern a host, so one participant of
+/// each host.
 pub(super) fn faults(dice: &mut Dice) -> Vec<Fault> {
     faults_of(&ALL, dice)
 }
@@ -96,8 +113,11 @@ fn faults_of(them: &[Who], dice: &mut Dice) -> Vec<Fault> {
     for step in STEPS {
         for &who in them {
             let both = [How::Kill, How::Stop].into_iter();
-            let cut = [Who::SourceDaemon, Who::DestinationDaemon, Who::PeerDaemon].contains(&who);
-            all.extend(both.chain(cut.then_some(How::Cut)).map(|how| Fault { how, who, step }));
+            let host = [Who::SourceDaemon, Who::DestinationDaemon, Who::PeerDaemon].contains(&who);
+            let cuts = [How::Cut, How::Outage].into_iter().filter(|_| host);
+            // The third host has the service as well.
+            let destroyed = (host && who != Who::PeerDaemon).then_some(How::Destroy);
+            all.extend(both.chain(cuts).chain(destroyed).map(|how| Fault { how, who, step }));
         }
     }
     for last in (1..all.len()).rev() {
@@ -120,7 +140,7 @@ impl Fault {
     /// runs it, and for a destination that could have voted.
     pub fn may_lose(self, at: Step) -> bool {
         let voted = at >= Step::Stop;
-        self.how == How::Kill
+        self.kills()
             && match self.who {
                 Who::SourceMonitor | Who::SourceDaemon => true,
                 Who::DestinationMonitor | Who::DestinationDaemon => voted,
@@ -128,16 +148,21 @@ impl Fault {
             }
     }
 
+    /// Returns whether the fault ends processes.
+    fn kills(self) -> bool {
+        matches!(self.how, How::Kill | How::Destroy)
+    }
+
     /// Returns whether the fault ends a VM that has migrated. The migration's command has then succeeded, and the VM ends with the
     /// destination like any other VM there.
     pub fn ends_what_has_moved(self, at: Step) -> bool {
         let there = matches!(self.who, Who::DestinationMonitor | Who::DestinationDaemon);
-        self.how == How::Kill && there && at == Step::Moved
+        self.kills() && there && at == Step::Moved
     }
 
     /// Returns whether the VM loses its RDMA device, since the killed daemon served it.
     pub fn harms_the_mover(self, ending: Ending) -> bool {
-        self.how == How::Kill
+        self.kills()
             && matches!(
                 (self.who, ending),
                 (Who::SourceDaemon, Ending::Source) | (Who::DestinationDaemon, Ending::Destination)
@@ -200,7 +225,7 @@ mod tests {
     #[test]
     fn each_fault_is_there_once() {
         let first = faults(&mut Dice(1));
-        assert_eq!(first.len(), 5 * (6 * 2 + 3));
+        assert_eq!(first.len(), 5 * (6 * 2 + 3 * 2 + 2));
         assert_eq!(first.iter().copied().collect::<BTreeSet<_>>().len(), first.len());
         assert_eq!(first, faults(&mut Dice(1)));
         assert_ne!(first, faults(&mut Dice(2)));
@@ -234,12 +259,12 @@ mod tests {
     fn only_a_process_that_has_the_vm_may_lose_it() {
         for fault in faults(&mut Dice(3)) {
             let of_owner = !matches!(fault.who, Who::PeerDaemon | Who::Service);
-            assert!(fault.how == How::Kill && of_owner || !fault.may_lose(Step::Moved), "{fault:?}");
+            assert!(fault.kills() && of_owner || !fault.may_lose(Step::Moved), "{fault:?}");
             let destination = matches!(fault.who, Who::DestinationMonitor | Who::DestinationDaemon);
             assert!(!(destination && fault.may_lose(Step::Copying)), "{fault:?}");
             // After the command's success the VM has migrated: only the destination's death loses it afterwards.
             assert!(!fault.ends_what_has_moved(Step::Handing), "{fault:?}");
-            assert_eq!(fault.ends_what_has_moved(Step::Moved), destination && fault.how == How::Kill);
+            assert_eq!(fault.ends_what_has_moved(Step::Moved), destination && fault.kills());
         }
     }
 }
