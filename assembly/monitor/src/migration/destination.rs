@@ -14,6 +14,7 @@ use rustix::net::{SocketFlags, acceptfrom_with};
 use telemetry::guest_log::GuestLog;
 use virtio_devices::block::DiskContent;
 
+use super::alive::Alive;
 use super::connection::{Connection, Stop};
 use super::error::{MigrationError, line};
 use super::frame::{Kind, Receiver, Sender};
@@ -269,6 +270,14 @@ impl Control<'_> {
         self.sender.send(connection, Kind::Mirror, &[&answer]).map_err(MigrationError::stream("written"))
     }
 
+    /// Makes a round of disks durable, however long that takes, and reports it.
+    fn settle(&mut self, connection: &mut Connection, disks: &Disks<'_>) -> Result<(), MigrationError> {
+        let (filling, alive) = (disks.filling()?, Alive::of(self.version));
+        let show = || alive.show(self.sender, connection);
+        alive.while_busy(|| filling.settle(disks.stop), show)??;
+        self.sender.send(connection, Kind::Settled, &[]).map_err(MigrationError::stream("written"))
+    }
+
     /// Handles the source's request for post-copy.
     fn agree(&mut self, connection: &mut Connection) -> Result<(), MigrationError> {
         if self.version < SINCE || self.late.is_some() {
@@ -457,12 +466,9 @@ fn fill(
         match receiver.receive(connection)? {
             (Kind::Pages, payload) => pages += pages::apply(payload, &memory)?,
             (Kind::Block, payload) => disks.filling()?.apply(payload)?,
+            (Kind::Alive, _) => {}
             (Kind::Settle, _) => match &mut control {
-                Some(control) => {
-                    disks.filling()?.settle(disks.stop)?;
-                    let said = control.sender.send(connection, Kind::Settled, &[]);
-                    said.map_err(MigrationError::stream("written"))?;
-                }
+                Some(control) => control.settle(connection, disks)?,
                 None => disks.filling()?.said(disks.stream),
             },
             (Kind::Mirror, payload) => match &mut control {

@@ -10,6 +10,7 @@
 //! ```
 
 use std::io::{self, Read, Write};
+use std::time::{Duration, Instant};
 
 use super::error::MigrationError;
 
@@ -61,6 +62,8 @@ pub enum Kind {
     Settle = 34,
     /// The round is durable at the destination.
     Settled = 35,
+    /// The sender works on something that sends nothing; no payload. From version 5 on: [`super::alive`].
+    Alive = 48,
 }
 
 /// Limit in bytes for a served device's state in a frame.
@@ -69,13 +72,13 @@ pub const MOST_DEVICE: usize = 1 << 20;
 impl Kind {
     fn of(number: u16) -> Option<Self> {
         use Kind::{
-            Abort, Accepted, Block, Complete, Device, End, Go, Hello, Mirror, Missing, Offer, Pages,
+            Abort, Accepted, Alive, Block, Complete, Device, End, Go, Hello, Mirror, Missing, Offer, Pages,
             Postcopy, Ready, Refused, Running, Settle, Settled, State, Want,
         };
         let first = [Hello, Offer, Accepted, Refused, Pages, State, End, Ready, Go, Running, Abort, Device];
         let late = [Postcopy, Missing, Want, Complete];
         let disks = [Mirror, Block, Settle, Settled];
-        first.into_iter().chain(late).chain(disks).find(|kind| *kind as u16 == number)
+        first.into_iter().chain(late).chain(disks).chain([Alive]).find(|kind| *kind as u16 == number)
     }
 
     /// Limit for the payload in bytes.
@@ -83,6 +86,7 @@ impl Kind {
         match self {
             Self::Hello | Self::End | Self::Accepted | Self::Ready | Self::Go | Self::Running => 256,
             Self::Postcopy | Self::Complete | Self::Settle | Self::Settled => 256,
+            Self::Alive => 0,
             Self::Mirror => super::mirror::message::MOST_WISH,
             Self::Block => super::mirror::message::BLOCK_HEADER + super::mirror::message::MOST_CONTENTS,
             Self::Missing => super::postcopy::message::MOST_MISSING,
@@ -102,17 +106,23 @@ pub struct Sender {
     next: u32,
     bytes: u64,
     buffer: Vec<u8>,
+    last: Instant,
 }
 
 impl Sender {
     /// Starts at the first frame.
     pub fn new() -> Self {
-        Self { next: 0, bytes: 0, buffer: Vec::new() }
+        Self { next: 0, bytes: 0, buffer: Vec::new(), last: Instant::now() }
     }
 
     /// Bytes sent so far.
     pub fn bytes(&self) -> u64 {
         self.bytes
+    }
+
+    /// Time since the last frame was sent.
+    pub fn silence(&self) -> Duration {
+        self.last.elapsed()
     }
 
     /// Sends one frame with `parts` as its payload in a single write.
@@ -133,6 +143,7 @@ impl Sender {
         to.write_all(&self.buffer)?;
         self.next = self.next.wrapping_add(1);
         self.bytes += self.buffer.len() as u64;
+        self.last = Instant::now();
         Ok(())
     }
 }

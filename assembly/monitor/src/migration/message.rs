@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 use super::error::MigrationError;
 
 /// The newest version of the protocol.
-pub const VERSION: u16 = 4;
-/// The oldest supported version: the one before [`VERSION`].
+pub const VERSION: u16 = 5;
+/// The oldest supported version.
 pub const OLDEST: u16 = 3;
 /// First bytes of every stream.
 const MAGIC: [u8; 8] = *b"CAUSEWAY";

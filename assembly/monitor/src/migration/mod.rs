@@ -17,6 +17,8 @@
 //! `Go` is the commit. After any failure before `Go` the source resumes the guest, and the destination ends. After `Go` the source never
 //! resumes the guest by itself. Without `Running` the guest is in doubt: it stays stopped, and the user decides.
 //!
+//! A side that works on something without sending anything shows that it lives: see [`alive`].
+//!
 //! On request, disks that only the source has are copied: see [`mirror`].
 //!
 //! A migration ends differently if a daemon serves devices of the VM: see [`served`]. With post-copy, memory follows the guest: see
@@ -26,6 +28,7 @@
 //! machine. A stream is hostile until checked. Frames have a type, a number, a length with a limit per type, and a checksum. Pages must
 //! lie in RAM. State is decoded into types, and every constructor that gets it checks it.
 
+pub mod alive;
 pub mod connection;
 pub mod destination;
 pub mod error;

@@ -13,6 +13,7 @@ use machine::memory::GuestMemorySpace;
 use machine::slots::DirtyPages;
 use virtio_devices::block::DiskContent;
 
+use super::alive::Alive;
 use super::connection::{Connection, Stop};
 use super::error::MigrationError;
 use super::frame::{Kind, MOST_DEVICE, Receiver, Sender};
@@ -128,6 +129,7 @@ pub fn migrate(
         key: request.key.as_ref().and_then(|key| ClusterKey::new(key.0)),
         begun: false,
         post_copy: None,
+        alive: Alive::Unknown,
         timeline: MigrationTimeline {
             destination: request.destination.clone(),
             streams: count,
@@ -181,6 +183,8 @@ struct Departure<'a> {
     begun: bool,
     /// Memory that is sent after the switchover.
     post_copy: Option<PostCopy>,
+    /// When streams show that this side lives.
+    alive: Alive,
 }
 
 impl Departure<'_> {
@@ -216,6 +220,7 @@ impl Departure<'_> {
             self.control()?.send(Kind::Postcopy, &[])?;
             self.answer(Kind::Accepted)?;
         }
+        self.alive = Alive::of(accepted.version);
         self.ask_for_disks(accepted.version)?;
         if let Some(daemon) = self.machine.daemon() {
             let host = accepted.host.ok_or_else(|| {
@@ -252,16 +257,26 @@ impl Departure<'_> {
         Ok(())
     }
 
-    /// Waits for one answer of the destination.
+    /// Waits for one answer of the destination. While the destination shows that it works on it, this side lives as well.
     fn answer(&mut self, wanted: Kind) -> Result<Vec<u8>, MigrationError> {
-        let none = || MigrationError::Protocol("nothing: there is no stream".to_owned());
-        let control = self.streams.first_mut().ok_or_else(none)?;
-        let (kind, payload) = self.answers.receive(&mut control.connection)?;
-        match kind {
-            kind if kind == wanted => Ok(payload.to_vec()),
-            Kind::Refused => Err(MigrationError::Refused(message::sentence(payload))),
-            other => Err(MigrationError::Protocol(format!("{other:?} where {wanted:?} was to come"))),
+        loop {
+            let none = || MigrationError::Protocol("nothing: there is no stream".to_owned());
+            let control = self.streams.first_mut().ok_or_else(none)?;
+            match self.answers.receive(&mut control.connection)? {
+                (Kind::Alive, _) => self.show_alive()?,
+                (kind, payload) if kind == wanted => return Ok(payload.to_vec()),
+                (Kind::Refused, payload) => return Err(MigrationError::Refused(message::sentence(payload))),
+                (other, _) => {
+                    return Err(MigrationError::Protocol(format!("{other:?} where {wanted:?} was to come")));
+                }
+            }
         }
+    }
+
+    fn show_alive(&mut self) -> Result<(), MigrationError> {
+        let alive = self.alive;
+        let mut streams = self.streams.iter_mut();
+        streams.try_for_each(|stream| alive.show(&mut stream.sender, &mut stream.connection))
     }
 
     /// Copies disks and memory while the guest runs, until it must be stopped. Returns the rest of memory, and whether it is for
@@ -405,7 +420,7 @@ impl Departure<'_> {
             first = false;
             self.send_devices()?;
             let took = began.elapsed();
-            self.machine.settle()?;
+            self.settle()?;
             let dirty = self.machine.take_dirty()?;
             let dirtied = count(&dirty);
             let disks = self.look_at_disks()?;
@@ -441,6 +456,12 @@ impl Departure<'_> {
         Ok((pages, false))
     }
 
+    /// Makes devices' writes durable, however long that takes.
+    fn settle(&mut self) -> Result<(), MigrationError> {
+        let machine = self.machine;
+        self.alive.while_busy(|| machine.settle(), || self.show_alive())?
+    }
+
     /// Sends the numbers of the not-present pages to the destination.
     fn say_missing(&mut self, rest: &[DirtyPages]) -> Result<(), MigrationError> {
         let post_copy = PostCopy::of(&self.machine.memory(), rest)?;
@@ -470,7 +491,8 @@ impl Departure<'_> {
         let watch = self.watch;
         let disks = self.mirror.as_mut().map(Mirroring::round);
         let disk_bytes = disks.as_ref().map_or(0, leaving::Round::left);
-        let share = |stream| Share { sets: pages, memory: &memory, stream, streams, first };
+        let alive = self.alive;
+        let share = |stream| Share { sets: pages, memory: &memory, stream, streams, first, alive };
         let work = |stream: &mut Stream, index, tell: bool| {
             // Estimate: the other streams have sent as much in this round as this one.
             let mut after = |bytes: u64| {

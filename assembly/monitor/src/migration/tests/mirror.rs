@@ -493,6 +493,8 @@ fn an_older_destination_is_named() {
             let mut control = Peer::over(b.into_iter().next().unwrap());
             control.expect(Kind::Hello);
             control.expect(Kind::Offer);
+            // A sign of life is no answer.
+            control.send(Kind::Alive, &[]);
             control.send(Kind::Accepted, &message::encode(&Accepted { version: 3, host: None }).unwrap());
             let said = message::sentence(&control.expect(Kind::Abort));
             assert!(said.contains("version 3"), "{said}");
