@@ -15,7 +15,7 @@ use crate::engine::{EngineError, EngineSetup, EngineThread};
 use crate::hardening;
 use crate::listener::{ListenError, Place, SocketFile, listen};
 use crate::metrics_server::bind_metrics;
-use crate::migration::manager::MoverThread;
+use crate::migration::manager::MigrationThread;
 use crate::neighbours::{Neighbours, NeighboursConfig};
 use crate::peer_messages::{self, PeerMessagesThread};
 use crate::registry::Registry;
@@ -165,7 +165,7 @@ pub struct Daemon {
     cluster: Option<ClusterThread>,
     directory: Option<Arc<ClusterDirectory>>,
     peer_messages: Option<PeerMessagesThread>,
-    mover: Option<MoverThread>,
+    mover: Option<MigrationThread>,
     // Dropped after the NICs, which use it.
     engine: Option<EngineThread>,
     files: Vec<SocketFile>,
@@ -211,7 +211,8 @@ impl Daemon {
             Registry::new(place.folder(), config.access.clone(), engine.handle(), remembered);
         let directory = cluster.as_ref().map(|cluster| Arc::clone(&cluster.directory));
         let mover = directory.clone().map(|directory| {
-            let mover = MoverThread::start(Arc::clone(&directory), Arc::clone(&registry), engine.handle());
+            let mover =
+                MigrationThread::start(Arc::clone(&directory), Arc::clone(&registry), engine.handle());
             mover.inspect(|mover| directory.set_mover(mover.handle()))
         });
         let mover =

@@ -30,7 +30,7 @@ use control_api::cluster::{ClusterError, Service, proto};
 use hca::names::{DeviceId, Gid};
 use tokio::sync::{Notify, Semaphore, mpsc};
 
-use crate::migration::manager::{MoverHandle, Said};
+use crate::migration::handle::{MigrationHandle, MonitorReport};
 use crate::peer_messages::{PathCounters, PeerMessages};
 use crate::transport::{Directory, DirectoryReport, News, TransportKind, VmId};
 
@@ -134,7 +134,7 @@ pub struct ClusterDirectory {
     /// Messages of the migration protocol to the service, while it is connected.
     outbox: Mutex<Option<mpsc::Sender<proto::Envelope>>>,
     /// Handle of the migration manager, once there is one.
-    mover: OnceLock<MoverHandle>,
+    mover: OnceLock<MigrationHandle>,
     /// Direct connections with other daemons, while there are any.
     peer_messages: ArcSwapOption<PeerMessages>,
     /// Room at the migration thread for messages that the service has sent, bytes.
@@ -213,12 +213,12 @@ impl ClusterDirectory {
     }
 
     /// Sets the migration manager.
-    pub(crate) fn set_mover(&self, mover: MoverHandle) {
+    pub(crate) fn set_mover(&self, mover: MigrationHandle) {
         // Called once per daemon.
         let _ = self.mover.set(mover);
     }
 
-    pub(crate) fn mover(&self) -> Option<&MoverHandle> {
+    pub(crate) fn mover(&self) -> Option<&MigrationHandle> {
         self.mover.get()
     }
 
@@ -363,7 +363,7 @@ impl Directory for ClusterDirectory {
             News::NicGone { device } => {
                 if let (Some(nic), Some(mover)) = (here.nics.remove(&device), self.mover()) {
                     // If it is leaving, it has lost its monitor; otherwise this has no effect.
-                    mover.said(&nic.vm, Said::Broken);
+                    mover.report(&nic.vm, MonitorReport::Broken);
                 }
             }
             News::Connected(links) => here.links = links,

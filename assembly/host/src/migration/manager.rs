@@ -15,7 +15,6 @@ mod draining;
 mod inbox;
 mod joining;
 mod peers;
-mod phases;
 mod reasons;
 
 use std::collections::{BinaryHeap, HashMap, VecDeque};
@@ -23,10 +22,9 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crossbeam_channel::{RecvTimeoutError, Sender, unbounded};
+use crossbeam_channel::RecvTimeoutError;
 use hca::names::Gid;
-use nomad::{Action, Body, Epoch, Event, HostId, Incarnation, Message, MigrationId, Place, Timer, VmId};
-use tokio::sync::OwnedSemaphorePermit;
+use nomad::{Action, Body, Epoch, Event, HostId, Message, MigrationId, Place, Timer, VmId};
 
 use crate::cluster::ClusterDirectory;
 use crate::engine::{EngineHandle, Worker};
@@ -39,91 +37,17 @@ use draining::{Drain, Draining};
 use inbox::Inbox;
 use reasons::Reasons;
 
-pub use phases::{Phase, Phases};
-
-/// Input of the thread.
-#[derive(Debug)]
-enum Input {
-    /// The service has registered this host with that incarnation, and receives its messages.
-    Joined { host: HostId, incarnation: Incarnation, switch_ms: u32 },
-    /// A message for this host, and the room that it takes here.
-    Message(Message, Option<OwnedSemaphorePermit>),
-    /// A VM runs here, as the service has registered it.
-    Started { vm: VmId, epoch: Epoch, after: MigrationId },
-    /// A VM of this host has ended.
-    Ended { vm: VmId },
-    /// A monitor's report on its VM.
-    Said { vm: String, what: Said },
-    /// The daemon ends.
-    Stop,
-}
-
-/// A monitor's report on its VM.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Said {
-    /// At the source: what is left of memory and state fits into the pause.
-    Converged,
-    /// At the source: vCPUs and devices are stopped.
-    Stopped,
-    /// At the destination: all is there, and checked.
-    Arrived,
-    /// At either: the monitor failed or gave up.
-    Broken,
-}
-
-/// Sends input to the thread. Cheap to clone.
-#[derive(Debug, Clone)]
-pub struct MoverHandle {
-    inputs: Sender<Input>,
-    phases: Arc<Phases>,
-}
-
-impl MoverHandle {
-    fn tell(&self, input: Input) {
-        // At the daemon's end the thread is gone.
-        let _ = self.inputs.send(input);
-    }
-
-    /// The service takes this host for that start of it, and messages reach it.
-    pub fn joined(&self, host: u32, incarnation: u64, switch_ms: u32) {
-        self.tell(Input::Joined { host: HostId(host), incarnation: Incarnation(incarnation), switch_ms });
-    }
-
-    /// A message for this host, and the room that it takes in this thread's queue until it is taken.
-    pub fn message(&self, message: Message, room: Option<OwnedSemaphorePermit>) {
-        self.tell(Input::Message(message, room));
-    }
-
-    /// A VM runs here, as the service has registered it; migrations up to the number `after` don't concern it any more.
-    pub fn started(&self, vm: u32, epoch: u64, after: u64) {
-        self.tell(Input::Started { vm: VmId(vm), epoch: Epoch(epoch), after: MigrationId(after) });
-    }
-
-    /// A VM of this host has ended.
-    pub fn ended(&self, vm: u32) {
-        self.tell(Input::Ended { vm: VmId(vm) });
-    }
-
-    /// A monitor's report on its VM.
-    pub fn said(&self, vm: &str, what: Said) {
-        self.tell(Input::Said { vm: vm.to_owned(), what });
-    }
-
-    /// How far migrations of this host's VMs are.
-    #[must_use]
-    pub fn phases(&self) -> &Arc<Phases> {
-        &self.phases
-    }
-}
+use super::handle::{Input, MigrationHandle, MonitorReport};
+use super::phases::{Phase, Phases};
 
 /// The running thread. Dropping it ends it; what it holds stays held until the engine ends, too.
 #[derive(Debug)]
-pub struct MoverThread {
-    handle: MoverHandle,
+pub struct MigrationThread {
+    handle: MigrationHandle,
     thread: Option<JoinHandle<()>>,
 }
 
-impl MoverThread {
+impl MigrationThread {
     /// Starts it.
     ///
     /// # Errors
@@ -133,9 +57,8 @@ impl MoverThread {
         registry: Arc<Registry>,
         engine: EngineHandle,
     ) -> std::io::Result<Self> {
-        let (inputs, inbox) = unbounded();
-        let phases = Arc::new(Phases::default());
-        let handle = MoverHandle { inputs, phases: Arc::clone(&phases) };
+        let (handle, inbox) = MigrationHandle::new();
+        let phases = Arc::clone(handle.phases());
         let thread = std::thread::Builder::new().name("migration".to_owned()).spawn(move || {
             Mover {
                 directory,
@@ -160,14 +83,14 @@ impl MoverThread {
 
     /// For other threads.
     #[must_use]
-    pub fn handle(&self) -> MoverHandle {
+    pub fn handle(&self) -> MigrationHandle {
         self.handle.clone()
     }
 }
 
-impl Drop for MoverThread {
+impl Drop for MigrationThread {
     fn drop(&mut self) {
-        self.handle.tell(Input::Stop);
+        self.handle.stop();
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
         {
@@ -247,7 +170,7 @@ impl Mover {
                 }
                 self.step(Event::Ended { vm });
             }
-            Input::Said { vm, what } => self.said(&vm, what),
+            Input::Reported { vm, what } => self.said(&vm, what),
             Input::Stop => {}
         }
     }
@@ -541,15 +464,15 @@ impl Mover {
     }
 
     /// Takes a monitor's report on its VM in.
-    fn said(&mut self, name: &str, what: Said) {
+    fn said(&mut self, name: &str, what: MonitorReport) {
         let Some(vm) = self.directory.number(name).map(|vm| VmId(vm.0)) else { return };
         let leaves = self.leaving.get(&vm).copied();
         let comes = self.arriving.get(&vm).copied();
         let event = match (what, leaves, comes) {
-            (Said::Converged, Some(migration), _) => Event::Converged { migration, vm },
-            (Said::Stopped, Some(migration), _) => Event::Stopped { migration, vm },
-            (Said::Arrived, _, Some(migration)) => Event::Arrived { migration, vm },
-            (Said::Broken, Some(migration), _) | (Said::Broken, _, Some(migration)) => {
+            (MonitorReport::Converged, Some(migration), _) => Event::Converged { migration, vm },
+            (MonitorReport::Stopped, Some(migration), _) => Event::Stopped { migration, vm },
+            (MonitorReport::Arrived, _, Some(migration)) => Event::Arrived { migration, vm },
+            (MonitorReport::Broken, Some(migration), _) | (MonitorReport::Broken, _, Some(migration)) => {
                 Event::StreamBroke { migration }
             }
             _ => return,

@@ -8,7 +8,9 @@
 //! A piece is an object of the device (`hca`) with the state that this device's function (`pvrdma`) keeps for it. A
 //! piece of a queue pair whose peer is on another host also has its connection (`roce`).
 
+pub mod handle;
 pub mod manager;
+pub mod phases;
 mod pieces;
 pub mod stream;
 

@@ -10,7 +10,8 @@ use control_api::host::proto::{BeginTogether, ClaimVm, MoveVmReply, PeerHold};
 use tonic::Status;
 
 use crate::cluster::ClusterDirectory;
-use crate::migration::manager::{MoverHandle, Phase, Said};
+use crate::migration::handle::{MigrationHandle, MonitorReport};
+use crate::migration::phases::Phase;
 use crate::registry::Registry;
 
 /// Limit of the wait for a phase; then the response has the present one, and the monitor repeats its request.
@@ -45,15 +46,15 @@ pub(super) async fn step(
         Step::Begin(host) => return begin(cluster, registry, mover, vm, host).await,
         Step::BeginTogether(wish) => return begin_together(cluster, registry, mover, vm, wish).await,
         Step::Converged(_) => {
-            mover.said(vm, Said::Converged);
+            mover.report(vm, MonitorReport::Converged);
             return Ok(may_stop(mover, vm, |phase| ended(phase) || *phase == Phase::Stop).await);
         }
         Step::Stopped(_) => {
-            mover.said(vm, Said::Stopped);
+            mover.report(vm, MonitorReport::Stopped);
             mover.phases().get(vm)
         }
         Step::Arrived(_) => {
-            mover.said(vm, Said::Arrived);
+            mover.report(vm, MonitorReport::Arrived);
             wait(mover, vm, ended).await
         }
         Step::Broken(_) => {
@@ -68,13 +69,13 @@ pub(super) async fn step(
     Ok(MoveVmReply { epoch: mover.phases().epoch(vm), ..reply(phase) })
 }
 
-async fn wait(mover: &MoverHandle, vm: &str, wanted: impl Fn(&Phase) -> bool) -> Phase {
+async fn wait(mover: &MigrationHandle, vm: &str, wanted: impl Fn(&Phase) -> bool) -> Phase {
     let waited = tokio::time::timeout(MAX_ANSWER_DELAY, mover.phases().wait(vm, wanted)).await;
     waited.unwrap_or_else(|_| mover.phases().get(vm))
 }
 
 /// Waits until a converged VM may be stopped. If another VM must migrate first, the response names it after [`QUEUED`].
-async fn may_stop(mover: &MoverHandle, vm: &str, wanted: impl Fn(&Phase) -> bool) -> MoveVmReply {
+async fn may_stop(mover: &MigrationHandle, vm: &str, wanted: impl Fn(&Phase) -> bool) -> MoveVmReply {
     let until = Instant::now() + MAX_ANSWER_DELAY;
     loop {
         let waited = tokio::time::timeout(QUEUED, mover.phases().wait(vm, &wanted)).await;
@@ -102,7 +103,7 @@ fn reply(phase: Phase) -> MoveVmReply {
 }
 
 /// Responds to a monitor that is in doubt: with this daemon's decision if it has one, else with the cluster service's.
-async fn claim(cluster: &ClusterDirectory, mover: &MoverHandle, vm: &str, asked: ClaimVm) -> MoveVmReply {
+async fn claim(cluster: &ClusterDirectory, mover: &MigrationHandle, vm: &str, asked: ClaimVm) -> MoveVmReply {
     let phase = mover.phases().get(vm);
     if phase.is_end() {
         return reply(phase);
@@ -159,7 +160,7 @@ fn elsewhere(asked: &ClaimVm, host: &str, epoch: u64) -> MoveVmReply {
 
 /// Peer pauses of a VM's migration by host, in microseconds, as the hosts have reported them to the service. Waits up to [`REPORTS`] for
 /// the reports of all hosts.
-async fn peers(cluster: &ClusterDirectory, mover: &MoverHandle, vm: &str) -> MoveVmReply {
+async fn peers(cluster: &ClusterDirectory, mover: &MigrationHandle, vm: &str) -> MoveVmReply {
     let mut answer = reply(mover.phases().get(vm));
     let (Some((migration, hosts)), Some(number)) = (mover.phases().peers(vm), cluster.number(vm)) else {
         return answer;
@@ -221,7 +222,7 @@ fn moves_already(vm: &str) -> Status {
 async fn begin(
     cluster: &ClusterDirectory,
     registry: &Registry,
-    mover: &MoverHandle,
+    mover: &MigrationHandle,
     vm: &str,
     host: String,
 ) -> Result<MoveVmReply, Status> {
@@ -246,7 +247,7 @@ async fn begin(
 async fn begin_together(
     cluster: &ClusterDirectory,
     registry: &Registry,
-    mover: &MoverHandle,
+    mover: &MigrationHandle,
     vm: &str,
     BeginTogether { host, vms, attempt }: BeginTogether,
 ) -> Result<MoveVmReply, Status> {
@@ -287,7 +288,7 @@ async fn begin_together(
 /// Waits until a migration that the service has begun permits pre-copy. Cancels it after [`MAX_ANSWER_DELAY`].
 async fn begun(
     cluster: &ClusterDirectory,
-    mover: &MoverHandle,
+    mover: &MigrationHandle,
     vm: &str,
     migration: u64,
     no_room: &str,
@@ -321,13 +322,13 @@ async fn ask(
 }
 
 /// Aborts a migration whose monitor can't continue. If this host can't abort it on its own, the cluster service is requested to.
-async fn cancel(cluster: &ClusterDirectory, mover: &MoverHandle, vm: &str) {
+async fn cancel(cluster: &ClusterDirectory, mover: &MigrationHandle, vm: &str) {
     // A migration whose group is incomplete hasn't begun. If the service can't be reached, it drops the VM's request after some seconds.
     if mover.phases().withdraw(vm, Phase::Stays("it was cancelled".to_owned())) {
         give_up(cluster, vm, cluster_proto::CancelMigrationRequest { migration: 0, vm: vm.to_owned() }).await;
     }
     let phase = mover.phases().get(vm);
-    mover.said(vm, Said::Broken);
+    mover.report(vm, MonitorReport::Broken);
     if let Phase::Copying(migration) | Phase::Awaited(migration) = phase {
         withdraw(cluster, vm, migration).await;
     }

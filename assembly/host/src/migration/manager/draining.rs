@@ -8,7 +8,8 @@ use nomad::{Event, MigrationId, VmId};
 
 use crate::transport;
 
-use super::{Mover, Phase};
+use super::Mover;
+use crate::migration::phases::Phase;
 
 /// Polling interval.
 const LOOK: Duration = Duration::from_millis(1);

@@ -8,7 +8,7 @@ use std::time::Instant;
 use crossbeam_channel::{Receiver, RecvTimeoutError};
 use nomad::Message;
 
-use super::Input;
+use crate::migration::handle::Input;
 
 /// Input that waits to be taken.
 pub(super) struct Inbox {
