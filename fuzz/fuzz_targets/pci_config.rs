@@ -13,7 +13,7 @@ use libfuzzer_sys::fuzz_target;
 use pci::config::InterruptPin;
 use pci::function::{BarKind, PciFunction};
 use pci::root::{AddressRange, FunctionAddress, PciRoot, RootConfig, Windows};
-use pci::testing::{FakeFunction, FakeIntx, FakeMsi, RecordingPlacer};
+use pci_testbed::{FakeFunction, FakeIntx, FakeMsi, RecordingPlacer};
 
 #[derive(Debug, arbitrary::Arbitrary)]
 enum Op {

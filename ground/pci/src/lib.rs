@@ -11,7 +11,8 @@
 //! | [`msix`], [`intx`] | a function's interrupts |
 //! | [`root`] | the root complex: slots, ECAM and 0xCF8, BAR placement, INTx routing |
 //! | [`bar`] | one BAR as a bus device |
-//! | [`testing`] | a fake function, and the contract that every function must pass |
+//!
+//! Fakes for tests, and the contract that every function must pass, are in the crate `pci-testbed`.
 
 pub mod bar;
 pub mod config;
@@ -23,4 +24,3 @@ pub mod msix;
 pub mod registers;
 pub mod root;
 mod sync;
-pub mod testing;

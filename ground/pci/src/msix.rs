@@ -9,8 +9,6 @@
 //! ```
 
 mod layout;
-#[cfg(test)]
-mod tests;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};

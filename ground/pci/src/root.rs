@@ -16,8 +16,6 @@ mod address;
 mod host_bridge;
 mod intx;
 mod placement;
-#[cfg(test)]
-mod tests;
 mod windows;
 
 use std::collections::BTreeMap;
@@ -428,8 +426,9 @@ fn inspect_msix(function: &dyn PciFunction) -> Option<serde_json::Value> {
     }))
 }
 
-/// Walks a function's capability list. The list may be another process', so the number of steps is limited.
-pub(crate) fn find_capability(function: &dyn PciFunction, id: u8) -> Option<u16> {
+/// Returns the offset of a function's first capability with this ID, found by walking the list as a guest does. The list
+/// may be another process', so the number of steps is limited.
+pub fn find_capability(function: &dyn PciFunction, id: u8) -> Option<u16> {
     if config_u16(function, STATUS) & STATUS_CAPABILITY_LIST == 0 {
         return None;
     }

@@ -14,7 +14,7 @@ use device_models::reference::rtl8139::Rtl8139;
 use machine::interrupt::LevelLine;
 use machine::memory::{Bytes as _, GuestAddress, GuestAddressSpace as _, GuestRam, RamLayout, RamOptions};
 use pci::function::PciFunction;
-use pci::testing::FakeLine;
+use pci_testbed::FakeLine;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use vpio::pad::{Inlet, Pad};
 use vpio::vfio::OpenError;
@@ -585,5 +585,5 @@ pub(super) fn violations() -> Vec<vpio::Violation> {
     guarded.monitor.violations(guarded.guest).to_vec()
 }
 
-pci::pci_function_contract!(rtl8139_contract, || machine("rtl8139").function as Arc<dyn PciFunction>);
-pci::pci_function_contract!(ne2000_contract, || machine("ne2000").function as Arc<dyn PciFunction>);
+pci_testbed::pci_function_contract!(rtl8139_contract, || machine("rtl8139").function as Arc<dyn PciFunction>);
+pci_testbed::pci_function_contract!(ne2000_contract, || machine("ne2000").function as Arc<dyn PciFunction>);

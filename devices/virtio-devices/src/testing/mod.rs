@@ -3,6 +3,7 @@
 //! Public rather than `cfg(test)`, since the fuzz targets are a package of their own. Its functions panic when a test misuses them.
 #![allow(clippy::unwrap_used, clippy::missing_panics_doc)] // Test support: a failure ends the test.
 
+#[cfg(test)]
 mod pci;
 
 use std::os::fd::OwnedFd;
@@ -18,6 +19,7 @@ use virtio_queue::{Queue, QueueT};
 use crate::device::{Activation, ActiveQueue, VirtioInterrupt};
 use crate::worker;
 
+#[cfg(test)]
 pub use self::pci::{COMMON, DEVICE, ISR, MSIX_TABLE, NOTIFY, PciDriver};
 
 /// Features: `VERSION_1` alone.

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use machine::memory::{GuestAddressSpace, GuestMemorySpace};
 use pci::function::PciFunction;
 use pci::interrupt::Msi;
-use pci::testing::{FakeLine, FakeMsi};
+use pci_testbed::{FakeLine, FakeMsi};
 
 use super::VirtioPciFunction;
 use crate::device::{Activation, ActiveQueue, DeviceError, SavedDevice, VirtioDevice, VirtioInterrupt};
@@ -162,7 +162,7 @@ fn new_function() -> Arc<dyn PciFunction> {
     machine(&[16, 16]).driver.function
 }
 
-pci::pci_function_contract!(contract, new_function);
+pci_testbed::pci_function_contract!(contract, new_function);
 
 fn wait(what: &str, mut condition: impl FnMut() -> bool) {
     let start = std::time::Instant::now();

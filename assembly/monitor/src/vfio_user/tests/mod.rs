@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use pci::function::{BarKind, FunctionError, PciFunction};
 use pci::interrupt::{InterruptError, Msi, MsiMessage, MsiVector};
 use pci::registers::{COMMAND, COMMAND_BUS_MASTER, COMMAND_MEMORY};
-use pci::testing::{FakeLine, FakeMsi};
+use pci_testbed::{FakeLine, FakeMsi};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use vfio_user_device::{TEST_DEVICE_ID, TestDevice, TestEvent, TestServer};
 use vfio_user_protocol::client::Client;
@@ -128,7 +128,7 @@ fn contract() -> Arc<dyn PciFunction> {
     served.function
 }
 
-pci::pci_function_contract!(keeps_the_contract_of_pci_functions, super::contract);
+pci_testbed::pci_function_contract!(keeps_the_contract_of_pci_functions, super::contract);
 
 #[test]
 fn the_guest_sees_the_servers_device() {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use pci::function::PciFunction;
-use pci::testing::FakeMsi;
+use pci_testbed::FakeMsi;
 
 use super::*;
 use crate::device::VirtioDevice;

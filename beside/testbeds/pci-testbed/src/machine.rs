@@ -3,10 +3,10 @@
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex};
 
-use crate::function::{BarKind, BarLayout, BarPlacer, PciFunction, PlaceError};
-use crate::interrupt::{InterruptError, IntxLine, Msi, MsiMessage, MsiVector};
-use crate::root::{AddressRange, FIRST_INTX_GSI, IntxSink};
-use crate::sync::lock;
+use crate::lock;
+use pci::function::{BarKind, BarLayout, BarPlacer, PciFunction, PlaceError};
+use pci::interrupt::{InterruptError, IntxLine, Msi, MsiMessage, MsiVector};
+use pci::root::{AddressRange, FIRST_INTX_GSI, IntxSink};
 
 /// Counts sent interrupts. Panics on a trigger while masked.
 #[derive(Debug, Default)]

@@ -1,7 +1,12 @@
-use proptest::prelude::*;
+//! MSI-X of one function: masking, pending bits, saved state, and a model that random accesses follow.
 
-use super::*;
-use crate::testing::FakeVector;
+use std::sync::Arc;
+
+use pci::interrupt::{MsiMessage, MsiVector};
+use pci::msix::{Msix, MsixError, MsixLayout, SavedMsix};
+use pci::registers::{MSIX_ENABLE, MSIX_FUNCTION_MASK};
+use pci_testbed::FakeVector;
+use proptest::prelude::*;
 
 fn msix(count: u16) -> (Msix, Vec<Arc<FakeVector>>) {
     let fakes: Vec<_> = (0..count).map(|_| FakeVector::new()).collect();

@@ -3,9 +3,9 @@
 
 use std::sync::Arc;
 
-use crate::config::ConfigSpace;
-use crate::function::{BarKind, BarLayout, FunctionError, PciFunction};
-use crate::registers::*;
+use pci::config::ConfigSpace;
+use pci::function::{BarKind, BarLayout, FunctionError, PciFunction};
+use pci::registers::*;
 
 /// Creates a module `$module` with one test per check of the contract. `$make` is a function or closure without
 /// arguments that returns a new `Arc<dyn PciFunction>`.
@@ -18,47 +18,47 @@ macro_rules! pci_function_contract {
 
             #[test]
             fn resources_lie_within_bars() {
-                $crate::testing::contract::resources_lie_within_bars(&$make);
+                $crate::contract::resources_lie_within_bars(&$make);
             }
 
             #[test]
             fn config_reads_are_safe_and_consistent() {
-                $crate::testing::contract::config_reads_are_safe_and_consistent(&$make);
+                $crate::contract::config_reads_are_safe_and_consistent(&$make);
             }
 
             #[test]
             fn bars_can_be_sized_and_moved() {
-                $crate::testing::contract::bars_can_be_sized_and_moved(&$make);
+                $crate::contract::bars_can_be_sized_and_moved(&$make);
             }
 
             #[test]
             fn hostile_config_writes_keep_the_identity() {
-                $crate::testing::contract::hostile_config_writes_keep_the_identity(&$make);
+                $crate::contract::hostile_config_writes_keep_the_identity(&$make);
             }
 
             #[test]
             fn hostile_bar_accesses_are_safe() {
-                $crate::testing::contract::hostile_bar_accesses_are_safe(&$make);
+                $crate::contract::hostile_bar_accesses_are_safe(&$make);
             }
 
             #[test]
             fn reset_restores_power_on_state() {
-                $crate::testing::contract::reset_restores_power_on_state(&$make);
+                $crate::contract::reset_restores_power_on_state(&$make);
             }
 
             #[test]
             fn quiesce_and_unquiesce_can_be_repeated() {
-                $crate::testing::contract::quiesce_and_unquiesce_can_be_repeated(&$make);
+                $crate::contract::quiesce_and_unquiesce_can_be_repeated(&$make);
             }
 
             #[test]
             fn saving_changes_nothing() {
-                $crate::testing::contract::saving_changes_nothing(&$make);
+                $crate::contract::saving_changes_nothing(&$make);
             }
 
             #[test]
             fn accesses_from_several_threads_are_safe() {
-                $crate::testing::contract::accesses_from_several_threads_are_safe(&$make);
+                $crate::contract::accesses_from_several_threads_are_safe(&$make);
             }
         }
     };
@@ -262,7 +262,7 @@ fn identity(function: &dyn PciFunction) -> Vec<u32> {
         read_u32(function, INTERRUPT_LINE) & 0xFF00,
     ];
     for id in 0..=u8::MAX {
-        identity.extend(crate::root::find_capability(function, id).map(u32::from));
+        identity.extend(pci::root::find_capability(function, id).map(u32::from));
     }
     identity
 }

@@ -2,17 +2,17 @@
 
 use std::sync::{Arc, Mutex};
 
-use crate::config::{
+use crate::lock;
+use pci::config::{
     CapabilityBuilder, ClassCode, ConfigSpace, ExpressKind, Identity, InterruptPin, SavedConfig,
 };
-use crate::function::{
+use pci::function::{
     BarKind, BarLayout, BarMapping, BarPlace, ConfigEffect, Doorbell, FunctionError, PciFunction,
     SavedFunction,
 };
-use crate::interrupt::{IntxLine, Msi};
-use crate::intx::IntxPin;
-use crate::msix::{Msix, MsixLayout, SavedMsix};
-use crate::sync::lock;
+use pci::interrupt::{IntxLine, Msi};
+use pci::intx::IntxPin;
+use pci::msix::{Msix, MsixLayout, SavedMsix};
 
 /// Size in bytes of the memory behind each BAR. Larger BARs read as zero beyond it.
 const MEMORY: usize = 256;
