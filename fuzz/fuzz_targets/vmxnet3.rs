@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use dma::{Dma, HeapMemory};
 use libfuzzer_sys::fuzz_target;
-use vmxnet3::testing::{CountedInterrupts, Driver, DriverOptions, TransmitRequest, ethernet};
 use vmxnet3::{MacAddress, PortRules, Segment, SegmentConfig, Vmxnet3, Vmxnet3Config};
+use vmxnet3_testbed::{CountedInterrupts, Driver, DriverOptions, TransmitRequest, ethernet};
 
 const HOSTILE: MacAddress = MacAddress([2, 0, 0, 0, 0, 1]);
 const TAME: MacAddress = MacAddress([2, 0, 0, 0, 0, 2]);

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use dma::{Dma, MappedMemory, MemoryRegion};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
-use vmxnet3::testing::{CountedInterrupts, Driver, DriverOptions, FrameSpec, TransmitRequest, ethernet};
 use vmxnet3::{MacAddress, PortId, PortRules, Segment, SegmentConfig, Vmxnet3, Vmxnet3Config};
+use vmxnet3_testbed::{CountedInterrupts, Driver, DriverOptions, FrameSpec, TransmitRequest, ethernet};
 
 const A: [u8; 6] = [2, 0, 0, 0, 0, 1];
 const B: [u8; 6] = [2, 0, 0, 0, 0, 2];

@@ -11,9 +11,10 @@
 //! | [`runner`] | [`SegmentThread`]: a thread that owns a segment; [`NicHandle`]: a device in it |
 //! | [`tap`] | [`tap::Tap`]: a port for a host's tap interface |
 //! | [`saved`] | [`SavedVmxnet3`] |
-//! | [`testing`] | a model of the Linux driver, frames |
 //! | [`counters`] | [`PortCounters`], under Linux's names |
 //! | [`mac`] | [`MacAddress`] |
+//!
+//! A model of the Linux driver, for tests, is in the crate `vmxnet3-testbed`.
 //!
 //! Sources: docs/design/specs/vmxnet3.md; Linux `drivers/net/vmxnet3`, kernels 6.1 (which selects revision 7) and 6.12.
 
@@ -22,6 +23,8 @@ pub mod counters;
 mod descriptors;
 pub mod device;
 mod filter;
+#[cfg(test)]
+mod fixtures;
 pub mod frame;
 pub mod interrupts;
 pub mod mac;
@@ -35,7 +38,6 @@ mod segmentation;
 mod shared_area;
 mod switch;
 pub mod tap;
-pub mod testing;
 mod transmit;
 
 pub use counters::PortCounters;

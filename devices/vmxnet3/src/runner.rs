@@ -441,6 +441,3 @@ fn ring(event: &OwnedFd) {
 fn drain(event: &OwnedFd) -> bool {
     rustix::io::read(event, &mut [0_u8; 8]).is_ok()
 }
-
-#[cfg(test)]
-mod tests;

@@ -272,6 +272,3 @@ fn restore_active(saved: SavedActive) -> Result<Active, &'static str> {
         turn: 0,
     })
 }
-
-#[cfg(test)]
-mod tests;

@@ -375,6 +375,3 @@ impl<M: Dma> Segment<M> {
         more
     }
 }
-
-#[cfg(test)]
-mod tests;

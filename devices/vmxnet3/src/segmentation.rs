@@ -101,4 +101,4 @@ fn set_lengths(headers: &mut [u8], transport: &Transport, l4_len: usize) {
 }
 
 #[cfg(test)]
-pub(crate) mod tests;
+mod tests;

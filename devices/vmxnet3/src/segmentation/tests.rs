@@ -1,11 +1,11 @@
 //! Segmentation against the frames of the reference.
 
 use proptest::prelude::*;
+use vmxnet3_testbed::{FrameSpec, checksums_are_good};
 
 use super::*;
-use crate::testing::{FrameSpec, checksums_are_good};
 
-pub(crate) fn spec() -> impl Strategy<Value = FrameSpec> {
+fn spec() -> impl Strategy<Value = FrameSpec> {
     (
         any::<bool>(),
         any::<bool>(),

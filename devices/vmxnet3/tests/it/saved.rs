@@ -1,11 +1,12 @@
 //! A restored device equals the saved one, and a damaged state is refused.
 
-use dma::HeapMemory;
-
-use super::*;
-use crate::segment::{PortRules, Segment, SegmentConfig};
-use crate::testing::{CountedInterrupts, Driver, DriverOptions, TransmitRequest, ethernet};
 use std::time::Duration;
+
+use dma::HeapMemory;
+use serde_json::Value;
+use vmxnet3::saved::RestoreError;
+use vmxnet3::{MacAddress, PortRules, SavedVmxnet3, Segment, SegmentConfig, Vmxnet3, Vmxnet3Config};
+use vmxnet3_testbed::{CountedInterrupts, Driver, DriverOptions, TransmitRequest, ethernet};
 
 fn config(last: u8) -> Vmxnet3Config {
     Vmxnet3Config { name: format!("nic{last}"), mac: MacAddress([2, 0, 0, 0, 0, last]), link_mbps: 1000 }
@@ -54,25 +55,28 @@ fn damaged_foreign_and_future_state_is_refused() {
     let good = device.save();
     let restore = |state: SavedVmxnet3| Vmxnet3::<HeapMemory>::restore(config(1), quiet(), state).err();
     assert_eq!(restore(good.clone()), None);
-    assert!(matches!(
-        restore(SavedVmxnet3 { version: 2, ..good.clone() }),
-        Some(RestoreError::Version { .. })
-    ));
+    let changed = |change: &dyn Fn(&mut Value)| {
+        let mut state = serde_json::to_value(&good).unwrap();
+        change(&mut state);
+        restore(serde_json::from_value(state).unwrap())
+    };
+    let future = changed(&|state| state["version"] = 2.into());
+    assert!(matches!(future, Some(RestoreError::Version { found: 2, .. })));
     let other = Vmxnet3::<HeapMemory>::restore(config(2), quiet(), good.clone()).err();
     assert!(matches!(other, Some(RestoreError::OtherDevice { .. })));
-    let damage = |change: fn(&mut SavedActive)| {
-        let mut state = good.clone();
-        change(state.active.as_mut().unwrap());
-        restore(state)
-    };
     for change in [
-        (|active| active.tx[0].layout.ring_size = 0) as fn(&mut SavedActive),
-        |active| active.tx[0].next.next = 64,
-        |active| active.rx[0].completion.next = 4096,
-        |active| active.rx[0].layout.ring_sizes[1] = 5000,
-        |active| active.vlans.truncate(3),
-        |active| active.tx.clear(),
+        (|active| active["tx"][0]["layout"]["ring_size"] = 0.into()) as fn(&mut Value),
+        |active| active["tx"][0]["next"]["next"] = 64.into(),
+        |active| active["rx"][0]["completion"]["next"] = 4096.into(),
+        |active| active["rx"][0]["layout"]["ring_sizes"][1] = 5000.into(),
+        |active| active["vlans"].as_array_mut().unwrap().truncate(3),
+        |active| active["tx"].as_array_mut().unwrap().clear(),
     ] {
-        assert!(matches!(damage(change), Some(RestoreError::Damaged { .. })));
+        let damaged = changed(&|state| {
+            let before = state["active"].clone();
+            change(&mut state["active"]);
+            assert_ne!(state["active"], before);
+        });
+        assert!(matches!(damaged, Some(RestoreError::Damaged { .. })));
     }
 }

@@ -3,12 +3,12 @@
 use dma::Dma;
 use dma::access::read_array;
 
-use super::Registers;
-use crate::frame::Offload;
-use crate::mac::MacAddress;
-use crate::pci::{BAR_COMMAND, BAR_DOORBELL};
-use crate::registers::{self as r, command, feature, rx_mode};
-use crate::shared_area::{MAGIC, QUEUE_ENTRY, offset};
+use vmxnet3::pci::{BAR_COMMAND, BAR_DOORBELL};
+use vmxnet3::registers::{self as r, command, feature, rx_mode};
+use vmxnet3::{MacAddress, Offload};
+
+use crate::Registers;
+use crate::layout::{MAGIC, QUEUE_ENTRY, offset};
 
 const PAGE: u64 = 4096;
 /// Bytes of a TX or BODY buffer.
@@ -274,7 +274,7 @@ impl<M: Dma> Driver<M> {
         self.put32(s + 12, 2 | 1 << 2);
         self.put32(s + 16, 1);
         self.put32(s + 20, 1);
-        self.put64(s + offset::FEATURES, self.options.features);
+        self.write_features();
         self.put64(s + 40, self.queues);
         self.put32(s + 52, 512);
         self.put32(s + 56, self.options.mtu);
@@ -299,6 +299,11 @@ impl<M: Dma> Driver<M> {
         self.put(rx + 72, &[0]);
         self.fill(0);
         self.fill(1);
+    }
+
+    /// Writes the features to the shared area; a command makes the device read them.
+    pub fn write_features(&self) {
+        self.put64(self.shared + offset::FEATURES, self.options.features);
     }
 
     /// Writes receive mode, group addresses and VLANs to the shared area; commands make the device read them.

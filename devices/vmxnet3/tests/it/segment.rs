@@ -1,24 +1,33 @@
 //! Frames through a segment, with driver models at both ends.
 
 use std::collections::VecDeque;
-use std::sync::Mutex;
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
-use dma::HeapMemory;
+use dma::{Dma, HeapMemory};
 use proptest::prelude::*;
-
-use super::*;
-use crate::device::Vmxnet3Config;
-use crate::segmentation::tests::spec;
-use crate::testing::{
+use vmxnet3::registers::command;
+use vmxnet3::segment::AttachError;
+use vmxnet3::{
+    Companion, FramePort, MacAddress, Offload, PortId, PortRules, Segment, SegmentConfig, Vmxnet3,
+    Vmxnet3Config,
+};
+use vmxnet3_testbed::{
     CountedInterrupts, Driver, DriverOptions, FrameSpec, ReceivedFrame, TransmitRequest, checksums_are_good,
     ethernet,
 };
+
+/// Packets that a port may send in a turn.
+const TURN_PACKETS: usize = 64;
 
 const A: [u8; 6] = [2, 0, 0, 0, 0, 1];
 const B: [u8; 6] = [2, 0, 0, 0, 0, 2];
 
 struct Guest {
     id: PortId,
+    memory: HeapMemory,
     driver: Driver<HeapMemory>,
     interrupts: CountedInterrupts,
 }
@@ -43,9 +52,9 @@ impl Net {
                 };
                 let mut device = Vmxnet3::new(config, Box::new(interrupts.clone()));
                 device.set_memory(Some(memory.clone()));
-                let mut driver = Driver::new(memory, 0, options.clone());
+                let mut driver = Driver::new(memory.clone(), 0, options.clone());
                 assert_eq!(driver.open(&mut device), 0);
-                Guest { id: segment.attach_device(device, *rules).unwrap(), driver, interrupts }
+                Guest { id: segment.attach_device(device, *rules).unwrap(), memory, driver, interrupts }
             })
             .collect();
         Self { segment, guests }
@@ -74,6 +83,29 @@ impl Net {
     fn counter(&mut self, at: usize, name: &str) -> u64 {
         self.segment.device(self.guests[at].id).unwrap().counters().value(name).unwrap()
     }
+}
+
+fn spec() -> impl Strategy<Value = FrameSpec> {
+    (
+        any::<bool>(),
+        any::<bool>(),
+        prop::option::of(1..0xFFF_u16),
+        0..=10_u8,
+        any::<u8>(),
+        any::<(u32, u16)>(),
+    )
+        .prop_map(|(v6, udp, vlan, options, flags, (sequence, id))| FrameSpec {
+            to: [2, 0, 0, 0, 0, 2],
+            from: [2, 0, 0, 0, 0, 1],
+            v6,
+            udp,
+            vlan,
+            options,
+            flags,
+            sequence,
+            id,
+            payload: Vec::new(),
+        })
 }
 
 fn tcp(payload: usize) -> FrameSpec {
@@ -175,8 +207,10 @@ fn an_end_station_may_be_given_a_frame_with_its_checksum_undone() {
     assert!(!received[0].good);
     assert_ne!(received[0].bytes, spec.complete());
     // A guest that verifies checksums itself gets complete ones.
-    let device = net.segment.device(net.guests[1].id).unwrap();
-    device.active.as_mut().unwrap().features = 0;
+    let guest = &mut net.guests[1];
+    guest.driver.options.features = 0;
+    guest.driver.write_features();
+    guest.driver.command(net.segment.device(guest.id).unwrap(), command::UPDATE_FEATURE);
     assert!(net.send(0, &spec.partial(), &request));
     net.serve();
     assert_eq!(net.receive(1)[0].bytes, spec.complete());
@@ -341,8 +375,7 @@ fn a_packet_at_a_bad_address_stops_its_senders_queue_and_nothing_else() {
     let frame = ethernet(B, A, &[0x5A; 1400]);
     assert!(net.send(0, &frame, &TransmitRequest { cuts: vec![700], ..Default::default() }));
     let [tx, ..] = net.guests[0].driver.rings();
-    let device = net.segment.device(net.guests[0].id).unwrap();
-    device.memory.as_ref().unwrap().write(tx + 16, &u64::MAX.to_le_bytes()).unwrap();
+    net.guests[0].memory.write(tx + 16, &u64::MAX.to_le_bytes()).unwrap();
     net.serve();
     assert_eq!(net.guests[0].driver.reap(), 0);
     assert!(net.guests[0].driver.status()[0].0);
@@ -365,7 +398,7 @@ fn statistics_are_those_of_the_traffic() {
     assert_eq!(net.guests[0].driver.reap(), 5);
     for guest in &net.guests {
         let device = net.segment.device(guest.id).unwrap();
-        guest.driver.command(device, crate::registers::command::GET_STATS);
+        guest.driver.command(device, command::GET_STATS);
     }
     let [tx, _] = net.guests[0].driver.statistics();
     let large = 3066;
@@ -534,8 +567,7 @@ proptest! {
         let options = DriverOptions { tx_size: 32, rx_sizes: [16, 8], ..DriverOptions::default() };
         let mut net = Net::new(&[0; 3].map(|_| (options.clone(), PortRules::default())));
         let [tx, ..] = net.guests[0].driver.rings();
-        let device = net.segment.device(net.guests[0].id).unwrap();
-        let memory = device.memory.clone().unwrap();
+        let memory = net.guests[0].memory.clone();
         memory.write(0x1000, &[&B[..], &A, &[8, 0, 0x45, 0, 0, 100, 0, 0, 0, 0, 64, 6]].concat()).unwrap();
         for (index, (words, tame)) in (0_u64..).zip(&descriptors) {
             let [a, b, c, d] = *words;
@@ -546,7 +578,7 @@ proptest! {
             memory.store_u32(tx + 16 * index + 8, word2).unwrap();
             memory.store_u32(tx + 16 * index + 12, d).unwrap();
         }
-        device.kick();
+        net.segment.device(net.guests[0].id).unwrap().kick();
         let mut rounds = 0;
         while net.segment.serve(Duration::ZERO) {
             rounds += 1;

@@ -4,18 +4,16 @@
 
 mod driver;
 mod frames;
+mod layout;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use dma::Dma;
+use vmxnet3::{Interrupts, NicHandle, Vmxnet3};
 
 pub use driver::{Driver, DriverOptions, ReceivedFrame, TransmitRequest};
 pub use frames::{FrameSpec, checksums_are_good, ethernet};
-
-use crate::device::Vmxnet3;
-use crate::interrupts::Interrupts;
-use crate::runner::NicHandle;
 
 /// Access to registers: directly, through a [`NicHandle`], or through a tested bus.
 pub trait Registers {
@@ -58,6 +56,14 @@ pub struct CountedInterrupts {
 }
 
 impl CountedInterrupts {
+    /// Counts an interrupt.
+    pub fn count_one(&self, vector: u16) {
+        if let Some(count) = self.counts.get(usize::from(vector)) {
+            count.fetch_add(1, Ordering::SeqCst);
+        }
+        self.order.lock().unwrap_or_else(PoisonError::into_inner).push(vector);
+    }
+
     /// Number of times that a vector was raised.
     #[must_use]
     pub fn count(&self, vector: u16) -> u64 {
@@ -73,9 +79,6 @@ impl CountedInterrupts {
 
 impl Interrupts for CountedInterrupts {
     fn raise(&self, vector: u16) {
-        if let Some(count) = self.counts.get(usize::from(vector)) {
-            count.fetch_add(1, Ordering::SeqCst);
-        }
-        self.order.lock().unwrap_or_else(PoisonError::into_inner).push(vector);
+        self.count_one(vector);
     }
 }

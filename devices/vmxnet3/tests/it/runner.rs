@@ -1,13 +1,20 @@
 //! A segment on its own thread, with drivers in others.
 
-use dma::HeapMemory;
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
 
-use super::*;
-use crate::mac::MacAddress;
-use crate::testing::{CountedInterrupts, Driver, DriverOptions, TransmitRequest, ethernet};
+use dma::HeapMemory;
+use vmxnet3::runner::PlugError;
+use vmxnet3::segment::AttachError;
+use vmxnet3::{MacAddress, NicHandle, PortRules, SegmentConfig, SegmentThread, Vmxnet3Config};
+use vmxnet3_testbed::{CountedInterrupts, Driver, DriverOptions, TransmitRequest, ethernet};
 
 fn config(last: u8) -> Vmxnet3Config {
     Vmxnet3Config { name: format!("nic{last}"), mac: MacAddress([2, 0, 0, 0, 0, last]), link_mbps: 10_000 }
+}
+
+fn ring(event: &OwnedFd) {
+    rustix::io::write(event, &1_u64.to_ne_bytes()).unwrap();
 }
 
 fn guest(

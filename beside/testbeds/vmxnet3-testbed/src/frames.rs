@@ -1,7 +1,7 @@
 //! Frames for tests, and an independent computation of their checksums, byte by byte from RFC 1071, 793, 768 and 8200, without the tested
 //! code.
 
-use crate::frame::Offload;
+use vmxnet3::Offload;
 
 /// An Ethernet frame of a test's own type.
 #[must_use]
