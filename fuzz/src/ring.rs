@@ -7,7 +7,7 @@ use std::sync::Arc;
 use arbitrary::{Arbitrary, Result, Unstructured};
 use machine::memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemory, GuestMemorySpace};
 use virtio_devices::device::ActiveQueue;
-use virtio_devices::testing::{INDIRECT, NEXT, WRITE};
+use virtio_devices_testbed::{INDIRECT, NEXT, WRITE};
 use virtio_queue::{Queue, QueueT};
 
 /// RAM: start and bytes. Between the second and the third region there is a hole.
@@ -26,7 +26,7 @@ pub struct Guest {
 impl Guest {
     pub fn new() -> Self {
         let kick = virtio_devices::worker::new_event().expect("an eventfd");
-        Self { space: virtio_devices::testing::memory(&REGIONS), kick: Arc::new(kick) }
+        Self { space: virtio_devices_testbed::memory(&REGIONS), kick: Arc::new(kick) }
     }
 
     pub fn memory(&self) -> Arc<GuestMemory> {
@@ -145,7 +145,7 @@ pub struct RingShape {
 impl RingShape {
     pub fn features(&self) -> u64 {
         let bit = |on: bool, bit: u32| if on { 1 << bit } else { 0 };
-        virtio_devices::testing::PLAIN | bit(self.event_idx, 29) | bit(self.indirect, 28)
+        virtio_devices_testbed::PLAIN | bit(self.event_idx, 29) | bit(self.indirect, 28)
     }
 
     pub fn size(&self) -> u16 {

@@ -28,7 +28,7 @@ use virtio_devices::net::header::{
     DATA_VALID, FEATURE_CSUM, FEATURE_GUEST_CSUM, HEADER_LEN, NEEDS_CSUM, VnetHeader,
 };
 use virtio_devices::net::{MacAddress, Net};
-use virtio_devices::testing::{self, MockDriver, MockInterrupt};
+use virtio_devices_testbed::{self as testbed, MockDriver, MockInterrupt};
 
 const RAM: u64 = 32 << 20;
 /// Start of frames to send, and of buffers to receive.
@@ -61,11 +61,11 @@ impl Guest {
             RamOptions { name: name.to_owned(), readers: Readers::Anybody, ..RamOptions::default() };
         let ram = GuestRam::allocate(&RamLayout::new(&[RAM]).unwrap(), &options).unwrap();
         let space = ram.memory();
-        let features = testing::RINGS | features;
+        let features = testbed::RINGS | features;
         let receive = MockDriver::new(&space, 0, 256, 0x1000, features);
         let transmit = MockDriver::new(&space, 1, 256, 0x1000 + MockDriver::ring_bytes(256), features);
         let interrupt = MockInterrupt::new();
-        net.activate(testing::activation(&space, features, &[&receive, &transmit], &interrupt)).unwrap();
+        net.activate(testbed::activation(&space, features, &[&receive, &transmit], &interrupt)).unwrap();
         let membership = Some(network.join(&ram, Arc::new(|| {})).unwrap());
         Self { net, membership, receive, transmit, mac, posted: 0, _ram: ram }
     }
@@ -318,7 +318,7 @@ fn a_device_that_stops_takes_back_what_it_lent() {
     b.wait_for("nobody connected");
     let activation = virtio_devices::device::Activation {
         memory: a.transmit.space.clone(),
-        features: testing::RINGS | FEATURE_GUEST_CSUM | MERGEABLE,
+        features: testbed::RINGS | FEATURE_GUEST_CSUM | MERGEABLE,
         queues,
         interrupt: MockInterrupt::new(),
     };

@@ -283,7 +283,7 @@ impl<S> Drop for Worker<S> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::MockInterrupt;
+    use virtio_devices_testbed::MockInterrupt;
 
     fn interrupt() -> (Arc<MockInterrupt>, Arc<dyn VirtioInterrupt>) {
         let mock = MockInterrupt::new();

@@ -284,11 +284,12 @@ fn mac_table_is_whole(data: &[u8]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fixtures::active_queue;
     use crate::net::pair::PairBackend;
-    use crate::testing::{self, MockDriver};
     use proptest::prelude::*;
+    use virtio_devices_testbed::{self as testbed, MockDriver};
 
-    const ALL: u64 = testing::RINGS
+    const ALL: u64 = testbed::RINGS
         | GUEST_OFFLOADS
         | 1 << b::VIRTIO_NET_F_CTRL_VQ
         | 1 << b::VIRTIO_NET_F_CTRL_RX
@@ -298,11 +299,11 @@ mod tests {
         | 1 << b::VIRTIO_NET_F_MQ;
 
     fn control(features: u64) -> (ControlQueue, MockDriver) {
-        let space = testing::memory(&[(0, 0x40000)]);
+        let space = testbed::memory(&[(0, 0x40000)]);
         let driver = MockDriver::new(&space, 8, 16, 0x1000, features);
         let (backend, _) = PairBackend::new(4, 0).unwrap();
         let shared = Arc::new(Shared::new(Box::new(backend), MacAddress([2, 0, 0, 0, 0, 1])));
-        let ring = Ring::new(driver.active_queue(), features);
+        let ring = Ring::new(active_queue(&driver), features);
         (ControlQueue::new(ring, features, 4, space, shared, Vec::new()), driver)
     }
 
@@ -311,7 +312,7 @@ mod tests {
         driver.put(0x30000, &[0xff]);
         let length = u32::try_from(bytes.len()).unwrap();
         driver.push(&[(0x20000, length, false), (0x30000, 1, true)]).unwrap();
-        control.serve(&*testing::MockInterrupt::new()).unwrap();
+        control.serve(&*testbed::MockInterrupt::new()).unwrap();
         assert_eq!(driver.pop_used().unwrap().1, 1);
         driver.get(0x30000, 1)[0]
     }

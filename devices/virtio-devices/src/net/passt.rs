@@ -409,7 +409,7 @@ mod tests {
                 .unwrap();
         rustix::net::sockopt::set_socket_send_buffer_size(&ours, 16 * 1024).unwrap();
         let mut channel = StreamChannel::new(ours);
-        let memory = crate::testing::memory(&[(0, 0x20000)]).memory().into_inner();
+        let memory = virtio_devices_testbed::memory(&[(0, 0x20000)]).memory().into_inner();
         let frame: Vec<u8> = (0u32..60_000).map(|i| i.to_le_bytes()[0] ^ i.to_le_bytes()[1]).collect();
         memory.write_slice(&frame, GuestAddress(0x100)).unwrap();
         let segments = [

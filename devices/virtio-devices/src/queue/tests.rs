@@ -8,9 +8,10 @@ use machine::memory::{
     Bitmap, GuestAddress, GuestAddressSpace, GuestMemoryBackend, GuestMemoryRegion, show_window,
 };
 use proptest::prelude::*;
+use virtio_devices_testbed::{INDIRECT, MockDriver, NEXT, PLAIN, RINGS, RawDescriptor, WRITE, memory};
 
 use super::*;
-use crate::testing::{INDIRECT, MockDriver, NEXT, PLAIN, RINGS, RawDescriptor, WRITE, memory};
+use crate::fixtures::active_queue;
 
 const BASE: u64 = 0x1_0000;
 
@@ -19,7 +20,7 @@ fn driver(features: u64) -> MockDriver {
 }
 
 fn ring(driver: &MockDriver, features: u64) -> Ring {
-    Ring::new(driver.active_queue(), features)
+    Ring::new(active_queue(driver), features)
 }
 
 fn one(descriptors: &[(u16, RawDescriptor)], features: u64) -> Result<Option<Chain>, RingError> {
@@ -81,7 +82,7 @@ fn a_window_holds_what_is_read_and_nothing_else() {
     }
     assert!(matches!(pop(raw(WINDOW, 16, INDIRECT, 0)), Err(RingError::Indirect { .. })));
     let space = driver().space;
-    let rings = MockDriver::new(&memory(&[(WINDOW, 1 << 20)]), 0, 16, WINDOW, RINGS).active_queue();
+    let rings = active_queue(&MockDriver::new(&memory(&[(WINDOW, 1 << 20)]), 0, 16, WINDOW, RINGS));
     assert!(matches!(Ring::new(rings, RINGS).check(&space.memory()), Err(RingError::RingOutsideRam { .. })));
 }
 
@@ -154,7 +155,7 @@ fn a_chain_of_more_than_4_gib_is_refused() {
     let mut driver = MockDriver::new(&space, 0, 32, BASE, PLAIN);
     let buffers: Vec<_> = (0..17).map(|_| (0x10_0000, 256 << 20, true)).collect();
     driver.push(&buffers).unwrap();
-    let error = Ring::new(driver.active_queue(), PLAIN).pop(&space.memory()).unwrap_err();
+    let error = Ring::new(active_queue(&driver), PLAIN).pop(&space.memory()).unwrap_err();
     assert!(matches!(error, RingError::TooLong { .. }), "{error}");
 }
 
@@ -217,10 +218,10 @@ fn with_event_index_the_driver_names_the_completion_it_waits_for() {
 fn a_ring_that_leaves_ram_is_refused_when_checked() {
     let space = memory(&[(0, 1 << 16)]);
     let outside = MockDriver::new(&space, 3, 256, (1 << 16) - 0x1000, RINGS);
-    let error = Ring::new(outside.active_queue(), RINGS).check(&space.memory()).unwrap_err();
+    let error = Ring::new(active_queue(&outside), RINGS).check(&space.memory()).unwrap_err();
     assert!(matches!(error, RingError::RingOutsideRam { queue: 3, .. }), "{error}");
     let inside = MockDriver::new(&space, 0, 256, 0x1000, RINGS);
-    Ring::new(inside.active_queue(), RINGS).check(&space.memory()).unwrap();
+    Ring::new(active_queue(&inside), RINGS).check(&space.memory()).unwrap();
 }
 
 /// A buffer that crosses from one region into the next is one buffer; device writes mark both regions.

@@ -4,19 +4,20 @@ use std::sync::Arc;
 
 use machine::memory::GuestMemorySpace;
 use proptest::prelude::*;
+use virtio_devices_testbed::{self as testbed, MockDriver, MockInterrupt};
 
 use super::{REQUEST_MAX, Rng};
 use crate::device::VirtioDevice;
-use crate::testing::{self, MockDriver, MockInterrupt};
+use crate::fixtures;
 
 const BUFFER: u64 = 0x10_0000;
 
 fn guest() -> (Rng, GuestMemorySpace, MockDriver, Arc<MockInterrupt>) {
-    let space = testing::memory(&[(0, 4 << 20)]);
-    let driver = MockDriver::new(&space, 0, 16, 0x1000, testing::RINGS);
+    let space = testbed::memory(&[(0, 4 << 20)]);
+    let driver = MockDriver::new(&space, 0, 16, 0x1000, testbed::RINGS);
     let interrupt = MockInterrupt::new();
     let mut rng = Rng::new("rng0");
-    rng.activate(testing::activation(&space, testing::RINGS, &[&driver], &interrupt)).unwrap();
+    rng.activate(fixtures::activation(&space, testbed::RINGS, &[&driver], &interrupt)).unwrap();
     (rng, space, driver, interrupt)
 }
 
@@ -65,7 +66,7 @@ fn a_broken_ring_stops_the_device_and_a_pause_keeps_its_position() {
     driver.kick();
     driver.wait_used();
     let queues = rng.stop().unwrap();
-    let features = testing::RINGS;
+    let features = testbed::RINGS;
     rng.activate(crate::device::Activation { memory: space, features, queues, interrupt: interrupt.clone() })
         .unwrap();
     driver.push(&[(BUFFER, 10, true)]).unwrap();

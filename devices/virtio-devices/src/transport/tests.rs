@@ -7,11 +7,11 @@ use machine::memory::{GuestAddressSpace, GuestMemorySpace};
 use pci::function::PciFunction;
 use pci::interrupt::Msi;
 use pci_testbed::{FakeLine, FakeMsi};
+use virtio_devices_testbed::{COMMON, DEVICE, ISR, MockDriver, PciDriver, RINGS, memory};
 
 use super::VirtioPciFunction;
 use crate::device::{Activation, ActiveQueue, DeviceError, SavedDevice, VirtioDevice, VirtioInterrupt};
 use crate::queue::Ring;
-use crate::testing::{COMMON, DEVICE, ISR, MockDriver, PciDriver, RINGS, memory};
 use crate::worker::{Interest, Poller, Wake, Worker};
 
 /// Completes every chain with no bytes written; its configuration is 8 writable bytes.
@@ -144,7 +144,7 @@ impl VirtioDevice for Echo {
 
 struct Machine {
     space: GuestMemorySpace,
-    driver: PciDriver,
+    driver: PciDriver<VirtioPciFunction>,
     served: Arc<AtomicU64>,
     interrupt: Arc<Mutex<Option<Arc<dyn VirtioInterrupt>>>>,
 }

@@ -9,7 +9,7 @@ use tempfile::TempDir;
 use virtio_devices::block::{Block, BlockConfig, BlockQueue, EngineChoice};
 use virtio_devices::device::VirtioDevice;
 use virtio_devices::queue::Ring;
-use virtio_devices::testing::{MockDriver, MockInterrupt, RINGS, memory};
+use virtio_devices_testbed::{MockDriver, MockInterrupt, RINGS, memory};
 
 use super::post_copy::{Peer, late_destination_with, late_request, same_but_for_use, uffd, use_all};
 use super::*;

@@ -134,7 +134,7 @@ fn writes_of_one_block_by_two_queues_keep_each_others_sectors() {
         .activate(Activation {
             memory: space,
             features: RINGS,
-            queues: drivers.iter().map(MockDriver::active_queue).collect(),
+            queues: drivers.iter().map(active_queue).collect(),
             interrupt: Arc::clone(&interrupt) as _,
         })
         .unwrap();

@@ -10,7 +10,7 @@ use super::super::chunks::Written;
 use super::super::{BlockError, Buffer, CHUNK, Chunks, DiskContent};
 use super::*;
 use crate::device::VirtioDevice;
-use crate::testing::activation;
+use crate::fixtures::activation;
 
 /// The next event. A write has three: it begins, its data is in the image, it is noted.
 #[derive(Debug, Clone)]

@@ -13,9 +13,10 @@ mod steps;
 use std::fs::File;
 
 use rustix::fs::MemfdFlags;
+use virtio_devices_testbed::{MockDriver, MockInterrupt, RINGS, memory};
 
 use super::{Block, BlockConfig, EngineChoice};
-use crate::testing::{MockDriver, MockInterrupt, RINGS, memory};
+use crate::fixtures::active_queue;
 
 const MIB: u64 = 1 << 20;
 /// Guest addresses of headers, data and status.
@@ -60,7 +61,7 @@ impl Bench {
     fn new(block: &Block) -> Self {
         let space = memory(&[(0, 4 << 20)]);
         let driver = MockDriver::new(&space, 0, 64, 0x8_0000, RINGS);
-        let ring = crate::queue::Ring::new(driver.active_queue(), RINGS);
+        let ring = crate::queue::Ring::new(active_queue(&driver), RINGS);
         let queue = block.queue(ring, space);
         Self { driver, queue, interrupt: MockInterrupt::new() }
     }

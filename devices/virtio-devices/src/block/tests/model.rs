@@ -5,7 +5,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::device::VirtioDevice;
-use crate::testing::activation;
+use crate::fixtures::activation;
 
 #[derive(Debug, Clone)]
 enum Step {

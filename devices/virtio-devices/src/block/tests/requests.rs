@@ -1,11 +1,11 @@
 //! Single requests, valid and invalid, and their system calls.
 
 use proptest::prelude::*;
+use virtio_devices_testbed::RawDescriptor;
 
 use super::*;
 use crate::block::request::{Limits, Operation, Request};
 use crate::queue::Ring;
-use crate::testing::RawDescriptor;
 
 #[test]
 fn what_was_written_is_read() {
@@ -160,7 +160,7 @@ fn a_driver_that_cannot_flush_gets_write_through() {
     let space = memory(&[(0, 4 << 20)]);
     let interrupt = MockInterrupt::new();
     let mut mode = |features: u64, writeback: Option<u8>| {
-        block.activate(crate::testing::activation(&space, RINGS | features, &[], &interrupt)).unwrap();
+        block.activate(crate::fixtures::activation(&space, RINGS | features, &[], &interrupt)).unwrap();
         if let Some(value) = writeback {
             block.config_write(32, &[value]);
         }
@@ -205,7 +205,7 @@ proptest! {
         buffers.extend(writable.into_iter().map(|(a, l)| (a, l, true)));
         prop_assume!(driver.push(&buffers).is_some());
         let shared = machine::memory::GuestAddressSpace::memory(&space).into_inner();
-        let mut ring = Ring::new(driver.active_queue(), RINGS);
+        let mut ring = Ring::new(active_queue(&driver), RINGS);
         let limits = Limits { capacity, read_only, discard: true, write_zeroes: true };
         if let Ok(Some(chain)) = ring.pop(&shared) && let Ok(request) = Request::parse(&chain, &shared, &limits) {
             let end = capacity * 512;

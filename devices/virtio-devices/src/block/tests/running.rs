@@ -4,10 +4,11 @@ use std::sync::Arc;
 
 use pci::function::PciFunction;
 use pci_testbed::FakeMsi;
+use virtio_devices_testbed::PciDriver;
 
 use super::*;
 use crate::device::VirtioDevice;
-use crate::testing::{PciDriver, activation};
+use crate::fixtures::activation;
 use crate::transport::VirtioPciFunction;
 
 fn engines() -> Vec<EngineChoice> {
@@ -117,7 +118,7 @@ fn stopping_answers_what_was_taken_and_keeps_the_rest() {
         let space = memory(&[(0, 8 << 20)]);
         let mut driver = MockDriver::new(&space, 0, 256, 0x8_0000, RINGS);
         let interrupt = MockInterrupt::new();
-        let mut queues = vec![driver.active_queue()];
+        let mut queues = vec![active_queue(&driver)];
         let mut sent = 0;
         let mut received = 0;
         let mut stops = 0;

@@ -252,7 +252,7 @@ fn a_device_whose_guest_posts_no_buffers_sleeps_while_frames_wait() {
     let mac = MacAddress([2, 0, 0, 0, 0, 1]);
     // No other test has threads of this name.
     let net = Net::with_backend("sleeper".to_owned(), Box::new(backend), channels, mac, None);
-    let mut guest = Guest::new(net, 1, testing::RINGS | MERGEABLE | OFFLOADS);
+    let mut guest = Guest::new(net, 1, testbed::RINGS | MERGEABLE | OFFLOADS);
     guest.activate();
     for _ in 0..20 {
         other_send(&others[0], VnetHeader::default(), &frame(1, 100));

@@ -80,7 +80,7 @@ fn several_pairs_carry_frames_once_the_driver_asks_for_them() {
 #[test]
 fn without_multiqueue_the_control_queue_is_the_third() {
     let (net, _others) = pair_device(3);
-    let features = testing::RINGS | CONTROL & !(1 << b::VIRTIO_NET_F_MQ);
+    let features = testbed::RINGS | CONTROL & !(1 << b::VIRTIO_NET_F_MQ);
     let mut guest = Guest::new(net, 1, features);
     guest.activate();
     assert_eq!(control(&mut guest, &[1, 1, 2, 7, 7, 7, 7, 7]), 0);

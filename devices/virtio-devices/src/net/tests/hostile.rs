@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::device::ActiveQueue;
+use crate::fixtures::active_queue;
 use crate::net::QueuePair;
 use crate::net::counters::Counters;
 use proptest::prelude::*;
@@ -65,7 +66,7 @@ fn a_broken_ring_stops_the_device_and_a_reset_revives_it() {
     guest.net.stop().unwrap();
     guest.net.reset();
     let net = std::mem::replace(&mut guest.net, pair_device(1).0);
-    let mut again = Guest::new(net, 1, testing::RINGS | MERGEABLE);
+    let mut again = Guest::new(net, 1, testbed::RINGS | MERGEABLE);
     again.activate();
     again.send(VnetHeader::default(), &frame(1, 100));
     assert_eq!(other_receive(&others[0]).unwrap().1, frame(1, 100));
@@ -81,13 +82,13 @@ fn rings_outside_memory_fail_the_device_at_its_start() {
 }
 
 fn bare_pair(features: u64) -> (QueuePair, MockDriver, MockDriver, OwnedFd, Arc<Counters>) {
-    let space = testing::memory(&[(0, 0x10_0000)]);
+    let space = testbed::memory(&[(0, 0x10_0000)]);
     let receive = MockDriver::new(&space, 0, 16, 0x1000, features);
     let transmit = MockDriver::new(&space, 1, 16, 0x8000, features);
     let (backend, mut others) = PairBackend::new(1, u64::MAX).unwrap();
     let channel = backend.channels().unwrap().remove(0);
     let counters = Arc::new(Counters::default());
-    let queues: [ActiveQueue; 2] = [receive.active_queue(), transmit.active_queue()];
+    let queues: [ActiveQueue; 2] = [active_queue(&receive), active_queue(&transmit)];
     let [r, t] = queues;
     let pair = QueuePair::new(r, t, channel, features, space, Arc::clone(&counters), Arc::default());
     (pair, receive, transmit, others.remove(0), counters)
@@ -105,7 +106,7 @@ proptest! {
     fn any_header_and_length_is_sent_or_counted(
         features: u64, header: [u8; HEADER_LEN], length in 1u32..70_000, split in 1u32..2000
     ) {
-        let features = features | testing::PLAIN;
+        let features = features | testbed::PLAIN;
         let (mut pair, _receive, mut transmit, other, counters) = bare_pair(features);
         pair.check().unwrap();
         let whole = length + 12;
@@ -130,7 +131,7 @@ proptest! {
         transmit_chains in prop::collection::vec(prop::collection::vec(buffer(), 1..4), 0..6),
         frames in prop::collection::vec(1usize..66_000, 0..4),
     ) {
-        let features = features | testing::PLAIN;
+        let features = features | testbed::PLAIN;
         let (mut pair, mut receive, mut transmit, other, counters) = bare_pair(features);
         pair.check().unwrap();
         for length in &frames {

@@ -12,12 +12,13 @@ use std::time::{Duration, Instant};
 
 use machine::memory::GuestMemorySpace;
 use virtio_bindings::virtio_net as b;
+use virtio_devices_testbed::{self as testbed, MockDriver, MockInterrupt};
 
 use super::header::{HEADER_LEN, VnetHeader};
 use super::pair::PairBackend;
 use super::{MacAddress, Net};
 use crate::device::VirtioDevice;
-use crate::testing::{self, MockDriver, MockInterrupt};
+use crate::fixtures;
 
 pub(super) const OFFLOADS: u64 = 1 << b::VIRTIO_NET_F_CSUM
     | 1 << b::VIRTIO_NET_F_GUEST_CSUM
@@ -44,7 +45,7 @@ pub(super) struct Guest {
 impl Guest {
     /// `net` must be inactive.
     pub fn new(net: Net, pairs: u16, features: u64) -> Self {
-        let space = testing::memory(&[(0, 16 << 20)]);
+        let space = testbed::memory(&[(0, 16 << 20)]);
         let mut base = 0x1000;
         let mut driver = |index| {
             let driver = MockDriver::new(&space, index, 256, base, features);
@@ -68,7 +69,7 @@ impl Guest {
     /// A device over an in-process pair, and the other ends.
     pub fn paired(pairs: u16, features: u64) -> (Self, Vec<OwnedFd>) {
         let (net, others) = pair_device(pairs);
-        (Self::new(net, pairs, testing::RINGS | features), others)
+        (Self::new(net, pairs, testbed::RINGS | features), others)
     }
 
     pub fn activate(&mut self) {
@@ -77,7 +78,7 @@ impl Guest {
             drivers.push(&self.control);
         }
         drivers.sort_by_key(|driver| driver.index);
-        let activation = testing::activation(&self.space, self.features, &drivers, &self.interrupt);
+        let activation = fixtures::activation(&self.space, self.features, &drivers, &self.interrupt);
         self.net.activate(activation).unwrap();
     }
 

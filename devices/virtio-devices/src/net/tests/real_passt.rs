@@ -46,7 +46,7 @@ fn a_guest_gets_an_address_from_passt() {
         Err(error) => panic!("{error}"),
     };
     assert_eq!(net.features() & 1 << b::VIRTIO_NET_F_CSUM, 0, "passt knows no offloads");
-    let mut guest = Guest::new(net, 1, testing::RINGS | MERGEABLE);
+    let mut guest = Guest::new(net, 1, testbed::RINGS | MERGEABLE);
     guest.activate();
     guest.post(0, BUFFERS, 64, 2048);
     guest.send(VnetHeader::default(), &discover());

@@ -54,7 +54,7 @@ fn tap_guest(pairs: u16, features: u64) -> (Guest, [u8; 6]) {
     let net = Net::open(config).expect("the tap opens");
     ip("addr add 10.77.0.1/24 dev cwtest");
     ip("neigh add 10.77.0.2 lladdr 02:00:00:00:00:02 dev cwtest");
-    let features = testing::RINGS | (features & net.features());
+    let features = testbed::RINGS | (features & net.features());
     let mut guest = Guest::new(net, pairs, features);
     guest.activate();
     (guest, host_mac())

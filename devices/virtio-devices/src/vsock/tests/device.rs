@@ -1,10 +1,11 @@
 //! The whole device with a mock driver as the guest.
 
 use machine::memory::GuestMemorySpace;
+use virtio_devices_testbed::{self as testbed, MockDriver, MockInterrupt};
 
 use super::*;
 use crate::device::VirtioDevice;
-use crate::testing::{self, MockDriver, MockInterrupt};
+use crate::fixtures;
 use crate::vsock::packet::HEADER_LEN;
 use crate::vsock::{Vsock, VsockConfig, VsockError};
 
@@ -31,10 +32,10 @@ impl Guest {
     fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
         let vsock = Vsock::open(config(&folder)).unwrap();
-        let space = testing::memory(&[(0, 8 << 20)]);
+        let space = testbed::memory(&[(0, 8 << 20)]);
         let driver = |index: u16| {
             let base = 0x1000 + u64::from(index) * MockDriver::ring_bytes(128);
-            MockDriver::new(&space, index, 128, base, testing::RINGS)
+            MockDriver::new(&space, index, 128, base, testbed::RINGS)
         };
         let (receive, transmit, event) = (driver(0), driver(1), driver(2));
         let interrupt = MockInterrupt::new();
@@ -43,7 +44,7 @@ impl Guest {
 
     fn activate(&mut self) {
         let drivers = [&self.receive, &self.transmit, &self.event];
-        let activation = testing::activation(&self.space, testing::RINGS, &drivers, &self.interrupt);
+        let activation = fixtures::activation(&self.space, testbed::RINGS, &drivers, &self.interrupt);
         self.vsock.activate(activation).unwrap();
     }
 
@@ -92,7 +93,7 @@ impl Guest {
 
     fn pause_and_resume(&mut self) {
         let queues = self.vsock.stop().unwrap();
-        let (memory, features) = (self.space.clone(), testing::RINGS);
+        let (memory, features) = (self.space.clone(), testbed::RINGS);
         let interrupt = self.interrupt.clone();
         self.vsock.activate(crate::device::Activation { memory, features, queues, interrupt }).unwrap();
     }

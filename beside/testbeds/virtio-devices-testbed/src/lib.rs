@@ -1,9 +1,8 @@
 //! The driver's side of virtqueues, for tests, fuzz targets and benchmarks: builds rings and chains in ordinary memory, valid or corrupted.
 //!
-//! Public rather than `cfg(test)`, since the fuzz targets are a package of their own. Its functions panic when a test misuses them.
+//! Its functions panic when a test misuses them.
 #![allow(clippy::unwrap_used, clippy::missing_panics_doc)] // Test support: a failure ends the test.
 
-#[cfg(test)]
 mod pci;
 
 use std::os::fd::OwnedFd;
@@ -14,12 +13,10 @@ use std::time::{Duration, Instant};
 use machine::memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemory, GuestMemorySpace};
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
+use virtio_devices::device::{Activation, ActiveQueue, VirtioInterrupt};
+use virtio_devices::worker;
 use virtio_queue::{Queue, QueueT};
 
-use crate::device::{Activation, ActiveQueue, VirtioInterrupt};
-use crate::worker;
-
-#[cfg(test)]
 pub use self::pci::{COMMON, DEVICE, ISR, MSIX_TABLE, NOTIFY, PciDriver};
 
 /// Features: `VERSION_1` alone.
@@ -122,15 +119,20 @@ impl MockDriver {
         self.available_ring() + (6 + 2 * u64::from(self.size)).next_multiple_of(4096)
     }
 
-    /// The queue as the transport would pass it to the device.
-    pub fn active_queue(&self) -> ActiveQueue {
+    /// The ring as the driver has set it up.
+    pub fn queue(&self) -> Queue {
         let mut queue = Queue::new(self.size).unwrap();
         queue.try_set_desc_table_address(GuestAddress(self.descriptors())).unwrap();
         queue.try_set_avail_ring_address(GuestAddress(self.available_ring())).unwrap();
         queue.try_set_used_ring_address(GuestAddress(self.used_ring())).unwrap();
         queue.set_event_idx(self.features & 1 << VIRTIO_RING_F_EVENT_IDX != 0);
         queue.set_ready(true);
-        ActiveQueue { index: self.index, queue, kick: Arc::clone(&self.kick) }
+        queue
+    }
+
+    /// The queue as the transport would pass it to the device.
+    pub fn active_queue(&self) -> ActiveQueue {
+        ActiveQueue { index: self.index, queue: self.queue(), kick: Arc::clone(&self.kick) }
     }
 
     /// Writes one descriptor of the table.
@@ -272,6 +274,22 @@ impl MockInterrupt {
         Arc::default()
     }
 
+    /// Counts a queue interrupt.
+    pub fn count_queue(&self) {
+        self.queues.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// Counts a configuration interrupt.
+    pub fn count_config(&self) {
+        self.configs.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// Notes why the device failed; the first reason stays.
+    pub fn note_failure(&self, reason: &str) {
+        self.failure.lock().unwrap().get_or_insert_with(|| reason.to_owned());
+        self.changed.notify_all();
+    }
+
     /// Number of queue interrupts so far.
     pub fn queues(&self) -> u64 {
         self.queues.load(Ordering::SeqCst)
@@ -300,16 +318,15 @@ impl MockInterrupt {
 
 impl VirtioInterrupt for MockInterrupt {
     fn queue(&self, _index: u16) {
-        self.queues.fetch_add(1, Ordering::SeqCst);
+        self.count_queue();
     }
 
     fn config(&self) {
-        self.configs.fetch_add(1, Ordering::SeqCst);
+        self.count_config();
     }
 
     fn failed(&self, reason: &str) {
-        self.failure.lock().unwrap().get_or_insert_with(|| reason.to_owned());
-        self.changed.notify_all();
+        self.note_failure(reason);
     }
 }
 

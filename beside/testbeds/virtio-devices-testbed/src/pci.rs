@@ -5,8 +5,7 @@ use std::sync::Arc;
 use pci::function::PciFunction;
 use pci_testbed::FakeMsi;
 
-use super::MockDriver;
-use crate::transport::VirtioPciFunction;
+use crate::MockDriver;
 
 /// Offsets in BAR 0 from the capabilities; a test of the transport compares them.
 pub const COMMON: u64 = 0;
@@ -20,16 +19,16 @@ pub const NOTIFY: u64 = 0x3000;
 pub const MSIX_TABLE: u64 = 0x4000;
 
 /// A driver of a virtio function.
-pub struct PciDriver {
+pub struct PciDriver<F> {
     /// The function.
-    pub function: Arc<VirtioPciFunction>,
+    pub function: Arc<F>,
     /// Its interrupt vectors: one per queue, the last for configuration changes.
     pub msi: Arc<FakeMsi>,
 }
 
-impl PciDriver {
+impl<F: PciFunction> PciDriver<F> {
     /// Drives `function`, whose vectors are `msi`'s.
-    pub fn new(function: Arc<VirtioPciFunction>, msi: Arc<FakeMsi>) -> Self {
+    pub fn new(function: Arc<F>, msi: Arc<FakeMsi>) -> Self {
         Self { function, msi }
     }
 
