@@ -14,9 +14,9 @@ use hca::names::{ContextHandle, DeviceId, PdHandle, SegmentId};
 use hca::provider::{
     CompletionQueue, CompletionQueueFailed, Consumer, Fetched, Provider, ReceiveQueue, SendQueue,
 };
-use hca::testing::{Events, World, gid, mac, requests};
 use hca::work::{Completion, ReceiveRequest, SendRequest, Sge};
 use hca::{Capabilities, DeviceConfig, Engine, EngineConfig, Limits, MrInfo, MrInit, QpInfo, QpInit};
+use hca_testbed::{Events, World, gid, mac, requests};
 
 /// A guest that posts the same request without end.
 struct Endless;

@@ -161,3 +161,38 @@ pub struct QpAttributes {
     /// Path to the peer.
     pub address: AddressVector,
 }
+
+impl QpAttributes {
+    /// Attributes of a queue pair in RESET.
+    #[must_use]
+    pub fn in_reset() -> Self {
+        Self {
+            state: QpState::Reset,
+            current_state: QpState::Reset,
+            path_mtu: 1,
+            qkey: 0,
+            rq_psn: 0,
+            sq_psn: 0,
+            destination_qpn: Qpn(0),
+            access: Access::empty(),
+            pkey_index: 0,
+            sqd_notify: false,
+            max_rd_atomic: 0,
+            max_dest_rd_atomic: 0,
+            min_rnr_timer: 0,
+            port: 1,
+            timeout: 0,
+            retry_count: 0,
+            rnr_retry: 0,
+            address: AddressVector {
+                dgid: Gid([0; 16]),
+                sgid_index: 0,
+                flow_label: 0,
+                hop_limit: 0,
+                traffic_class: 0,
+                service_level: 0,
+                dmac: [0; 6],
+            },
+        }
+    }
+}

@@ -14,11 +14,12 @@
 //! | [`counters`] | counters, under Linux's names |
 //! | [`error`] | why a verb fails |
 //! | [`saved`] | the saved state of a device's objects |
-//! | [`testing`] | a guest without an ABI, for tests and benchmarks |
 //! | `memory` | regions, keys, protection, translation |
 //! | `objects` | the state of queue pairs, completion queues, devices |
 //! | `local` | the transport between queue pairs of this engine |
 //! | [`remote`], `transport` | the interface to transports, which reach other engines; what the engine passes to them |
+//!
+//! A guest without an ABI, for tests and benchmarks, is in the crate `hca-testbed`.
 
 pub mod attributes;
 pub mod counters;
@@ -33,7 +34,6 @@ pub mod provider;
 pub mod remote;
 pub mod saved;
 mod table;
-pub mod testing;
 mod transport;
 pub mod work;
 

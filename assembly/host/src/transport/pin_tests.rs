@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use dma::{Dma, HeapMemory};
 use hca::attributes::{Access, QpAttributeMask, QpAttributes, QpKind, QpState};
 use hca::names::SegmentId;
-use hca::testing::{Connected, Guest, World, requests};
 use hca::work::{Completion, Sge, Status};
+use hca_testbed::{Connected, Guest, World, requests};
 
 use super::{ClusterKey, Directory, FileDirectory, Transports, VmId};
 

@@ -8,8 +8,8 @@ use dma::{Dma, HeapMemory};
 use hca::MrInfo;
 use hca::attributes::{Access, QpAttributeMask as Mask, QpAttributes, QpKind, QpState};
 use hca::names::{DeviceId, Gid, SegmentId};
-use hca::testing::{Connected, Guest, World, requests};
 use hca::work::{Sge, Status};
+use hca_testbed::{Connected, Guest, World, requests};
 
 use super::header::Header;
 use super::{ClusterKey, FileDirectory, Transports, VmId};

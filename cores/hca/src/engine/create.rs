@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use crate::attributes::{Access, AddressVector, QpAttributes, QpKind, QpState};
+use crate::attributes::{Access, QpAttributes, QpKind, QpState};
 use crate::counters::QpCounters;
 use crate::error::VerbsError;
 use crate::memory::{Extent, Kind as RegionKind, MrPages, NotAPage, Region};
@@ -392,43 +392,11 @@ fn new_qp<P: Provider>(
         context: refers.context,
         context_index: 0,
         incarnation: 0,
-        attributes: power_on_attributes(),
+        attributes: QpAttributes::in_reset(),
         source_gid: Gid([0; 16]),
         established: false,
         deadline: None,
         awaits: None,
         counters: QpCounters::default(),
-    }
-}
-
-/// Attributes of a queue pair in RESET.
-pub(crate) fn power_on_attributes() -> QpAttributes {
-    QpAttributes {
-        state: QpState::Reset,
-        current_state: QpState::Reset,
-        path_mtu: 1,
-        qkey: 0,
-        rq_psn: 0,
-        sq_psn: 0,
-        destination_qpn: Qpn(0),
-        access: Access::empty(),
-        pkey_index: 0,
-        sqd_notify: false,
-        max_rd_atomic: 0,
-        max_dest_rd_atomic: 0,
-        min_rnr_timer: 0,
-        port: 1,
-        timeout: 0,
-        retry_count: 0,
-        rnr_retry: 0,
-        address: AddressVector {
-            dgid: Gid([0; 16]),
-            sgid_index: 0,
-            flow_label: 0,
-            hop_limit: 0,
-            traffic_class: 0,
-            service_level: 0,
-            dmac: [0; 6],
-        },
     }
 }

@@ -46,7 +46,6 @@ use crate::provider::Provider;
 use crate::transport::Action;
 use crate::work::AsyncEvent;
 
-pub(crate) use create::power_on_attributes;
 pub(crate) use failure::completed;
 pub use hold::Verdict;
 pub(crate) use inbound::Inbound;

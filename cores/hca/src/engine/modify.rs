@@ -8,7 +8,6 @@ use crate::provider::{Provider, ReceiveQueue, SendQueue, Sink};
 use crate::work::AsyncEvent;
 
 use super::Engine;
-use super::power_on_attributes;
 use super::transitions::transition;
 
 /// Packet sequence numbers have 24 bits.
@@ -182,7 +181,7 @@ impl<P: Provider> Engine<P> {
         let Some(qp) = self.qp_mut(at) else { return };
         qp.elsewhere = None;
         qp.state = QpState::Reset;
-        qp.attributes = power_on_attributes();
+        qp.attributes = QpAttributes::in_reset();
         qp.current = None;
         qp.stashed = None;
         qp.established = false;

@@ -5,8 +5,8 @@ use crate::common;
 use common::{Pair, SIZE, sge, statuses};
 use dma::Dma;
 use hca::attributes::{Access, QpAttributeMask as Mask, QpKind, QpState};
-use hca::testing::{World, requests};
 use hca::work::{Arm, AsyncEvent, CompletedOperation, Malformed, Operation, ReceiveRequest, Remote, Status};
+use hca_testbed::{World, requests};
 
 #[test]
 fn a_send_lands_in_the_receive_and_completes_at_both_ends() {
@@ -157,7 +157,7 @@ fn access_errors_fail_both_ends() {
     assert_eq!(fails(no_right), denied);
     let other_pd = |pair: &mut Pair| {
         let pd = pair.world.engine.create_pd(pair.b.device, hca::names::ContextHandle(0)).unwrap();
-        let other = hca::testing::Guest { pd, ..pair.b.clone() };
+        let other = hca_testbed::Guest { pd, ..pair.b.clone() };
         let mr = pair.world.register(&other, 0x5000, 0x1000, Access::all());
         requests::write(1, 0x0, mr.rkey, &[pair.left_sge(0x1000, 2)])
     };
@@ -307,7 +307,7 @@ fn who_is_not_named_as_peer_is_not_answered() {
     let changes: [(&str, Change); 4] = [
         ("packet sequence number", |with| with.rq_psn += 1),
         ("number", |with| with.destination_qpn.0 ^= 1 << 16),
-        ("address", |with| with.address.dgid = hca::testing::gid(77)),
+        ("address", |with| with.address.dgid = hca_testbed::gid(77)),
         ("all is well", |_| ()),
     ];
     for (what, change) in changes {
@@ -544,7 +544,7 @@ fn unreliable_connections_drop_silently() {
 fn an_overrun_completion_queue_fails_its_queue_pairs() {
     let mut world: World = World::default();
     let (a, b) = (world.guest(dma::HeapMemory::new(0x10000)), world.guest(dma::HeapMemory::new(0x10000)));
-    let completions = hca::testing::CompletionRing::new(2);
+    let completions = hca_testbed::CompletionRing::new(2);
     let kernel = hca::names::ContextHandle(0);
     let cq = world.engine.create_cq(a.device, kernel, 2, completions.clone()).unwrap();
     let left = world.queue_pair_on(&a, QpKind::Rc, None, cq, completions.clone());

@@ -5,8 +5,8 @@ use crate::common;
 use common::{Pair, sge, statuses};
 use hca::attributes::{QpKind, QpState};
 use hca::names::{GSI, Qpn};
-use hca::testing::requests;
 use hca::work::{NetworkHeader, ReceiveRequest, SendRequest, Status};
+use hca_testbed::requests;
 
 const QKEY: u32 = 0x1234;
 
@@ -108,7 +108,7 @@ fn an_own_error_stops_the_send_queue_only() {
     pair.world.settle();
     assert_eq!(statuses(&pair.left), [(3, Status::Success)]);
     // It sends again after a transition to RTS.
-    let mut with = hca::testing::World::<dma::HeapMemory>::attributes(pair.b.gid, right.qp.qpn);
+    let mut with = hca_testbed::World::<dma::HeapMemory>::attributes(pair.b.gid, right.qp.qpn);
     with.state = QpState::ReadyToSend;
     let mask = hca::attributes::QpAttributeMask::empty();
     pair.world.modify(pair.a.device, left.qp.handle, mask, &with).unwrap();
@@ -145,7 +145,7 @@ fn shared_receives_take_datagrams() {
     let guest = pair.b.clone();
     let (srq, ring) = pair.world.shared_queue(&guest, 0);
     let receiver = pair.world.queue_pair(&guest, QpKind::Ud, Some(srq));
-    let with = hca::testing::World::<dma::HeapMemory>::attributes(pair.a.gid, GSI);
+    let with = hca_testbed::World::<dma::HeapMemory>::attributes(pair.a.gid, GSI);
     pair.world.raise(guest.device, receiver.qp.handle, QpKind::Ud, QpState::ReadyToReceive, &with);
     let sges = [sge(0x2000, 100, pair.right_mr.lkey)].into_iter().collect();
     ring.post(ReceiveRequest { wr_id: 9, sges });

@@ -12,8 +12,8 @@ use hca::names::SegmentId;
 use hca::remote::{
     Action, AheadReceived, AtomicOperation, IncomingDatagram, Posted, PostedOperation, QpId, Refusal, Unmoved,
 };
-use hca::testing::{Connected, Guest, World, requests};
 use hca::work::{AsyncEvent, Completion, Operation, Remote, SendRequest, Status};
+use hca_testbed::{Connected, Guest, World, requests};
 use proptest::prelude::*;
 
 /// Bytes per packet of the transport.

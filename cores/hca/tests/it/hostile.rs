@@ -3,11 +3,11 @@
 use dma::HeapMemory;
 use hca::attributes::{Access, QpAttributeMask as Mask, QpKind, QpState};
 use hca::names::{CqHandle, Gid, MrHandle, PdHandle, QpHandle, Qpn, SrqHandle};
-use hca::testing::{Connected, Guest, World, requests};
 use hca::work::{
     Arm, Datagram, FastRegister, Malformed, Operation, ReceiveRequest, Remote, SendRequest, Sge,
 };
 use hca::{MrInfo, MrInit};
+use hca_testbed::{Connected, Guest, World, requests};
 use proptest::prelude::*;
 
 const RAM: u64 = 0x10000;
@@ -94,7 +94,7 @@ struct Scene {
     world: World,
     guest: Guest,
     qps: Vec<Connected>,
-    shared: hca::testing::ReceiveRing,
+    shared: hca_testbed::ReceiveRing,
     srq: SrqHandle,
     regions: Vec<Option<MrInfo>>,
     oracle: Registered,

@@ -2,8 +2,8 @@
 
 use dma::HeapMemory;
 use hca::attributes::{Access, QpKind};
-use hca::testing::{Connected, Guest, World, requests};
 use hca::work::{Sge, Status};
+use hca_testbed::{Connected, Guest, World, requests};
 
 const SIZE: u64 = 1 << 20;
 const LENGTH: u32 = 10_000;

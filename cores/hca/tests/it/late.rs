@@ -12,8 +12,8 @@ use hca::MrInfo;
 use hca::attributes::{Access, QpKind, QpState};
 use hca::engine::EngineConfig;
 use hca::names::DeviceId;
-use hca::testing::{Connected, Guest, World, requests};
 use hca::work::{Completion, Status};
+use hca_testbed::{Connected, Guest, World, requests};
 use proptest::prelude::*;
 
 const PAGE: u64 = 4096;

@@ -9,8 +9,8 @@ use hca::EngineConfig;
 use hca::attributes::{Access, QpKind};
 use hca::names::{CqHandle, DeviceId};
 use hca::provider::Sink;
-use hca::testing::{Connected, World, requests};
 use hca::work::{Arm, AsyncEvent};
+use hca_testbed::{Connected, World, requests};
 
 const PAIRS: usize = 20;
 

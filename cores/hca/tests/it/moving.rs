@@ -7,8 +7,8 @@ use hca::limits::{Capabilities, Limits};
 use hca::names::{DeviceId, SegmentId};
 use hca::remote::Action;
 use hca::saved::{InvalidState, Kind, Name, decode, encode};
-use hca::testing::{Connected, Guest, World, requests};
 use hca::work::{Sge, Status};
+use hca_testbed::{Connected, Guest, World, requests};
 
 const SIZE: u64 = 4 << 20;
 

@@ -4,8 +4,8 @@ use crate::common;
 
 use common::Pair;
 use hca::attributes::QpKind;
-use hca::testing::requests;
 use hca::work::Arm;
+use hca_testbed::requests;
 
 /// A pair with a receive posted and a completed send to it, after the right side was armed.
 fn message(pair: &mut Pair, solicited: bool) {

@@ -6,9 +6,9 @@ use common::{Pair, SIZE, statuses};
 use dma::HeapMemory;
 use hca::attributes::{Access, QpAttributeMask as Mask, QpKind, QpState};
 use hca::names::{ContextHandle, DeviceId, PdHandle, QpHandle, SegmentId};
-use hca::testing::{CompletionRing, Guest, ReceiveRing, SendRing, World, gid, mac, requests};
 use hca::work::Status;
 use hca::{Capabilities, DeviceConfig, Limits, MrInit, QpInit, VerbsError};
+use hca_testbed::{CompletionRing, Guest, ReceiveRing, SendRing, World, gid, mac, requests};
 
 const KERNEL: ContextHandle = ContextHandle(0);
 

@@ -5,8 +5,8 @@ use crate::common;
 use common::{Pair, statuses};
 use dma::HeapMemory;
 use hca::attributes::{QpAttributeMask as Mask, QpKind, QpState};
-use hca::testing::{World, requests};
 use hca::work::Status;
+use hca_testbed::{World, requests};
 
 fn write(pair: &mut Pair, number: u64) -> Vec<(u64, Status)> {
     let (sge, rkey) = (pair.left_sge(0, 8), pair.right_mr.rkey);

@@ -4,8 +4,8 @@ use crate::common;
 
 use common::{Pair, statuses};
 use hca::attributes::{QpKind, QpState};
-use hca::testing::requests;
 use hca::work::{Operation, Remote, Status};
+use hca_testbed::requests;
 
 /// As rxe: the key is checked before a receive is consumed, so the receive is flushed when the queue pair fails.
 #[test]

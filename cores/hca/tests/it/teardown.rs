@@ -4,8 +4,8 @@ use dma::HeapMemory;
 use hca::attributes::{Access, QpKind};
 use hca::names::{ContextHandle, PdHandle, QpHandle};
 use hca::saved::{Kind, Name};
-use hca::testing::{CompletionRing, Guest, ReceiveRing, SendRing, World};
 use hca::{MrInit, QpInit, SrqInit, VerbsError};
+use hca_testbed::{CompletionRing, Guest, ReceiveRing, SendRing, World};
 
 /// Queue pairs, and as many regions and shared receive queues, of a protection domain.
 const EACH: u32 = 40;

@@ -6,8 +6,8 @@ use crate::common;
 use common::Pair;
 use dma::HeapMemory;
 use hca::attributes::{QpAttributeMask as Mask, QpKind, QpState};
-use hca::testing::{World, requests};
 use hca::work::{Operation, Remote, SendRequest, Status};
+use hca_testbed::{World, requests};
 
 /// Timeout code and retry count of the pair.
 const TIMEOUT: u8 = 5;

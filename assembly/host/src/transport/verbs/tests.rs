@@ -8,8 +8,8 @@ use dma::{Dma, MappedMemory, MemoryRegion};
 use hca::MrInit;
 use hca::attributes::{Access, QpAttributeMask, QpAttributes, QpKind, QpState};
 use hca::names::SegmentId;
-use hca::testing::{CompletionRing, Connected, Guest, World, requests};
 use hca::work::{Completion, Sge, Status};
+use hca_testbed::{CompletionRing, Connected, Guest, World, requests};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
 use super::super::{Directory, FileDirectory, Transports, VmId};

@@ -9,8 +9,8 @@ use dma::{Dma, HeapMemory};
 use hca::MrInfo;
 use hca::attributes::{Access, QpAttributes, QpKind, QpState};
 use hca::names::{Gid, SegmentId};
-use hca::testing::{Connected, Guest, World, mac, requests};
 use hca::work::{Completion, Operation, Sge, Status};
+use hca_testbed::{Connected, Guest, World, mac, requests};
 use roce::frame::Frame;
 use vmxnet3::{Companion, MacAddress, NicHandle, PortRules, SegmentConfig, SegmentThread, Vmxnet3Config};
 

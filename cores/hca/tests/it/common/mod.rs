@@ -6,8 +6,8 @@
 use dma::{Dma, HeapMemory};
 use hca::MrInfo;
 use hca::attributes::{Access, QpAttributes, QpKind, QpState};
-use hca::testing::{Connected, Guest, World};
 use hca::work::{SendRequest, Sge, Status};
+use hca_testbed::{Connected, Guest, World};
 
 /// RAM of a guest, bytes.
 pub const SIZE: u64 = 1 << 20;

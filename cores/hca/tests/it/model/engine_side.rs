@@ -3,9 +3,9 @@
 use dma::{Dma, HeapMemory};
 use hca::attributes::{QpAttributeMask as Mask, QpKind, QpState};
 use hca::names::MrHandle;
-use hca::testing::{Connected, Guest, World, requests};
 use hca::work::{Completion, Malformed, Operation, ReceiveRequest, Remote, SendRequest, Sge, SgeList};
 use hca::{EngineConfig, MrInfo, MrInit};
+use hca_testbed::{Connected, Guest, World, requests};
 
 use super::{Call, Element, Kind, Named, PAGES, PAIRS, QPS, REGIONS, guest_of_qp, region_plan};
 

@@ -1,8 +1,8 @@
 //! Queue pairs with shared receive queues.
 
 use hca::provider::ReceiveQueue;
-use hca::testing::Connected;
 use hca::work::{Operation, Remote};
+use hca_testbed::Connected;
 
 use super::*;
 

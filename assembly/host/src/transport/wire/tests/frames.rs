@@ -6,8 +6,8 @@ use std::sync::Arc;
 use dma::{Dma, HeapMemory};
 use hca::attributes::{Access, QpAttributeMask as Mask, QpAttributes, QpKind, QpState};
 use hca::names::{GSI, Gid, SegmentId};
-use hca::testing::{Connected, World, mac, requests};
 use hca::work::{Operation, SendRequest, Status};
+use hca_testbed::{Connected, World, mac, requests};
 use roce::frame::Frame;
 use roce::{Packet, icrc};
 

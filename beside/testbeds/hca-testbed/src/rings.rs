@@ -6,11 +6,10 @@ use std::marker::PhantomData;
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use dma::Dma;
-
-use crate::provider::{
+use hca::provider::{
     CompletionQueue, CompletionQueueFailed, Consumer, Fetched, Provider, ReceiveQueue, SendQueue,
 };
-use crate::work::{Completion, Malformed, ReceiveRequest, SendRequest};
+use hca::work::{Completion, Malformed, ReceiveRequest, SendRequest};
 
 /// The provider of these rings, over any memory.
 #[derive(Debug)]

@@ -1,7 +1,7 @@
 //! Constructors of requests.
 
-use crate::names::{Gid, Qpn};
-use crate::work::{Datagram, FastRegister, Operation, Remote, SendRequest, Sge};
+use hca::names::{Gid, Qpn};
+use hca::work::{Datagram, FastRegister, Operation, Remote, SendRequest, Sge};
 
 /// A signaled request.
 #[must_use]

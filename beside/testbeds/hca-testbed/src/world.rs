@@ -1,16 +1,15 @@
 //! Guests of an engine, with their objects.
 
 use dma::{Dma, HeapMemory};
+use hca::attributes::{Access, QpAttributeMask as Mask, QpAttributes, QpKind, QpState};
+use hca::engine::{DeviceConfig, Engine, EngineConfig, MrInfo, MrInit, Progress, QpInfo, QpInit, SrqInit};
+use hca::error::VerbsError;
+use hca::limits::{Capabilities, Limits};
+use hca::names::{CqHandle, DeviceId, Gid, PdHandle, QpHandle, Qpn, SegmentId, SrqHandle};
+use hca::provider::Sink;
+use hca::work::{AsyncEvent, ReceiveRequest, SendRequest, Sge};
 
-use crate::attributes::{Access, QpAttributeMask as Mask, QpAttributes, QpKind, QpState};
-use crate::engine::{DeviceConfig, Engine, EngineConfig, MrInfo, MrInit, Progress, QpInfo, QpInit, SrqInit};
-use crate::error::VerbsError;
-use crate::limits::{Capabilities, Limits};
-use crate::names::{CqHandle, DeviceId, Gid, PdHandle, QpHandle, Qpn, SegmentId, SrqHandle};
-use crate::provider::Sink;
-use crate::work::{AsyncEvent, ReceiveRequest, SendRequest, Sge};
-
-use super::{CompletionRing, ReceiveRing, Rings, SendRing};
+use crate::{CompletionRing, ReceiveRing, Rings, SendRing};
 
 /// Events that the engine sent to the guests.
 #[derive(Debug, Default)]
@@ -122,7 +121,7 @@ impl<M: Dma + Clone + 'static> World<M> {
         let device = self.engine.add_device(config, memory.clone()).unwrap();
         self.engine.bind_gid(device, 0, gid(self.guests), mac(self.guests)).unwrap();
         self.engine.set_arm_exact(device, true);
-        let pd = self.engine.create_pd(device, crate::names::ContextHandle(0)).unwrap();
+        let pd = self.engine.create_pd(device, hca::names::ContextHandle(0)).unwrap();
         Guest { device, memory, pd, gid: gid(self.guests) }
     }
 
@@ -138,7 +137,7 @@ impl<M: Dma + Clone + 'static> World<M> {
     /// Creates a queue pair in RESET, with its own completion queue.
     pub fn queue_pair(&mut self, guest: &Guest<M>, kind: QpKind, srq: Option<SrqHandle>) -> Connected {
         let completions = CompletionRing::new(4096);
-        let context = crate::names::ContextHandle(0);
+        let context = hca::names::ContextHandle(0);
         let cq = self.engine.create_cq(guest.device, context, 4096, completions.clone()).unwrap();
         self.queue_pair_on(guest, kind, srq, cq, completions)
     }
@@ -191,7 +190,7 @@ impl<M: Dma + Clone + 'static> World<M> {
     /// Attributes to connect a queue pair, for all transitions.
     #[must_use]
     pub fn attributes(peer: Gid, qpn: Qpn) -> QpAttributes {
-        let mut attributes = crate::engine::power_on_attributes();
+        let mut attributes = QpAttributes::in_reset();
         attributes.path_mtu = 3;
         attributes.qkey = 0x1234;
         attributes.rq_psn = 7;
