@@ -3,7 +3,7 @@
 //!
 //! Checked:
 //! - There is no panic and no endless loop.
-//! - The device accesses only pages that are granted and not revoked (the oracle of `pvrdma::testing::watched`).
+//! - The device accesses only pages that are granted and not revoked (the oracle of `pvrdma_testbed::watched`).
 //! - A peer's memory changes only where the peer has granted the right.
 //! - Messages of two other guests arrive intact.
 
@@ -13,8 +13,8 @@ use std::os::fd::OwnedFd;
 
 use dma::{MappedMemory, MemoryRegion};
 use libfuzzer_sys::fuzz_target;
-use pvrdma::testing::hostile::dice::Bytes;
-use pvrdma::testing::hostile::{BASE, Hostile, PAGES};
+use pvrdma_testbed::hostile::dice::Bytes;
+use pvrdma_testbed::hostile::{BASE, Hostile, PAGES};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
 /// Limit of acts per input.

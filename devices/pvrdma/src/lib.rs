@@ -21,7 +21,8 @@
 //! | [`ring`], [`page_list`] | rings in guest memory, and the page lists that describe them |
 //! | [`send_queue`], [`receive_queue`], [`completion_queue`] | the rings behind the engine's provider traits |
 //! | [`model`] | the rings alone, for model checkers and benchmarks |
-//! | [`testing`] | a driver that behaves as Linux's does, for tests |
+//!
+//! A driver that behaves as Linux's does, for tests, is in the crate `pvrdma-testbed`.
 //!
 //! Deliberate limits: interface version 20 and RoCEv2 only (Linux 5.5 and later); interrupts by MSI-X only; no RESIZE_CQ, which Linux never
 //! issues.
@@ -40,7 +41,6 @@ pub mod receive_queue;
 pub mod ring;
 pub mod saved;
 pub mod send_queue;
-pub mod testing;
 
 pub use device::doorbells::{DoorbellMode, Uar};
 pub use device::{Config, ConfigError, Device, Interrupts, Phase};

@@ -85,15 +85,15 @@ fn rings() {
 #[test]
 #[ignore = "a measurement"]
 fn a_process_with_all_queue_pairs_ends() {
-    let mut host = pvrdma::testing::Host::default();
+    let mut host = pvrdma_testbed::Host::default();
     let config = pvrdma::Config::new("speed", hca::names::SegmentId(1), [2, 0, 0, 0, 0, 1]);
     let size = 1 << 20;
-    let mut guest = pvrdma::testing::Guest::new(&mut host, config, dma::HeapMemory::new(size), size as u64);
+    let mut guest = pvrdma_testbed::Guest::new(&mut host, config, dma::HeapMemory::new(size), size as u64);
     guest.probe(&mut host);
     let context = guest.context(&mut host);
     let pd = guest.pd(&mut host, context.1);
     let cq = guest.cq(&mut host, context, 64);
-    let options = pvrdma::testing::guest::QpOptions::default();
+    let options = pvrdma_testbed::guest::QpOptions::default();
     guest.qp(&mut host, context.0, pd, (&cq, &cq), None, options).unwrap();
     let began = Instant::now();
     let made = (1..32_767)

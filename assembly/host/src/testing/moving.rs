@@ -20,7 +20,7 @@ use dma::MappedMemory;
 use hca::names::{DeviceId, SegmentId};
 use nomad::coordinator::{self, Coordinator, Decision};
 use nomad::{Event, HostId, Message, MigrationId, Node, VmId};
-use pvrdma::testing::{Cq, Guest, Host};
+use pvrdma_testbed::{Cq, Guest, Host};
 
 use crate::migration::{Arrival, Parts, Source};
 use crate::transport::Transports;

@@ -169,3 +169,54 @@ pub(super) fn active_mtu(mtu: u32) -> u32 {
 pub(super) fn mtu_bytes(code: u32) -> u32 {
     128 << code.clamp(1, 5)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    proptest::proptest! {
+        #![proptest_config(proptest::prelude::ProptestConfig::with_cases(40))]
+
+        /// QUERY_QP returns what a valid MODIFY_QP has set, and nothing else.
+        #[test]
+        fn attributes_round_trip(bytes in proptest::collection::vec(0u8.., 160), mask in 0u32..1 << 21) {
+            let mut given = <QueuePair as zerocopy::FromBytes>::read_from_bytes(&bytes).unwrap();
+            given.state = (given.state.get() % 7).into();
+            given.current_state = (given.current_state.get() % 7).into();
+            given.path_mtu = (given.path_mtu.get() % 5 + 1).into();
+            given.destination_qpn = (given.destination_qpn.get() & 0xFF_FFFF).into();
+            given.address.flags = 1;
+            let (_, decoded) = decode(mask, &given).unwrap();
+            let record = QpRecord {
+                pd: 1,
+                context: hca::names::ContextHandle(0),
+                kind: hca::attributes::QpKind::Rc,
+                max_send_wr: 1,
+                max_receive_wr: 2,
+                max_send_sge: 3,
+                max_receive_sge: 4,
+            };
+            let shown = encode(&decoded, true, &record);
+            let (_, again) = decode(mask | 1, &shown).unwrap();
+            let expected = QpAttributes { current_state: again.current_state, ..decoded };
+            if mask & 1 != 0 {
+                proptest::prop_assert_eq!(again, expected);
+                proptest::prop_assert_eq!(again.state as u32, given.state.get());
+            }
+            proptest::prop_assert_eq!(shown.qkey, given.qkey);
+            proptest::prop_assert_eq!(shown.address.dgid, given.address.dgid);
+            proptest::prop_assert_eq!((shown.rq_psn.get(), shown.sq_psn.get()),
+                (given.rq_psn.get() & 0xFF_FFFF, given.sq_psn.get() & 0xFF_FFFF));
+            proptest::prop_assert_eq!((shown.capacities.max_send_wr.get(), shown.sq_draining), (1, 1));
+        }
+
+        /// Attributes that the mask doesn't include may be garbage.
+        #[test]
+        fn unnamed_attributes_dont_count(bytes in proptest::collection::vec(0u8.., 160), mask: u32) {
+            let given = <QueuePair as zerocopy::FromBytes>::read_from_bytes(&bytes).unwrap();
+            let named = mask & (1 | 1 << 1 | 1 << 7 | 1 << 8 | 1 << 20);
+            let decoded = decode(mask & !named, &given);
+            proptest::prop_assert_eq!(decoded.is_ok(), mask & !named < 1 << 21);
+        }
+    }
+}

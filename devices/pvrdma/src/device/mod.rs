@@ -403,6 +403,3 @@ fn verbs_code(error: &VerbsError) -> u32 {
         _ => 22,
     }
 }
-
-#[cfg(test)]
-mod tests;

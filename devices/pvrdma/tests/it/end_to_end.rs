@@ -5,9 +5,9 @@ use crate::support;
 use dma::Dma;
 use pvrdma::abi::commands::{mr_kind, number, qp_kind};
 use pvrdma::abi::work::opcode;
-use pvrdma::testing::guest::QpOptions;
-use pvrdma::testing::queues::sge;
-use pvrdma::testing::{Host, Post};
+use pvrdma_testbed::guest::QpOptions;
+use pvrdma_testbed::queues::sge;
+use pvrdma_testbed::{Host, Post};
 use support::{ALL, Memory, Side, connected, pattern, run, side};
 
 /// Sends, writes, reads and atomics between processes, with buffers at any offsets, in scattered pages.

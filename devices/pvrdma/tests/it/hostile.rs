@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use dma::{MappedMemory, MemoryRegion};
-use pvrdma::testing::hostile::dice::Seed;
-use pvrdma::testing::hostile::{BASE, Hostile, PAGES};
+use pvrdma_testbed::hostile::dice::Seed;
+use pvrdma_testbed::hostile::{BASE, Hostile, PAGES};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
 /// A guest's RAM as the daemon maps it. Memory around it in this process is not guest memory.

@@ -4,9 +4,9 @@ use crate::support;
 
 use pvrdma::abi::commands::qp_kind;
 use pvrdma::abi::work::{opcode, send_flags};
-use pvrdma::testing::Post;
-use pvrdma::testing::guest::QpOptions;
-use pvrdma::testing::queues::sge;
+use pvrdma_testbed::Post;
+use pvrdma_testbed::guest::QpOptions;
+use pvrdma_testbed::queues::sge;
 use support::{connected, pattern, run, side};
 
 /// Completion statuses.
@@ -59,7 +59,7 @@ fn a_datagram_above_the_ports_mtu_is_not_sent() {
     for (length, status) in
         [(1024, SUCCESS), (1025, LOCAL_LENGTH), (1034, LOCAL_LENGTH), (4096, LOCAL_LENGTH)]
     {
-        let mut host = pvrdma::testing::Host::default();
+        let mut host = pvrdma_testbed::Host::default();
         let (mut a, mut b) = (side(&mut host, 1, true), side(&mut host, 2, true));
         let options = QpOptions { kind: qp_kind::UD, ..QpOptions::default() };
         let (qa, qb) = (a.qp(&mut host, options), b.qp(&mut host, options));

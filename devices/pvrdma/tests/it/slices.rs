@@ -7,9 +7,9 @@ use pvrdma::abi::PAGE;
 use pvrdma::abi::commands::{CreateMr, Handle, MrResponse, mr_kind, number};
 use pvrdma::abi::registers;
 use pvrdma::device::{PAGE_TABLES_PER_SLICE, TEARDOWN_STEPS_PER_SLICE};
-use pvrdma::testing::Post;
-use pvrdma::testing::guest::QpOptions;
-use pvrdma::testing::queues::sge;
+use pvrdma_testbed::Post;
+use pvrdma_testbed::guest::QpOptions;
+use pvrdma_testbed::queues::sge;
 use support::{ALL, connected, run, side};
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -77,7 +77,7 @@ fn a_large_registration_reads_a_bounded_number_of_pages_per_slice() {
 /// A page list whose later tables are not memory: the command fails after its first slices, and creates nothing.
 #[test]
 fn a_registration_that_fails_half_way_leaves_nothing() {
-    let mut host = pvrdma::testing::Host::default();
+    let mut host = pvrdma_testbed::Host::default();
     let mut guest = side(&mut host, 1, true);
     let (page, table, directory) = (guest.guest.page(), guest.guest.page(), guest.guest.page());
     let entries: Vec<u8> = (0..PAGES_PER_TABLE).flat_map(|_| page.to_le_bytes()).collect();
@@ -102,7 +102,7 @@ fn a_registration_that_fails_half_way_leaves_nothing() {
 /// A context is destroyed in slices, and a reset in between ends the command.
 #[test]
 fn a_context_ends_in_slices_and_a_reset_ends_the_command() {
-    let mut host = pvrdma::testing::Host::default();
+    let mut host = pvrdma_testbed::Host::default();
     let mut guest = side(&mut host, 1, true);
     // An object takes 32 steps and a check.
     let count = 3 * TEARDOWN_STEPS_PER_SLICE / 33;

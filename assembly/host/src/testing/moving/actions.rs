@@ -6,7 +6,7 @@ use dma::Dma;
 use hca::names::Gid;
 use nomad::objects::{Piece, Total};
 use nomad::{Action, Event, HostId, MigrationId, VmId};
-use pvrdma::testing::Lines;
+use pvrdma_testbed::Lines;
 
 use super::verbs::Drain;
 use super::{Cluster, OUTSIDE, PeerPause, Port, SEGMENT, SEGMENT_NAME, Timed, config, gid, memory};

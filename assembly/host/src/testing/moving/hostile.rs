@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 
 use nomad::objects::Piece;
 use nomad::{HostId, VmId};
-use pvrdma::testing::{Host, Lines};
+use pvrdma_testbed::{Host, Lines};
 
 use super::{Cluster, LiveDirectory, SEGMENT, SEGMENT_NAME, config, memory};
 use crate::migration::{Arrival, MigrationError, Parts, Place, Source};

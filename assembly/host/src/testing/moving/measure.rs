@@ -12,9 +12,9 @@ use std::time::Instant;
 use dma::MappedMemory;
 use hca::names::{DeviceId, Gid};
 use nomad::{HostId, VmId};
-use pvrdma::testing::guest::QpOptions;
-use pvrdma::testing::queues::{Post, sge};
-use pvrdma::testing::{Cq, Guest, Host, Qp, Region};
+use pvrdma_testbed::guest::QpOptions;
+use pvrdma_testbed::queues::{Post, sge};
+use pvrdma_testbed::{Cq, Guest, Host, Qp, Region};
 
 use super::{ALL, LiveDirectory, SEGMENT, SEGMENT_NAME, config, gid, memory, port};
 use crate::migration::{Parts, Source};

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use dma::MappedMemory;
 use hca::names::DeviceId;
 use nomad::VmId;
-use pvrdma::testing::guest::QpOptions;
-use pvrdma::testing::{Cq, Guest, Host};
+use pvrdma_testbed::guest::QpOptions;
+use pvrdma_testbed::{Cq, Guest, Host};
 use vmxnet3::Companion;
 
 use super::directory::{OUTSIDE, config, gid, memory};

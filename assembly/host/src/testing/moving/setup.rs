@@ -7,8 +7,8 @@ use std::time::Instant;
 
 use nomad::coordinator::{Coordinator, Ledger};
 use nomad::{Event, HostId, Incarnation, VmId};
-use pvrdma::testing::guest::QpOptions;
-use pvrdma::testing::{Guest, Host};
+use pvrdma_testbed::guest::QpOptions;
+use pvrdma_testbed::{Guest, Host};
 
 use super::directory::{LiveDirectory, OUTSIDE, config, gid, memory};
 use super::outside::{Outside, Port, Ports};

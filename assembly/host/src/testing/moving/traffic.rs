@@ -9,8 +9,8 @@
 
 use dma::MappedMemory;
 use pvrdma::abi::work::opcode;
-use pvrdma::testing::queues::{Post, sge};
-use pvrdma::testing::{Guest, Qp, Region};
+use pvrdma_testbed::queues::{Post, sge};
+use pvrdma_testbed::{Guest, Qp, Region};
 
 /// Limit of outstanding operations.
 pub const DEPTH: u64 = 16;

@@ -13,7 +13,7 @@ use hca::EngineConfig;
 use hca::names::{DeviceId, SegmentId};
 use pvrdma::Config;
 use pvrdma::abi::pci::VECTOR_RESPONSE;
-use pvrdma::testing::Host;
+use pvrdma_testbed::Host;
 
 use super::driver::Registers;
 use crate::peers;

@@ -1,5 +1,5 @@
 //! Effect of a hostile guest on another guest of the same engine. The victim makes small writes, alone and with a guest that makes
-//! all possible errors of a driver and its processes, as fast as it can (`pvrdma::testing::hostile`).
+//! all possible errors of a driver and its processes, as fast as it can (`pvrdma_testbed::hostile`).
 //!
 //! One thread runs guests and engine in turns, so no cache line changes its CPU. The attacker's work between the engine's turns isn't
 //! counted, since a real one has its own CPU. This includes its commands, though the engine executes them. So the figures don't
@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use dma::{MappedMemory, MemoryRegion};
 use pvrdma::abi::PAGE;
-use pvrdma::testing::hostile::dice::Seed;
-use pvrdma::testing::hostile::{BASE, Hostile, PAGES};
+use pvrdma_testbed::hostile::dice::Seed;
+use pvrdma_testbed::hostile::{BASE, Hostile, PAGES};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
 /// Writes per sample.

@@ -5,8 +5,8 @@
 use dma::HeapMemory;
 use hca::names::SegmentId;
 use pvrdma::Config;
-use pvrdma::testing::guest::QpOptions;
-use pvrdma::testing::{Cq, Guest, Host, Qp, Region};
+use pvrdma_testbed::guest::QpOptions;
+use pvrdma_testbed::{Cq, Guest, Host, Qp, Region};
 
 /// Bytes of a guest's memory.
 pub const SIZE: usize = 2 << 20;

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use hca::names::Gid;
 use nomad::HostId;
 use nomad::objects::{Kind, Piece};
-use pvrdma::testing::Lines;
+use pvrdma_testbed::Lines;
 
 use super::super::{SEGMENT, SEGMENT_NAME, config, gid};
 use super::{BUFFER, Engine, MOVER, PEER, Side, connect, engines, idle, nanoseconds, redirect, side, write};

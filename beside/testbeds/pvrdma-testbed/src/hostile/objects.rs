@@ -6,12 +6,12 @@ use std::ops::Range;
 use dma::Dma;
 use zerocopy::{FromBytes, IntoBytes};
 
-use super::super::guest::{Qp, QpOptions};
-use super::super::watched::Grant;
 use super::dice::Entropy;
 use super::{BASE, Hostile, PAGES, PAIRS};
-use crate::abi::PAGE;
-use crate::abi::commands::{
+use crate::guest::{Qp, QpOptions};
+use crate::watched::Grant;
+use pvrdma::abi::PAGE;
+use pvrdma::abi::commands::{
     CreateCq, CreateMr, CreateQp, CreateSrq, MrResponse, QpResponse, mr_kind, number, qp_kind,
 };
 

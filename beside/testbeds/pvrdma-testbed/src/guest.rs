@@ -4,20 +4,20 @@ use dma::{Dma, HeapMemory};
 use hca::names::DeviceId;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-use super::host::Host;
-pub use super::objects::{Cq, Qp, QpOptions, Region, Srq};
-use crate::abi::PAGE;
-use crate::abi::attributes::QueuePair;
-use crate::abi::commands::{
+use crate::host::Host;
+pub use crate::objects::{Cq, Qp, QpOptions, Region, Srq};
+use pvrdma::abi::PAGE;
+use pvrdma::abi::attributes::QueuePair;
+use pvrdma::abi::commands::{
     ACKNOWLEDGE, CommandHeader, CqResponse, CreateBind, CreateContext, CreateCq, CreateMr, CreateQp,
     CreateSrq, Handle, ModifyQp, MrResponse, QpResponse, QueryPort, ResponseHeader, mr_kind, number, qp_kind,
 };
-use crate::abi::pci::VECTOR_RESPONSE;
-use crate::abi::registers::{self, control};
-use crate::abi::rings::EVENT_RING_PAGES;
-use crate::abi::shared_region::{CAPABILITIES, DeviceCapabilities, DriverPart, RingPages};
-use crate::abi::work::{receive_slot, send_slot};
-use crate::device::Config;
+use pvrdma::abi::pci::VECTOR_RESPONSE;
+use pvrdma::abi::registers::{self, control};
+use pvrdma::abi::rings::EVENT_RING_PAGES;
+use pvrdma::abi::shared_region::{CAPABILITIES, DeviceCapabilities, DriverPart, RingPages};
+use pvrdma::abi::work::{receive_slot, send_slot};
+use pvrdma::device::Config;
 
 /// Guest page frame at which the guest's firmware placed BAR2.
 const UAR_PFN: u64 = 0xF_E000;
@@ -130,7 +130,7 @@ impl<M: Dma + Clone + 'static> Guest<M> {
             interrupts,
             "an interrupt before any command"
         );
-        let port: crate::abi::attributes::Port =
+        let port: pvrdma::abi::attributes::Port =
             self.command(host, number::QUERY_PORT, &QueryPort { port: 1, index: 0 }).unwrap();
         assert_eq!(port.gid_table_len, caps.gid_table_len);
     }

@@ -1,5 +1,5 @@
 //! A hostile guest: it does everything that a driver and its processes could do to a device, wrongly. Meanwhile a peer has a connection
-//! with it, and two other guests communicate. The oracle ([`super::watched`]) checks every access of the device.
+//! with it, and two other guests communicate. The oracle ([`crate::watched`]) checks every access of the device.
 //!
 //! | module | holds |
 //! |---|---|
@@ -14,18 +14,18 @@ mod requests;
 use dma::Dma;
 use hca::names::SegmentId;
 
-use super::guest::{Guest, Qp, QpOptions, Region};
-use super::host::Host;
-use super::queues::{Post, sge};
-use super::watched::{Grant, Watched};
-use crate::abi::PAGE;
-use crate::abi::commands::number;
-use crate::abi::registers::{self, control};
-use crate::abi::rings::state;
-use crate::abi::work::opcode;
-use crate::device::Config;
+use crate::guest::{Guest, Qp, QpOptions, Region};
+use crate::host::Host;
+use crate::queues::{Post, sge};
+use crate::watched::{Grant, Watched};
 use dice::{Dice, Entropy};
 use objects::{Kind, Slot};
+use pvrdma::abi::PAGE;
+use pvrdma::abi::commands::number;
+use pvrdma::abi::registers::{self, control};
+use pvrdma::abi::rings::state;
+use pvrdma::abi::work::opcode;
+use pvrdma::device::Config;
 pub use requests::Scribbler;
 
 /// First guest address of each guest's memory; address 0 is no page.
@@ -64,10 +64,10 @@ pub struct Hostile<M: Dma + Clone + 'static, E> {
     pds: Vec<(u32, u32)>,
     peer: Guest<Watched<M>>,
     peer_qps: Vec<Qp>,
-    peer_cq: super::Cq,
+    peer_cq: crate::Cq,
     exposed: Region,
     secret: (Region, Vec<u8>),
-    innocent: [(Guest<Watched<M>>, Qp, super::Cq, Region); 2],
+    innocent: [(Guest<Watched<M>>, Qp, crate::Cq, Region); 2],
     round: u64,
     /// Counts of what was done.
     pub tally: Tally,

@@ -5,14 +5,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use dma::Dma;
 use zerocopy::IntoBytes;
 
-use super::super::watched::Watched;
 use super::dice::{Dice, Entropy, Seed};
 use super::objects::{Kind, RING};
 use super::{Hostile, PAIRS, gid};
-use crate::abi::PAGE;
-use crate::abi::doorbells;
-use crate::abi::rings::state;
-use crate::abi::work::{
+use crate::watched::Watched;
+use pvrdma::abi::PAGE;
+use pvrdma::abi::doorbells;
+use pvrdma::abi::rings::state;
+use pvrdma::abi::work::{
     AddressVector, AtomicOperands, DatagramOperands, FastRegisterOperands, RemoteOperands, SendHeader, Sge,
     opcode,
 };

@@ -4,16 +4,16 @@ use dma::Dma;
 use dma::access::read_array;
 use zerocopy::{IntoBytes, transmute};
 
-use super::guest::{Cq, Guest, Qp, Region, Srq};
-use crate::abi::PAGE;
-use crate::abi::completion::Entry;
-use crate::abi::doorbells;
-use crate::abi::rings::{ASYNC_SLOTS, COMPLETION_SLOTS, state};
-use crate::abi::work::{
+use crate::guest::{Cq, Guest, Qp, Region, Srq};
+use pvrdma::abi::PAGE;
+use pvrdma::abi::completion::Entry;
+use pvrdma::abi::doorbells;
+use pvrdma::abi::rings::{ASYNC_SLOTS, COMPLETION_SLOTS, state};
+use pvrdma::abi::work::{
     AddressVector, AtomicOperands, DatagramOperands, FastRegisterOperands, ReceiveHeader, RemoteOperands,
     SendHeader, Sge, opcode,
 };
-use crate::ring::Indices;
+use pvrdma::ring::Indices;
 
 /// A send request to post.
 #[derive(Debug, Clone)]
@@ -22,7 +22,7 @@ pub struct Post {
     pub wr_id: u64,
     /// Number of [`opcode`].
     pub opcode: u32,
-    /// Bits of [`crate::abi::work::send_flags`].
+    /// Bits of [`pvrdma::abi::work::send_flags`].
     pub flags: u32,
     /// Immediate data, or a key.
     pub immediate: [u8; 4],

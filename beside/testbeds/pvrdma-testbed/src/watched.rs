@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use dma::access::CopyFault;
 use dma::{Alias, AliasError, Dma, DmaFault};
 
-use crate::abi::PAGE;
+use pvrdma::abi::PAGE;
 
 /// The accesses to a page that are granted to the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -2,8 +2,8 @@
 
 use dma::Dma;
 
-use crate::abi::PAGE;
-use crate::abi::commands::qp_kind;
+use pvrdma::abi::PAGE;
+use pvrdma::abi::commands::qp_kind;
 
 /// A completion queue.
 #[derive(Debug, Clone)]

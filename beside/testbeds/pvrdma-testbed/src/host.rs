@@ -7,10 +7,10 @@ use dma::Dma;
 use hca::names::DeviceId;
 use hca::{Engine, EngineConfig};
 
-use crate::Pvrdma;
-use crate::device::doorbells::Uar;
-use crate::device::{Config, Device, Interrupts};
-use crate::devices::Devices;
+use pvrdma::Pvrdma;
+use pvrdma::device::doorbells::Uar;
+use pvrdma::device::{Config, Device, Interrupts};
+use pvrdma::devices::Devices;
 
 /// Counts of raised interrupt vectors.
 #[derive(Debug, Default)]
