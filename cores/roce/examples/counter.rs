@@ -16,11 +16,11 @@ use std::time::Instant;
 
 use clap::Parser;
 use roce::config::Plant;
-use roce::testing::Dice;
 use roce::{
     Arrival, Atomic, Batch, Config, Connection, Event, Kind, Memory, NoReceive, Received, Refusal, Remote,
     Request, Status, Unmoved,
 };
+use roce_testbed::Dice;
 
 #[derive(Parser, Clone)]
 #[command(about = "Counts by fetch-and-add over a bad network")]

@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use clap::{Parser, ValueEnum};
 use roce::config::Plant;
-use roce::testing::{Options, Report, run};
+use roce_testbed::{Options, Report, run};
 
 #[derive(Parser)]
 #[command(about = "Runs the simulator of RoCEv2 connections over many seeds")]

@@ -23,7 +23,6 @@
 //! | [`output`] | where packets are written |
 //! | [`saved`] | saved state |
 //! | [`counters`] | counters under Linux's names |
-//! | [`testing`] | the simulator |
 //!
 //! Sources: InfiniBand Architecture Specification (IBTA), volume 1, chapters 9 and 12; annex A17 for RoCEv2; docs/design/specs/rocev2.md.
 
@@ -41,7 +40,6 @@ pub mod psn;
 pub mod request;
 pub mod saved;
 pub mod status;
-pub mod testing;
 pub mod timing;
 
 pub use config::{Config, Mtu, Reliability};

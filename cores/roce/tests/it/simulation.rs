@@ -1,7 +1,7 @@
 //! The simulator: clean over some seeds, and able to find injected bugs.
 
 use roce::config::Plant;
-use roce::testing::{Options, Report, run};
+use roce_testbed::{Options, Report, run};
 
 #[test]
 fn a_few_hundred_seeds_are_clean() {

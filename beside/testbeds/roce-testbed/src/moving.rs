@@ -1,7 +1,8 @@
 //! Connections that are saved, restored, and moved to another host.
 
+use roce::connection::Connection;
+
 use super::world::{Event, World};
-use crate::connection::Connection;
 
 impl World {
     /// Saves both ends of a connection, and replaces them by restored ones.

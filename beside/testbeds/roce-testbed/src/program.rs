@@ -2,13 +2,14 @@
 
 #![allow(clippy::cast_possible_truncation)] // Numbers of at most a few requests.
 
+use roce::config::{Config, Mtu, Plant, Reliability};
+use roce::congestion::Parameters;
+use roce::memory::Remote;
+use roce::packet::DEFAULT_PKEY;
+use roce::request::{Kind, Request};
+use roce::status::Status;
+
 use super::dice::Dice;
-use crate::config::{Config, Mtu, Plant, Reliability};
-use crate::congestion::Parameters;
-use crate::memory::Remote;
-use crate::packet::DEFAULT_PKEY;
-use crate::request::{Kind, Request};
-use crate::status::Status;
 
 /// Bytes of every receive.
 pub(super) const RECEIVE: u32 = 4096;

@@ -1,12 +1,13 @@
 //! Memory and queues of a connection's end, which verify each call.
 
+use roce::config::Reliability;
+use roce::memory::{Atomic, Memory, Received, ReceivedOperation, Remote};
+use roce::request::Kind;
+use roce::status::{Event, NoReceive, Refusal, Status, Unmoved};
+
 use super::dice::Dice;
 use super::program::{KEY, Op, RECEIVE, WORDS, byte, index_of};
 use super::world::MOST_LATE;
-use crate::config::Reliability;
-use crate::memory::{Atomic, Memory, Received, ReceivedOperation, Remote};
-use crate::request::Kind;
-use crate::status::{Event, NoReceive, Refusal, Status, Unmoved};
 
 /// One direction of a connection: the requests of one end, their completions there, and their execution at the other end.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]

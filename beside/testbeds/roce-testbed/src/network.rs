@@ -51,7 +51,7 @@ impl World {
     pub(super) fn tell(&self, what: &str, link: u32, to: u8, bytes: &[u8]) {
         if let Some(trace) = self.trace {
             let at = self.now;
-            match crate::Packet::parse(bytes) {
+            match roce::Packet::parse(bytes) {
                 Ok(packet) => trace(&format!(
                     "{at} link {link} to {to} {what}: {:?} psn {} syndrome {:#04x} {} bytes",
                     packet.header.operation,

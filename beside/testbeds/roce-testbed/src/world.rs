@@ -5,16 +5,17 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
+use roce::config::{Config, Plant};
+use roce::connection::{Arrival, Connection, State};
+use roce::counters::Counters;
+use roce::output::Batch;
+use roce::request::{Kind, PostError};
+use roce::saved;
+use roce::timing;
+
 use super::dice::Dice;
 use super::oracle::{End, Flow, Late, Verdict};
 use super::program::{Faults, WORDS, roll_configs, roll_program};
-use crate::config::{Config, Plant};
-use crate::connection::{Arrival, Connection, State};
-use crate::counters::Counters;
-use crate::output::Batch;
-use crate::request::{Kind, PostError};
-use crate::saved;
-use crate::timing;
 
 /// Options of all runs.
 #[derive(Debug, Clone, Copy, Default)]

@@ -1,22 +1,22 @@
 //! Model checking: every order of events of two small connections, with losses, repetitions, reordering, early timeouts, and late receives.
 //!
-//! A state holds both connections as [`crate::saved`] states, so each step also saves and restores. Time doesn't advance; a running timer
+//! A state holds both connections as [`roce::saved`] states, so each step also saves and restores. Time doesn't advance; a running timer
 //! may expire at any moment.
 
 use std::hash::{Hash, Hasher};
 
+use roce::config::{Config, Mtu, Plant};
+use roce::connection::{Arrival, Connection, State as ConnectionState};
+use roce::counters::Counters;
+use roce::memory::Remote;
+use roce::output::Batch;
+use roce::request::{Kind, Request};
+use roce::saved;
+use roce::status::Status;
 use stateright::{Checker, HasDiscoveries, Model, Property};
 
 use super::oracle::{End, Flow};
 use super::program::{KEY, Op, WORDS, address};
-use crate::config::{Config, Mtu, Plant};
-use crate::connection::{Arrival, Connection, State as ConnectionState};
-use crate::counters::Counters;
-use crate::memory::Remote;
-use crate::output::Batch;
-use crate::request::{Kind, Request};
-use crate::saved;
-use crate::status::Status;
 
 /// Faults that may happen in one run, each at any moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -328,7 +328,7 @@ fn both_directions_at_once() {
     assert!(states > 1000, "{states} states");
 }
 
-/// The same with larger limits. `cargo test --release -p roce --lib -- --ignored --nocapture explore`
+/// The same with larger limits. `cargo test --release -p roce-testbed --lib -- --ignored --nocapture explore`
 #[test]
 #[ignore = "takes minutes"]
 fn at_length() {
