@@ -1,6 +1,6 @@
 //! A deterministic simulator of many endpoints and a bad network, with an oracle that knows the right outcome of each program.
 //!
-//! A run is a function of its seed. `examples/simulate.rs` runs many of them.
+//! A run is a function of its seed. `cores/roce/examples/simulate_connections.rs` runs many of them.
 
 mod dice;
 #[cfg(test)]

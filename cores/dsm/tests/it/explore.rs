@@ -1,6 +1,6 @@
 //! Every order of events of small machines: stateright explores `step` and checks the invariants of `dsm::testing::world`.
 //!
-//! The long run is `cargo run --release -p dsm --example check`.
+//! The long run is `cargo run --release -p dsm --example check_coherence`.
 
 mod ends;
 mod model;

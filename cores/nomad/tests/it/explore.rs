@@ -1,7 +1,7 @@
 //! Every order of events of small clusters: the state machines are explored by stateright, with the invariants of
 //! `nomad::testing::check`.
 //!
-//! The long run is `cargo run --release -p nomad --example check`.
+//! The long run is `cargo run --release -p nomad --example check_migration`.
 
 mod model;
 mod scenarios;

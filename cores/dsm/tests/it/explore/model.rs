@@ -1,4 +1,4 @@
-//! A world as a model of stateright. Shared with examples/check.rs.
+//! A world as a model of stateright. Shared with examples/check_coherence.rs.
 
 #![allow(dead_code, reason = "the test and the example use parts of it")]
 

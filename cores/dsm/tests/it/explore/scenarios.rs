@@ -1,4 +1,4 @@
-//! The machines that are explored. Shared with examples/check.rs.
+//! The machines that are explored. Shared with examples/check_coherence.rs.
 
 #![allow(dead_code, reason = "the test and the example use parts of it")]
 

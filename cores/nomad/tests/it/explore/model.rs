@@ -1,4 +1,4 @@
-//! The world as a model for stateright. `examples/check.rs` uses this file too.
+//! The world as a model for stateright. `examples/check_migration.rs` uses this file too.
 
 #![allow(dead_code, reason = "the test and the example use parts of it")]
 

@@ -1,4 +1,4 @@
-//! Small clusters. Shared with examples/check.rs.
+//! Small clusters. Shared with examples/check_migration.rs.
 
 #![allow(dead_code, reason = "the test and the example use parts of it")]
 

@@ -1,6 +1,6 @@
 //! The long exploration by stateright: every small cluster with every kind of trouble.
 //!
-//! `cargo run --release -p nomad --example check -- --states N`
+//! `cargo run --release -p nomad --example check_migration -- --states N`
 //!
 //! Progress goes to stderr, one line of JSON to stdout. Exit status 1 when something is wrong.
 

@@ -1,6 +1,6 @@
 //! Explores the protocol with the model checker: every order of events of small machines, and of larger ones up to a limit of states.
 //!
-//! `cargo run --release -p dsm --example check -- --states N [--threads N] [--plant NAME] [--each N]`
+//! `cargo run --release -p dsm --example check_coherence -- --states N [--threads N] [--plant NAME] [--each N]`
 //!
 //! Progress goes to stderr, one line of JSON to stdout. Exit status 1: a check failed, or, with `--plant`, no check found the injected bug.
 

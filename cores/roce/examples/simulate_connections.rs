@@ -1,6 +1,6 @@
 //! Runs the simulator over many seeds.
 //!
-//! `cargo run --release -p roce --example simulate -- --seeds N [--first S] [--plant skip-psn|forget-replay|early-ack]`
+//! `cargo run --release -p roce --example simulate_connections -- --seeds N [--first S] [--plant skip-psn|forget-replay|early-ack]`
 //!
 //! Progress goes to stderr, one line of JSON to stdout. Exit status 1 when a run wasn't clean; with a plant, when all were.
 

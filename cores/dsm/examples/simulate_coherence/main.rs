@@ -1,6 +1,7 @@
 //! Runs patterns of memory sharing over simulated hosts and networks.
 //!
-//! `cargo run --release -p dsm --example simulate -- --nodes 64 --preset ours|ivy|vnuma-2009|giantvm-2026 [--rtt-us N] [--seed N]`
+//! `cargo run --release -p dsm --example simulate_coherence -- --nodes 64 --preset ours|ivy|vnuma-2009|giantvm-2026 [--rtt-us N]
+//! [--seed N]`
 //!
 //! A table per preset goes to stderr, one line of JSON to stdout. Exit status 1: a run failed.
 

@@ -1,6 +1,6 @@
 //! Runs the simulator over many seeds.
 //!
-//! `cargo run --release -p nomad --example simulate -- --seeds N [--first S] [--plant NAME]`
+//! `cargo run --release -p nomad --example simulate_migrations -- --seeds N [--first S] [--plant NAME]`
 //!
 //! Progress goes to stderr, one line of JSON to stdout. Exit status 1 when a run wasn't clean; with a plant, when all were.
 

@@ -1,7 +1,7 @@
 //! The engine's own cost per message: rings that never run empty and cost next to nothing, real mapped memory.
 //!
-//! `cargo run --release -p hca --example rate [MESSAGES [CASE]]`: messages per sample, of which the best of five counts, and the only case
-//! to run. A small count and one case suit `valgrind --tool=callgrind`, which counts instructions whatever else the machine does.
+//! `cargo run --release -p hca --example engine_rate [MESSAGES [CASE]]`: messages per sample, of which the best of five counts, and the
+//! only case to run. A small count and one case suit `valgrind --tool=callgrind`, which counts instructions whatever else the machine does.
 
 #![allow(clippy::unwrap_used)] // A failure to set up should panic.
 #![allow(clippy::cast_possible_truncation)] // Figures for people.

@@ -1,6 +1,6 @@
 //! The protocol's own cost: two connections back to back in memory, without a network, beside a plain copy of the same bytes.
 //!
-//! `cargo run --release -p roce --example rate`
+//! `cargo run --release -p roce --example packet_rate`
 //!
 //! Figures are per second of processor time of one core, which does the work of both ends. Each byte is copied twice: from the sender's
 //! memory into a packet, and from the packet into the receiver's memory. "copies" is these two copies alone, in pieces of the same size,
