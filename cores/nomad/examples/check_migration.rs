@@ -13,7 +13,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use clap::Parser;
-use nomad::testing::world::Setup;
+use nomad_testbed::world::Setup;
 
 #[derive(Parser)]
 #[command(about = "Explores the migration protocol by model checking")]

@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use clap::{Parser, ValueEnum};
 use nomad::Plant;
-use nomad::testing::simulate::{Report, run};
+use nomad_testbed::simulate::{Report, run};
 
 #[derive(Parser)]
 #[command(about = "Runs the simulator of migrations over many seeds")]

@@ -15,7 +15,6 @@
 //! | [`fan`] | one message to many hosts |
 //! | [`objects`] | state of an HCA that is copied while it is used |
 //! | [`config`], [`names`] | times, bounds, planted faults; names |
-//! | [`testing`] | a cluster in memory for the model checker and the simulator |
 //!
 //! Published as *Nomad: Migrating OS-bypass Networks in Virtual Machines* (2006), figures 8 and 9. How it works and why it is right:
 //! docs/design/migration.md.
@@ -29,7 +28,6 @@ pub mod message;
 pub mod monitor;
 pub mod names;
 pub mod objects;
-pub mod testing;
 pub mod wire;
 
 pub use config::{Config, Plant};

@@ -74,7 +74,7 @@ mod tests {
     /// The index says the same as a scan of all leases, whatever was renewed, removed and extended.
     #[test]
     fn the_next_lease_to_end_is_that_of_a_scan() {
-        let (mut leases, mut dice) = (Leases::default(), nomad::testing::dice::Dice::new(3));
+        let (mut leases, mut dice) = (Leases::default(), nomad_testbed::dice::Dice::new(3));
         let began = Instant::now();
         let mut ended = 0;
         for step in 0..4_000_u32 {

@@ -7,8 +7,8 @@ use std::collections::BTreeSet;
 use changes::changes;
 use cluster::state::{AboutVm, Change, Nic, State};
 use cluster::{RedbStore, Store as _};
-use nomad::testing::dice::Dice;
 use nomad::{HostId, VmId};
+use nomad_testbed::dice::Dice;
 use proptest::prelude::*;
 
 const SEGMENTS: [&str; 2] = ["blue", "red"];

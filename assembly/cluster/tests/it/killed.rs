@@ -14,7 +14,7 @@ use cluster::{RedbStore, Server, ServerConfig, Store as _};
 use common::Says as _;
 use control_api::cluster::Service;
 use control_api::cluster::proto::Speaker;
-use nomad::testing::dice::Dice;
+use nomad_testbed::dice::Dice;
 
 struct Process {
     child: Child,

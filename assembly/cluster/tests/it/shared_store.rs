@@ -16,7 +16,7 @@ use cluster::testing::{FakeKv, Fate};
 use cluster::{KvStore, RedbStore, Store as _, StoreError};
 use nomad::VmId;
 use nomad::coordinator::Record;
-use nomad::testing::dice::Dice;
+use nomad_testbed::dice::Dice;
 use proptest::prelude::*;
 
 const PREFIX: &str = "/causeway";

@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use changes::{after, changes};
 use cluster::state::Change;
 use cluster::{RedbStore, Store as _, StoreError};
-use nomad::testing::dice::Dice;
+use nomad_testbed::dice::Dice;
 
 /// A store that is opened after a record has all records up to it. All kinds of records occur.
 #[test]

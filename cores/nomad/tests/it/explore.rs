@@ -1,5 +1,5 @@
 //! Every order of events of small clusters: the state machines are explored by stateright, with the invariants of
-//! `nomad::testing::check`.
+//! `nomad_testbed::check`.
 //!
 //! The long run is `cargo run --release -p nomad --example check_migration`.
 
@@ -8,7 +8,7 @@ mod scenarios;
 
 use model::explore;
 use nomad::Plant;
-use nomad::testing::world::{Budget, Setup};
+use nomad_testbed::world::{Budget, Setup};
 use scenarios::{
     NOTHING, all, budgets, by_service, one_peer, peers_apart, peers_cross, peers_part, swap, two_peers,
 };

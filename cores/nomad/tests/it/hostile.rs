@@ -1,11 +1,11 @@
 //! Hostile messages of peers: a host and the coordinator keep their invariants.
 
 use nomad::coordinator::{self, Coordinator, Ledger};
-use nomad::testing::dice::Dice;
 use nomad::{
     Action, Body, Config, Epoch, Event, Host, HostId, Incarnation, Message, MigrationId, Move, Node, Place,
     Reason, VmId, wire,
 };
+use nomad_testbed::dice::Dice;
 
 fn vm(dice: &mut Dice) -> VmId {
     VmId(dice.between(1, 4))

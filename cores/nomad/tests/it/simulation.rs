@@ -1,7 +1,7 @@
 //! The simulator: clean over some seeds, and able to find what is wrong; and one fault at every step of three migrations.
 
-use nomad::testing::simulate::{Blow, Harm, Paths, Report, Scene, run, run_slowly, run_with};
 use nomad::{HostId, Node, Plant};
+use nomad_testbed::simulate::{Blow, Harm, Paths, Report, Scene, run, run_slowly, run_with};
 
 /// Whatever is lost, repeated, killed or cut off: one owner, each operation once and in order, and an end.
 #[test]

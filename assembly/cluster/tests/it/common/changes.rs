@@ -3,8 +3,8 @@
 
 use cluster::state::{AboutHost, AboutVm, Change, Nic, Settings, State};
 use nomad::coordinator::{Action, Coordinator, Event, Ledger, Record, Stage, Timer};
-use nomad::testing::dice::Dice;
 use nomad::{Body, Config, HostId, Incarnation, Message, MigrationId, Node, Reason, VmId};
+use nomad_testbed::dice::Dice;
 
 /// Records of a coordinator that receives random messages of hosts and requests of users.
 fn records(seed: u64, count: usize) -> Vec<Record> {

@@ -2,7 +2,7 @@
 
 #![allow(dead_code, reason = "the test and the example use parts of it")]
 
-use nomad::testing::world::{Setup, Step, World};
+use nomad_testbed::world::{Setup, Step, World};
 use stateright::{Checker, HasDiscoveries, Model, Property};
 
 struct Machine(Setup);

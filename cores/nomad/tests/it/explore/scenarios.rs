@@ -3,8 +3,8 @@
 #![allow(dead_code, reason = "the test and the example use parts of it")]
 
 use nomad::config::Config;
-use nomad::testing::world::{Budget, Setup};
 use nomad::{HostId, VmId};
+use nomad_testbed::world::{Budget, Setup};
 
 /// No faults.
 pub const NOTHING: Budget = Budget {

@@ -2,10 +2,11 @@
 
 use std::collections::BTreeMap;
 
+use nomad::coordinator::Stored;
+use nomad::names::{HostId, VmId};
+
 use super::cluster::{Cluster, Pending};
 use super::monitors::Part;
-use crate::coordinator::Stored;
-use crate::names::{HostId, VmId};
 
 impl Cluster {
     /// Checks what must hold always; what doesn't goes into `verdict`.
@@ -148,7 +149,7 @@ impl Cluster {
             let late = idle % 4 == 0;
             let is_deadline = |timer: &Pending| match timer {
                 Pending::Timer(_, _, timer, _) => timer.is_deadline(),
-                Pending::Deadline(_, timer, _) => matches!(timer, crate::coordinator::Timer::Deadline(..)),
+                Pending::Deadline(_, timer, _) => matches!(timer, nomad::coordinator::Timer::Deadline(..)),
                 _ => false,
             };
             let (fire, keep): (Vec<_>, Vec<_>) =

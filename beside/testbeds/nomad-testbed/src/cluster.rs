@@ -2,15 +2,16 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use nomad::config::Config;
+use nomad::coordinator::{self, Coordinator, Decision, Ledger};
+use nomad::event::{Action, Event, Timer};
+use nomad::host::Host;
+use nomad::message::Message;
+use nomad::monitor::Answer;
+use nomad::names::{Epoch, HostId, Incarnation, MigrationId, Move, Node, Place, VmId};
+
 use super::engine::{Engine, Flow, Instance, State};
 use super::monitors::{Monitor, Part};
-use crate::config::Config;
-use crate::coordinator::{self, Coordinator, Decision, Ledger};
-use crate::event::{Action, Event, Timer};
-use crate::host::Host;
-use crate::message::Message;
-use crate::monitor::Answer;
-use crate::names::{Epoch, HostId, Incarnation, MigrationId, Move, Node, Place, VmId};
 
 /// A request to a host's engine or monitor that isn't done.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]

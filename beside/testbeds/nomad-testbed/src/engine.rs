@@ -3,8 +3,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::monitor::Answer;
-use crate::names::{Epoch, HostId, MigrationId, VmId};
+use nomad::monitor::Answer;
+use nomad::names::{Epoch, HostId, MigrationId, VmId};
 
 /// The state that moves with a VM.
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -1,7 +1,8 @@
 //! Operations of VMs on each other: when they may be sent, and that each is carried out once and in order.
 
+use nomad::names::{HostId, VmId};
+
 use super::cluster::{Cluster, Pending};
-use crate::names::{HostId, VmId};
 
 impl Cluster {
     /// Operations that may be sent now.

@@ -1,11 +1,12 @@
-//! VMs' monitors: they run guests, outlive their host's daemon, and believe what [`crate::monitor`] lets them believe.
+//! VMs' monitors: they run guests, outlive their host's daemon, and believe what [`nomad::monitor`] lets them believe.
+
+use nomad::config::Plant;
+use nomad::coordinator::MayRun;
+use nomad::event::Event;
+use nomad::monitor::{Answer, Claimed, Next, Side, after_claim, next};
+use nomad::names::{Epoch, HostId, MigrationId, VmId};
 
 use super::cluster::{Cluster, Pending};
-use crate::config::Plant;
-use crate::coordinator::MayRun;
-use crate::event::Event;
-use crate::monitor::{Answer, Claimed, Next, Side, after_claim, next};
-use crate::names::{Epoch, HostId, MigrationId, VmId};
 
 /// A VM's monitor on a host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -2,11 +2,12 @@
 
 use std::collections::BTreeMap;
 
+use nomad::config::Plant;
+use nomad::names::{HostId, VmId};
+
 use super::{Blow, FAULTS_END, Report, Run, config};
-use crate::config::Plant;
-use crate::names::{HostId, VmId};
-use crate::testing::cluster::Cluster;
-use crate::testing::dice::Dice;
+use crate::cluster::Cluster;
+use crate::dice::Dice;
 
 /// How messages between hosts travel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -8,10 +8,11 @@ mod scenes;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 
+use nomad::config::{Config, Plant};
+use nomad::names::{HostId, MigrationId, Node, VmId};
+
 use super::cluster::{Cluster, Pending, Work};
 use super::dice::Dice;
-use crate::config::{Config, Plant};
-use crate::names::{HostId, MigrationId, Node, VmId};
 
 pub use scenes::{Paths, Scene, run_slowly, run_with};
 

@@ -2,16 +2,17 @@
 
 use std::collections::BTreeSet;
 
+use nomad::config::Plant;
+use nomad::coordinator::{self, Coordinator};
+use nomad::event::Event;
+use nomad::host::Host;
+use nomad::message::{Body, Message};
+use nomad::monitor::Answer;
+use nomad::names::{HostId, Incarnation, Node, VmId};
+
 use super::cluster::{Cluster, Pending, Work};
 use super::engine::Engine;
 use super::monitors::{Monitor, Part};
-use crate::config::Plant;
-use crate::coordinator::{self, Coordinator};
-use crate::event::Event;
-use crate::host::Host;
-use crate::message::{Body, Message};
-use crate::monitor::Answer;
-use crate::names::{HostId, Incarnation, Node, VmId};
 
 impl Cluster {
     /// A host's daemon is killed, and starts again with nothing. Its monitors live.

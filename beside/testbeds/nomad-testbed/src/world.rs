@@ -2,9 +2,10 @@
 
 use std::hash::{Hash, Hasher};
 
+use nomad::config::{Config, Plant};
+use nomad::names::{HostId, MigrationId, VmId};
+
 use super::cluster::{Cluster, Pending, Work};
-use crate::config::{Config, Plant};
-use crate::names::{HostId, MigrationId, VmId};
 
 /// How many faults may happen in one run.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
