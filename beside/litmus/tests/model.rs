@@ -334,7 +334,7 @@ proptest! {
     /// Another implementation (that of the protocol's checker) finds the same registers.
     #[test]
     fn the_machine_agrees_with_the_checkers(drawn in programs(3, true)) {
-        use dsm::testing::litmus::{Instruction as Other, Litmus, var};
+        use dsm_testbed::litmus::{Instruction as Other, Litmus, var};
         let test = as_test(&drawn);
         let programs = test.threads.iter().enumerate().map(|(thread, program)| program.iter().map(|instruction| {
             let at = |location: usize| var(u8::try_from(location).unwrap(), 0);

@@ -14,7 +14,7 @@ use std::time::Instant;
 
 use clap::{Parser, ValueEnum};
 use dsm::Plant;
-use dsm::testing::world::Setup;
+use dsm_testbed::world::Setup;
 
 #[derive(Parser)]
 #[command(about = "Explores all orders of events of small machines that share memory")]

@@ -19,7 +19,6 @@
 //! | [`pages`] | the interface to guest memory |
 //! | [`config`] | policies: ours, plain Ivy, and those of two published systems |
 //! | [`counters`], [`names`] | counters; nodes, sets, modes, ages |
-//! | [`testing`] | the model checker's world, the TSO reference, the simulator |
 //!
 //! Write-invalidate pages follow Li and Hudak, *Memory Coherence in Shared Virtual Memory Systems* (1989), with fixed distributed managers.
 //! Write-update pages follow Attiya and Welch, *Sequential Consistency versus Linearizability* (1994), the fast-read algorithm.
@@ -34,7 +33,6 @@ pub mod node;
 pub mod operation;
 pub mod pages;
 pub mod payload;
-pub mod testing;
 pub mod trace;
 pub mod wire;
 

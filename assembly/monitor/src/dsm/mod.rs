@@ -144,9 +144,9 @@ pub enum DsmError {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ::dsm::testing::sim::costs::{Costs, Preset};
-    use ::dsm::testing::sim::programs::Pattern;
-    use ::dsm::testing::sim::{Report, Run, run};
+    use dsm_testbed::sim::costs::{Costs, Preset};
+    use dsm_testbed::sim::programs::Pattern;
+    use dsm_testbed::sim::{Report, Run, run};
 
     /// A producer and a consumer of one word on hosts with PVM, under the policy of `causeway run`.
     fn produced(pace_ns: u64, rounds: u64, warm_up: u64) -> Report {

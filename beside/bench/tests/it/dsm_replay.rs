@@ -3,8 +3,8 @@
 
 use bench::programs::Programs;
 use dsm::Policy;
-use dsm::testing::sim::replay::replay;
-use dsm::testing::sim::retrace::retrace;
+use dsm_testbed::sim::replay::replay;
+use dsm_testbed::sim::retrace::retrace;
 use monitor::dsm::{Ended, NodeAddress, NodeSettings, SpanningVm, Trouble, tuned};
 use monitor::payload::PayloadVm;
 

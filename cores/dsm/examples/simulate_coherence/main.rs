@@ -11,9 +11,9 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Parser, ValueEnum};
-use dsm::testing::sim::costs::Preset;
-use dsm::testing::sim::programs::Pattern;
-use dsm::testing::sim::{Report, Run, run};
+use dsm_testbed::sim::costs::Preset;
+use dsm_testbed::sim::programs::Pattern;
+use dsm_testbed::sim::{Report, Run, run};
 
 #[derive(Parser)]
 #[command(about = "Simulates shared memory of 2 to 64 hosts")]

@@ -67,9 +67,7 @@ impl Node {
             | Body::Hurry { priority } => priority,
             _ => return,
         };
-        if priority.time <= Priority::MAX_TIME {
-            self.state.latest_age = self.state.latest_age.max(priority.time);
-        }
+        self.advance_clock(priority.time);
     }
 
     /// Resumes waiting vCPUs that the page's rights satisfy, and requests more rights for the others.

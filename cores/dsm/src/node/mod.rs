@@ -17,7 +17,7 @@ use crate::config::{Config, ConfigError, Order, Plant};
 use crate::counters::Counters;
 use crate::event::{Action, Event};
 use crate::message::{Body, Message, Seq, Stamp};
-use crate::names::{Access, Mode, NodeId, NodeSet, Page, Vcpu};
+use crate::names::{Access, Mode, NodeId, NodeSet, Page, Priority, Vcpu};
 use crate::operation::Change;
 use crate::pages::Pages;
 use local::{Home, Local, Sequencer, VcpuState};
@@ -39,7 +39,7 @@ struct State {
     pages: BTreeMap<Page, Local>,
     homes: BTreeMap<Page, Home>,
     vcpus: Vec<VcpuState>,
-    /// The latest age that this node has assigned or received ([`crate::names::Priority`]).
+    /// The latest age that this node has assigned or received ([`Priority`]).
     latest_age: u64,
     /// This node has applied all updates addressed to it up to this one.
     proven: Seq,
@@ -138,9 +138,12 @@ impl Node {
         Ok(Self { config, counters: Counters::default(), state })
     }
 
-    /// Sets the logical clock, as if the node had run for long. For the model checker.
-    pub(crate) fn age(&mut self, latest_age: u64) {
-        self.state.latest_age = latest_age;
+    /// Advances the logical clock that requests take their priority from, as a message with the priority of that time does. The clock
+    /// never goes back. A time above [`Priority::MAX_TIME`] is none, and changes nothing.
+    pub fn advance_clock(&mut self, time: u64) {
+        if time <= Priority::MAX_TIME {
+            self.state.latest_age = self.state.latest_age.max(time);
+        }
     }
 
     /// Processes an event and appends the resulting actions. `now` is in ns, of any clock that never goes back.

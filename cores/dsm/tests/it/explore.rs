@@ -1,4 +1,4 @@
-//! Every order of events of small machines: stateright explores `step` and checks the invariants of `dsm::testing::world`.
+//! Every order of events of small machines: stateright explores `step` and checks the invariants of `dsm_testbed::world`.
 //!
 //! The long run is `cargo run --release -p dsm --example check_coherence`.
 
@@ -7,8 +7,8 @@ mod model;
 mod scenarios;
 
 use dsm::Plant;
-use dsm::testing::litmus::{Litmus, Outcome, classics, var};
-use dsm::testing::world::{Budget, Setup};
+use dsm_testbed::litmus::{Litmus, Outcome, classics, var};
+use dsm_testbed::world::{Budget, Setup};
 use model::explore;
 use scenarios::{
     classic, crowd, crowd_of_copies, fences_with_copies, one_among_many, policies, probing, setup, skewed,

@@ -1,8 +1,8 @@
 //! Messages and bytes per event in the simulator, compared with the design's goals. Reproducible by seed.
 
-use dsm::testing::sim::costs::Preset;
-use dsm::testing::sim::programs::Pattern;
-use dsm::testing::sim::{Report, Run, run};
+use dsm_testbed::sim::costs::Preset;
+use dsm_testbed::sim::programs::Pattern;
+use dsm_testbed::sim::{Report, Run, run};
 
 fn simulate(preset: Preset, pattern: Pattern, nodes: u8) -> Report {
     let setup = Run { preset, pattern, nodes, rounds: 400, warm_up: 150, pace_ns: 200_000, seed: 1 };

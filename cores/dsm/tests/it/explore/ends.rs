@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use dsm::testing::world::{Setup, World};
+use dsm_testbed::world::{Setup, World};
 
 /// Result for a state.
 #[derive(Clone, Copy)]

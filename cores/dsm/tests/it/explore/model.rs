@@ -2,8 +2,8 @@
 
 #![allow(dead_code, reason = "the test and the example use parts of it")]
 
-use dsm::testing::litmus::Outcome;
-use dsm::testing::world::{Setup, Step, World};
+use dsm_testbed::litmus::Outcome;
+use dsm_testbed::world::{Setup, Step, World};
 use stateright::{Checker, HasDiscoveries, Model, Property};
 
 /// A world with its setup, and an outcome to search for.

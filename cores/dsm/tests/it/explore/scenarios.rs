@@ -2,9 +2,9 @@
 
 #![allow(dead_code, reason = "the test and the example use parts of it")]
 
-use dsm::testing::litmus::{Instruction, Litmus, classics, var};
-use dsm::testing::world::{Budget, Setup};
 use dsm::{Plant, Policy};
+use dsm_testbed::litmus::{Instruction, Litmus, classics, var};
+use dsm_testbed::world::{Budget, Setup};
 
 /// Without holds: the model checker has no time.
 pub const POLICY: Policy = Policy { hold_ns: 0, ..Policy::IVY };

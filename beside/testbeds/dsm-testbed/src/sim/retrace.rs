@@ -5,13 +5,14 @@
 use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
 
+use dsm::config::{Config, ConfigError};
+use dsm::event::{Action, Event};
+use dsm::message::Message;
+use dsm::names::NodeId;
+use dsm::node::Node;
+use dsm::trace::Entry;
+
 use super::replay::{Memory, Replayed, Shared};
-use crate::config::{Config, ConfigError};
-use crate::event::{Action, Event};
-use crate::message::Message;
-use crate::names::NodeId;
-use crate::node::Node;
-use crate::trace::Entry;
 
 /// An input of a node.
 #[derive(Debug)]
@@ -104,8 +105,8 @@ impl Host {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::Policy;
-    use crate::event::Fault;
+    use dsm::config::Policy;
+    use dsm::event::Fault;
 
     /// A recording in an impossible order is detected, and the replay ends.
     #[test]

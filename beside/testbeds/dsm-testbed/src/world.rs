@@ -7,13 +7,14 @@ mod restart;
 use std::collections::VecDeque;
 use std::hash::Hash;
 
-use crate::config::{Config, Plant, Policy};
-use crate::event::{Action, Event, Fault};
-use crate::message::Message;
-use crate::names::{Access, Mode, NodeId, Page, Vcpu};
-use crate::node::Node;
-use crate::operation::{Atomic, Operation};
-use crate::testing::litmus::{Instruction, Litmus, Outcome, Var};
+use dsm::config::{Config, Plant, Policy};
+use dsm::event::{Action, Event, Fault};
+use dsm::message::Message;
+use dsm::names::{Access, Mode, NodeId, Page, Vcpu};
+use dsm::node::Node;
+use dsm::operation::{Atomic, Operation};
+
+use crate::litmus::{Instruction, Litmus, Outcome, Var};
 use memory::Memory;
 
 /// Bytes of a page in the world.
@@ -140,7 +141,7 @@ impl World {
             let config = Config::new(me, setup.nodes, setup.policy);
             let mut node =
                 Node::new(Config { vcpus, plant: setup.plant, ..config }).expect("a configuration");
-            node.age(ahead(setup, me.into()));
+            node.advance_clock(ahead(setup, me.into()));
             node
         };
         let memory = |node: usize| Memory {

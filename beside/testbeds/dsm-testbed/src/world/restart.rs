@@ -1,8 +1,9 @@
 //! Saving and restoring a world.
 
+use dsm::names::{Access, NodeId, Page};
+use dsm::node::Node;
+
 use super::{Doing, PAGES, SIZE, World};
-use crate::names::{Access, NodeId, Page};
-use crate::node::Node;
 use std::collections::VecDeque;
 
 impl World {

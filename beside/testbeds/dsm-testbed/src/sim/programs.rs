@@ -1,7 +1,8 @@
 //! Guest programs: generators of the sharing patterns that decide how well shared memory over a network performs.
 
-use crate::names::Page;
-use crate::testing::dice::Dice;
+use dsm::names::Page;
+
+use crate::dice::Dice;
 
 /// One operation of a vCPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

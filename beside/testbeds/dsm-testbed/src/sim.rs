@@ -11,15 +11,16 @@ pub mod retrace;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, HashMap, VecDeque};
 
-use crate::config::{Config, ConfigError};
-use crate::counters::Counters;
-use crate::event::{Action, Event, Fault};
-use crate::message::{Body, Message};
-use crate::names::{Access, Page};
-use crate::node::Node;
-use crate::operation::{Atomic, Operation};
-use crate::pages::Pages;
-use crate::wire::PAGE_SIZE;
+use dsm::config::{Config, ConfigError};
+use dsm::counters::Counters;
+use dsm::event::{Action, Event, Fault};
+use dsm::message::{Body, Message};
+use dsm::names::{Access, Page};
+use dsm::node::Node;
+use dsm::operation::{Atomic, Operation};
+use dsm::pages::Pages;
+use dsm::wire::PAGE_SIZE;
+
 use costs::{Costs, Preset};
 use programs::{Op, Pattern, Program};
 

@@ -2,10 +2,11 @@
 
 use std::collections::VecDeque;
 
+use dsm::names::{Access, Page};
+use dsm::pages::Pages;
+
 use super::{PAGES, SIZE};
-use crate::names::{Access, Page};
-use crate::pages::Pages;
-use crate::testing::litmus::Var;
+use crate::litmus::Var;
 
 /// Guest memory of one node, with the store buffers of its vCPUs.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]

@@ -1,11 +1,12 @@
 //! The invariants of a world.
 
+use dsm::message::Body;
+use dsm::names::{Access, NodeId, Page};
+use dsm::node::Node;
+use dsm::operation::Change;
+
 use super::{PAGES, Setup, World};
-use crate::message::Body;
-use crate::names::{Access, NodeId, Page};
-use crate::node::Node;
-use crate::operation::Change;
-use crate::testing::litmus::{Litmus, Outcome};
+use crate::litmus::{Litmus, Outcome};
 
 impl World {
     /// Checks the invariants.

@@ -1,8 +1,8 @@
 //! Costs of the simulated hosts and networks, and presets after published systems.
 
-use crate::config::Policy;
-use crate::message::Message;
-use crate::wire::{self, PAGE_SIZE};
+use dsm::config::Policy;
+use dsm::message::Message;
+use dsm::wire::{self, PAGE_SIZE};
 
 /// Costs of a host and its network, ns.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -9,15 +9,15 @@ use std::cell::RefCell;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, HashMap, VecDeque};
 
-use crate::config::{Config, ConfigError};
-use crate::event::{Action, Event, Fault};
-use crate::message::Message;
-use crate::names::{Access, Page, Vcpu};
-use crate::node::Node;
-use crate::operation::Operation;
-use crate::pages::Pages;
-use crate::trace::Entry;
-use crate::wire::{self, PAGE_SIZE};
+use dsm::config::{Config, ConfigError};
+use dsm::event::{Action, Event, Fault};
+use dsm::message::Message;
+use dsm::names::{Access, Page, Vcpu};
+use dsm::node::Node;
+use dsm::operation::Operation;
+use dsm::pages::Pages;
+use dsm::trace::Entry;
+use dsm::wire::{self, PAGE_SIZE};
 
 /// Results of a replay.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

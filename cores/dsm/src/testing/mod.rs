@@ -1,6 +1,0 @@
-//! Test tools for the protocol: litmus tests with a reference of x86-TSO, the model checker's world, a simulator.
-
-pub mod dice;
-pub mod litmus;
-pub mod sim;
-pub mod world;
