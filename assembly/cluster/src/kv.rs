@@ -1,6 +1,6 @@
 //! The interface of the key-value store that several instances of the service share: guarded transactions, leases, and
 //! waiting for the deletion of a key. etcd implements it (`etcd::Etcd`, with the feature `etcd`).
-//! [`crate::testing::FakeKv`] implements it for tests, with the same semantics.
+//! `FakeKv` of the crate `cluster-testbed` implements it for tests, with the same semantics.
 //!
 //! Revisions are etcd's: one counter for the whole store. A key has the revision that created it, and the revision of
 //! its last change. Both are 0 for a key that doesn't exist.

@@ -24,7 +24,6 @@
 //! |---|---|
 //! | [`kv`] | what is needed of such a store: transactions with guards, leases |
 //! | `etcd`, [`etcd_config`] | etcd is one; with the feature `etcd` |
-//! | [`testing`] | another, in memory, for tests |
 //! | [`rows`], [`kv_store`] | the state in it; who doesn't lead any more changes nothing |
 //! | [`term`], [`election`] | who leads, and until when |
 //! | `roles` | what this instance says of that |
@@ -49,7 +48,6 @@ mod service;
 pub mod state;
 pub mod store;
 pub mod term;
-pub mod testing;
 
 pub use election::Candidate;
 pub use kv_store::KvStore;

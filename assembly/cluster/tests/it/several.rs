@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use cluster::testing::FakeKv;
 use cluster::{Candidate, Server, ServerConfig};
+use cluster_testbed::FakeKv;
 use common::{Says as _, wait_until};
 use control_api::cluster::proto;
 use control_api::cluster::{ClusterError, Service};

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use cluster::testing::FakeKv;
 use cluster::{Candidate, Server, ServerConfig};
+use cluster_testbed::FakeKv;
 use common::adding::{Adder, Peer, check, pair};
 use common::cluster::{Cluster, known, wait_to_know};
 use common::moving::{Move, ask};

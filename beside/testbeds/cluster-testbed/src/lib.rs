@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::kv::{Entry, Guard, Kv, KvError, Lease, Operation};
-use crate::term::Term;
+use cluster::kv::{Entry, Guard, Kv, KvError, Lease, Operation};
+use cluster::term::Term;
 
 /// etcd's default limits.
 const ETCD_OPERATIONS: usize = 128;
