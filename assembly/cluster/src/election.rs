@@ -24,7 +24,7 @@ use crate::kv_store::{KvStore, leader_key};
 use crate::registry::Registry;
 use crate::roles::Roles;
 use crate::state::State;
-use crate::store::StoreError;
+use crate::store_error::StoreError;
 use crate::term::Term;
 
 /// Delay before a retry, when the store doesn't answer.

@@ -23,7 +23,7 @@ use crate::holds::Holds;
 use crate::messages;
 use crate::refusal::Refusal;
 use crate::registry::{Event, Registry};
-use crate::store::StoreError;
+use crate::store_error::StoreError;
 use crate::term::Term;
 
 /// Events that are kept for watchers that come back.

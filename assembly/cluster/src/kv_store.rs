@@ -26,7 +26,8 @@ use std::time::Duration;
 use crate::kv::{Guard, Kv, KvError, MAX_BYTES, MAX_OPERATIONS, Operation};
 use crate::rows::{self, Row};
 use crate::state::{Change, State};
-use crate::store::{Store, StoreError};
+use crate::store::Store;
+use crate::store_error::StoreError;
 use crate::term::Term;
 
 /// One request takes no longer.

@@ -47,9 +47,11 @@ pub mod server;
 mod service;
 pub mod state;
 pub mod store;
+mod store_error;
 pub mod term;
 
 pub use election::Candidate;
 pub use kv_store::KvStore;
 pub use server::{Server, ServerConfig, ServerError};
-pub use store::{RedbStore, Store, StoreError};
+pub use store::{RedbStore, Store};
+pub use store_error::StoreError;

@@ -4,7 +4,7 @@ use nomad::coordinator::Refused;
 use nomad::{Epoch, Incarnation};
 
 use crate::state::State;
-use crate::store::StoreError;
+use crate::store_error::StoreError;
 
 /// Why the service refuses a request.
 #[derive(Debug, thiserror::Error)]

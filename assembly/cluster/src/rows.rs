@@ -3,7 +3,7 @@
 //!
 //! | key | value, postcard |
 //! |---|---|
-//! | `version` | [`VERSION`] |
+//! | `version` | [`ETCD_VERSION`] |
 //! | `head` | revision, the last VM's and the last migration's numbers; written by every transaction |
 //! | `settings` | mtu, sockets |
 //! | `hosts/ID` | incarnation |
@@ -25,10 +25,8 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::state::{AboutHost, AboutVm, Change, Settings, State};
-use crate::store::StoreError;
+use crate::store_error::{ETCD_VERSION, StoreError};
 
-/// Version of the rows. Rows of version 1, which has no `owed`, are read as well.
-pub const VERSION: u64 = 2;
 /// Key of the row that every transaction writes.
 pub const HEAD: &str = "head";
 /// Key of the version.
@@ -140,7 +138,7 @@ fn decode<T: DeserializeOwned>(key: &str, value: &[u8]) -> Result<T, StoreError>
 /// When it is another version's.
 pub fn check_format(value: &[u8]) -> Result<(), StoreError> {
     match decode(FORMAT, value)? {
-        1 | VERSION => Ok(()),
+        1 | ETCD_VERSION => Ok(()),
         other => Err(StoreError::EtcdVersion(other)),
     }
 }
@@ -150,7 +148,7 @@ pub fn check_format(value: &[u8]) -> Result<(), StoreError> {
 /// # Errors
 /// None that can be thought of.
 pub fn format() -> Result<Vec<u8>, StoreError> {
-    encode(&VERSION)
+    encode(&ETCD_VERSION)
 }
 
 /// A migration's row.

@@ -28,7 +28,8 @@ use crate::registry::Registry;
 use crate::roles::Roles;
 use crate::service::Service;
 use crate::state::Settings;
-use crate::store::{RedbStore, Store, StoreError};
+use crate::store::{RedbStore, Store};
+use crate::store_error::StoreError;
 
 /// Connections at once; more are hung up on. Each host has one.
 const CONNECTIONS: usize = 8192;

@@ -17,7 +17,7 @@ use crate::keeper::{Handle, Keeper};
 use crate::messages;
 use crate::refusal::Refusal;
 use crate::roles::Roles;
-use crate::store::StoreError;
+use crate::store_error::StoreError;
 
 /// Messages of one host that wait to be carried out.
 const MAX_MESSAGES_IN_FLIGHT: usize = 64;

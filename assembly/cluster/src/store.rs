@@ -5,7 +5,7 @@
 //!
 //! | table | key | value |
 //! |---|---|---|
-//! | `format` | "version" | [`VERSION`] |
+//! | `format` | "version" | [`DATABASE_VERSION`] |
 //! | `hosts` | host | incarnation |
 //! | `vms` | VM | host, epoch, alive |
 //! | `links` | lower VM, higher VM | nothing |
@@ -21,7 +21,7 @@
 //! open; redb locks it.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use nomad::coordinator::{Decision, Ledger, Owner, Stored};
 use nomad::{Epoch, HostId, Incarnation, MigrationId, Move, VmId};
@@ -30,11 +30,7 @@ use serde::{Serialize, de::DeserializeOwned};
 
 use crate::rows::{self, Row};
 use crate::state::{AboutHost, AboutVm, Change, Settings, State};
-
-/// Version of the tables. A database of version 2, which has no `owed`, becomes one of this version when it is opened.
-pub const VERSION: u64 = 3;
-/// The oldest version that is read.
-const OLDEST_VERSION: u64 = 2;
+use crate::store_error::{DATABASE_VERSION, OLDEST_DATABASE_VERSION, StoreError};
 
 const FORMAT: TableDefinition<'_, &str, u64> = TableDefinition::new("format");
 const HOSTS: TableDefinition<'_, u32, u64> = TableDefinition::new("hosts");
@@ -51,54 +47,6 @@ const VM_NAMES: TableDefinition<'_, u32, &[u8]> = TableDefinition::new("vm_names
 const UNDECIDED: u8 = 0;
 const COMMITTED: u8 = 1;
 const ABORTED: u8 = 2;
-
-/// Why the database can't be used.
-#[derive(Debug, thiserror::Error)]
-pub enum StoreError {
-    /// It can't be opened.
-    #[error("The cluster's database {} can't be opened. Is another `causeway cluster` running, or is it no such database?", path.display())]
-    Open {
-        /// The file.
-        path: PathBuf,
-        /// The database's error.
-        #[source]
-        source: Box<redb::Error>,
-    },
-    /// Another version.
-    #[error(
-        "The cluster's database has version {0}, this program knows {OLDEST_VERSION} to {VERSION}: run the release that made it"
-    )]
-    Version(u64),
-    /// Reading or writing failed.
-    #[error("The cluster's database can't be {what}. See to its disk; nothing was decided")]
-    Broken {
-        /// `read` or `written`.
-        what: &'static str,
-        /// The database's error.
-        #[source]
-        source: Box<redb::Error>,
-    },
-    /// Another version, in etcd.
-    #[error(
-        "The cluster's state in etcd has version {0}, this program knows {known}: run the release that made it",
-        known = crate::rows::VERSION
-    )]
-    EtcdVersion(u64),
-    /// The store that instances share doesn't do it.
-    #[error(transparent)]
-    Kv(#[from] crate::kv::KvError),
-    /// Another instance leads, or may lead by now.
-    #[error("This instance of the cluster service doesn't lead any more, and changed nothing: ask again")]
-    NotLeading,
-    /// No answer came while this instance led.
-    #[error(
-        "This instance of the cluster service doesn't lead any more, and doesn't know what became of its last change: ask again"
-    )]
-    Unknown,
-    /// It has something that no ledger has.
-    #[error("The cluster's database is damaged: {0}. Restore it from a copy")]
-    Damaged(String),
-}
 
 fn read<E: Into<redb::Error>>(source: E) -> StoreError {
     StoreError::Broken { what: "read", source: Box::new(source.into()) }
@@ -163,13 +111,13 @@ impl RedbStore {
         let version = {
             let mut format = transaction.open_table(FORMAT).map_err(written)?;
             let known = format.get("version").map_err(read)?.map(|version| version.value());
-            let known = known.unwrap_or(VERSION);
-            if (OLDEST_VERSION..=VERSION).contains(&known) {
-                format.insert("version", VERSION).map_err(written)?;
+            let known = known.unwrap_or(DATABASE_VERSION);
+            if (OLDEST_DATABASE_VERSION..=DATABASE_VERSION).contains(&known) {
+                format.insert("version", DATABASE_VERSION).map_err(written)?;
             }
             known
         };
-        if !(OLDEST_VERSION..=VERSION).contains(&version) {
+        if !(OLDEST_DATABASE_VERSION..=DATABASE_VERSION).contains(&version) {
             return Err(StoreError::Version(version));
         }
         // Tables exist from the beginning, so that reading needs no special case.

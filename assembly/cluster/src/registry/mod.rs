@@ -28,7 +28,8 @@ use nomad::{Coordinator, HostId, Incarnation, Message, VmId};
 
 use crate::refusal::Refusal;
 use crate::state::{Change, Settings, State, touched};
-use crate::store::{Store, StoreError};
+use crate::store::Store;
+use crate::store_error::StoreError;
 
 use leases::Leases;
 

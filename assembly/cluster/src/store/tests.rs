@@ -49,7 +49,7 @@ fn a_database_of_version_2_is_read() {
 #[test]
 fn other_versions_are_refused() {
     let folder = tempfile::tempdir().unwrap();
-    for version in [1, VERSION + 1] {
+    for version in [1, DATABASE_VERSION + 1] {
         let path = folder.path().join(format!("{version}.redb"));
         drop(RedbStore::open(&path).unwrap());
         make_version(&path, version);
