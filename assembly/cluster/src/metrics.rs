@@ -118,19 +118,15 @@ fn of_role(role: &proto::Role) -> Vec<Family> {
 fn families(keeper: &mut Keeper) -> Vec<Family> {
     let (registry, state) = (&keeper.registry, keeper.registry.state());
     let count = |number: usize| u64::try_from(number).unwrap_or(u64::MAX);
-    let hosts: Vec<(HostId, &str)> = state
-        .hosts
-        .iter()
-        .filter(|(_, about)| !about.is_forgotten())
-        .map(|(host, about)| (*host, about.name.as_str()))
-        .collect();
+    let known = state.hosts.iter().filter(|(_, about)| !about.is_forgotten()).map(|(host, _)| *host);
+    let hosts: Vec<HostId> = known.collect();
     let mut families = Vec::new();
     let mut gauge = |name: &str, help: &str, value: u64| {
         let mut family = Family::gauge(name, help);
         family.add_count(&[], value);
         families.push(family);
     };
-    let heard = hosts.iter().filter(|(host, _)| registry.is_heard(*host)).count();
+    let heard = hosts.iter().filter(|host| registry.is_heard(**host)).count();
     gauge("causeway_cluster_hosts", "Hosts that have ever registered.", count(hosts.len()));
     gauge("causeway_cluster_hosts_heard", "Hosts whose lease runs.", count(heard));
     let alive = state.ledger.vms.values().filter(|owner| owner.alive).count();
@@ -151,11 +147,23 @@ fn families(keeper: &mut Keeper) -> Vec<Family> {
         count(state.ledger.migrations.len()),
     );
     gauge("causeway_cluster_watchers", "Clients that follow changes.", count(keeper.watchers()));
-    for (name, help, value) in [
+    families.extend(counters(keeper));
+    let (registry, state) = (&keeper.registry, keeper.registry.state());
+    let mut up = Family::gauge("causeway_cluster_host_heard", "Whether a host's lease runs.");
+    for (host, about) in state.hosts.iter().filter(|(_, about)| !about.is_forgotten()) {
+        up.add_count(&[("host", about.name.as_str())], u64::from(registry.is_heard(*host)));
+    }
+    families.push(up);
+    families
+}
+
+fn counters(keeper: &Keeper) -> Vec<Family> {
+    let registry = &keeper.registry;
+    let counters = [
         (
             "causeway_cluster_transactions_total",
             "Changes of the database by requests and timers.",
-            state.revision,
+            registry.state().revision,
         ),
         (
             "causeway_cluster_writes_total",
@@ -177,15 +185,11 @@ fn families(keeper: &mut Keeper) -> Vec<Family> {
             "Messages to hosts that weren't there or took nothing.",
             keeper.lost_messages,
         ),
-    ] {
+    ];
+    let family = |(name, help, value)| {
         let mut family = Family::counter(name, help);
         family.add_count(&[], value);
-        families.push(family);
-    }
-    let mut up = Family::gauge("causeway_cluster_host_heard", "Whether a host's lease runs.");
-    for (host, name) in hosts {
-        up.add_count(&[("host", name)], u64::from(registry.is_heard(host)));
-    }
-    families.push(up);
-    families
+        family
+    };
+    counters.into_iter().map(family).collect()
 }

@@ -21,6 +21,18 @@ fn write_page(device: &Device, out: &mut String) -> std::fmt::Result {
         "PCI {:04X}:{:04X}, class {:06X}, revision {:02X}; bus mastering: {:?}.\n",
         pci.vendor, pci.device, pci.class, pci.revision, pci.bus_master
     )?;
+    registers(device, out)?;
+    writeln!(out, "\n## States\n")?;
+    for (number, component) in (0u8..).zip(device.components) {
+        writeln!(out, "### {}\n\n```mermaid", component.name)?;
+        writeln!(out, "{}```\n", picture(device, number))?;
+    }
+    transitions(device, out)?;
+    windows(device, out)?;
+    context(device, out)
+}
+
+fn registers(device: &Device, out: &mut String) -> std::fmt::Result {
     writeln!(
         out,
         "## Registers\n\nClasses: F free, S shadowed, V virtual, C checked, D checked and can start DMA or the card's own engine, X denied.\n"
@@ -51,12 +63,10 @@ fn write_page(device: &Device, out: &mut String) -> std::fmt::Result {
             register.about
         )?;
     }
-    writeln!(out, "\n## States\n")?;
-    for (number, component) in (0u8..).zip(device.components) {
-        writeln!(out, "### {}\n\n```mermaid", component.name)?;
-        writeln!(out, "{}```\n", picture(device, number))?;
-    }
-    transitions(device, out)?;
+    Ok(())
+}
+
+fn windows(device: &Device, out: &mut String) -> std::fmt::Result {
     writeln!(out, "## Memory that the device touches by itself\n")?;
     writeln!(out, "| window | where | first byte | bytes at most | when |\n|---|---|---|---|---|")?;
     for window in device.windows {
@@ -75,6 +85,10 @@ fn write_page(device: &Device, out: &mut String) -> std::fmt::Result {
             Named(device, &window.active)
         )?;
     }
+    Ok(())
+}
+
+fn context(device: &Device, out: &mut String) -> std::fmt::Result {
     let reusable: Vec<String> = device.reusable.iter().map(|&state| device.state_name(state)).collect();
     writeln!(out, "\n## Context\n\nReusable when {}.\n", reusable.join(", "))?;
     for (title, steps) in [

@@ -173,42 +173,8 @@ pub fn encoded_len(message: &Message) -> usize {
 
 fn body(body: &Body, writer: &mut Writer<'_>) {
     match body {
-        Body::Request(request) => {
-            writer.u8(request.requester.0);
-            writer.u8(intent_code(request.intent)
-                | u8::from(request.as_update) << 2
-                | u8::from(request.convert) << 3
-                | u8::from(request.atomic) << 4
-                | u8::from(request.held.is_some()) << 5);
-            writer.u16(request.changed);
-            writer.priority(request.priority);
-            if let Some(held) = request.held {
-                writer.u64(held);
-            }
-        }
-        Body::Grant(grant) => {
-            let (code, payload): (u8, &[u8]) = match &grant.payload {
-                Payload::Zero => (ZERO, &[]),
-                Payload::Same => (SAME, &[]),
-                Payload::Difference(_) => (DIFFERENCE, &[]),
-                Payload::Raw(bytes) => (RAW, bytes),
-            };
-            writer.u8(intent_code(grant.intent));
-            writer.u8(mode_code(grant.mode));
-            writer.u8(code);
-            writer.u64(grant.version);
-            writer.u64(grant.copies.0);
-            writer.seqs(&grant.counters);
-            writer.0.extend_from_slice(payload);
-            if let Payload::Difference(runs) = &grant.payload {
-                writer.length(runs.len());
-                for (offset, bytes) in runs {
-                    writer.u16(*offset);
-                    writer.length(bytes.len());
-                    writer.0.extend_from_slice(bytes);
-                }
-            }
-        }
+        Body::Request(sent) => request(sent, writer),
+        Body::Grant(sent) => grant(sent, writer),
         Body::Invalidate { writer: waits, priority, updated } => {
             writer.u8(waits.0);
             writer.u8(u8::from(*updated));
@@ -216,24 +182,7 @@ fn body(body: &Body, writer: &mut Writer<'_>) {
         }
         Body::InvalidateAck | Body::Tick | Body::Reverted | Body::RevertedAck => {}
         Body::Hurry { priority } => writer.priority(*priority),
-        Body::Operate { requester, vcpu, operation } => {
-            writer.u8(requester.0);
-            writer.u16(*vcpu);
-            match operation {
-                Operation::Store { offset, bytes, mask } => {
-                    writer.u8(0);
-                    writer.change(&Change { offset: *offset, bytes: bytes.clone(), mask: *mask }, 0);
-                }
-                Operation::Atomic { offset, width, kind, operand, expected } => {
-                    let code = Atomic::ALL.iter().position(|other| other == kind).unwrap_or(0);
-                    writer.u8(u8::try_from(code + 1).unwrap_or(u8::MAX));
-                    writer.u16(*offset);
-                    writer.u8(*width);
-                    writer.u64(*operand);
-                    writer.u64(*expected);
-                }
-            }
-        }
+        Body::Operate { requester, vcpu, operation } => operate(*requester, *vcpu, operation, writer),
         Body::Update { change, done } => {
             writer.change(change, u8::from(done.is_some()) << 1);
             if let Some((vcpu, old)) = done {
@@ -256,20 +205,79 @@ fn body(body: &Body, writer: &mut Writer<'_>) {
             writer.u8(u8::from(*stays));
         }
         Body::Advise { mode } => writer.u8(mode_code(*mode)),
-        Body::Token(token) => {
-            writer.seqs(&token.last);
-            writer.seqs(&token.unacked);
-            writer.length(token.pages.len());
-            for (page, mode, copies) in &token.pages {
-                writer.u64(*page);
-                writer.u8(mode_code(*mode));
-                writer.u64(copies.0);
-            }
-        }
+        Body::Token(sent) => token(sent, writer),
         Body::Weak { counter, change } => {
             writer.u64(*counter);
             writer.change(change, 0);
         }
+    }
+}
+
+fn request(request: &Request, writer: &mut Writer<'_>) {
+    writer.u8(request.requester.0);
+    writer.u8(intent_code(request.intent)
+        | u8::from(request.as_update) << 2
+        | u8::from(request.convert) << 3
+        | u8::from(request.atomic) << 4
+        | u8::from(request.held.is_some()) << 5);
+    writer.u16(request.changed);
+    writer.priority(request.priority);
+    if let Some(held) = request.held {
+        writer.u64(held);
+    }
+}
+
+fn grant(grant: &Grant, writer: &mut Writer<'_>) {
+    let (code, payload): (u8, &[u8]) = match &grant.payload {
+        Payload::Zero => (ZERO, &[]),
+        Payload::Same => (SAME, &[]),
+        Payload::Difference(_) => (DIFFERENCE, &[]),
+        Payload::Raw(bytes) => (RAW, bytes),
+    };
+    writer.u8(intent_code(grant.intent));
+    writer.u8(mode_code(grant.mode));
+    writer.u8(code);
+    writer.u64(grant.version);
+    writer.u64(grant.copies.0);
+    writer.seqs(&grant.counters);
+    writer.0.extend_from_slice(payload);
+    if let Payload::Difference(runs) = &grant.payload {
+        writer.length(runs.len());
+        for (offset, bytes) in runs {
+            writer.u16(*offset);
+            writer.length(bytes.len());
+            writer.0.extend_from_slice(bytes);
+        }
+    }
+}
+
+fn operate(requester: NodeId, vcpu: u16, operation: &Operation, writer: &mut Writer<'_>) {
+    writer.u8(requester.0);
+    writer.u16(vcpu);
+    match operation {
+        Operation::Store { offset, bytes, mask } => {
+            writer.u8(0);
+            writer.change(&Change { offset: *offset, bytes: bytes.clone(), mask: *mask }, 0);
+        }
+        Operation::Atomic { offset, width, kind, operand, expected } => {
+            let code = Atomic::ALL.iter().position(|other| other == kind).unwrap_or(0);
+            writer.u8(u8::try_from(code + 1).unwrap_or(u8::MAX));
+            writer.u16(*offset);
+            writer.u8(*width);
+            writer.u64(*operand);
+            writer.u64(*expected);
+        }
+    }
+}
+
+fn token(token: &Token, writer: &mut Writer<'_>) {
+    writer.seqs(&token.last);
+    writer.seqs(&token.unacked);
+    writer.length(token.pages.len());
+    for (page, mode, copies) in &token.pages {
+        writer.u64(*page);
+        writer.u8(mode_code(*mode));
+        writer.u64(copies.0);
     }
 }
 

@@ -156,65 +156,81 @@ impl<'a> Session<'a> {
                     return Err(Errno::INVAL.into());
                 }
             }
-            feature::SET if sets => match what {
-                feature::MIG_DEVICE_STATE => {
-                    let wanted = fixed::<MigDeviceState>(data)?;
-                    let state = DeviceState::from_wire(wanted.state).ok_or(Errno::INVAL)?;
-                    migration.set_state(state)?;
-                    answer.extend_from_slice(wanted.as_bytes());
-                }
-                feature::DMA_LOGGING_START => {
-                    let (start, ranges) = LoggingStart::read_from_prefix(data).map_err(|_| Errno::INVAL)?;
-                    let size = usize::try_from(start.ranges)
-                        .ok()
-                        .map(|count| count.saturating_mul(size_of::<LoggingRange>()));
-                    if start.page_size != LOG_PAGE
-                        || start.ranges > MAX_LOG_RANGES
-                        || size != Some(ranges.len())
-                    {
-                        return Err(Errno::INVAL.into());
-                    }
-                    // The device logs all of the client's memory, which includes these ranges.
-                    migration.start_logging()?;
-                }
-                feature::HOLD_BACK => {
-                    let percent = u8::try_from(fixed::<HoldBack>(data)?.percent).map_err(|_| Errno::INVAL)?;
-                    if percent > 99 {
-                        return Err(Errno::INVAL.into());
-                    }
-                    migration.hold_back(percent)?;
-                }
-                feature::LATE_MEMORY => migration.late_memory(self.late_memory(data, fds)?)?,
-                _ => migration.stop_logging()?,
-            },
-            feature::GET if gets => match what {
-                feature::MIGRATION => {
-                    answer.extend_from_slice((MIGRATION_STOP_COPY | MIGRATION_PRE_COPY).as_bytes());
-                }
-                feature::MIG_DEVICE_STATE => {
-                    let state = MigDeviceState { state: migration.state() as u32, data_fd: u32::MAX };
-                    answer.extend_from_slice(state.as_bytes());
-                }
-                _ => {
-                    let report = fixed::<LoggingReport>(data)?;
-                    let end = report.address.checked_add(report.size).ok_or(Errno::INVAL)?;
-                    let most = u64::from(MAX_TRANSFER) / 8 * 64 * LOG_PAGE;
-                    let known = self.dma.range(..=report.address).next_back();
-                    let within = known.is_some_and(|(start, size)| end <= start.saturating_add(*size));
-                    if report.page_size != LOG_PAGE || report.size == 0 || report.size > most || !within {
-                        return Err(Errno::INVAL.into());
-                    }
-                    let words = migration.take_dirty(report.address, report.size)?;
-                    answer.extend_from_slice(report.as_bytes());
-                    answer.extend_from_slice(words.as_bytes());
-                }
-            },
+            feature::SET if sets => answer = self.set_feature(migration, what, data, fds)?,
+            feature::GET if gets => answer = self.get_feature(migration, what, data)?,
             _ => return Err(Errno::INVAL.into()),
         }
         let argsz = wire_len(size_of::<DeviceFeature>() + answer.len());
         let mut reply = DeviceFeature { argsz, flags: request.flags }.as_bytes().to_vec();
         reply.extend_from_slice(&answer);
         Ok(reply)
+    }
+
+    fn set_feature(
+        &self,
+        migration: &dyn Migration,
+        what: u32,
+        data: &[u8],
+        fds: Vec<OwnedFd>,
+    ) -> Result<Vec<u8>, Refusal> {
+        let mut answer = Vec::new();
+        match what {
+            feature::MIG_DEVICE_STATE => {
+                let wanted = fixed::<MigDeviceState>(data)?;
+                let state = DeviceState::from_wire(wanted.state).ok_or(Errno::INVAL)?;
+                migration.set_state(state)?;
+                answer.extend_from_slice(wanted.as_bytes());
+            }
+            feature::DMA_LOGGING_START => {
+                let (start, ranges) = LoggingStart::read_from_prefix(data).map_err(|_| Errno::INVAL)?;
+                let size = usize::try_from(start.ranges)
+                    .ok()
+                    .map(|count| count.saturating_mul(size_of::<LoggingRange>()));
+                if start.page_size != LOG_PAGE || start.ranges > MAX_LOG_RANGES || size != Some(ranges.len())
+                {
+                    return Err(Errno::INVAL.into());
+                }
+                // The device logs all of the client's memory, which includes these ranges.
+                migration.start_logging()?;
+            }
+            feature::HOLD_BACK => {
+                let percent = u8::try_from(fixed::<HoldBack>(data)?.percent).map_err(|_| Errno::INVAL)?;
+                if percent > 99 {
+                    return Err(Errno::INVAL.into());
+                }
+                migration.hold_back(percent)?;
+            }
+            feature::LATE_MEMORY => migration.late_memory(self.late_memory(data, fds)?)?,
+            _ => migration.stop_logging()?,
+        }
+        Ok(answer)
+    }
+
+    fn get_feature(&self, migration: &dyn Migration, what: u32, data: &[u8]) -> Result<Vec<u8>, Refusal> {
+        let mut answer = Vec::new();
+        match what {
+            feature::MIGRATION => {
+                answer.extend_from_slice((MIGRATION_STOP_COPY | MIGRATION_PRE_COPY).as_bytes());
+            }
+            feature::MIG_DEVICE_STATE => {
+                let state = MigDeviceState { state: migration.state() as u32, data_fd: u32::MAX };
+                answer.extend_from_slice(state.as_bytes());
+            }
+            _ => {
+                let report = fixed::<LoggingReport>(data)?;
+                let end = report.address.checked_add(report.size).ok_or(Errno::INVAL)?;
+                let most = u64::from(MAX_TRANSFER) / 8 * 64 * LOG_PAGE;
+                let known = self.dma.range(..=report.address).next_back();
+                let within = known.is_some_and(|(start, size)| end <= start.saturating_add(*size));
+                if report.page_size != LOG_PAGE || report.size == 0 || report.size > most || !within {
+                    return Err(Errno::INVAL.into());
+                }
+                let words = migration.take_dirty(report.address, report.size)?;
+                answer.extend_from_slice(report.as_bytes());
+                answer.extend_from_slice(words.as_bytes());
+            }
+        }
+        Ok(answer)
     }
 
     fn read_data(&self, body: &[u8], peer: PeerLimits) -> Result<Vec<u8>, Refusal> {

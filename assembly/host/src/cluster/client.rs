@@ -197,29 +197,11 @@ impl Link {
         let directory = Arc::clone(&self.directory);
         let service = &directory.config.service;
         let mut client = service.connect().await?;
-        let incarnation = directory.incarnation.load(Ordering::SeqCst);
-        let request = hello(&directory.config, directory.address, incarnation);
-        let reply = service.within("RegisterHost", client.register_host(request)).await;
-        if let Err(ClusterError::Refused { code: Code::FailedPrecondition, .. }) = &reply {
-            // Another daemon with this host's name has registered and is gone: this daemon has its address. The service accepts this daemon
-            // as a new start, unless it has another address for the name.
-            directory.incarnation.store(0, Ordering::SeqCst);
-        }
-        let reply = reply?;
+        let reply = self.register(&mut client).await?;
         let lease = lease(&reply);
         service.set_lease(lease);
         let speaker = reply.speaker.unwrap_or_default();
-        directory.incarnation.store(speaker.incarnation, Ordering::SeqCst);
         let settings = reply.settings.unwrap_or_default();
-        let own = (u64::from(directory.view.load().contents.mtu), u32::from(directory.sockets));
-        if (u64::from(settings.mtu), settings.sockets) != own {
-            tracing::warn!(
-                mtu = settings.mtu,
-                sockets = settings.sockets,
-                "The cluster's settings have changed; restart this daemon to use them"
-            );
-        }
-        warn_of(&directory.change(|view| view.set_pins(&settings.pins)));
         let (instance, revision) = directory.view.load().place;
         let mut events =
             service.within("Watch", client.watch(proto::WatchRequest { instance, revision })).await?;
@@ -290,6 +272,33 @@ impl Link {
         }
     }
 
+    /// Registers this host, and takes over its incarnation and the cluster's settings.
+    async fn register(&self, client: &mut Client) -> Result<proto::RegisterHostReply, ClusterError> {
+        let directory = &self.directory;
+        let incarnation = directory.incarnation.load(Ordering::SeqCst);
+        let request = hello(&directory.config, directory.address, incarnation);
+        let reply = directory.config.service.within("RegisterHost", client.register_host(request)).await;
+        if let Err(ClusterError::Refused { code: Code::FailedPrecondition, .. }) = &reply {
+            // Another daemon with this host's name has registered and is gone: this daemon has its address. The service accepts this daemon
+            // as a new start, unless it has another address for the name.
+            directory.incarnation.store(0, Ordering::SeqCst);
+        }
+        let reply = reply?;
+        let speaker = reply.speaker.unwrap_or_default();
+        directory.incarnation.store(speaker.incarnation, Ordering::SeqCst);
+        let settings = reply.settings.clone().unwrap_or_default();
+        let own = (u64::from(directory.view.load().contents.mtu), u32::from(directory.sockets));
+        if (u64::from(settings.mtu), settings.sockets) != own {
+            tracing::warn!(
+                mtu = settings.mtu,
+                sockets = settings.sockets,
+                "The cluster's settings have changed; restart this daemon to use them"
+            );
+        }
+        warn_of(&directory.change(|view| view.set_pins(&settings.pins)));
+        Ok(reply)
+    }
+
     /// Joins the migration protocol: from here on messages flow both ways.
     async fn coordinate(
         &self,
@@ -341,6 +350,25 @@ impl Link {
             self.beat(client, speaker).await?;
         }
         let (vms, links) = self.here();
+        self.report_ended(client, speaker, &vms).await?;
+        self.report_running(client, speaker, vms).await?;
+        if self.said_links.as_ref() != Some(&links) {
+            let said = links.iter().map(|(vm, peer)| proto::Link { vm: vm.0, peer: peer.0 }).collect();
+            let request = proto::ReportLinksRequest { speaker: Some(speaker), links: said };
+            let service = &self.directory.config.service;
+            service.within("ReportLinks", client.report_links(request)).await?;
+            self.said_links = Some(links);
+        }
+        self.say_holds(client, speaker).await
+    }
+
+    /// Reports VMs that have ended here.
+    async fn report_ended(
+        &mut self,
+        client: &mut Client,
+        speaker: Speaker,
+        vms: &Vms,
+    ) -> Result<(), ClusterError> {
         let ended: Vec<(String, Told)> = self
             .told
             .iter()
@@ -370,6 +398,18 @@ impl Link {
                 Heard::Refused(_) => drop(self.told.remove(&name)),
             }
         }
+        Ok(())
+    }
+
+    /// Reports VMs that run here, if they or their NICs are new.
+    async fn report_running(
+        &mut self,
+        client: &mut Client,
+        speaker: Speaker,
+        vms: Vms,
+    ) -> Result<(), ClusterError> {
+        let directory = Arc::clone(&self.directory);
+        let service = &directory.config.service;
         for (name, nics) in vms {
             let before = self.told.get(&name);
             if before.is_some_and(|told| told.nics.as_ref() == Some(&nics)) {
@@ -400,13 +440,7 @@ impl Link {
                 Heard::Refused(_) => {}
             }
         }
-        if self.said_links.as_ref() != Some(&links) {
-            let said = links.iter().map(|(vm, peer)| proto::Link { vm: vm.0, peer: peer.0 }).collect();
-            let request = proto::ReportLinksRequest { speaker: Some(speaker), links: said };
-            service.within("ReportLinks", client.report_links(request)).await?;
-            self.said_links = Some(links);
-        }
-        self.say_holds(client, speaker).await
+        Ok(())
     }
 
     /// Reports peer pauses. An older service doesn't support that.

@@ -271,35 +271,13 @@ impl Mover {
                 self.due.insert(timer, at);
                 self.timers.push(Due(std::cmp::Reverse(at), timer));
             }
-            Action::Reserve { migration, moves } => {
-                let granted = moves.iter().all(|moved| self.reserve(migration, moved.vm));
-                for moved in moves.iter().filter(|_| granted) {
-                    self.set_epoch(moved.vm, moved.epoch);
-                }
-                if !granted {
-                    moves.iter().for_each(|moved| self.release(moved.vm));
-                }
-                return vec![Event::Room { migration, granted }];
-            }
+            Action::Reserve { migration, moves } => return vec![self.reserve_all(migration, &moves)],
             Action::Release { migration } => {
                 for vm in keys(&self.arriving, migration) {
                     self.release(vm);
                 }
             }
-            Action::Copy { migration, vm, .. } => {
-                // Others of its group made it begin when its monitor had just given it up.
-                let wanted = self.phase(vm) == Phase::Begun;
-                self.leaving.insert(vm, migration);
-                self.nics(vm).iter().for_each(|(shared, _)| shared.set_locked(true));
-                // Before its monitor begins to copy it.
-                if let Some(epoch) = self.nomad.as_ref().and_then(|nomad| nomad.epoch(vm)) {
-                    self.set_epoch(vm, epoch);
-                }
-                self.set(vm, Phase::Copying(migration.0));
-                if !wanted {
-                    return vec![Event::StreamBroke { migration }];
-                }
-            }
+            Action::Copy { migration, vm, .. } => return self.copy(migration, vm).into_iter().collect(),
             Action::Queued { migration, behind } => self.wait_for(migration, behind),
             Action::EndCopy { migration } => {
                 let reason = self.why(migration);
@@ -325,37 +303,69 @@ impl Mover {
                 self.open(vm, peer);
                 self.goes_on(peer.vm);
             }
-            Action::Lost { peer } => {
-                self.draining.forget(Drain::Peers(peer));
-                self.held_since.remove(&peer);
-                let mut addressed = self.addressed(peer);
-                addressed.1.extend(self.held.remove(&peer).unwrap_or_default());
-                self.ask(move |worker| {
-                    for vm in worker.facing(addressed.0) {
-                        worker.open(vm, &addressed, false);
-                    }
-                    worker.let_go_of(&addressed);
-                });
-            }
+            Action::Lost { peer } => self.peer_lost(peer),
             Action::Stop { migration, vm } => {
                 return self.drain(Drain::Own(vm), migration).into_iter().collect();
             }
             Action::Finish { vm, .. } => self.set(vm, Phase::Handing),
             Action::Run { vm, epoch } => self.run_vm(vm, epoch),
-            Action::Discard { vm } => {
-                self.draining.forget(Drain::Own(vm));
-                if let Some(migration) = self.leaving.remove(&vm) {
-                    // Queue pairs that faced others of its group from here resume at the destination, if anywhere.
-                    self.held_since.retain(|held, (of, _)| *held == vm || *of != migration);
-                }
-                for (shared, rdma) in self.nics(vm) {
-                    rdma.leave();
-                    shared.set_locked(false);
-                }
-                self.set(vm, Phase::Moved);
-            }
+            Action::Discard { vm } => self.discard(vm),
         }
         Vec::new()
+    }
+
+    /// At the destination: reserves room for all VMs of a migration, or for none.
+    fn reserve_all(&mut self, migration: MigrationId, moves: &[nomad::Move]) -> Event {
+        let granted = moves.iter().all(|moved| self.reserve(migration, moved.vm));
+        for moved in moves.iter().filter(|_| granted) {
+            self.set_epoch(moved.vm, moved.epoch);
+        }
+        if !granted {
+            moves.iter().for_each(|moved| self.release(moved.vm));
+        }
+        Event::Room { migration, granted }
+    }
+
+    /// At the source: the VM's monitor may copy it. Returns an event if the monitor has given up meanwhile.
+    fn copy(&mut self, migration: MigrationId, vm: VmId) -> Option<Event> {
+        // Others of its group made it begin when its monitor had just given it up.
+        let wanted = self.phase(vm) == Phase::Begun;
+        self.leaving.insert(vm, migration);
+        self.nics(vm).iter().for_each(|(shared, _)| shared.set_locked(true));
+        // Before its monitor begins to copy it.
+        if let Some(epoch) = self.nomad.as_ref().and_then(|nomad| nomad.epoch(vm)) {
+            self.set_epoch(vm, epoch);
+        }
+        self.set(vm, Phase::Copying(migration.0));
+        (!wanted).then_some(Event::StreamBroke { migration })
+    }
+
+    /// A peer of VMs of this host is lost: their queue pairs to it open, and fail.
+    fn peer_lost(&mut self, peer: VmId) {
+        self.draining.forget(Drain::Peers(peer));
+        self.held_since.remove(&peer);
+        let mut addressed = self.addressed(peer);
+        addressed.1.extend(self.held.remove(&peer).unwrap_or_default());
+        self.ask(move |worker| {
+            for vm in worker.facing(addressed.0) {
+                worker.open(vm, &addressed, false);
+            }
+            worker.let_go_of(&addressed);
+        });
+    }
+
+    /// A VM of this host runs elsewhere: its devices here end.
+    fn discard(&mut self, vm: VmId) {
+        self.draining.forget(Drain::Own(vm));
+        if let Some(migration) = self.leaving.remove(&vm) {
+            // Queue pairs that faced others of its group from here resume at the destination, if anywhere.
+            self.held_since.retain(|held, (of, _)| *held == vm || *of != migration);
+        }
+        for (shared, rdma) in self.nics(vm) {
+            rdma.leave();
+            shared.set_locked(false);
+        }
+        self.set(vm, Phase::Moved);
     }
 
     /// Records the VM that switches over first, for callers that ask what the VMs of a migration wait for.

@@ -325,42 +325,7 @@ impl Transports {
 
     fn act<P: Provider>(&mut self, engine: &mut Engine<P>, action: Action, now: u64) {
         match action {
-            Action::Post { qp, request } => {
-                match self.way_by_verbs(engine, qp, now) {
-                    Some(Ok(link)) => return self.verbs.post(engine, link, request, now),
-                    Some(Err(refused)) => {
-                        telemetry::guest_warn!(self.refusals, "A connection is refused: {refused}");
-                        engine.remote_complete(qp, request.token, Err(Status::LocalQpOperation));
-                        return;
-                    }
-                    None => {}
-                }
-                if let Some(refused) = self.refusal(engine, qp) {
-                    telemetry::guest_warn!(self.refusals, "A connection is refused: {refused}");
-                    engine.remote_complete(qp, request.token, Err(Status::LocalQpOperation));
-                    return;
-                }
-                let Some(index) = self.connection_of(engine, qp) else {
-                    // Its segment has no uplink any more, or it is gone.
-                    engine.remote_complete(qp, request.token, Err(Status::RetryExceeded));
-                    return;
-                };
-                let Some(entry) = self.connections.get_mut(index) else { return };
-                entry.may_send(engine);
-                // The engine passes no more requests than there is room for, and only what a connection supports. A refused request must
-                // still complete, or its program would wait without end.
-                let refused = entry.connection.post(posted(&request)).err();
-                if let Some(error) = refused {
-                    let status = match error {
-                        PostError::Failed => Status::Flushed,
-                        PostError::Full | PostError::TooLong(_) | PostError::Unsupported => {
-                            Status::LocalQpOperation
-                        }
-                    };
-                    engine.remote_complete(qp, request.token, Err(status));
-                }
-                self.connections.ready(index);
-            }
+            Action::Post { qp, request } => self.post(engine, qp, request, now),
             Action::ReceivePosted { qp } => {
                 self.verbs.receive_posted(engine, qp, now);
                 if let Some(index) = self.connections.find(qp) {
@@ -397,6 +362,42 @@ impl Transports {
             }
             Action::Datagram(datagram) => self.send_datagram(&datagram, now),
         }
+    }
+
+    /// Passes a request to the transport of its queue pair.
+    fn post<P: Provider>(&mut self, engine: &mut Engine<P>, qp: QpId, request: Posted, now: u64) {
+        match self.way_by_verbs(engine, qp, now) {
+            Some(Ok(link)) => return self.verbs.post(engine, link, request, now),
+            Some(Err(refused)) => {
+                telemetry::guest_warn!(self.refusals, "A connection is refused: {refused}");
+                engine.remote_complete(qp, request.token, Err(Status::LocalQpOperation));
+                return;
+            }
+            None => {}
+        }
+        if let Some(refused) = self.refusal(engine, qp) {
+            telemetry::guest_warn!(self.refusals, "A connection is refused: {refused}");
+            engine.remote_complete(qp, request.token, Err(Status::LocalQpOperation));
+            return;
+        }
+        let Some(index) = self.connection_of(engine, qp) else {
+            // Its segment has no uplink any more, or it is gone.
+            engine.remote_complete(qp, request.token, Err(Status::RetryExceeded));
+            return;
+        };
+        let Some(entry) = self.connections.get_mut(index) else { return };
+        entry.may_send(engine);
+        // The engine passes no more requests than there is room for, and only what a connection supports. A refused request must
+        // still complete, or its program would wait without end.
+        let refused = entry.connection.post(posted(&request)).err();
+        if let Some(error) = refused {
+            let status = match error {
+                PostError::Failed => Status::Flushed,
+                PostError::Full | PostError::TooLong(_) | PostError::Unsupported => Status::LocalQpOperation,
+            };
+            engine.remote_complete(qp, request.token, Err(status));
+        }
+        self.connections.ready(index);
     }
 
     /// Whether a device may communicate with peers outside of the directory.

@@ -32,8 +32,8 @@ pub(super) fn matches(head: &[u8]) -> bool {
     head.get(MAGIC_OFFSET..MAGIC_OFFSET + MAGIC.len()) == Some(&MAGIC)
 }
 
-/// Parses the header; `head` is the start of the file.
-pub(super) fn plan(image: &dyn Image, head: &[u8], protocol: BootProtocol) -> Result<Plan, KernelError> {
+/// Reads the setup header from the start of the file, and checks that this program can boot such a kernel.
+fn read_header(image: &dyn Image, head: &[u8], protocol: BootProtocol) -> Result<setup_header, KernelError> {
     let malformed = |what: String| KernelError::Malformed { name: image.name(), what };
     if protocol == BootProtocol::Pvh {
         return Err(KernelError::Protocol {
@@ -71,7 +71,13 @@ pub(super) fn plan(image: &dyn Image, head: &[u8], protocol: BootProtocol) -> Re
     if header.loadflags & LOADED_HIGH == 0 {
         return Err(malformed("it is a zImage, which loads below 1 MiB".to_owned()));
     }
+    Ok(header)
+}
 
+/// Parses the header; `head` is the start of the file.
+pub(super) fn plan(image: &dyn Image, head: &[u8], protocol: BootProtocol) -> Result<Plan, KernelError> {
+    let malformed = |what: String| KernelError::Malformed { name: image.name(), what };
+    let header = read_header(image, head, protocol)?;
     let sectors = if header.setup_sects == 0 { DEFAULT_SETUP_SECTORS } else { header.setup_sects };
     let file_offset = (u64::from(sectors) + 1) * SECTOR;
     // In units of 16 bytes, rounded up: the last unit may be incomplete.
@@ -115,6 +121,6 @@ pub(super) fn plan(image: &dyn Image, head: &[u8], protocol: BootProtocol) -> Re
         header: Some(header),
         command_line_max: u64::from(header.cmdline_size),
         initrd_end_max: u64::from(header.initrd_addr_max) + 1,
-        initrd_above_4g: xloadflags & XLF_CAN_BE_LOADED_ABOVE_4G != 0,
+        initrd_above_4g: header.xloadflags & XLF_CAN_BE_LOADED_ABOVE_4G != 0,
     })
 }

@@ -273,6 +273,24 @@ impl<M: Dma + Clone + 'static> Device<M> {
                 engine.unbind_gid(id, body.index.get(), Gid(body.gid))?;
                 Ok(Answer::Silent)
             }
+            number::CREATE_SRQ | number::MODIFY_SRQ | number::QUERY_SRQ | number::DESTROY_SRQ => {
+                self.dispatch_srq(engine, code, command)
+            }
+            // Includes RESIZE_CQ, which Linux never issues.
+            _ => Err(CommandError::Unknown(code)),
+        }
+    }
+
+    /// Commands on shared receive queues.
+    fn dispatch_srq(
+        &mut self,
+        engine: &mut Engine<Pvrdma<M>>,
+        code: u32,
+        command: &Command,
+    ) -> Result<Answer> {
+        let id = self.id;
+        let given = || command.body::<Handle>().map(|body| SrqHandle(body.handle.get()));
+        match code {
             number::CREATE_SRQ => Ok(handle(self.create_srq(engine, &command.body()?)?)),
             number::MODIFY_SRQ => {
                 let body: ModifySrq = command.body()?;
@@ -284,7 +302,7 @@ impl<M: Dma + Clone + 'static> Device<M> {
                 Ok(Answer::Silent)
             }
             number::QUERY_SRQ => {
-                let found = engine.query_srq(id, SrqHandle(given()?))?;
+                let found = engine.query_srq(id, given()?)?;
                 Ok(answer(&SrqResponse {
                     max_wr: found.max_wr.into(),
                     max_sge: found.max_sge.into(),
@@ -293,13 +311,12 @@ impl<M: Dma + Clone + 'static> Device<M> {
             }
             number::DESTROY_SRQ => {
                 let srq = given()?;
-                engine.destroy_srq(id, SrqHandle(srq))?;
+                engine.destroy_srq(id, srq)?;
                 self.events.forget(|kind, object| {
-                    matches!(kind, event::SRQ_ERROR | event::SRQ_LIMIT_REACHED) && object == srq
+                    matches!(kind, event::SRQ_ERROR | event::SRQ_LIMIT_REACHED) && object == srq.0
                 });
                 Ok(Answer::Silent)
             }
-            // Includes RESIZE_CQ, which Linux never issues.
             _ => Err(CommandError::Unknown(code)),
         }
     }

@@ -157,15 +157,11 @@ pub(super) enum Start {
 }
 
 impl Task {
-    /// Starts a parsed request.
-    pub(super) fn start(
-        request: Request,
-        memory: &Arc<GuestMemory>,
-        disk: &Disk,
-    ) -> Result<Start, RingError> {
-        let mut task = Box::new(Self {
-            head: request.head,
-            status: request.status,
+    /// A task without steps.
+    fn new(head: u16, status: GuestAddress, writable: u32) -> Self {
+        Self {
+            head,
+            status,
             kind: Kind::Other,
             place: (0, 0),
             hull: (0, 0),
@@ -176,8 +172,17 @@ impl Task {
             vecs: None,
             steps: Vec::new(),
             retries: 0,
-            writable: request.writable,
-        });
+            writable,
+        }
+    }
+
+    /// Starts a parsed request.
+    pub(super) fn start(
+        request: Request,
+        memory: &Arc<GuestMemory>,
+        disk: &Disk,
+    ) -> Result<Start, RingError> {
+        let mut task = Box::new(Self::new(request.head, request.status, request.writable));
         let done = |task, status| Ok(Start::Done(task, status));
         match request.operation {
             Operation::Read { offset, data } => {

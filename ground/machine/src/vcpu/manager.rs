@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use crate::x86::CpuId;
 use kvm_ioctls::VcpuFd;
 use rustix::thread::CpuSet;
 
@@ -397,6 +398,22 @@ fn check(vm: &Vm, configs: &[VcpuConfig]) -> Result<(), VcpuError> {
     Ok(())
 }
 
+/// CPUID leaves of a vCPU: the saved ones, or those of the configuration with the TSC's frequency.
+fn cpuid<'a>(fd: &VcpuFd, config: &'a VcpuConfig) -> Result<Cow<'a, CpuId>, VcpuError> {
+    if let VcpuStart::Restored(saved) = &config.start {
+        return Ok(Cow::Owned(registers::cpuid_of(saved)?));
+    }
+    match fd.get_tsc_khz() {
+        Ok(khz) if config.tells_tsc_frequency && khz > 0 => {
+            let too_many =
+                || VcpuError::BadConfig { vcpu: config.id, reason: "there are too many CPUID leaves".into() };
+            Ok(Cow::Owned(with_tsc_frequency(&config.cpuid, khz).ok_or_else(too_many)?))
+        }
+        // KVM reports no frequency for an unstable TSC of the host.
+        _ => Ok(Cow::Borrowed(&config.cpuid)),
+    }
+}
+
 fn create(
     vm: &Arc<Vm>,
     config: &VcpuConfig,
@@ -413,20 +430,7 @@ fn create(
     };
     let fd: VcpuFd = vm.fd().create_vcpu(u64::from(id)).map_err(refused("create"))?;
     // Before the power-on state is saved, so that a later reset restores these leaves.
-    let cpuid = match &config.start {
-        VcpuStart::Restored(saved) => Cow::Owned(registers::cpuid_of(saved)?),
-        // KVM reports no frequency for an unstable TSC of the host.
-        _ => match fd.get_tsc_khz() {
-            Ok(khz) if config.tells_tsc_frequency && khz > 0 => {
-                Cow::Owned(with_tsc_frequency(&config.cpuid, khz).ok_or_else(|| VcpuError::BadConfig {
-                    vcpu: id,
-                    reason: "there are too many CPUID leaves".into(),
-                })?)
-            }
-            _ => Cow::Borrowed(&config.cpuid),
-        },
-    };
-    fd.set_cpuid2(&cpuid).map_err(refused("set CPUID of"))?;
+    fd.set_cpuid2(&*cpuid(&fd, config)?).map_err(refused("set CPUID of"))?;
     let vcpu = Vcpu { id, fd: &fd, vm };
     // Firmware does this on every processor. As part of the power-on state, a reset restores it.
     vcpu.enable_mtrrs()?;

@@ -288,23 +288,38 @@ fn serve(
                 Err(status) => Served::Failed(status),
             }
         }
-        Operation::CompareSwap { address, rkey, .. } | Operation::FetchAdd { address, rkey, .. } => {
-            let word = nics[other].remote(to, address, rkey, 8, Access::REMOTE_ATOMIC);
-            let Some((region, offset)) = word else { return Served::Failed(Status::RemoteAccess) };
-            let mut before = [0; 8];
-            assert!(region.memory.read(offset, &mut before));
-            let value = u64::from_le_bytes(before);
-            let after = match request.operation {
-                Operation::CompareSwap { compare, swap, .. } if compare == value => swap,
-                Operation::FetchAdd { add, .. } => value.wrapping_add(add),
-                _ => value,
-            };
-            assert!(region.memory.write(offset, &after.to_le_bytes()));
-            match nics[index].scatter(pd, &request.sges, &before) {
-                Ok(()) => Served::Done { length: 8 },
-                Err(status) => Served::Failed(status),
-            }
+        Operation::CompareSwap { .. } | Operation::FetchAdd { .. } => {
+            atomic(nics, (index, pd), (other, to), request)
         }
+    }
+}
+
+/// Executes an atomic operation.
+fn atomic(
+    nics: &mut [Nic],
+    (index, pd): (usize, HostPd),
+    (other, to): (usize, usize),
+    request: &HostRequest,
+) -> Served {
+    let (Operation::CompareSwap { address, rkey, .. } | Operation::FetchAdd { address, rkey, .. }) =
+        request.operation
+    else {
+        return Served::Failed(Status::LocalQpOperation);
+    };
+    let word = nics[other].remote(to, address, rkey, 8, Access::REMOTE_ATOMIC);
+    let Some((region, offset)) = word else { return Served::Failed(Status::RemoteAccess) };
+    let mut before = [0; 8];
+    assert!(region.memory.read(offset, &mut before));
+    let value = u64::from_le_bytes(before);
+    let after = match request.operation {
+        Operation::CompareSwap { compare, swap, .. } if compare == value => swap,
+        Operation::FetchAdd { add, .. } => value.wrapping_add(add),
+        _ => value,
+    };
+    assert!(region.memory.write(offset, &after.to_le_bytes()));
+    match nics[index].scatter(pd, &request.sges, &before) {
+        Ok(()) => Served::Done { length: 8 },
+        Err(status) => Served::Failed(status),
     }
 }
 
