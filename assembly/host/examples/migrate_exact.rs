@@ -6,7 +6,7 @@
 
 use std::time::Instant;
 
-use host::testing::moving::Cluster;
+use host_testbed::moving::Cluster;
 use telemetry::logging::LogOptions;
 
 fn main() -> Result<(), String> {

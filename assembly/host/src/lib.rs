@@ -49,8 +49,6 @@ pub mod sandbox;
 pub mod segments;
 mod server;
 mod service;
-#[doc(hidden)]
-pub mod testing;
 pub mod transport;
 pub mod uar;
 

@@ -8,6 +8,7 @@ use hca::remote::{Action, ConnectionInfo, QpId};
 use super::directory::VmId;
 use super::fabric::Run;
 use super::header::{Header, Kind};
+use super::rnic::Rnic;
 use super::verbs::{Ends, Message, Reason, Refused, Verbs};
 use super::{Absent, Found, Transports, VerbsReport, pin};
 
@@ -21,9 +22,9 @@ impl Transports {
         Ok(())
     }
 
-    /// Uses a device in memory, for tests.
-    pub(crate) fn pretend_verbs(&mut self, device: super::verbs::fake::FakeRnic) {
-        self.verbs = Verbs::over(Box::new(device));
+    /// Uses an open device for transport `verbs`, whatever implements it.
+    pub fn use_rnic(&mut self, device: Box<dyn Rnic>) {
+        self.verbs = Verbs::over(device);
     }
 
     /// Records why there is no device.

@@ -16,4 +16,5 @@ mod moving;
 mod moving_hostile;
 mod peer_messages;
 mod several;
+mod verbs;
 mod waiting;

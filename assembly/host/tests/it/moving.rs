@@ -1,7 +1,7 @@
 //! VMs migrate among hosts of one process while their programs use RDMA: each operation is executed once and in order, on any path and
 //! through any change of it. The long run is `cargo run --release -p host --example migrate_exact`.
 
-use host::testing::moving::Cluster;
+use host_testbed::moving::Cluster;
 
 /// Simulated duration of a turn, nanoseconds: about the real one in an optimised build.
 const TURN_NS: u64 = 20_000;

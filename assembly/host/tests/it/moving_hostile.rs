@@ -2,7 +2,7 @@
 
 use std::sync::OnceLock;
 
-use host::testing::moving::hostile::{arrive, pieces};
+use host_testbed::moving::hostile::{arrive, pieces};
 use nomad::objects::Piece;
 use proptest::prelude::*;
 

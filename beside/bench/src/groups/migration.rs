@@ -8,8 +8,8 @@
 mod converge;
 
 use anyhow::Context;
-use host::testing::moving::Cluster;
-use host::testing::moving::measure::{Sample, beside, blackout, redirected};
+use host_testbed::moving::Cluster;
+use host_testbed::moving::measure::{Sample, beside, blackout, redirected};
 
 use crate::conditions::Conditions;
 use crate::figures::{Better, Figure, Figures, Pairs, Report};

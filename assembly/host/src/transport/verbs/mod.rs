@@ -25,14 +25,13 @@
 mod announced;
 mod control;
 mod device;
-pub(crate) mod fake;
 pub(super) mod library;
 mod link;
 mod messages;
 mod moving;
 mod numbers;
 mod requests;
-mod rnic;
+pub mod rnic;
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -593,7 +592,3 @@ fn chain(error: RnicError) -> String {
     }
     text
 }
-
-#[cfg(test)]
-#[allow(clippy::unwrap_used)] // For tests only.
-mod tests;

@@ -1,4 +1,5 @@
-//! Interface of a host's RDMA device. Its numbers of queue pairs and keys differ from the guest's.
+//! Interface of a host's RDMA device, for transport `verbs`. Its numbers of queue pairs and keys differ from the guest's. libibverbs
+//! implements it; [`Transports::use_rnic`](crate::transport::Transports::use_rnic) accepts any other implementation.
 
 use std::os::fd::BorrowedFd;
 
@@ -57,8 +58,11 @@ pub struct HostQp(pub u32);
 /// A registration and its keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Registered {
+    /// The registration.
     pub mr: HostMr,
+    /// Key for local scatter-gather elements.
     pub lkey: u32,
+    /// Key for the other end's requests.
     pub rkey: u32,
 }
 
@@ -78,14 +82,19 @@ pub struct End {
 /// Attributes of a queue pair that receives (RTR).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Receiving {
+    /// The other end.
     pub end: End,
     /// Path MTU as a verbs code: the smaller of both ends'.
     pub mtu: u8,
     /// Access rights of the other end.
     pub access: Access,
+    /// Limit of READs and atomics outstanding as responder.
     pub served_reads: u8,
+    /// Time after which the other end repeats a request without a receive, as its verbs code.
     pub min_rnr_timer: u8,
+    /// Traffic class of sent packets.
     pub traffic_class: u8,
+    /// Hop limit of sent packets.
     pub hop_limit: u8,
 }
 
@@ -94,28 +103,42 @@ pub struct Receiving {
 pub struct Sending {
     /// First PSN of this end.
     pub psn: u32,
+    /// Time to wait for an acknowledgment, as its verbs code.
     pub timeout: u8,
+    /// Limit of retries without an acknowledgment.
     pub retry_count: u8,
+    /// Limit of retries at a peer without a receive; 7: no limit.
     pub rnr_retry: u8,
+    /// Limit of READs and atomics outstanding as initiator.
     pub reads: u8,
 }
 
 /// Operation of a send request, in the device's numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs)] // The fields have the names of the verbs' work requests.
 pub enum Operation {
+    /// Consumes a receive of the other end.
     Send { immediate: Option<[u8; 4]> },
+    /// Writes the other end's memory; with immediate data it also consumes a receive.
     Write { address: u64, rkey: u32, immediate: Option<[u8; 4]> },
+    /// Reads the other end's memory.
     Read { address: u64, rkey: u32 },
+    /// Replaces an aligned word of 8 bytes by `swap` if it is `compare`; returns the previous value.
     CompareSwap { address: u64, rkey: u32, compare: u64, swap: u64 },
+    /// Adds to an aligned word of 8 bytes; returns the previous value.
     FetchAdd { address: u64, rkey: u32, add: u64 },
 }
 
 /// A send request in the device's numbers. Every one produces a completion.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HostRequest {
+    /// Returned in the completion.
     pub wr_id: u64,
+    /// What the request does.
     pub operation: Operation,
+    /// Whether it waits for the completion of earlier READs and atomics.
     pub fence: bool,
+    /// Whether the other end's completion is a solicited event.
     pub solicited: bool,
     /// Scatter-gather elements with the device's keys.
     pub sges: SgeList,
@@ -124,12 +147,15 @@ pub struct HostRequest {
 /// A completion.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HostCompletion {
+    /// The work request's.
     pub wr_id: u64,
+    /// Success, or why the request failed.
     pub status: Status,
     /// Length of the message, for a receive; bytes.
     pub length: u32,
     /// Whether a WRITE with immediate data consumed the receive.
     pub write: bool,
+    /// Immediate data, for a receive.
     pub immediate: Option<[u8; 4]>,
 }
 
@@ -145,9 +171,14 @@ pub enum HostEvent {
 }
 
 /// A host's RDMA device. One thread uses it. Dropping it releases all of its objects.
+///
+/// A method fails with [`RnicError::Refused`] if the device refuses, and with [`RnicError::Gone`] if it has no object of that name.
 pub trait Rnic: Send {
+    /// Name, address and limits of the device.
     fn info(&self) -> RnicInfo;
+    /// Creates a protection domain.
     fn allocate_pd(&mut self) -> Result<HostPd, RnicError>;
+    /// Destroys a protection domain, which has no registrations and queue pairs any more.
     fn free_pd(&mut self, pd: HostPd);
     /// Registers memory, whose first byte has the address `start` in requests. The device pins the pages.
     fn register(
@@ -161,11 +192,15 @@ pub trait Rnic: Send {
     fn deregister(&mut self, mr: HostMr);
     /// Creates a reliable connection in INIT; returns its handle and number. The caller posts no more requests than [`RnicInfo`] permits.
     fn create_qp(&mut self, pd: HostPd, access: Access) -> Result<(HostQp, u32), RnicError>;
+    /// Changes a queue pair from INIT to RTR: it receives.
     fn receive_from(&mut self, qp: HostQp, with: &Receiving) -> Result<(), RnicError>;
+    /// Changes a queue pair from RTR to RTS: it sends, too.
     fn send_to(&mut self, qp: HostQp, with: &Sending) -> Result<(), RnicError>;
     /// Destroys a queue pair. It accesses no memory any more when this returns, but completions of it may still come.
     fn destroy_qp(&mut self, qp: HostQp);
+    /// Posts a send request.
     fn post_send(&mut self, qp: HostQp, request: &HostRequest) -> Result<(), RnicError>;
+    /// Posts a receive, for the memory in `sges`.
     fn post_receive(&mut self, qp: HostQp, wr_id: u64, sges: &SgeList) -> Result<(), RnicError>;
     /// Appends completions, a bounded number.
     fn poll(&mut self, into: &mut Vec<HostCompletion>);

@@ -204,7 +204,7 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl WirePort {
     /// Connects the Ethernet function, which is in its segment; `waker` makes that segment's thread poll [`WirePort::end`].
-    pub(crate) fn connect(&self, waker: Waker) {
+    pub fn connect(&self, waker: Waker) {
         *locked(&self.waker) = Some(waker);
         // The RDMA function's connections may wait for this.
         if let Some(bell) = &*locked(&self.bell) {
@@ -239,7 +239,7 @@ impl WirePort {
     }
 
     /// The segment thread's end of the port.
-    pub(crate) fn end(self: &Arc<Self>) -> Box<dyn Companion> {
+    pub fn end(self: &Arc<Self>) -> Box<dyn Companion> {
         Box::new(End { port: Arc::clone(self), sending: Outbox::default(), next: 0, position: 0 })
     }
 

@@ -8,7 +8,7 @@ pub mod moving;
 pub mod relay;
 pub mod vm;
 
-pub use host::testing::{driver, monitor};
+pub use host_testbed::{driver, monitor};
 
 use std::path::Path;
 use std::time::{Duration, Instant};

@@ -1,5 +1,5 @@
 //! Two host daemons, each with a namespace, a CPU and a VM: the work of `causeway host` between hosts. The VMs are monitors without
-//! KVM in this process (`host::testing`): vfio-user, a driver on guest RAM, and programs that post and poll there.
+//! KVM in this process (`host_testbed`): vfio-user, a driver on guest RAM, and programs that post and poll there.
 
 use std::ops::Range;
 use std::path::Path;
@@ -8,8 +8,8 @@ use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
-use host::testing::driver::{Endpoint, Guest};
-use host::testing::monitor::{Machine, Monitor};
+use host_testbed::driver::{Endpoint, Guest};
+use host_testbed::monitor::{Machine, Monitor};
 
 use super::Bandwidth;
 use crate::host_daemon::{self, HostDaemon};

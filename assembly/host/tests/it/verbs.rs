@@ -1,6 +1,7 @@
 //! Two hosts whose guests are pinned to the hosts' devices, which are in memory and assign numbers of their own. The daemons' messages use
 //! UDP on the loopback interface.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -10,13 +11,14 @@ use hca::attributes::{Access, QpAttributeMask, QpAttributes, QpKind, QpState};
 use hca::names::SegmentId;
 use hca::work::{Completion, Sge, Status};
 use hca_testbed::{CompletionRing, Connected, Guest, World, requests};
+use host::transport::{Directory, Transports, VmId};
+use host_testbed::rnic::Network;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
-use super::super::{Directory, FileDirectory, Transports, VmId};
-use super::Verbs;
-use super::fake::Network;
-
+mod directory;
 mod shared;
+
+use directory::TwoHosts;
 
 /// Size of a guest's RAM, bytes.
 const SIZE: u64 = 2 << 20;
@@ -113,7 +115,7 @@ impl Side {
         if setup.devices[which] {
             // Numbers that differ from the guest's, and from the other host's.
             let device = network.device([0x1_1111, 0x7_7777][which]);
-            transports.verbs = Verbs::over(Box::new(device));
+            transports.use_rnic(Box::new(device));
         }
         transports.attach(&mut world.engine, guest.device, ["a", "b"][which], "s0", SegmentId(1));
         Self { world, guest, qp, mr, srq, transports, started: Instant::now(), now: 0 }
@@ -168,6 +170,7 @@ impl Side {
 struct Pair {
     sides: [Side; 2],
     network: Network,
+    directory: Arc<TwoHosts>,
 }
 
 impl Pair {
@@ -180,13 +183,13 @@ impl Pair {
              [[vm]]\nname = \"a\"\nid = 1\nhost = \"h1\"\n{pin}[[vm.nic]]\nsegment = \"s0\"\naddresses = [\"10.0.0.1\"]\n\
              [[vm]]\nname = \"b\"\nid = 2\nhost = \"h2\"\n{pin}[[vm.nic]]\nsegment = \"s0\"\naddresses = [\"10.0.0.8\"]\n"
         );
-        let directory: Arc<dyn Directory> = Arc::new(FileDirectory::parse(&text, "verbs".as_ref()).unwrap());
+        let directory = Arc::new(TwoHosts::parse(&text));
         let network = Network::default();
         let side = |which: usize| {
             let at = format!("127.0.0.{}:{at}", which + 1);
-            Side::new(which, setup, Arc::clone(&directory), &at, &network)
+            Side::new(which, setup, Arc::clone(&directory) as _, &at, &network)
         };
-        let mut pair = Self { sides: [side(0), side(1)], network };
+        let mut pair = Self { sides: [side(0), side(1)], network, directory };
         pair.connect(setup);
         pair
     }
@@ -486,18 +489,17 @@ fn connections_end_where_their_peer_has_moved_and_only_there() {
     }
     pair.send(0, requests::send(1, &[sge]));
     assert_eq!((pair.completion(0).status, pair.completion(1).wr_id), (Status::Success, 10));
-    let leave = |pair: &mut Pair, host: Option<&str>| {
+    let leave = |pair: &mut Pair, host: Option<SocketAddr>| {
+        pair.directory.move_first(host);
         let side = &mut pair.sides[1];
-        let host = host.map(|host| host.parse().unwrap());
-        let (device, now) = (side.qp.device, side.now);
-        side.transports.verbs.leave_places(&mut side.world.engine, (device, VmId(1)), host, now);
+        side.transports.go_on(&mut side.world.engine, side.qp.device, VmId(1), side.now);
         side.transports.verbs().connections
     };
-    let own = pair.sides[1].transports.directory.host(VmId(1)).unwrap().to_string();
+    let own = pair.directory.host(VmId(1));
     assert_eq!(leave(&mut pair, None), 1, "the VM is lost: nothing else carries the connection");
-    assert_eq!(leave(&mut pair, Some(&own)), 1);
+    assert_eq!(leave(&mut pair, own), 1);
     assert!(pair.sides[1].transports.at_rest(pair.sides[1].qp.device, None).is_ok());
-    assert_eq!(leave(&mut pair, Some("192.0.2.1:4792")), 0);
+    assert_eq!(leave(&mut pair, Some("192.0.2.1:4792".parse().unwrap())), 0);
     assert_eq!(pair.network.objects(1).2, 0, "the device's queue pair is gone");
     // The device's unused receives are the queue pair's again, in order.
     let qp =

@@ -18,16 +18,15 @@ use std::time::Instant;
 
 use dma::MappedMemory;
 use hca::names::{DeviceId, SegmentId};
+use host::migration::{Arrival, Parts, Source};
+use host::transport::Transports;
 use nomad::coordinator::{self, Coordinator, Decision};
 use nomad::{Event, HostId, Message, MigrationId, Node, VmId};
 use pvrdma_testbed::{Cq, Guest, Host};
 
-use crate::migration::{Arrival, Parts, Source};
-use crate::transport::Transports;
 use directory::{LiveDirectory, OUTSIDE, config, gid, memory};
 pub use outside::Frames;
 use outside::{Outside, Port, Ports};
-use setup::port;
 use traffic::End;
 pub use traffic::Verdict;
 

@@ -4,13 +4,13 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
+use host::migration::{Arrival, MigrationError, Parts, Place, Source};
+use host::transport::Transports;
 use nomad::objects::Piece;
 use nomad::{HostId, VmId};
 use pvrdma_testbed::{Host, Lines};
 
 use super::{Cluster, LiveDirectory, SEGMENT, SEGMENT_NAME, config, memory};
-use crate::migration::{Arrival, MigrationError, Parts, Place, Source};
-use crate::transport::Transports;
 
 /// Size of the guest's memory, bytes.
 const SIZE: u64 = 1 << 20;
@@ -48,7 +48,7 @@ pub fn arrive(pieces: &[Piece]) -> Result<(), MigrationError> {
     let mut transports = Transports::open(Arc::clone(&directory) as _, address, None).unwrap();
     let mut host = Host::default();
     let place =
-        Place { vm: crate::transport::VmId(vm.0), segment: SEGMENT_NAME.to_owned(), segment_id: SEGMENT };
+        Place { vm: host::transport::VmId(vm.0), segment: SEGMENT_NAME.to_owned(), segment_id: SEGMENT };
     let Host { engine, devices, now, .. } = &mut host;
     let mut parts = Parts { engine, devices, transports: &mut transports, now: *now };
     let mut arrival = Arrival::begin(&mut parts, config(vm), memory(SIZE), &place)?;

@@ -7,12 +7,12 @@ use std::sync::Mutex;
 
 use dma::{MappedMemory, MemoryRegion};
 use hca::names::Gid;
+use host::transport::{Directory, DirectoryReport, News, TransportKind};
 use nomad::{HostId, VmId};
 use pvrdma::Config;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
 use super::{SEGMENT, SEGMENT_NAME};
-use crate::transport::{Directory, DirectoryReport, News, TransportKind};
 
 /// The guest outside of the cluster, which no directory knows.
 pub(super) const OUTSIDE: VmId = VmId(200);
@@ -33,17 +33,17 @@ impl LiveDirectory {
 }
 
 impl Directory for LiveDirectory {
-    fn owner(&self, segment: &str, gid: Gid) -> Option<crate::transport::VmId> {
+    fn owner(&self, segment: &str, gid: Gid) -> Option<host::transport::VmId> {
         let address = gid.ipv4()?.octets();
         (segment == SEGMENT_NAME && u32::from(address[3]) != OUTSIDE.0)
-            .then(|| crate::transport::VmId(u32::from(address[3])))
+            .then(|| host::transport::VmId(u32::from(address[3])))
     }
 
-    fn vm(&self, name: &str) -> Option<crate::transport::VmId> {
-        name.strip_prefix("vm")?.parse().ok().map(crate::transport::VmId)
+    fn vm(&self, name: &str) -> Option<host::transport::VmId> {
+        name.strip_prefix("vm")?.parse().ok().map(host::transport::VmId)
     }
 
-    fn host(&self, vm: crate::transport::VmId) -> Option<SocketAddr> {
+    fn host(&self, vm: host::transport::VmId) -> Option<SocketAddr> {
         self.hosts.get(*self.places.lock().unwrap().get(&vm.0)?).copied()
     }
 
@@ -51,7 +51,7 @@ impl Directory for LiveDirectory {
         self.hosts.clone()
     }
 
-    fn pin(&self, _: crate::transport::VmId) -> Option<TransportKind> {
+    fn pin(&self, _: host::transport::VmId) -> Option<TransportKind> {
         self.pin
     }
 

@@ -1,8 +1,6 @@
 //! Devices in memory, for tests and simulations: two or more on one network, each with numbers of its own. They keep the promises of a
 //! reliable connection: order, protection by domain, key, range and rights, one receive per message, errors at both ends, flushing.
 
-#![allow(missing_docs, dead_code, clippy::indexing_slicing, clippy::missing_panics_doc)] // Of use to tests alone.
-
 use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -10,8 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use dma::Alias;
 use hca::attributes::Access;
 use hca::work::{SgeList, Status};
-
-use super::rnic::{
+use host::transport::rnic::{
     End, HostCompletion, HostEvent, HostMr, HostPd, HostQp, HostRequest, Operation, Receiving, Registered,
     Rnic, RnicError, RnicInfo, Sending,
 };
@@ -58,10 +55,10 @@ struct Nic {
 
 /// A network of devices.
 #[derive(Clone, Default)]
-pub(crate) struct Network(Arc<Mutex<Vec<Nic>>>);
+pub struct Network(Arc<Mutex<Vec<Nic>>>);
 
 /// One device of a network.
-pub(crate) struct FakeRnic {
+pub struct FakeRnic {
     network: Network,
     index: usize,
     /// Limit of queue pairs.

@@ -3,13 +3,13 @@
 use std::time::{Duration, Instant};
 
 use hca::names::Gid;
+use host::migration::{Arrival, Place, Source};
 use nomad::HostId;
 use nomad::objects::{Kind, Piece};
 use pvrdma_testbed::Lines;
 
 use super::super::{SEGMENT, SEGMENT_NAME, config, gid};
 use super::{BUFFER, Engine, MOVER, PEER, Side, connect, engines, idle, nanoseconds, redirect, side, write};
-use crate::migration::{Arrival, Place, Source};
 
 /// Timeout of the requests that complete after the migration.
 const COMPLETION_TIMEOUT: Duration = Duration::from_secs(60);
@@ -110,7 +110,7 @@ impl Run {
 
     /// The first round: the destination restores everything once, while the VM runs.
     fn copy_all(&mut self, qps: u32, sample: &mut Sample) -> (Source, Arrival) {
-        let vm = crate::transport::VmId(MOVER.0);
+        let vm = host::transport::VmId(MOVER.0);
         let place = Place { vm, segment: SEGMENT_NAME.to_owned(), segment_id: SEGMENT };
         let mut config = config(MOVER);
         config.capabilities.max_qp = 32_768;
@@ -175,7 +175,7 @@ impl Run {
         let (device, peer) = (self.left.guest.id, self.right.guest.id);
         let at = self.now();
         self.engines[1].host.engine.hold(peer, Gid(gid(MOVER)));
-        self.engines[1].transports.hold(peer, crate::transport::VmId(MOVER.0), at);
+        self.engines[1].transports.hold(peer, host::transport::VmId(MOVER.0), at);
         self.engines[0].host.now = at;
         self.engines[2].host.now = at;
         let lines = self.engines[0].host.lines.remove(&device).unwrap();

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use dma::MappedMemory;
 use hca::names::DeviceId;
+use host::transport::{Transports, WirePort};
 use nomad::VmId;
 use pvrdma_testbed::guest::QpOptions;
 use pvrdma_testbed::{Cq, Guest, Host};
@@ -15,7 +16,6 @@ use vmxnet3::Companion;
 use super::directory::{OUTSIDE, config, gid, memory};
 use super::traffic::{End, REGION};
 use super::{ALL, Cluster, SEGMENT, SEGMENT_NAME};
-use crate::transport::{Transports, WirePort};
 
 /// A NIC's port, and the segment's end of it.
 pub(super) struct Port {

@@ -45,7 +45,7 @@ impl Cluster {
         // Peers outside of the cluster are never opened.
         for &peer in self.vms[&vm].ends.keys().filter(|peer| **peer != OUTSIDE) {
             machine.host.engine.hold(device, Gid(gid(peer)));
-            machine.transports.hold(device, crate::transport::VmId(peer.0), now);
+            machine.transports.hold(device, host::transport::VmId(peer.0), now);
         }
     }
 
@@ -56,7 +56,7 @@ impl Cluster {
         let at_rest = match what {
             Drain::Own(_, vm) => machine.transports.at_rest(machine.here[&vm], None).is_ok(),
             Drain::Peers(_, vm) => machine.here.iter().all(|(other, device)| {
-                let peer = Some(crate::transport::VmId(vm.0));
+                let peer = Some(host::transport::VmId(vm.0));
                 *other == vm || machine.transports.at_rest(*device, peer).is_ok()
             }),
         };

@@ -11,14 +11,14 @@ use std::time::Instant;
 
 use dma::MappedMemory;
 use hca::names::{DeviceId, Gid};
+use host::migration::{Parts, Source};
+use host::transport::Transports;
 use nomad::{HostId, VmId};
 use pvrdma_testbed::guest::QpOptions;
 use pvrdma_testbed::queues::{Post, sge};
 use pvrdma_testbed::{Cq, Guest, Host, Qp, Region};
 
-use super::{ALL, LiveDirectory, SEGMENT, SEGMENT_NAME, config, gid, memory, port};
-use crate::migration::{Parts, Source};
-use crate::transport::Transports;
+use super::{ALL, LiveDirectory, SEGMENT, SEGMENT_NAME, config, gid, memory};
 
 pub use self::migration::{Sample, blackout};
 
@@ -120,7 +120,7 @@ fn idle(engine: &mut Engine, side: &mut Side, count: u32) {
 }
 
 fn engines(hosts: usize) -> Vec<Engine> {
-    let port = port(hosts);
+    let port = facilities::ports::free(1);
     let addresses: Vec<SocketAddr> =
         (1..=hosts).map(|host| format!("127.0.0.{host}:{port}").parse().unwrap()).collect();
     (0..hosts).map(|own| Engine::new(&addresses, own)).collect()
@@ -140,7 +140,7 @@ fn redirect(engine: &mut Engine, device: DeviceId, peer: VmId, to: HostId, now: 
     engine.directory.set(peer, to);
     engine.host.engine.moved_away(SEGMENT, Gid(gid(peer)));
     engine.host.engine.open(device, Gid(gid(peer)));
-    engine.transports.go_on(&mut engine.host.engine, device, crate::transport::VmId(peer.0), now);
+    engine.transports.go_on(&mut engine.host.engine, device, host::transport::VmId(peer.0), now);
 }
 
 /// Suspends and redirects `count` connected queue pairs: nanoseconds each.
@@ -166,7 +166,7 @@ pub fn redirected(count: u32) -> (u64, u64) {
     let peer = right.guest.id;
     let began = Instant::now();
     engines[1].host.engine.hold(peer, Gid(gid(MOVER)));
-    engines[1].transports.hold(peer, crate::transport::VmId(MOVER.0), now());
+    engines[1].transports.hold(peer, host::transport::VmId(MOVER.0), now());
     let held = nanoseconds(began);
     let began = Instant::now();
     redirect(&mut engines[1], peer, MOVER, HostId(3), now());

@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
+use host::transport::{TransportKind, Transports};
 use nomad::coordinator::{Coordinator, Ledger};
 use nomad::{Event, HostId, Incarnation, VmId};
 use pvrdma_testbed::guest::QpOptions;
@@ -14,22 +15,11 @@ use super::directory::{LiveDirectory, OUTSIDE, config, gid, memory};
 use super::outside::{Outside, Port, Ports};
 use super::traffic::{End, REGION};
 use super::{ALL, Clock, Cluster, Machine, Moves, SEGMENT, SEGMENT_NAME, Vm};
-use crate::transport::{TransportKind, Transports, fake};
-
-/// Ports of the loopback interface that were free a moment ago, the same on several of its addresses.
-pub(super) fn port(hosts: usize) -> u16 {
-    loop {
-        let first = std::net::UdpSocket::bind("127.0.0.1:0").and_then(|socket| socket.local_addr());
-        let port = first.map(|address| address.port()).unwrap_or_default();
-        if (1..=hosts).all(|host| std::net::UdpSocket::bind((format!("127.0.0.{host}"), port)).is_ok()) {
-            return port;
-        }
-    }
-}
+use crate::rnic::Network;
 
 impl Cluster {
     pub(super) fn make(hosts: usize, vms: u32, seed: u64, outside: Option<Outside>, by_verbs: bool) -> Self {
-        let port = port(hosts);
+        let port = facilities::ports::free(1);
         let addresses: Vec<SocketAddr> =
             (1..=hosts).map(|host| format!("127.0.0.{host}:{port}").parse().unwrap()).collect();
         let config_of_nomad = nomad::Config::default();
@@ -54,7 +44,7 @@ impl Cluster {
             peers: Vec::new(),
             draining: Vec::new(),
         };
-        let network = fake::Network::default();
+        let network = Network::default();
         for (index, &address) in addresses.iter().enumerate() {
             let places = Mutex::new(HashMap::new());
             let pin = by_verbs.then_some(TransportKind::Verbs);
@@ -63,7 +53,7 @@ impl Cluster {
             if by_verbs {
                 // Each has different numbers.
                 let first = u32::try_from(index).unwrap() * 0x11_1111 + 77;
-                transports.pretend_verbs(network.device(first));
+                transports.use_rnic(Box::new(network.device(first)));
             }
             let id = HostId(u32::try_from(index).unwrap() + 1);
             cluster.machines.push(Machine {

@@ -4,13 +4,13 @@ use std::sync::Arc;
 
 use dma::Dma;
 use hca::names::Gid;
+use host::migration::{Arrival, Place, Source};
 use nomad::objects::{Piece, Total};
 use nomad::{Action, Event, HostId, MigrationId, VmId};
 use pvrdma_testbed::Lines;
 
 use super::verbs::Drain;
 use super::{Cluster, OUTSIDE, PeerPause, Port, SEGMENT, SEGMENT_NAME, Timed, config, gid, memory};
-use crate::migration::{Arrival, Place, Source};
 
 impl Cluster {
     pub(super) fn act(&mut self, index: usize, action: Action) {
@@ -58,7 +58,7 @@ impl Cluster {
         let size = self.vms[&vm].size;
         let room = self.spare.pop().unwrap_or_else(|| memory(size));
         let place =
-            Place { vm: crate::transport::VmId(vm.0), segment: SEGMENT_NAME.to_owned(), segment_id: SEGMENT };
+            Place { vm: host::transport::VmId(vm.0), segment: SEGMENT_NAME.to_owned(), segment_id: SEGMENT };
         let machine = &mut self.machines[index];
         let arrival = Arrival::begin(&mut machine.parts(), config(vm), room.clone(), &place).unwrap();
         machine.host.lines.insert(arrival.device(), Lines::default());
@@ -172,7 +172,7 @@ impl Cluster {
         for (&other, &device) in &machine.here {
             if other != vm {
                 machine.host.engine.hold(device, Gid(gid(vm)));
-                machine.transports.hold(device, crate::transport::VmId(vm.0), now);
+                machine.transports.hold(device, host::transport::VmId(vm.0), now);
             }
         }
     }
@@ -192,7 +192,7 @@ impl Cluster {
             engine.moved_away(SEGMENT, Gid(gid(peer.vm)));
         }
         engine.open(device, Gid(gid(peer.vm)));
-        machine.transports.go_on(&mut machine.host.engine, device, crate::transport::VmId(peer.vm.0), now);
+        machine.transports.go_on(&mut machine.host.engine, device, host::transport::VmId(peer.vm.0), now);
         self.note_peer(vm, peer.vm);
     }
 
@@ -224,7 +224,7 @@ impl Cluster {
         let closed = machine.host.engine.is_stopped(device);
         for peer in peers.into_iter().filter(|_| closed) {
             machine.host.engine.hold(device, Gid(gid(peer)));
-            machine.transports.hold(device, crate::transport::VmId(peer.0), machine.host.now);
+            machine.transports.hold(device, host::transport::VmId(peer.0), machine.host.now);
         }
         if let Some((_, arrival, room)) = coming {
             arrival.start(&mut machine.parts()).unwrap();
