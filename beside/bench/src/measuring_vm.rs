@@ -2,8 +2,8 @@
 
 use anyhow::{Context, bail};
 use machine::bus::{AddressSpace, BusDevice};
+use machine::coalesced::CoalescedZone;
 use machine::exits::RangeNames;
-use machine::late::LateZone;
 use machine::memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemorySpace, PageSize};
 use machine::slots::HostMapping;
 use machine::vm::IoEvent;
@@ -233,8 +233,8 @@ impl MeasuringVm {
     }
 
     /// Lets KVM defer writes of these bytes.
-    pub fn late(&self, zone: &LateZone) -> anyhow::Result<()> {
-        Ok(self.vm.vm().add_late_zone(zone)?)
+    pub fn coalesce(&self, zone: &CoalescedZone) -> anyhow::Result<()> {
+        Ok(self.vm.vm().add_coalesced_zone(zone)?)
     }
 
     /// Lets writes of a value signal an eventfd.
@@ -248,7 +248,7 @@ impl MeasuringVm {
         let (ports, memory) = (AddressSpace::ports(Arc::clone(&names)), AddressSpace::memory(names));
         memory.insert(self.room(), bytes, "room device", device)?;
         let vm = Arc::clone(self.vm.vm());
-        Ok(move || vm.late().drain(&ports, &memory))
+        Ok(move || vm.coalesced().drain(&ports, &memory))
     }
 
     /// Returns its memory, for a device that reads it.

@@ -18,7 +18,7 @@ use acpi_tables::rsdp::Rsdp;
 use acpi_tables::sdt::Sdt;
 use acpi_tables::xsdt::XSDT;
 use machine::memory::{Bytes, GuestAddress, GuestMemory, GuestMemoryError};
-use machine::x86::{HIGHEST_APIC_ID, MOST_VCPUS};
+use machine::x86::{MAX_APIC_ID, MAX_VCPUS};
 
 use crate::layout;
 use crate::map::MachineMap;
@@ -120,12 +120,12 @@ fn table(signature: [u8; 4], revision: u8, body: &[u8]) -> Vec<u8> {
 
 fn check(map: &MachineMap) -> Result<(), AcpiError> {
     let error = |what| Err(AcpiError::Machine { what });
-    if map.cpus.is_empty() || map.cpus.len() > MOST_VCPUS as usize {
-        return error(format!("{} CPUs; 1 to {MOST_VCPUS} are possible", map.cpus.len()));
+    if map.cpus.is_empty() || map.cpus.len() > MAX_VCPUS as usize {
+        return error(format!("{} CPUs; 1 to {MAX_VCPUS} are possible", map.cpus.len()));
     }
     let mut seen = [false; 256];
     for cpu in &map.cpus {
-        if u32::from(cpu.apic_id) > HIGHEST_APIC_ID || seen[usize::from(cpu.apic_id)] {
+        if u32::from(cpu.apic_id) > MAX_APIC_ID || seen[usize::from(cpu.apic_id)] {
             return error(format!("APIC id {} is out of range or given twice", cpu.apic_id));
         }
         seen[usize::from(cpu.apic_id)] = true;

@@ -9,7 +9,7 @@
 //! 0x1_0000_0000  RAM above 4 GiB, then the 64-bit PCI window
 //! ```
 
-use machine::x86::HIGHEST_APIC_ID;
+use machine::x86::MAX_APIC_ID;
 
 use crate::ranges::{AddressRange, RamRange};
 
@@ -77,7 +77,7 @@ pub const PCI_MEMORY64_ALIGNMENT: u64 = 64 * GIB;
 pub const IO_APIC: u64 = 0xfec0_0000;
 /// I/O APIC id.
 pub const IO_APIC_ID: u8 = 0xfe;
-const _: () = assert!(IO_APIC_ID as u32 > HIGHEST_APIC_ID);
+const _: () = assert!(IO_APIC_ID as u32 > MAX_APIC_ID);
 /// Local APICs.
 pub const LOCAL_APIC: u64 = 0xfee0_0000;
 /// Page for `KVM_SET_IDENTITY_MAP_ADDR`.

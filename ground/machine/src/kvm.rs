@@ -151,13 +151,13 @@ impl Host {
 
     /// Opens a given device node.
     pub fn open_at(path: &Path) -> Result<Self, HostError> {
-        let host = Self::open_to_look(path)?;
+        let host = Self::open_for_inspection(path)?;
         let missing = host.missing();
         if missing.is_empty() { Ok(host) } else { Err(HostError::Lacks { missing: missing.join(", ") }) }
     }
 
     /// Opens a device node without a check of its capabilities. For reports ([`Capabilities::missing`]), not for VMs.
-    pub fn open_to_look(path: &Path) -> Result<Self, HostError> {
+    pub fn open_for_inspection(path: &Path) -> Result<Self, HostError> {
         let fd = rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
             .map_err(|error| open_error(path, error))?;
         // SAFETY: this function owns the descriptor and transfers it. The next step checks that the device is KVM's: another one answers

@@ -6,7 +6,7 @@
 //! kvm::Host --create_vm--> vm::Vm --+-- slots::Slots        memslots, dirty log
 //!                                   +-- irqchip::KernelIrqchip (interrupt::InterruptController), or local_apic::LocalApics in the monitor
 //!                                   +-- ioeventfds
-//!                                   +-- late::LateWrites    deferred (coalesced) MMIO and port writes
+//!                                   +-- coalesced::CoalescedWrites    deferred (coalesced) MMIO and port writes
 //! memory::RamLayout -> memory::GuestRam (sealed memfds) --> Slots::add_ram
 //! bus::AddressSpace (ports), bus::AddressSpace (memory) --+
 //! x86::guest_cpuid, vcpu::VcpuStart --------------------- +--> vcpu::VcpuManager: one thread per vCPU
@@ -15,13 +15,13 @@
 //! ```
 
 pub mod bus;
+pub mod coalesced;
 pub mod exits;
 pub mod interrupt;
 mod io_event;
 pub mod irqchip;
 mod irqchip_kind;
 pub mod kvm;
-pub mod late;
 pub mod local_apic;
 pub mod machine_check;
 pub mod memory;

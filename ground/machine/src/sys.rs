@@ -53,7 +53,11 @@ pub(crate) fn ioeventfd(vm: &impl AsRawFd, event: &kvm_ioeventfd) -> io::Result<
 }
 
 /// KVM_REGISTER_COALESCED_MMIO, or KVM_UNREGISTER_COALESCED_MMIO.
-pub(crate) fn late_zone(vm: &impl AsRawFd, zone: &kvm_coalesced_mmio_zone, there: bool) -> io::Result<()> {
+pub(crate) fn set_coalesced_zone(
+    vm: &impl AsRawFd,
+    zone: &kvm_coalesced_mmio_zone,
+    there: bool,
+) -> io::Result<()> {
     let request = if there { KVM_REGISTER_COALESCED_MMIO() } else { KVM_UNREGISTER_COALESCED_MMIO() };
     // SAFETY: the ioctl's argument points to this struct, which outlives the call.
     retry(|| unsafe { ioctl_with_ref(vm, request, zone) }).map(drop)

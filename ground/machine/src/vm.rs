@@ -11,8 +11,8 @@ use kvm_bindings::{
 };
 use kvm_ioctls::{Cap, Kvm, VmFd};
 
+use crate::coalesced::{CoalescedWrites, CoalescedZone};
 pub use crate::io_event::{IoEvent, IoSpace};
-use crate::late::{LateWrites, LateZone};
 use crate::slots::Slots;
 use crate::state::{CLOCK_STATE_VERSION, SavedClock};
 use crate::stats::{KernelStats, StatsReader};
@@ -81,7 +81,7 @@ pub(crate) fn errno(error: kvm_ioctls::Error) -> io::Error {
 pub struct Vm {
     fd: Arc<VmFd>,
     slots: Slots,
-    late: LateWrites,
+    coalesced: CoalescedWrites,
     kernel_irqchip: AtomicBool,
     user_local_apics: AtomicBool,
     irq_routes: usize,
@@ -117,7 +117,7 @@ impl Vm {
             (number(Cap::IrqRouting), number(Cap::Xsave2), number(Cap::NrMemslots));
         Ok(Arc::new(Self {
             slots: Slots::new(Arc::clone(&fd), memslots),
-            late: LateWrites::default(),
+            coalesced: CoalescedWrites::default(),
             kernel_irqchip: AtomicBool::new(false),
             user_local_apics: AtomicBool::new(false),
             irq_routes,
@@ -135,24 +135,24 @@ impl Vm {
     }
 
     /// The VM's deferred (coalesced) MMIO and port writes.
-    pub fn late(&self) -> &LateWrites {
-        &self.late
+    pub fn coalesced(&self) -> &CoalescedWrites {
+        &self.coalesced
     }
 
-    /// From now on KVM defers writes to these bytes ([`crate::late`]).
-    pub fn add_late_zone(&self, zone: &LateZone) -> Result<(), VmError> {
-        self.late_zone(zone, true)?;
-        self.late.zone_added();
+    /// From now on KVM defers writes to these bytes ([`crate::coalesced`]).
+    pub fn add_coalesced_zone(&self, zone: &CoalescedZone) -> Result<(), VmError> {
+        self.set_coalesced_zone(zone, true)?;
+        self.coalesced.count_zone();
         Ok(())
     }
 
     /// Writes that begin afterwards exit again. The caller drains the ring before it registers another device at these addresses.
-    pub fn remove_late_zone(&self, zone: &LateZone) -> Result<(), VmError> {
-        self.late_zone(zone, false)
+    pub fn remove_coalesced_zone(&self, zone: &CoalescedZone) -> Result<(), VmError> {
+        self.set_coalesced_zone(zone, false)
     }
 
-    fn late_zone(&self, zone: &LateZone, there: bool) -> Result<(), VmError> {
-        sys::late_zone(&*self.fd, &zone.request(), there).map_err(|source| {
+    fn set_coalesced_zone(&self, zone: &CoalescedZone, there: bool) -> Result<(), VmError> {
+        sys::set_coalesced_zone(&*self.fd, &zone.request(), there).map_err(|source| {
             let (space, address, length) = (zone.space.name(), zone.address, zone.length);
             let let_ = if there { "let" } else { "no longer let" };
             VmError::refused(

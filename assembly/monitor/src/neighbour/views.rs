@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-use machine::memory::{GuestMemorySpace, show_window, take_window};
+use machine::memory::{GuestMemorySpace, map_window, unmap_window};
 use machine::slots::{HostMapping, SlotId};
 use machine::vm::{IoEvent, IoSpace, Vm};
 use neighbour::registers::PEER_NAME_SIZE;
@@ -107,7 +107,7 @@ impl View {
         let name = format!("window of {}", self.vm);
         let mapping = HostMapping::new(&name, file.as_fd(), piece.offset, piece.size, false)?;
         self.slots.push(vm.slots().add(&name, at, mapping, true)?);
-        show_window(memory, at, file.as_fd(), piece.offset, piece.size)?;
+        map_window(memory, at, file.as_fd(), piece.offset, piece.size)?;
         self.shown.push((at, piece.size));
         Ok(())
     }
@@ -116,7 +116,7 @@ impl View {
     /// log.
     pub(super) fn unmap(&mut self, vm: &Vm, memory: &GuestMemorySpace) {
         for (start, size) in self.shown.drain(..) {
-            if let Err(error) = take_window(memory, start, size) {
+            if let Err(error) = unmap_window(memory, start, size) {
                 tracing::error!(
                     error = &error as &dyn std::error::Error,
                     "A neighbour's window can't be taken from devices"

@@ -5,7 +5,7 @@
 //! vpio         guest ─▶ Monitor (vpio) ─▶ card of this host, vfio-pci         accesses exit; DMA to validated windows only
 //! passthrough  guest ─▶ card of this host, vfio-pci                           memory BARs mapped, INTx by irqfd; DMA to all of the guest
 //!
-//! If accesses exit, deferred writes wait in KVM's ring for the next access (machine::late, vpio::plan). If drivers poll the device
+//! If accesses exit, deferred writes wait in KVM's ring for the next access (machine::coalesced, vpio::plan). If drivers poll the device
 //! (RTL8139, e1000), the guest reads a shadow register page (vpio::shown), and KVM lowers the line at each end of interrupt: no component
 //! may see the guest acknowledge.
 //! ```

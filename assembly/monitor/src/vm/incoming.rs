@@ -14,7 +14,7 @@ use std::time::Instant;
 use cluster_key::ClusterKey;
 use control_api::host::{Awaiting, DEFAULT_SOCKET, HostClient};
 use control_api::types::{ExitTable, NicBehind, VmState, VmSummary};
-use machine::memory::arriving::{ArrivingRam, allow_huge, keep_small};
+use machine::memory::postcopy::{PostCopyRam, disable_huge_pages, enable_huge_pages};
 use machine::memory::{GuestMemorySpace, RamRegion, Userfault, UserfaultError};
 use serde_json::{Value, json};
 use telemetry::metrics::Family;
@@ -169,13 +169,13 @@ impl LateMemory {
         if let Some(Err(error)) = &*self.presence() {
             return Err(MigrationError::NoPostcopy(line(error)));
         }
-        keep_small(&self.regions).map_err(MigrationError::machine("prepared"))
+        disable_huge_pages(&self.regions).map_err(MigrationError::machine("prepared"))
     }
 
     /// All memory was received before the switchover: no post-copy.
     fn not_needed(&self) {
         if self.pages == HugePages::None {
-            allow_huge(&self.regions);
+            enable_huge_pages(&self.regions);
         }
     }
 
@@ -184,7 +184,7 @@ impl LateMemory {
         let gone = UserfaultError::Open(std::io::Error::other("it is in use"));
         let uffd = std::mem::replace(&mut *self.lock(), Err(gone))
             .map_err(|error| MigrationError::NoPostcopy(line(&error)))?;
-        let ram = ArrivingRam::new(uffd, self.regions.clone(), rest.missing.sets());
+        let ram = PostCopyRam::new(uffd, self.regions.clone(), rest.missing.sets());
         let ram = ram.map_err(MigrationError::machine("prepared"))?;
         let presence = match self.presence().take() {
             None => None,

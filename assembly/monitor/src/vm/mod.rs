@@ -90,7 +90,7 @@ pub fn run(
     let requests = RequestListener::bind(&control_api::migration::socket_of(&api_socket))?;
     // The sandbox removes the privileges that a userfaultfd needs.
     let source = incoming.map(|incoming| incoming::listen(&description, incoming)).transpose()?;
-    let source = source.map(|listener| (listener, Userfault::for_arriving_ram()));
+    let source = source.map(|listener| (listener, Userfault::for_postcopy()));
     let opened = Opened::new(&description, &events, source.is_none())?;
     let sandbox = Sandbox::prepare(&description)?;
     let confinement = sandbox.enter_process()?;

@@ -5,7 +5,7 @@ use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use machine::bus::{AddressSpace, BusDevice};
-use machine::late::LateZone;
+use machine::coalesced::CoalescedZone;
 use machine::slots::{HostMapping, SlotId};
 use machine::vm::{IoEvent, IoSpace, Vm};
 use pci::function::{BarKind, BarLayout, BarMapping, BarPlacer, LateWrites, PciFunction, PlaceError};
@@ -23,7 +23,7 @@ pub struct MachinePlacer {
 struct Placed {
     slots: Vec<(BarMapping, SlotId)>,
     events: Vec<IoEvent>,
-    late: Vec<LateZone>,
+    coalesced: Vec<CoalescedZone>,
     on_bus: bool,
 }
 
@@ -51,12 +51,12 @@ impl MachinePlacer {
         let device = Arc::new(BarRange { function: Arc::clone(function), bar: bar.index });
         self.bus(bar.kind).0.insert(address, bar.size, &name, device).map_err(|error| describe(&error))?;
         placed.on_bus = true;
-        self.follow(function, bar, address, placed)
+        self.update(function, bar, address, placed)
     }
 
     /// Updates doorbells and mapped ranges to the function's current ones. The BAR stays on its bus throughout, and unchanged ranges
     /// aren't touched. At any moment, a guest's store reaches memory, a doorbell or the function.
-    fn follow(
+    fn update(
         &self,
         function: &Arc<dyn PciFunction>,
         bar: BarLayout,
@@ -77,25 +77,25 @@ impl MachinePlacer {
                 fd: doorbell.fd,
             });
         }
-        let late = late_zones(function, bar, address, space)?;
+        let zones = coalesced_zones(function, bar, address, space)?;
         let mappings = function.mappings().into_iter().filter(|mapping| mapping.bar == bar.index);
         let mappings: Vec<BarMapping> = mappings.collect();
 
         let mut first = Ok(());
         placed.slots.retain(|(mapping, slot)| {
-            let stays = mappings.iter().any(|wanted| same_mapping(wanted, mapping));
-            stays || note(&mut first, self.vm.slots().remove(*slot).map_err(|error| describe(&error)))
+            let keep = mappings.iter().any(|wanted| same_mapping(wanted, mapping));
+            keep || note(&mut first, self.vm.slots().remove(*slot).map_err(|error| describe(&error)))
         });
         placed.events.retain(|event| {
-            let stays = events.iter().any(|wanted| same_event(wanted, event));
-            stays || note(&mut first, self.vm.remove_ioevent(event).map_err(|error| describe(&error)))
+            let keep = events.iter().any(|wanted| same_event(wanted, event));
+            keep || note(&mut first, self.vm.remove_ioevent(event).map_err(|error| describe(&error)))
         });
-        self.end_late(|zone| late.contains(zone), placed, &mut first);
+        self.remove_coalesced_zones(|zone| zones.contains(zone), placed, &mut first);
         first?;
-        for zone in late {
-            if !placed.late.contains(&zone) {
-                self.vm.add_late_zone(&zone).map_err(|error| describe(&error))?;
-                placed.late.push(zone);
+        for zone in zones {
+            if !placed.coalesced.contains(&zone) {
+                self.vm.add_coalesced_zone(&zone).map_err(|error| describe(&error))?;
+                placed.coalesced.push(zone);
             }
         }
         for event in events {
@@ -119,19 +119,19 @@ impl MachinePlacer {
         Ok(())
     }
 
-    /// Removes zones of deferred writes except those that `stays` selects; deferred writes still reach the function.
-    fn end_late(
+    /// Removes zones of deferred writes except those that `keep` selects; deferred writes still reach the function.
+    fn remove_coalesced_zones(
         &self,
-        stays: impl Fn(&LateZone) -> bool,
+        keep: impl Fn(&CoalescedZone) -> bool,
         placed: &mut Placed,
         first: &mut Result<(), String>,
     ) {
-        let before = placed.late.len();
-        placed.late.retain(|zone| {
-            stays(zone) || note(first, self.vm.remove_late_zone(zone).map_err(|error| describe(&error)))
+        let before = placed.coalesced.len();
+        placed.coalesced.retain(|zone| {
+            keep(zone) || note(first, self.vm.remove_coalesced_zone(zone).map_err(|error| describe(&error)))
         });
-        if placed.late.len() < before {
-            self.vm.late().drain(&self.ports, &self.memory);
+        if placed.coalesced.len() < before {
+            self.vm.coalesced().drain(&self.ports, &self.memory);
         }
     }
 
@@ -145,7 +145,7 @@ impl MachinePlacer {
         placed.events.retain(|event| {
             note(&mut first, self.vm.remove_ioevent(event).map_err(|error| describe(&error)))
         });
-        self.end_late(|_| false, placed, &mut first);
+        self.remove_coalesced_zones(|_| false, placed, &mut first);
         if placed.on_bus {
             let removed = self.bus(bar.kind).0.remove(address, bar.size);
             placed.on_bus = note(&mut first, removed.map_err(|error| describe(&error)));
@@ -194,7 +194,7 @@ impl BarPlacer for MachinePlacer {
         let mut table = self.placed.lock().unwrap_or_else(PoisonError::into_inner);
         match table.get_mut(&(function.name().to_owned(), bar.index)) {
             Some(placed) => self
-                .follow(function, bar, address, placed)
+                .update(function, bar, address, placed)
                 .map_err(|reason| place_error(function, bar, address, reason)),
             None => Err(place_error(function, bar, address, "it isn't placed".to_owned())),
         }
@@ -202,18 +202,18 @@ impl BarPlacer for MachinePlacer {
 }
 
 /// The zones of deferred writes of a BAR at an address.
-fn late_zones(
+fn coalesced_zones(
     function: &Arc<dyn PciFunction>,
     bar: BarLayout,
     address: u64,
     space: IoSpace,
-) -> Result<Vec<LateZone>, String> {
-    let here = function.late_writes().into_iter().filter(|late| late.bar == bar.index);
-    let zone = |late: LateWrites| {
+) -> Result<Vec<CoalescedZone>, String> {
+    let here = function.late_writes().into_iter().filter(|writes| writes.bar == bar.index);
+    let zone = |writes: LateWrites| {
         let at = address
-            .checked_add(u64::from(late.offset))
+            .checked_add(u64::from(writes.offset))
             .ok_or("deferred writes lie beyond the address space")?;
-        Ok(LateZone { space, address: at, length: late.len })
+        Ok(CoalescedZone { space, address: at, length: writes.len })
     };
     here.map(zone).collect()
 }

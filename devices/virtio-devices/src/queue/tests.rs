@@ -5,7 +5,7 @@
 use std::os::fd::AsFd;
 
 use machine::memory::{
-    Bitmap, GuestAddress, GuestAddressSpace, GuestMemoryBackend, GuestMemoryRegion, show_window,
+    Bitmap, GuestAddress, GuestAddressSpace, GuestMemoryBackend, GuestMemoryRegion, map_window,
 };
 use proptest::prelude::*;
 use virtio_devices_testbed::{INDIRECT, MockDriver, NEXT, PLAIN, RINGS, RawDescriptor, WRITE, memory};
@@ -66,7 +66,7 @@ fn a_window_holds_what_is_read_and_nothing_else() {
     rustix::fs::ftruncate(&fd, 0x3000).unwrap();
     let driver = || {
         let driver = driver(RINGS);
-        show_window(&driver.space, WINDOW, fd.as_fd(), 0, 0x3000).unwrap();
+        map_window(&driver.space, WINDOW, fd.as_fd(), 0, 0x3000).unwrap();
         driver
     };
     let pop = |descriptor| {

@@ -8,9 +8,9 @@ pub const LOW_RAM_END: u64 = 0xc000_0000;
 pub const HIGH_RAM_START: u64 = 0x1_0000_0000;
 
 const PAGE: u64 = 4096;
-const SMALLEST_FIRST_NODE: u64 = 1 << 20;
+const MIN_FIRST_NODE_BYTES: u64 = 1 << 20;
 /// End of the architecture's physical address space.
-const HIGHEST_ADDRESS: u64 = 1 << 52;
+const MAX_ADDRESS: u64 = 1 << 52;
 
 /// A piece of guest-physical RAM within one NUMA node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -53,8 +53,7 @@ impl RamLayout {
                 if at == LOW_RAM_END {
                     at = HIGH_RAM_START;
                 }
-                let room =
-                    if at < LOW_RAM_END { LOW_RAM_END - at } else { HIGHEST_ADDRESS.saturating_sub(at) };
+                let room = if at < LOW_RAM_END { LOW_RAM_END - at } else { MAX_ADDRESS.saturating_sub(at) };
                 let part = room.min(size - placed);
                 if part == 0 {
                     return Err(bad(node, size, "it ends beyond the 52-bit physical address space"));
@@ -64,7 +63,7 @@ impl RamLayout {
                 at += part;
             }
         }
-        if first < SMALLEST_FIRST_NODE {
+        if first < MIN_FIRST_NODE_BYTES {
             return Err(bad(0, first, "the first node needs at least 1048576"));
         }
         Ok(Self { nodes: nodes.to_vec(), ranges })

@@ -1,7 +1,7 @@
 //! Guest memory types. RAM is allocated only in sealed memfds, so that other processes can map it.
 
-pub mod arriving;
 mod layout;
+pub mod postcopy;
 mod present;
 mod ram;
 pub mod shared;
@@ -11,7 +11,7 @@ mod windows;
 pub use layout::{HIGH_RAM_START, LOW_RAM_END, RamLayout, RamRange};
 pub use ram::{GuestRam, HostNuma, NumaMode, PageSize, RamOptions, RamRegion, Readers};
 pub use userfault::{Userfault, UserfaultError};
-pub use windows::{WindowError, is_writable, show_window, take_window};
+pub use windows::{WindowError, is_writable, map_window, unmap_window};
 
 pub use vm_memory::bitmap::{AtomicBitmap, Bitmap, BitmapSlice};
 pub use vm_memory::{
@@ -20,7 +20,7 @@ pub use vm_memory::{
 };
 
 /// One guest's RAM, with a bitmap of the pages that devices of this process have written, and the windows of neighbours' memory that
-/// devices may read ([`show_window`]).
+/// devices may read ([`map_window`]).
 pub type GuestMemory = vm_memory::GuestMemoryMmap<AtomicBitmap>;
 /// Guest memory whose regions can change while devices run. Devices take a snapshot per request: `space.memory()`.
 pub type GuestMemorySpace = GuestMemoryAtomic<GuestMemory>;

@@ -335,7 +335,7 @@ fn apply_policies(
 }
 
 fn mbind(address: *mut std::ffi::c_void, size: usize, policy: &HostNuma) -> io::Result<()> {
-    const MOST_NODES: usize = 1024;
+    const MAX_NUMA_NODES: usize = 1024;
     /// Not in libc yet.
     const MPOL_PREFERRED_MANY: i32 = 5;
     let mode = match policy.mode {
@@ -345,7 +345,7 @@ fn mbind(address: *mut std::ffi::c_void, size: usize, policy: &HostNuma) -> io::
         NumaMode::Preferred => libc::MPOL_PREFERRED,
         NumaMode::Interleave => libc::MPOL_INTERLEAVE,
     };
-    let mut mask = [0u64; MOST_NODES / 64];
+    let mut mask = [0u64; MAX_NUMA_NODES / 64];
     for &node in &policy.nodes {
         let word = mask.get_mut(node as usize / 64).ok_or(io::ErrorKind::InvalidInput)?;
         *word |= 1 << (node % 64);
@@ -355,8 +355,9 @@ fn mbind(address: *mut std::ffi::c_void, size: usize, policy: &HostNuma) -> io::
     }
     // SAFETY: the range is a mapping of this process, and the mask outlives the call. The kernel decrements the count, so it reads
     // MOST_NODES bits of the mask. Only page placement changes.
-    let result =
-        unsafe { libc::syscall(libc::SYS_mbind, address, size, mode, mask.as_ptr(), MOST_NODES + 1, 0u32) };
+    let result = unsafe {
+        libc::syscall(libc::SYS_mbind, address, size, mode, mask.as_ptr(), MAX_NUMA_NODES + 1, 0u32)
+    };
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 

@@ -98,7 +98,7 @@ struct Copy {
 
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-struct Told {
+struct UffdMsg {
     event: u8,
     _reserved: [u8; 7],
     flags: u64,
@@ -107,7 +107,7 @@ struct Told {
     _padding: u32,
 }
 
-const _: () = assert!(size_of::<Told>() == 32 && size_of::<Copy>() == 40);
+const _: () = assert!(size_of::<UffdMsg>() == 32 && size_of::<Copy>() == 40);
 
 const fn request(direction: u64, number: u64, size: usize) -> libc::c_ulong {
     (direction << 30) | ((size as u64) << 16) | (0xaa << 8) | number
@@ -140,11 +140,11 @@ pub(super) struct Fault {
 pub struct Userfault(OwnedFd);
 
 impl Userfault {
-    /// Opens one for [`super::arriving::ArrivingRam`]. To be called while the process still has its privileges.
+    /// Opens one for [`super::postcopy::PostCopyRam`]. To be called while the process still has its privileges.
     ///
     /// # Errors
     /// When the kernel refuses, or lacks missing faults of shared memory (Linux 4.11).
-    pub fn for_arriving_ram() -> Result<Self, UserfaultError> {
+    pub fn for_postcopy() -> Result<Self, UserfaultError> {
         Self::open(feature::MISSING_SHMEM)
     }
 
@@ -176,10 +176,10 @@ impl Userfault {
 
     /// Reads pending faults without blocking.
     pub(super) fn faults(&self) -> io::Result<impl Iterator<Item = Fault>> {
-        let mut told = [Told::default(); 16];
-        let size = size_of_val(&told);
+        let mut messages = [UffdMsg::default(); 16];
+        let size = size_of_val(&messages);
         // SAFETY: the buffer is a local one of `size` bytes; all bit patterns are valid for it.
-        let read = unsafe { libc::read(self.0.as_raw_fd(), told.as_mut_ptr().cast(), size) };
+        let read = unsafe { libc::read(self.0.as_raw_fd(), messages.as_mut_ptr().cast(), size) };
         let read = match usize::try_from(read) {
             Ok(read) => read,
             Err(_) => {
@@ -190,8 +190,8 @@ impl Userfault {
                 0
             }
         };
-        let told = told.into_iter().take(read / size_of::<Told>());
-        Ok(told.filter(|one| one.event == EVENT_PAGEFAULT).map(|one| Fault {
+        let messages = messages.into_iter().take(read / size_of::<UffdMsg>());
+        Ok(messages.filter(|one| one.event == EVENT_PAGEFAULT).map(|one| Fault {
             address: one.address,
             write: one.flags & (FAULT_WRITE | FAULT_WP) != 0,
             thread: one.thread,

@@ -30,11 +30,11 @@ pub struct WindowError {
 }
 
 /// Lets devices read the `size` bytes at `offset` of `file` at the guest-physical address `start`. A snapshot of the space that a device
-/// took before doesn't include them. [`take_window`] removes the window.
+/// took before doesn't include them. [`unmap_window`] removes the window.
 ///
 /// # Errors
 /// When the range can't be mapped, or overlaps other memory.
-pub fn show_window(
+pub fn map_window(
     space: &GuestMemorySpace,
     start: u64,
     file: BorrowedFd<'_>,
@@ -66,11 +66,11 @@ pub fn show_window(
     Ok(())
 }
 
-/// Removes a window of [`show_window`]. It stays mapped until in-flight requests release their snapshots.
+/// Removes a window of [`map_window`]. It stays mapped until in-flight requests release their snapshots.
 ///
 /// # Errors
 /// When there is no such window.
-pub fn take_window(space: &GuestMemorySpace, start: u64, size: u64) -> Result<(), WindowError> {
+pub fn unmap_window(space: &GuestMemorySpace, start: u64, size: u64) -> Result<(), WindowError> {
     let guard = space.lock().unwrap_or_else(PoisonError::into_inner);
     let without = space.memory().remove_region(GuestAddress(start), size);
     let (without, _) = without.map_err(|error| WindowError {
@@ -122,7 +122,7 @@ mod tests {
         ftruncate(&fd, 3 * PAGE).unwrap();
         rustix::io::pwrite(&fd, b"theirs", PAGE + 8).unwrap();
         let space = space();
-        show_window(&space, WINDOW, fd.as_fd(), PAGE, 2 * PAGE).unwrap();
+        map_window(&space, WINDOW, fd.as_fd(), PAGE, 2 * PAGE).unwrap();
         let busy = space.memory();
         let mut seen = [0; 6];
         busy.read_slice(&mut seen, GuestAddress(WINDOW + 8)).unwrap();
@@ -130,13 +130,13 @@ mod tests {
         assert!(busy.check_range(GuestAddress(WINDOW), 0x2000));
         assert!(!is_writable(&busy, WINDOW, 8) && !is_writable(&busy, WINDOW + PAGE, PAGE));
 
-        assert!(show_window(&space, WINDOW, fd.as_fd(), 0, PAGE).is_err(), "something is there");
+        assert!(map_window(&space, WINDOW, fd.as_fd(), 0, PAGE).is_err(), "something is there");
         assert!(
-            show_window(&space, WINDOW + (1 << 30), fd.as_fd(), PAGE, 3 * PAGE).is_err(),
+            map_window(&space, WINDOW + (1 << 30), fd.as_fd(), PAGE, 3 * PAGE).is_err(),
             "its file is shorter"
         );
-        assert!(take_window(&space, WINDOW, PAGE).is_err());
-        take_window(&space, WINDOW, 2 * PAGE).unwrap();
+        assert!(unmap_window(&space, WINDOW, PAGE).is_err());
+        unmap_window(&space, WINDOW, 2 * PAGE).unwrap();
         assert!(!space.memory().check_range(GuestAddress(WINDOW), 1));
         busy.read_slice(&mut seen, GuestAddress(WINDOW + 8)).unwrap();
         assert_eq!(&seen, b"theirs");

@@ -150,7 +150,7 @@ impl Slots {
     }
 
     /// Creates or changes a slot in KVM; with `remove`, deletes it.
-    fn tell_kvm(&self, slot: &Slot, remove: bool, what: &str) -> Result<(), SlotError> {
+    fn set_kvm_slot(&self, slot: &Slot, remove: bool, what: &str) -> Result<(), SlotError> {
         let region = kvm_userspace_memory_region {
             slot: slot.number,
             flags: if slot.read_only { KVM_MEM_READONLY } else { 0 }
@@ -213,8 +213,8 @@ impl Slots {
         let mut table = self.table();
         let slot = table.prepare(name, start, len, backing, read_only)?;
         let id = slot.id;
-        if let Err(error) = self.tell_kvm(&slot, false, "mapped into the guest") {
-            table.give_back(slot);
+        if let Err(error) = self.set_kvm_slot(&slot, false, "mapped into the guest") {
+            table.release_number(slot);
             return Err(error);
         }
         table.insert(slot);
@@ -224,7 +224,7 @@ impl Slots {
     /// Removes a slot; the guest's accesses exit from then on. This process unmaps the memory when no other reference to it exists.
     pub fn remove(&self, id: SlotId) -> Result<(), SlotError> {
         let mut table = self.table();
-        self.tell_kvm(table.get(id)?, true, "taken from the guest")?;
+        self.set_kvm_slot(table.get(id)?, true, "taken from the guest")?;
         table.remove(id);
         Ok(())
     }
@@ -250,11 +250,11 @@ impl Slots {
             let log = self.kvm_log(slot)?;
             slot.carry(log);
         }
-        self.tell_kvm(slot, true, "taken from the guest for a moment")?;
+        self.set_kvm_slot(slot, true, "taken from the guest for a moment")?;
         slot.read_only = read_only;
-        if let Err(error) = self.tell_kvm(slot, false, "mapped anew") {
+        if let Err(error) = self.set_kvm_slot(slot, false, "mapped anew") {
             slot.read_only = !read_only;
-            if self.tell_kvm(slot, false, "mapped again as before").is_err() {
+            if self.set_kvm_slot(slot, false, "mapped again as before").is_err() {
                 table.remove(id);
             }
             return Err(error);
@@ -286,7 +286,7 @@ impl Slots {
             slot.backing.take_device_log();
         }
         slot.carried.clear();
-        self.tell_kvm(slot, false, if on { "set to log writes" } else { "set to log no writes" })
+        self.set_kvm_slot(slot, false, if on { "set to log writes" } else { "set to log no writes" })
             .inspect_err(|_| slot.dirty_logging = !on)
     }
 
@@ -341,7 +341,7 @@ impl Drop for Slots {
         let table = self.table.get_mut().unwrap_or_else(PoisonError::into_inner);
         let slots = table.drain();
         for slot in slots {
-            if let Err(error) = self.tell_kvm(&slot, true, "taken from the guest") {
+            if let Err(error) = self.set_kvm_slot(&slot, true, "taken from the guest") {
                 tracing::error!(error = %error, "A memslot outlives its VM");
                 // Unmapping it now would leave KVM with a stale address.
                 std::mem::forget(slot.backing);

@@ -159,7 +159,7 @@ impl Table {
     }
 
     /// Releases the number of a slot that wasn't inserted.
-    pub(super) fn give_back(&mut self, slot: Slot) {
+    pub(super) fn release_number(&mut self, slot: Slot) {
         self.free.push(slot.number);
     }
 
@@ -244,7 +244,7 @@ mod tests {
         let mut table = Table::new(1);
         for _ in 0..3 {
             let slot = table.prepare("slot", 0, PAGE, backing(true), false).unwrap();
-            table.give_back(slot);
+            table.release_number(slot);
         }
     }
 

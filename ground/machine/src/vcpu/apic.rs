@@ -6,7 +6,7 @@ use std::io;
 use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, KVM_MP_STATE_HALTED};
 use kvm_ioctls::VcpuExit;
 
-use super::run::{Left, Next, VcpuThread};
+use super::run::{Next, RunExit, VcpuThread};
 use super::{VcpuError, VcpuEvent, VcpuStart};
 use crate::local_apic::{ApicEvent, LocalApics};
 use crate::state::SavedVcpu;
@@ -20,7 +20,7 @@ const CR0_CACHE_BITS: u64 = 1 << 30 | 1 << 29;
 pub(super) enum Ready {
     Enter,
     /// The thread slept or got a request; it checks again from the start.
-    LookAgain,
+    Retry,
     End(VcpuEvent),
 }
 
@@ -67,14 +67,14 @@ impl VcpuThread {
     /// sleeps here.
     pub(super) fn take_interrupts(&mut self, local_apics: &dyn LocalApics) -> Ready {
         let vcpu = self.id;
-        if self.control.forget_kicks() {
-            return Ready::LookAgain;
+        if self.control.clear_kicks() {
+            return Ready::Retry;
         }
         if self.halted {
             let interruptible = self.fd.get_kvm_run().if_flag != 0;
             if !local_apics.has_event(vcpu, interruptible) {
                 self.control.wait_for_kick(local_apics.time_to_timer(vcpu));
-                return Ready::LookAgain;
+                return Ready::Retry;
             }
             self.halted = false;
         }
@@ -94,11 +94,11 @@ impl VcpuThread {
                 }
                 ApicEvent::WaitForStartup => {
                     self.control.wait_for_kick(None);
-                    return Ready::LookAgain;
+                    return Ready::Retry;
                 }
                 ApicEvent::Init => {
                     // Completes an in-flight access, which belongs to the registers before INIT.
-                    if let Left::Ended(event) = self.complete() {
+                    if let RunExit::Ended(event) = self.complete() {
                         return Ready::End(event);
                     }
                     interruptible = false;
@@ -158,6 +158,6 @@ impl VcpuThread {
             value.is_some()
         };
         msr.error = u8::from(!allowed);
-        Next::Go
+        Next::Continue
     }
 }

@@ -75,20 +75,20 @@ const WAITING: u8 = 2;
 
 /// Requested run state of a vCPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Want {
+pub(super) enum RunState {
     Pause,
     Run,
     Stop,
 }
 
 pub(super) struct State {
-    pub(super) want: Want,
+    pub(super) requested: RunState,
     /// The thread waits, outside the guest and outside device handlers.
     pub(super) parked: bool,
     /// An event ended the vCPU; it stays parked until it gets new state.
     pub(super) ended: bool,
     /// The thread has ended, or is about to.
-    pub(super) gone: bool,
+    pub(super) exited: bool,
     pub(super) command: Option<Command>,
 }
 
@@ -105,7 +105,7 @@ pub(super) struct Control {
     changed: Condvar,
     attention: AtomicBool,
     /// A machine check is pending for the vCPU.
-    check: AtomicBool,
+    machine_check: AtomicBool,
     /// A local APIC outside KVM has kicked the vCPU since its last check for interrupts.
     kicked: AtomicBool,
     /// State of the thread: [`OUTSIDE`], [`IN_GUEST`] or [`WAITING`].
@@ -115,13 +115,14 @@ pub(super) struct Control {
 
 impl Control {
     pub(super) fn new(page: RunPage) -> Self {
-        let state = State { want: Want::Pause, parked: false, ended: false, gone: false, command: None };
+        let state =
+            State { requested: RunState::Pause, parked: false, ended: false, exited: false, command: None };
         let no = || AtomicBool::new(false);
         Self {
             state: Mutex::new(state),
             changed: Condvar::new(),
             attention: no(),
-            check: no(),
+            machine_check: no(),
             kicked: no(),
             place: AtomicU8::new(OUTSIDE),
             page,
@@ -142,34 +143,34 @@ impl Control {
     }
 
     /// Sets a request. Unless the vCPU is parked, the caller must send the signal afterwards.
-    pub(super) fn want(&self, want: Want) {
+    pub(super) fn request(&self, requested: RunState) {
         let mut state = self.lock();
         // Stopping is final.
-        if state.want != Want::Stop {
-            state.want = want;
+        if state.requested != RunState::Stop {
+            state.requested = requested;
         }
-        self.call_attention(state);
+        self.signal_attention(state);
     }
 
     /// Makes the thread leave the guest and check for requests, without a new one.
-    pub(super) fn nudge(&self) {
-        self.call_attention(self.lock());
+    pub(super) fn request_attention(&self) {
+        self.signal_attention(self.lock());
     }
 
-    /// Works as [`Control::nudge`], and makes a machine check pending.
-    pub(super) fn owe_check(&self) {
-        self.check.store(true, Ordering::Release);
-        self.nudge();
+    /// Works as [`Control::request_attention`], and makes a machine check pending.
+    pub(super) fn request_machine_check(&self) {
+        self.machine_check.store(true, Ordering::Release);
+        self.request_attention();
     }
 
     /// Whether a machine check is pending. The flag is separate from the nudge, because a parked thread clears the nudge when it resumes.
-    pub(super) fn owes_check(&self) -> bool {
-        self.check.load(Ordering::Acquire)
+    pub(super) fn has_machine_check(&self) -> bool {
+        self.machine_check.load(Ordering::Acquire)
     }
 
     /// Whether a machine check is pending; clears it.
-    pub(super) fn take_check(&self) -> bool {
-        self.check.swap(false, Ordering::AcqRel)
+    pub(super) fn take_machine_check(&self) -> bool {
+        self.machine_check.swap(false, Ordering::AcqRel)
     }
 
     /// To be called from any thread, after it latched an interrupt. Returns whether the caller must send the kick signal. Kicks that the
@@ -194,7 +195,7 @@ impl Control {
     }
 
     /// On the vCPU thread, before it checks for interrupts: clears earlier kicks. Returns whether another request is pending.
-    pub(super) fn forget_kicks(&self) -> bool {
+    pub(super) fn clear_kicks(&self) -> bool {
         self.kicked.store(false, Ordering::SeqCst);
         self.page.set_immediate_exit(false);
         // If the line above cleared the `immediate_exit` of a request, the check below sees that request.
@@ -213,9 +214,9 @@ impl Control {
         self.place.store(OUTSIDE, Ordering::SeqCst);
     }
 
-    /// On the vCPU thread: waits for a kick, another request, or until `most` has passed.
-    pub(super) fn wait_for_kick(&self, most: Option<Duration>) {
-        let until = most.and_then(|most| Instant::now().checked_add(most));
+    /// On the vCPU thread: waits for a kick, another request, or until `timeout` has passed.
+    pub(super) fn wait_for_kick(&self, timeout: Option<Duration>) {
+        let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         self.place.store(WAITING, Ordering::SeqCst);
         let mut state = self.lock();
         while !self.kicked.load(Ordering::SeqCst) && !self.attention() {
@@ -234,7 +235,7 @@ impl Control {
         self.place.store(OUTSIDE, Ordering::SeqCst);
     }
 
-    fn call_attention(&self, state: MutexGuard<'_, State>) {
+    fn signal_attention(&self, state: MutexGuard<'_, State>) {
         // Set under the lock, so that the thread can't clear them while it handles an older request.
         self.attention.store(true, Ordering::Release);
         self.page.set_immediate_exit(true);
@@ -245,7 +246,7 @@ impl Control {
     /// Passes a command to a parked thread. `false`: the thread isn't parked.
     pub(super) fn command(&self, command: Command) -> bool {
         let mut state = self.lock();
-        if !state.parked || state.gone {
+        if !state.parked || state.exited {
             return false;
         }
         state.command = Some(command);
@@ -257,7 +258,7 @@ impl Control {
     /// Waits until the thread is parked or has ended. `false`: `until` has passed.
     pub(super) fn wait_parked(&self, until: Instant) -> bool {
         let mut state = self.lock();
-        while !state.parked && !state.gone {
+        while !state.parked && !state.exited {
             let left = until.saturating_duration_since(Instant::now());
             if left == Duration::ZERO {
                 return false;
@@ -268,9 +269,9 @@ impl Control {
     }
 
     /// Waits until the thread has ended. `false`: `until` has passed.
-    pub(super) fn wait_gone(&self, until: Instant) -> bool {
+    pub(super) fn wait_exited(&self, until: Instant) -> bool {
         let mut state = self.lock();
-        while !state.gone {
+        while !state.exited {
             let left = until.saturating_duration_since(Instant::now());
             if left == Duration::ZERO {
                 return false;
@@ -284,13 +285,13 @@ impl Control {
     pub(super) fn next_order(&self) -> Order {
         let mut state = self.lock();
         loop {
-            if state.want == Want::Stop {
+            if state.requested == RunState::Stop {
                 return Order::Stop;
             }
             if let Some(command) = state.command.take() {
                 return Order::Command(command);
             }
-            if state.want == Want::Run && !state.ended {
+            if state.requested == RunState::Run && !state.ended {
                 self.attention.store(false, Ordering::Release);
                 self.page.set_immediate_exit(false);
                 return Order::Run { was_parked: std::mem::take(&mut state.parked) };
@@ -309,8 +310,8 @@ impl Control {
     }
 
     /// On the vCPU thread, as its last action.
-    pub(super) fn set_gone(&self) {
-        self.lock().gone = true;
+    pub(super) fn set_exited(&self) {
+        self.lock().exited = true;
         self.changed.notify_all();
     }
 }

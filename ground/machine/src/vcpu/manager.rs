@@ -12,7 +12,7 @@ use crate::x86::CpuId;
 use kvm_ioctls::VcpuFd;
 use rustix::thread::CpuSet;
 
-use super::control::{Control, RunPage, Want, install_kick_handler, kick, mask_signals};
+use super::control::{Control, RunPage, RunState, install_kick_handler, kick, mask_signals};
 use super::registers::{self, Vcpu};
 use super::run::VcpuThread;
 use super::{VcpuConfig, VcpuError, VcpuEvent, VcpuExitHandler, VcpuStart};
@@ -108,7 +108,7 @@ impl VcpuKicks {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Life {
+enum ManagerState {
     Paused,
     Running,
     Stopped,
@@ -128,7 +128,7 @@ pub struct VcpuManager {
     number: u64,
     members: Vec<Member>,
     names: Arc<RangeNames>,
-    life: Mutex<Life>,
+    state: Mutex<ManagerState>,
 }
 
 impl VcpuManager {
@@ -148,7 +148,8 @@ impl VcpuManager {
         let names = Arc::clone(&options.names);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let options = Arc::new(options);
-        let mut manager = Self { number, members: Vec::new(), names, life: Mutex::new(Life::Paused) };
+        let mut manager =
+            Self { number, members: Vec::new(), names, state: Mutex::new(ManagerState::Paused) };
         for config in configs {
             // On an error, dropping `manager` ends the threads started so far.
             manager.members.push(create(vm, &config, &options, number)?);
@@ -165,8 +166,8 @@ impl VcpuManager {
         Ok(manager)
     }
 
-    fn life(&self) -> MutexGuard<'_, Life> {
-        self.life.lock().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> MutexGuard<'_, ManagerState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn not_own_thread(&self, what: &'static str) -> Result<(), VcpuError> {
@@ -174,19 +175,19 @@ impl VcpuManager {
     }
 
     /// Locks the run state; fails where `what` isn't possible.
-    fn change(&self, what: &'static str) -> Result<MutexGuard<'_, Life>, VcpuError> {
+    fn change(&self, what: &'static str) -> Result<MutexGuard<'_, ManagerState>, VcpuError> {
         self.not_own_thread(what)?;
-        let life = self.life();
-        if *life == Life::Stopped { Err(VcpuError::Gone) } else { Ok(life) }
+        let state = self.state();
+        if *state == ManagerState::Stopped { Err(VcpuError::Gone) } else { Ok(state) }
     }
 
     /// Resumes all vCPUs. Those that ended (an event was reported) stay parked until [`VcpuManager::set_state`].
     pub fn resume(&self) -> Result<(), VcpuError> {
-        let mut life = self.change("resume its VM")?;
+        let mut state = self.change("resume its VM")?;
         for member in &self.members {
-            member.control.want(Want::Run);
+            member.control.request(RunState::Run);
         }
-        *life = Life::Running;
+        *state = ManagerState::Running;
         Ok(())
     }
 
@@ -194,43 +195,43 @@ impl VcpuManager {
     /// they stay pending in the interrupt controllers. After [`VcpuError::Stuck`] the other vCPUs are paused, and the stuck one pauses
     /// when its device handler returns; call again or resume.
     pub fn pause(&self) -> Result<(), VcpuError> {
-        let mut life = self.change("pause its VM")?;
-        self.ask_all(Want::Pause);
+        let mut state = self.change("pause its VM")?;
+        self.request_all(RunState::Pause);
         let until = Instant::now() + PAUSE_TIMEOUT;
         for member in &self.members {
             if !member.control.wait_parked(until) {
                 return Err(stuck(member.id));
             }
         }
-        *life = Life::Paused;
+        *state = ManagerState::Paused;
         Ok(())
     }
 
-    fn ask_all(&self, want: Want) {
+    fn request_all(&self, requested: RunState) {
         for member in &self.members {
-            member.control.want(want);
+            member.control.request(requested);
             member.kick();
         }
     }
 
     /// Whether the vCPUs are paused.
     pub fn is_paused(&self) -> bool {
-        *self.life() == Life::Paused
+        *self.state() == ManagerState::Paused
     }
 
     /// Makes one vCPU leave and re-enter the guest. Doesn't wait for it.
     pub fn kick(&self, vcpu: u32) -> Result<(), VcpuError> {
         let member = self.member(vcpu)?;
-        member.control.nudge();
+        member.control.request_attention();
         member.kick();
         Ok(())
     }
 
     /// Makes the first vCPU raise a machine check before its next instruction, once it runs. For a device that refuses a deferred write
-    /// ([`crate::late`]): KVM's ring doesn't record which vCPU made the write. Doesn't wait for the vCPU.
+    /// ([`crate::coalesced`]): KVM's ring doesn't record which vCPU made the write. Doesn't wait for the vCPU.
     pub fn machine_check(&self) -> Result<(), VcpuError> {
         let member = self.members.first().ok_or(VcpuError::Absent(0))?;
-        member.control.owe_check();
+        member.control.request_machine_check();
         member.kick();
         Ok(())
     }
@@ -257,9 +258,9 @@ impl VcpuManager {
     }
 
     /// Locks the run state, and requires that the vCPUs are paused.
-    fn paused(&self, what: &'static str) -> Result<MutexGuard<'_, Life>, VcpuError> {
-        let life = self.change(what)?;
-        if *life == Life::Paused { Ok(life) } else { Err(VcpuError::NotPaused(what)) }
+    fn paused(&self, what: &'static str) -> Result<MutexGuard<'_, ManagerState>, VcpuError> {
+        let state = self.change(what)?;
+        if *state == ManagerState::Paused { Ok(state) } else { Err(VcpuError::NotPaused(what)) }
     }
 
     /// Sets the state of one vCPU while paused: reset or restore. A vCPU that had ended runs again after the next
@@ -274,7 +275,7 @@ impl VcpuManager {
         })??;
         member.control.lock().ended = false;
         // Drops a machine check that was pending for the former state.
-        member.control.take_check();
+        member.control.take_machine_check();
         Ok(())
     }
 
@@ -330,13 +331,13 @@ impl VcpuManager {
     /// Ends all threads and waits for them. Later calls return [`VcpuError::Gone`].
     pub fn stop(&self) -> Result<(), VcpuError> {
         self.not_own_thread("stop its VM")?;
-        let mut life = self.life();
-        *life = Life::Stopped;
-        self.ask_all(Want::Stop);
+        let mut state = self.state();
+        *state = ManagerState::Stopped;
+        self.request_all(RunState::Stop);
         let until = Instant::now() + PAUSE_TIMEOUT;
         let mut result = Ok(());
         for member in &self.members {
-            if !member.control.wait_gone(until) {
+            if !member.control.wait_exited(until) {
                 result = Err(stuck(member.id));
                 continue;
             }
@@ -445,7 +446,7 @@ fn create(
         what: "map the run page of".into(),
         source,
     })?;
-    vm.late().map(&fd).map_err(|source| VcpuError::Refused {
+    vm.coalesced().map(&fd).map_err(|source| VcpuError::Refused {
         vcpu: id,
         what: "map the ring of deferred writes of".into(),
         source,

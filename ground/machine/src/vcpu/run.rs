@@ -58,7 +58,7 @@ impl GuestRegisters for VcpuThread {
 }
 
 /// Why a vCPU left the run loop.
-pub(super) enum Left {
+pub(super) enum RunExit {
     /// A request is pending; port and memory accesses are complete.
     Attention,
     /// The vCPU can't or must not run further.
@@ -67,25 +67,25 @@ pub(super) enum Left {
 
 /// Result of an exit for the run loop.
 pub(super) enum Next {
-    Go,
+    Continue,
     /// KVM_RUN was interrupted: no access is in progress.
     Interrupted,
     End(VcpuEvent),
 }
 
 /// Marks the thread as gone, also when it panics.
-struct Goodbye(Arc<Control>);
+struct ExitGuard(Arc<Control>);
 
-impl Drop for Goodbye {
+impl Drop for ExitGuard {
     fn drop(&mut self) {
-        self.0.set_gone();
+        self.0.set_exited();
     }
 }
 
 impl VcpuThread {
     /// Runs until the stop.
     pub(super) fn work(mut self) {
-        let _goodbye = Goodbye(Arc::clone(&self.control));
+        let _exit_guard = ExitGuard(Arc::clone(&self.control));
         loop {
             match self.control.next_order() {
                 Order::Stop => return,
@@ -99,8 +99,8 @@ impl VcpuThread {
     fn run_guarded(&mut self, was_parked: bool) {
         let vcpu = self.id;
         let event = match catch_unwind(AssertUnwindSafe(|| self.run(was_parked))) {
-            Ok(Left::Attention) => return,
-            Ok(Left::Ended(event)) => event,
+            Ok(RunExit::Attention) => return,
+            Ok(RunExit::Ended(event)) => event,
             Err(panic) => VcpuEvent::Panicked { vcpu, what: panic_text(&*panic) },
         };
         self.control.set_ended();
@@ -110,7 +110,7 @@ impl VcpuThread {
         }
     }
 
-    fn run(&mut self, was_parked: bool) -> Left {
+    fn run(&mut self, was_parked: bool) -> RunExit {
         if was_parked {
             // Reports the pause to guests with a paravirtual clock, so that their watchdogs ignore it. EINVAL: the guest doesn't use that
             // clock.
@@ -124,32 +124,32 @@ impl VcpuThread {
         if was_parked
             && local_apics.is_some()
             // Until it runs, KVM reports interrupt flags of the former state.
-            && let Left::Ended(event) = self.complete()
+            && let RunExit::Ended(event) = self.complete()
         {
-            return Left::Ended(event);
+            return RunExit::Ended(event);
         }
         if let Some(handler) = self.options.exit_handler.clone() {
             handler.before_run(self.id, self);
         }
         loop {
-            if self.control.attention() || machine_check::is_wanted() || self.control.owes_check() {
-                let mut left = self.complete();
-                let owed = self.control.take_check();
-                if (machine_check::take() || owed) && matches!(left, Left::Attention) {
-                    left = self.machine_check();
+            if self.control.attention() || machine_check::is_wanted() || self.control.has_machine_check() {
+                let mut exit = self.complete();
+                let requested = self.control.take_machine_check();
+                if (machine_check::take() || requested) && matches!(exit, RunExit::Attention) {
+                    exit = self.machine_check();
                 }
                 self.drain();
-                return left;
+                return exit;
             }
             if let Some(local_apics) = &local_apics {
                 match self.take_interrupts(&**local_apics) {
                     Ready::Enter => {}
-                    Ready::LookAgain => continue,
-                    Ready::End(event) => return Left::Ended(event),
+                    Ready::Retry => continue,
+                    Ready::End(event) => return RunExit::Ended(event),
                 }
             }
             match self.enter() {
-                Next::Go | Next::Interrupted => {}
+                Next::Continue | Next::Interrupted => {}
                 Next::End(event) => return self.end(event),
             }
         }
@@ -157,43 +157,43 @@ impl VcpuThread {
 
     /// Calls KVM_RUN without entering the guest, so that a handled port or memory access reaches the guest's registers. An access in
     /// several parts exits once per part.
-    pub(super) fn complete(&mut self) -> Left {
+    pub(super) fn complete(&mut self) -> RunExit {
         loop {
             self.control.set_immediate_exit(true);
             match self.enter() {
-                Next::Go => {}
-                Next::Interrupted => return Left::Attention,
+                Next::Continue => {}
+                Next::Interrupted => return RunExit::Attention,
                 Next::End(event) => return self.end(event),
             }
         }
     }
 
     /// Raises a machine check: a device answered the completed access with it.
-    fn machine_check(&self) -> Left {
+    fn machine_check(&self) -> RunExit {
         match sys::machine_check(&self.fd, &machine_check::record()) {
             // The caller finds no other request, and resumes the vCPU.
-            Ok(()) => Left::Attention,
+            Ok(()) => RunExit::Attention,
             Err(error) => {
                 let what = format!("KVM could not raise a machine check: {error}");
-                Left::Ended(VcpuEvent::Failed { vcpu: self.id, what })
+                RunExit::Ended(VcpuEvent::Failed { vcpu: self.id, what })
             }
         }
     }
 
     /// Passes deferred writes that the guest made before this exit to their devices.
     fn drain(&self) {
-        self.vm.late().drain(&self.options.ports, &self.options.memory);
+        self.vm.coalesced().drain(&self.options.ports, &self.options.memory);
     }
 
-    fn end(&mut self, event: VcpuEvent) -> Left {
+    fn end(&mut self, event: VcpuEvent) -> RunExit {
         // Completes the handler's `out`, which counts as executed.
         if matches!(event, VcpuEvent::Stopped { .. })
-            && let Left::Ended(worse @ (VcpuEvent::Failed { .. } | VcpuEvent::Shutdown { .. })) =
+            && let RunExit::Ended(worse @ (VcpuEvent::Failed { .. } | VcpuEvent::Shutdown { .. })) =
                 self.complete()
         {
-            return Left::Ended(worse);
+            return RunExit::Ended(worse);
         }
-        Left::Ended(event)
+        RunExit::Ended(event)
     }
 
     fn failed(&self, what: String) -> Next {
@@ -238,11 +238,11 @@ impl VcpuThread {
                 match cause {
                     ExitCause::Hlt => {
                         match self.options.exit_handler.as_ref().map(|handler| handler.halt(vcpu)) {
-                            Some(ExitAction::Handled) => Next::Go,
+                            Some(ExitAction::Handled) => Next::Continue,
                             Some(ExitAction::Stop) => Next::End(VcpuEvent::Stopped { vcpu }),
                             Some(ExitAction::Pass) | None if local_apics.is_some() => {
                                 self.halted = true;
-                                Next::Go
+                                Next::Continue
                             }
                             Some(ExitAction::Pass) | None => Next::End(VcpuEvent::Halted { vcpu }),
                         }
@@ -251,7 +251,7 @@ impl VcpuThread {
                         Some(local_apics) => self.msr(&**local_apics, cause == ExitCause::WriteMsr),
                         None => self.no_way_on(reason, cause),
                     },
-                    ExitCause::Intr | ExitCause::IrqWindow | ExitCause::SetTpr => Next::Go,
+                    ExitCause::Intr | ExitCause::IrqWindow | ExitCause::SetTpr => Next::Continue,
                     ExitCause::Shutdown => Next::End(VcpuEvent::Shutdown { vcpu, rip: self.rip() }),
                     _ => self.no_way_on(reason, cause),
                 }
@@ -268,7 +268,7 @@ impl VcpuThread {
             // The vCPU left its wait for SIPI, or KVM asks for a retry.
             Some(libc::EAGAIN) => {
                 self.exits.count(ExitCause::Retry);
-                Next::Go
+                Next::Continue
             }
             Some(libc::EFAULT) => {
                 self.exits.count(ExitCause::MemoryFault);
@@ -326,7 +326,7 @@ impl VcpuThread {
                 }
             }
         }
-        if stop { Next::End(VcpuEvent::Stopped { vcpu }) } else { Next::Go }
+        if stop { Next::End(VcpuEvent::Stopped { vcpu }) } else { Next::Continue }
     }
 
     fn memory(&mut self) -> Next {
@@ -341,7 +341,7 @@ impl VcpuThread {
         };
         self.exits.count(cause);
         self.exits.count_range(range);
-        Next::Go
+        Next::Continue
     }
 
     /// Handles exits after which the vCPU can't run further.

@@ -52,7 +52,7 @@ pub fn guest_cpuid(
     let supported = host.supported_cpuid()?;
     let mut leaves = adjust(supported.as_slice(), topology, index, host.has_tsc_deadline());
     if irqchip == IrqchipKind::Monitor {
-        leave_apic_to_monitor(&mut leaves);
+        remove_kvm_apic_features(&mut leaves);
     }
     CpuId::from_entries(&leaves).map_err(|error| HostError::Refused {
         what: format!("take {} CPUID leaves", leaves.len()),
@@ -60,7 +60,7 @@ pub fn guest_cpuid(
     })
 }
 
-fn leave_apic_to_monitor(leaves: &mut [kvm_cpuid_entry2]) {
+fn remove_kvm_apic_features(leaves: &mut [kvm_cpuid_entry2]) {
     for leaf in leaves {
         match leaf.function {
             LEAF_FEATURES => leaf.ecx = leaf.ecx & !ECX_TSC_DEADLINE | ECX_X2APIC,
@@ -272,7 +272,7 @@ mod tests {
             leaf(LEAF_KVM_FEATURES, 0, [0x0100_7efb, 0, 0, 1]),
         ];
         let mut leaves = adjust(&supported, &CpuTopology::flat(1).unwrap(), 0, true);
-        leave_apic_to_monitor(&mut leaves);
+        remove_kvm_apic_features(&mut leaves);
         assert_eq!(find(&leaves, 1, 0).ecx, 1 | ECX_X2APIC | ECX_HYPERVISOR);
         assert_eq!(find(&leaves, 1, 0).edx, 1 << 9);
         let signature = find(&leaves, LEAF_HYPERVISOR, 0);
@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn one_vcpu_has_no_company() {
+    fn a_single_vcpu_shares_no_caches() {
         let supported = [vendor(b"GenuineIntel", 0xd), leaf(1, 0, [0, 0, 0, EDX_HTT])];
         let leaves = adjust(&supported, &CpuTopology::flat(1).unwrap(), 0, false);
         let features = find(&leaves, 1, 0);

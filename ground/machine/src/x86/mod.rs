@@ -6,7 +6,7 @@ mod topology;
 mod tsc_frequency;
 
 pub use cpuid::guest_cpuid;
-pub use topology::{CpuTopology, HIGHEST_APIC_ID, MOST_VCPUS, TopologyError};
+pub use topology::{CpuTopology, MAX_APIC_ID, MAX_VCPUS, TopologyError};
 pub(crate) use tsc_frequency::with_tsc_frequency;
 
 pub use kvm_bindings::{

@@ -1,9 +1,9 @@
 //! The cores that a guest sees, and their APIC ids.
 
 /// Limit for the number of vCPUs of a VM: APIC ids are 8 bits wide, 255 is the broadcast id, and the I/O APIC has 254.
-pub const MOST_VCPUS: u32 = 254;
+pub const MAX_VCPUS: u32 = 254;
 /// The highest APIC id of a vCPU.
-pub const HIGHEST_APIC_ID: u32 = MOST_VCPUS - 1;
+pub const MAX_APIC_ID: u32 = MAX_VCPUS - 1;
 
 /// The cores that the guest sees: packages (sockets) of cores, one thread per core.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -23,7 +23,7 @@ pub enum TopologyError {
     /// The packages need APIC ids above the limit.
     #[error(
         "{packages} CPU packages with up to {cores} cores need APIC ids up to {highest}, but {most} is the highest; use fewer packages or more equal ones",
-        most = HIGHEST_APIC_ID
+        most = MAX_APIC_ID
     )]
     ApicIds {
         /// Number of packages.
@@ -47,7 +47,7 @@ impl CpuTopology {
     /// One package per entry (one per NUMA node, usually), with that many cores.
     pub fn packages(cores: &[u32]) -> Result<Self, TopologyError> {
         let total: u64 = cores.iter().map(|cores| u64::from(*cores)).sum();
-        if total == 0 || total > u64::from(MOST_VCPUS) {
+        if total == 0 || total > u64::from(MAX_VCPUS) {
             return Err(TopologyError::Count(total));
         }
         if let Some(empty) = cores.iter().position(|cores| *cores == 0) {
@@ -57,7 +57,7 @@ impl CpuTopology {
         let stride = u64::from(topology.stride());
         let last = cores.last().map_or(0, |cores| u64::from(*cores) - 1);
         let highest = (cores.len() as u64 - 1) * stride + last;
-        if highest > u64::from(HIGHEST_APIC_ID) {
+        if highest > u64::from(MAX_APIC_ID) {
             let most = cores.iter().copied().max().unwrap_or(0);
             return Err(TopologyError::ApicIds { packages: cores.len(), cores: most, highest });
         }
@@ -153,7 +153,7 @@ mod tests {
             if let Ok(topology) = CpuTopology::packages(&cores) {
                 let mut ids: Vec<u32> = (0..topology.vcpus()).map(|index| topology.apic_id(index)).collect();
                 for (index, id) in (0u32..).zip(&ids) {
-                    prop_assert!(*id <= HIGHEST_APIC_ID);
+                    prop_assert!(*id <= MAX_APIC_ID);
                     prop_assert_eq!((id / topology.stride()) as usize, topology.package(index));
                 }
                 ids.dedup();

@@ -88,7 +88,7 @@ mod tests {
         leaf(0, [largest, word(0), word(8), word(4)])
     }
 
-    fn told(vendor: kvm_cpuid_entry2, khz: u32) -> Vec<kvm_cpuid_entry2> {
+    fn reported(vendor: kvm_cpuid_entry2, khz: u32) -> Vec<kvm_cpuid_entry2> {
         let empty = [leaf(LEAF_TSC, [0; 4]), leaf(LEAF_FREQUENCY, [0; 4])];
         let hypervisor = leaf(LEAF_HYPERVISOR, [0x4000_0001, 1, 2, 3]);
         let leaves: Vec<_> = [vendor, hypervisor].into_iter().chain(empty).collect();
@@ -103,7 +103,7 @@ mod tests {
 
     #[test]
     fn intel_guests_find_three_leaves_and_others_one() {
-        let intel = told(vendor(b"GenuineIntel", 0x1c), 2_596_142);
+        let intel = reported(vendor(b"GenuineIntel", 0x1c), 2_596_142);
         assert_eq!(registers(&intel, LEAF_FREQUENCY), [2596, 2596, 0, 0]);
         assert_eq!(registers(&intel, LEAF_TIMING), [2_596_142, 1_000_000, 0, 0]);
         assert_eq!(registers(&intel, LEAF_HYPERVISOR), [LEAF_TIMING, 1, 2, 3]);
@@ -112,9 +112,9 @@ mod tests {
         let hertz = u64::from(crystal) * u64::from(numerator) / u64::from(denominator);
         assert!(hertz.abs_diff(2_596_142_000) < 2_596_142, "{hertz}");
 
-        let old = told(vendor(b"GenuineIntel", 0xd), 2_000_000);
+        let old = reported(vendor(b"GenuineIntel", 0xd), 2_000_000);
         assert_eq!(registers(&old, LEAF_TSC), [0; 4]);
-        let amd = told(vendor(b"AuthenticAMD", 0x20), 2_000_000);
+        let amd = reported(vendor(b"AuthenticAMD", 0x20), 2_000_000);
         assert_eq!((registers(&amd, LEAF_TSC), registers(&amd, LEAF_FREQUENCY)), ([0; 4], [0; 4]));
         assert_eq!(registers(&amd, LEAF_TIMING), [2_000_000, 1_000_000, 0, 0]);
     }
@@ -132,10 +132,10 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_fraction_is_not_told() {
+    fn a_frequency_without_a_fraction_is_not_reported() {
         assert_eq!(fraction(u32::MAX, 1, 1_000), (0, 1));
         assert_eq!(fraction(0, APIC_TIMER_KHZ, NUMERATOR_LIMIT), (0, 1));
-        let none = told(vendor(b"GenuineIntel", 0x1c), 0);
+        let none = reported(vendor(b"GenuineIntel", 0x1c), 0);
         assert_eq!(registers(&none, LEAF_TSC), [0; 4]);
     }
 }

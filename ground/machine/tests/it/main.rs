@@ -2,9 +2,9 @@
 #![allow(clippy::unwrap_used)] // A test that can't continue has failed.
 
 mod apic_peer;
+mod coalesced;
 mod common;
 mod guest_paging;
-mod late;
 mod local_apics;
 mod slots;
 mod state;

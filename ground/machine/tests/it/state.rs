@@ -21,7 +21,7 @@ fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
 }
 
 #[test]
-fn a_vcpu_goes_on_in_a_fresh_vm_from_its_saved_state() {
+fn a_vcpu_continues_in_a_new_vm_from_its_saved_state() {
     let Some(host) = host() else { return };
     let guest = Guest::new(host, 1);
     // movq xmm3, rbx; next: inc rcx; mov [rdi], rcx; movq [rdi+8], xmm3; jmp next

@@ -189,7 +189,7 @@ fn a_panicking_device_is_reported_instead_of_hanging() {
 }
 
 #[test]
-fn pausing_stops_all_vcpus_and_resuming_lets_them_go_on() {
+fn pausing_stops_all_vcpus_and_resuming_continues_them() {
     let Some(host) = host() else { return };
     let guest = Guest::new(host, 2);
     // inc qword [rdi]; jmp back
@@ -268,7 +268,7 @@ fn the_wrong_moment_is_an_error() {
 }
 
 #[test]
-fn the_kernels_own_statistics_are_read_or_said_to_be_absent() {
+fn the_kernels_own_statistics_are_read_or_reported_as_absent() {
     let Some(host) = host() else { return };
     let guest = Guest::new(host, 1);
     guest.run_to_stop(&STOP, kvm_regs::default());
@@ -293,12 +293,12 @@ fn the_ring_0_probe_comes_to_a_verdict() {
 
 /// Tries to stop the VM from a vCPU's own thread.
 #[derive(Default)]
-struct Suicide {
+struct SelfPause {
     vcpus: OnceLock<Weak<VcpuManager>>,
     answers: Mutex<Vec<Result<(), VcpuError>>>,
 }
 
-impl BusDevice for Suicide {
+impl BusDevice for SelfPause {
     fn read(&self, _offset: u64, _data: &mut [u8]) {}
     fn write(&self, _offset: u64, _data: &[u8]) {
         let vcpus = self.vcpus.get().unwrap().upgrade().unwrap();
@@ -310,7 +310,7 @@ impl BusDevice for Suicide {
 fn a_device_that_waits_for_its_own_vcpu_gets_an_error_instead_of_a_deadlock() {
     let Some(host) = host() else { return };
     let guest = Guest::new(host, 1);
-    let device = Arc::new(Suicide::default());
+    let device = Arc::new(SelfPause::default());
     device.vcpus.set(Arc::downgrade(&guest.vcpus)).unwrap();
     guest.ports.insert(0x10, 1, "suicide", Arc::clone(&device) as Arc<dyn BusDevice>).unwrap();
     guest.run_to_stop(&program(&[&[0xe6, 0x10], &STOP]), kvm_regs::default());

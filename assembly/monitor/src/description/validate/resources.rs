@@ -1,7 +1,7 @@
 //! vCPUs, RAM and NUMA nodes.
 
 use firmware::layout::MINIMUM_RAM;
-use machine::x86::{CpuTopology, HIGHEST_APIC_ID, MOST_VCPUS, TopologyError};
+use machine::x86::{CpuTopology, MAX_APIC_ID, MAX_VCPUS, TopologyError};
 
 use super::super::vm::{Cpus, HugePages, Memory, NumaNode};
 use super::super::{ByteSize, CpuList, Invalid, Key, written};
@@ -36,7 +36,7 @@ pub(super) fn cpus(vm: &written::Vm) -> Result<Cpus, Invalid> {
             (1, std::cmp::max(named, 1))
         }
     };
-    let count = sockets.checked_mul(cores).filter(|count| (1..=u64::from(MOST_VCPUS)).contains(count));
+    let count = sockets.checked_mul(cores).filter(|count| (1..=u64::from(MAX_VCPUS)).contains(count));
     let fit = |number: u64| u8::try_from(number).ok();
     match (count, fit(sockets), fit(cores)) {
         (Some(_), Some(sockets), Some(cores)) => topology(Cpus { sockets, cores }),
@@ -58,7 +58,7 @@ fn topology(cpus: Cpus) -> Result<Cpus, Invalid> {
             Key::root("cpus"),
             format!(
                 "{} sockets of {} cores are not possible: each socket takes {} APIC ids, so the last vCPU would have id {highest}, and \
-                 {HIGHEST_APIC_ID} is the highest; choose fewer sockets, or a power of two as cores",
+                 {MAX_APIC_ID} is the highest; choose fewer sockets, or a power of two as cores",
                 cpus.sockets,
                 cpus.cores,
                 u32::from(cpus.cores).next_power_of_two()

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use machine::memory::arriving::ArrivingRam;
+use machine::memory::postcopy::PostCopyRam;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
@@ -67,7 +67,7 @@ pub struct Report {
 pub struct Fetching(Arc<Shared>);
 
 struct Shared {
-    ram: ArrivingRam,
+    ram: PostCopyRam,
     pages: Mutex<Incoming>,
     began: Instant,
     wishes: Mutex<(Connection, Sender)>,
@@ -99,7 +99,7 @@ impl Fetching {
     /// When the host refuses a thread or descriptor.
     pub fn begin(
         rest: Rest,
-        ram: ArrivingRam,
+        ram: PostCopyRam,
         presence: Option<Presence>,
         huge: bool,
         on_lost: OnLost,

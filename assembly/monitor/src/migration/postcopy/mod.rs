@@ -26,7 +26,7 @@
 //! no later copy may overwrite it. [`outgoing::Outgoing`] and [`incoming::Incoming`] hold the page states, without sockets or threads;
 //! [`serving`] and [`fetching`] are the threads that use them.
 //!
-//! A not-present page is a hole: this process's threads block on it in the kernel ([`machine::memory::arriving`]). The host daemon, which
+//! A not-present page is a hole: this process's threads block on it in the kernel ([`machine::memory::postcopy`]). The host daemon, which
 //! also maps the RAM of VMs with RDMA NICs, must not block. [`presence`] shows it which pages are present, and receives its requests for
 //! others.
 

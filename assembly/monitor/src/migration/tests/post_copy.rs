@@ -4,7 +4,7 @@
 use std::collections::HashSet;
 use std::sync::mpsc;
 
-use machine::memory::arriving::{ArrivingRam, keep_small};
+use machine::memory::postcopy::{PostCopyRam, disable_huge_pages};
 use machine::memory::{Userfault, UserfaultError};
 
 use super::*;
@@ -15,7 +15,7 @@ use crate::migration::postcopy::fetching::{Fetching, Report};
 use crate::migration::postcopy::message::{Complete, decode_wanted};
 
 pub(super) fn uffd() -> Option<Userfault> {
-    match Userfault::for_arriving_ram() {
+    match Userfault::for_postcopy() {
         Ok(uffd) => Some(uffd),
         Err(UserfaultError::Open(error)) => {
             facilities::missing(facilities::Facility::Userfaultfd, error);
@@ -36,7 +36,7 @@ impl Devices for Late<'_> {
         Err(MigrationError::Protocol(format!("state of device {number}")))
     }
     fn post_copy(&self) -> Result<(), MigrationError> {
-        keep_small(self.0.regions()).map_err(MigrationError::machine("prepared"))
+        disable_huge_pages(self.0.regions()).map_err(MigrationError::machine("prepared"))
     }
     fn disks(&self) -> &[DiskContent] {
         self.1
@@ -75,7 +75,7 @@ pub(super) fn late_destination_with(
         let waits = crate::migration::postcopy::incoming::Waits::default();
         return Ok(Ok(Report { left: 0, waits, zero: 0, dropped: 0, over: true }));
     };
-    let ram = ArrivingRam::new(uffd, to.regions().to_vec(), rest.missing.sets()).unwrap();
+    let ram = PostCopyRam::new(uffd, to.regions().to_vec(), rest.missing.sets()).unwrap();
     let (tell, lost) = mpsc::channel();
     let tell = Mutex::new(tell);
     let on_lost = move |left, given, error: MigrationError| {

@@ -185,7 +185,7 @@ impl MachineParts<'_> {
             (Arc::downgrade(self.vm), Arc::downgrade(self.ports), Arc::downgrade(self.memory));
         let drain = move || {
             if let (Some(vm), Some(ports), Some(memory)) = (vm.upgrade(), ports.upgrade(), memory.upgrade()) {
-                vm.late().drain(&ports, &memory);
+                vm.coalesced().drain(&ports, &memory);
             }
         };
         nic.plug(root, self.ram, self.controller.as_ref(), on_start, drain, Refusals { stop, check })

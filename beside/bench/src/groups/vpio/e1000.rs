@@ -10,7 +10,7 @@ use anyhow::{Context, bail};
 use device_models::devices::e1000::{E1000, EN};
 use device_models::{Access, PhysicalDevice};
 use machine::bus::BusDevice;
-use machine::late::LateZone;
+use machine::coalesced::CoalescedZone;
 use machine::memory::{Bytes, GuestAddress, GuestAddressSpace};
 use machine::slots::{HostMapping, PAGE, SharedPage};
 use machine::vm::{IoEvent, IoSpace};
@@ -462,7 +462,7 @@ impl Attendant {
         let plan = plan(&E1000);
         for zone in plan.late.iter().filter(|zone| zone.bar == 0) {
             let address = vm.room() + u64::from(zone.offset);
-            vm.late(&LateZone { space: IoSpace::Memory, address, length: zone.length })?;
+            vm.coalesce(&CoalescedZone { space: IoSpace::Memory, address, length: zone.length })?;
         }
         let told = *plan.told.first().context("No write of an e1000's is told of")?;
         let rung = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);

@@ -9,7 +9,7 @@ use device_models::devices::ne2000::NE2000;
 use device_models::reference::ne2000::Ne2000;
 use device_models::{Access, PhysicalDevice};
 use machine::bus::BusDevice;
-use machine::late::LateZone;
+use machine::coalesced::CoalescedZone;
 use machine::vm::IoSpace;
 use payload_loops::job::Job;
 use payload_loops::script::{STEP_SIZE, Step};
@@ -193,7 +193,7 @@ impl Driven {
         if late {
             for zone in plan(&NE2000).late {
                 let address = u64::from(PORTS) + u64::from(zone.offset);
-                vm.late(&LateZone { space: IoSpace::Port, address, length: zone.length })?;
+                vm.coalesce(&CoalescedZone { space: IoSpace::Port, address, length: zone.length })?;
             }
         }
         let mut driven = Self { vm, card, khz: peers::tsc_khz() };

@@ -8,7 +8,7 @@ use anyhow::bail;
 use device_models::devices::rtl8139::{OWN, RTL8139, TE, TOK};
 use device_models::{Access, PhysicalDevice};
 use machine::bus::BusDevice;
-use machine::late::LateZone;
+use machine::coalesced::CoalescedZone;
 use machine::slots::{HostMapping, PAGE, SharedPage};
 use machine::vm::IoSpace;
 use payload_loops::job::Job;
@@ -218,7 +218,7 @@ impl Driven {
         if mode == Mode::Model {
             for zone in plan(&RTL8139).late.iter().filter(|zone| zone.bar == BAR) {
                 let address = vm.room() + u64::from(zone.offset);
-                vm.late(&LateZone { space: IoSpace::Memory, address, length: zone.length })?;
+                vm.coalesce(&CoalescedZone { space: IoSpace::Memory, address, length: zone.length })?;
             }
         }
         let its = Arc::clone(&bus);

@@ -39,7 +39,7 @@ fn next(shared: &SharedRam) -> PageFault {
 /// Each type of access to a page in each state causes one fault with page and type, and completes when the page has the rights. The
 /// guest reads what the monitor has written. The content of a page survives its removal.
 #[test]
-fn faults_are_told_and_rights_take_effect() {
+fn faults_are_reported_and_rights_take_effect() {
     use PageRights::{None, Read, Write};
     let Some((_ram, shared)) = shared() else { return };
     let page = 0x2a3;

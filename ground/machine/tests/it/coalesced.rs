@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 
 use common::{Guest, STOP, WINDOW, host, program};
 use machine::bus::BusDevice;
-use machine::late::LateZone;
+use machine::coalesced::CoalescedZone;
 use machine::vm::IoSpace;
 use machine::x86::kvm_regs;
 
@@ -41,14 +41,14 @@ fn count_down() -> (Vec<u8>, kvm_regs) {
     (program(&[&code, &STOP]), regs)
 }
 
-fn run(zones: &[LateZone]) -> Option<(Guest, Vec<Write>)> {
+fn run(zones: &[CoalescedZone]) -> Option<(Guest, Vec<Write>)> {
     let guest = Guest::new(host()?, 1);
     let log = Arc::new(Log(Mutex::default()));
     let range = |name| Arc::new(Range(name, Arc::clone(&log))) as Arc<dyn BusDevice>;
     guest.memory.insert(WINDOW, 0x1000, "card", range("memory")).unwrap();
     guest.ports.insert(PORT, 8, "card", range("port")).unwrap();
     for zone in zones {
-        guest.vm.add_late_zone(zone).unwrap();
+        guest.vm.add_coalesced_zone(zone).unwrap();
     }
     let (code, regs) = count_down();
     guest.run_to_stop(&code, regs);
@@ -56,52 +56,52 @@ fn run(zones: &[LateZone]) -> Option<(Guest, Vec<Write>)> {
     Some((guest, seen))
 }
 
-const ZONES: [LateZone; 2] = [
-    LateZone { space: IoSpace::Memory, address: WINDOW + 0x10, length: 8 },
-    LateZone { space: IoSpace::Port, address: PORT, length: 4 },
+const ZONES: [CoalescedZone; 2] = [
+    CoalescedZone { space: IoSpace::Memory, address: WINDOW + 0x10, length: 8 },
+    CoalescedZone { space: IoSpace::Port, address: PORT, length: 4 },
 ];
 
 #[test]
-fn late_writes_come_in_order_before_the_next_access_and_leave_the_guest_only_when_the_ring_is_full() {
-    let (Some((prompt, expected)), Some((late, seen))) = (run(&[]), run(&ZONES)) else { return };
+fn coalesced_writes_arrive_in_order_before_the_next_access_and_exit_only_when_the_ring_is_full() {
+    let (Some((prompt, expected)), Some((coalesced, seen))) = (run(&[]), run(&ZONES)) else { return };
     assert_eq!(expected.len() as u64, 2 * TIMES + 1);
     assert_eq!(seen, expected);
     assert_eq!(prompt.exits("memory:card") + prompt.exits("port:card"), 2 * TIMES + 1);
     // The ring holds 169 writes; the next one exits, and drains the ring.
-    let exits = late.exits("memory:card") + late.exits("port:card");
+    let exits = coalesced.exits("memory:card") + coalesced.exits("port:card");
     assert_eq!(exits, 1 + 2 * TIMES / 170);
-    assert_eq!(late.vm.late().taken(), 2 * TIMES + 1 - exits);
+    assert_eq!(coalesced.vm.coalesced().drained(), 2 * TIMES + 1 - exits);
 }
 
 #[test]
-fn a_zone_that_is_gone_lets_nothing_wait() {
+fn a_removed_zone_defers_no_write() {
     let Some((guest, _)) = run(&ZONES) else { return };
     for zone in &ZONES {
-        guest.vm.remove_late_zone(zone).unwrap();
+        guest.vm.remove_coalesced_zone(zone).unwrap();
     }
-    let before = (guest.vm.late().taken(), guest.exits("memory:card") + guest.exits("port:card"));
+    let before = (guest.vm.coalesced().drained(), guest.exits("memory:card") + guest.exits("port:card"));
     let (code, regs) = count_down();
     guest.run_to_stop(&code, regs);
-    let after = (guest.vm.late().taken(), guest.exits("memory:card") + guest.exits("port:card"));
+    let after = (guest.vm.coalesced().drained(), guest.exits("memory:card") + guest.exits("port:card"));
     assert_eq!((after.0 - before.0, after.1 - before.1), (0, 2 * TIMES + 1));
 }
 
 #[test]
-fn what_waits_when_a_vm_is_paused_is_there_when_the_pause_is() {
+fn a_pause_drains_the_ring() {
     let Some((guest, _)) = run(&ZONES) else { return };
     // loop: mov [rdi+0x10], ecx; then an endless loop without an access
     let code = program(&[&[0x89, 0x4f, 0x10, 0xeb, 0xfe]]);
     guest.load(common::CODE, &code);
-    let taken = guest.vm.late().taken();
+    let drained = guest.vm.coalesced().drained();
     let regs = kvm_regs { rdi: WINDOW, rcx: 7, ..Default::default() };
     guest.vcpus.set_state(0, common::start(regs)).unwrap();
     guest.vcpus.resume().unwrap();
     let begin = std::time::Instant::now();
-    while guest.vm.late().taken() == taken {
+    while guest.vm.coalesced().drained() == drained {
         assert!(begin.elapsed().as_secs() < 20, "nothing came");
         std::thread::sleep(std::time::Duration::from_millis(20));
         guest.vcpus.pause().unwrap();
         guest.vcpus.resume().unwrap();
     }
-    assert_eq!(guest.vm.late().taken(), taken + 1);
+    assert_eq!(guest.vm.coalesced().drained(), drained + 1);
 }

@@ -27,7 +27,7 @@ use crate::slots::{DirtyPages, PAGE};
 
 /// RAM couldn't be prepared for not-present pages.
 #[derive(Debug, thiserror::Error)]
-pub enum ArrivingRamError {
+pub enum PostCopyRamError {
     /// The host refused an operation.
     #[error("Guest RAM at {start:#x} with {len:#x} bytes could not be {what}")]
     Refused {
@@ -55,14 +55,14 @@ pub enum ArrivingRamError {
 
 /// RAM with not-present pages. Thread-safe.
 #[derive(Debug)]
-pub struct ArrivingRam {
+pub struct PostCopyRam {
     uffd: Userfault,
     regions: Vec<RamRegion>,
 }
 
-fn refused(region: &RamRegion, what: &'static str) -> impl FnOnce(io::Error) -> ArrivingRamError {
+fn refused(region: &RamRegion, what: &'static str) -> impl FnOnce(io::Error) -> PostCopyRamError {
     let (start, len) = (region.range.start, region.range.size);
-    move |source| ArrivingRamError::Refused { start, len, what, source }
+    move |source| PostCopyRamError::Refused { start, len, what, source }
 }
 
 /// The region's range of addresses in this process.
@@ -73,15 +73,15 @@ fn whole(region: &RamRegion) -> Range {
 /// Disables transparent huge pages for the RAM. To be called before anything is written to RAM whose pages will be removed again.
 ///
 /// # Errors
-/// [`ArrivingRamError::Refused`] when the host refuses.
-pub fn keep_small(regions: &[RamRegion]) -> Result<(), ArrivingRamError> {
+/// [`PostCopyRamError::Refused`] when the host refuses.
+pub fn disable_huge_pages(regions: &[RamRegion]) -> Result<(), PostCopyRamError> {
     regions.iter().try_for_each(|region| {
         no_huge_pages(region.host_address, region.range.size).map_err(refused(region, "kept from huge pages"))
     })
 }
 
-/// Undoes [`keep_small`]: the kernel may use transparent huge pages again.
-pub fn allow_huge(regions: &[RamRegion]) {
+/// Undoes [`disable_huge_pages`]: the kernel may use transparent huge pages again.
+pub fn enable_huge_pages(regions: &[RamRegion]) {
     for region in regions {
         let len = usize::try_from(region.range.size).unwrap_or(0);
         // SAFETY: a whole mapping of guest RAM; the advice doesn't change its contents.
@@ -93,7 +93,7 @@ pub fn allow_huge(regions: &[RamRegion]) {
     }
 }
 
-impl ArrivingRam {
+impl PostCopyRam {
     /// Removes the pages `missing` (whole sets of one region each) from RAM, whatever they contain, and registers all of the RAM for
     /// faults. No thread may access the RAM meanwhile. A page that isn't in memory faults also if it isn't among `missing`.
     ///
@@ -103,8 +103,8 @@ impl ArrivingRam {
         uffd: Userfault,
         regions: Vec<RamRegion>,
         missing: &[DirtyPages],
-    ) -> Result<Self, ArrivingRamError> {
-        let left_over = |region: &RamRegion| -> Result<Vec<u64>, ArrivingRamError> {
+    ) -> Result<Self, PostCopyRamError> {
+        let left_over = |region: &RamRegion| -> Result<Vec<u64>, PostCopyRamError> {
             let there = present_in(region).map_err(refused(region, "looked at"))?;
             Ok(there.pages().filter(|page| missing.iter().any(|set| has(set, *page))).collect())
         };
@@ -115,12 +115,13 @@ impl ArrivingRam {
                 while pages.next_if_eq(&(first + len)).is_some() {
                     len += PAGE;
                 }
-                let taken = usize::try_from(first - region.range.start)
+                let removed = usize::try_from(first - region.range.start)
                     .ok()
                     .and_then(|offset| region.host_address.checked_add(offset))
                     .zip(usize::try_from(len).ok());
-                let (address, len) =
-                    taken.ok_or(io::ErrorKind::InvalidInput.into()).map_err(refused(region, "addressed"))?;
+                let (address, len) = removed
+                    .ok_or(io::ErrorKind::InvalidInput.into())
+                    .map_err(refused(region, "addressed"))?;
                 // SAFETY: pages of a region of guest RAM, whose mapping `regions` keeps. All accesses to guest RAM are volatile or
                 // atomic; the caller asks for the pages to become zero.
                 unsafe { rustix::mm::madvise(address as *mut _, len, Advice::LinuxRemove) }
@@ -129,7 +130,7 @@ impl ArrivingRam {
             }
             let stuck = left_over(region)?;
             if let Some(first) = stuck.first() {
-                return Err(ArrivingRamError::Stuck { pages: stuck.len() as u64, first: *first });
+                return Err(PostCopyRamError::Stuck { pages: stuck.len() as u64, first: *first });
             }
         }
         for region in &regions {
@@ -187,7 +188,7 @@ impl ArrivingRam {
             }
         }
         if huge {
-            allow_huge(&self.regions);
+            enable_huge_pages(&self.regions);
         }
     }
 
@@ -218,7 +219,7 @@ mod tests {
 
     /// `None` where this machine has no userfaultfd.
     fn uffd() -> Option<Userfault> {
-        match Userfault::for_arriving_ram() {
+        match Userfault::for_postcopy() {
             Ok(uffd) => Some(uffd),
             Err(UserfaultError::Open(error)) => {
                 facilities::missing(facilities::Facility::Userfaultfd, error);
@@ -237,13 +238,13 @@ mod tests {
         std::thread::spawn(move || memory.memory().read_obj(GuestAddress(page * PAGE + 8)).unwrap())
     }
 
-    fn next(arriving: &ArrivingRam) -> u64 {
+    fn next(postcopy: &PostCopyRam) -> u64 {
         let mut faults = Vec::new();
         while faults.is_empty() {
             let mut fds =
-                [rustix::event::PollFd::from_borrowed_fd(arriving.fd(), rustix::event::PollFlags::IN)];
+                [rustix::event::PollFd::from_borrowed_fd(postcopy.fd(), rustix::event::PollFlags::IN)];
             rustix::event::poll(&mut fds, None).unwrap();
-            arriving.faults(&mut faults).unwrap();
+            postcopy.faults(&mut faults).unwrap();
         }
         assert_eq!(faults.len(), 1, "{faults:?}");
         faults[0]
@@ -260,17 +261,17 @@ mod tests {
         };
         write(3, 30);
         write(4, 40);
-        keep_small(ram.regions()).unwrap();
+        disable_huge_pages(ram.regions()).unwrap();
         let missing = [DirtyPages { start: 0, bitmap: vec![1 << 4 | 1 << 9] }];
-        let arriving = ArrivingRam::new(uffd, ram.regions().to_vec(), &missing).unwrap();
+        let postcopy = PostCopyRam::new(uffd, ram.regions().to_vec(), &missing).unwrap();
         assert_eq!(read(&ram, 3).join().unwrap(), 30);
         let waits = read(&ram, 4);
-        assert_eq!(next(&arriving), 4 * PAGE);
+        assert_eq!(next(&postcopy), 4 * PAGE);
         let contents = |value: u64| value.to_ne_bytes().repeat(512);
-        assert!(arriving.place(4 * PAGE, &contents(41)).unwrap());
+        assert!(postcopy.place(4 * PAGE, &contents(41)).unwrap());
         assert_eq!(waits.join().unwrap(), 41);
         write(4, 42);
-        assert!(!arriving.place(4 * PAGE, &contents(41)).unwrap());
+        assert!(!postcopy.place(4 * PAGE, &contents(41)).unwrap());
         assert_eq!(read(&ram, 4).join().unwrap(), 42);
 
         // A read from a pipe writes to page 9.
@@ -281,14 +282,14 @@ mod tests {
             let mut from = std::fs::File::from(from);
             memory.memory().read_exact_volatile_from(GuestAddress(9 * PAGE + 8), &mut from, 8).unwrap();
         });
-        assert_eq!(next(&arriving), 9 * PAGE);
-        assert!(arriving.place(9 * PAGE, &contents(1)).unwrap());
+        assert_eq!(next(&postcopy), 9 * PAGE);
+        assert!(postcopy.place(9 * PAGE, &contents(1)).unwrap());
         call.join().unwrap();
         assert_eq!(read(&ram, 9).join().unwrap(), 7);
 
         let waits = read(&ram, 200);
-        assert_eq!(next(&arriving), 200 * PAGE);
-        arriving.release(false);
+        assert_eq!(next(&postcopy), 200 * PAGE);
+        postcopy.release(false);
         assert_eq!(waits.join().unwrap(), 0, "a page that was nowhere");
         assert_eq!(read(&ram, 201).join().unwrap(), 0);
     }
@@ -297,11 +298,11 @@ mod tests {
     fn what_is_no_page_of_the_ram_is_refused() {
         let Some(uffd) = uffd() else { return };
         let ram = ram();
-        let arriving = ArrivingRam::new(uffd, ram.regions().to_vec(), &[]).unwrap();
+        let postcopy = PostCopyRam::new(uffd, ram.regions().to_vec(), &[]).unwrap();
         for address in [1, 4 << 20, u64::MAX - 4095] {
-            assert!(arriving.place(address, &[0; 4096]).is_err(), "{address:#x}");
+            assert!(postcopy.place(address, &[0; 4096]).is_err(), "{address:#x}");
         }
-        assert!(arriving.place(0, &[0; 4095]).is_err());
-        arriving.release(true);
+        assert!(postcopy.place(0, &[0; 4095]).is_err());
+        postcopy.release(true);
     }
 }

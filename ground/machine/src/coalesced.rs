@@ -1,10 +1,10 @@
 //! Deferred (coalesced) MMIO and port writes: guest stores that don't exit. KVM puts them into a ring, and they reach their devices
-//! before any later access that exits (`KVM_REGISTER_COALESCED_MMIO`). The code calls them late writes.
+//! before any later access that exits (`KVM_REGISTER_COALESCED_MMIO`).
 //!
 //! ```text
-//! guest's store ──▶ KVM: in a zone? ──▶ ring, 169 entries ─▶ LateWrites::drain ──▶ bus ──▶ device
-//!                        │ no, or the ring is full                ▲
-//!                        └──▶ exit ── drains first ───────────────┘  also: pauses, and wake-ups of devices' threads
+//! guest's store ──▶ KVM: in a zone? ──▶ ring, 169 entries ─▶ CoalescedWrites::drain ──▶ bus ──▶ device
+//!                        │ no, or the ring is full                     ▲
+//!                        └──▶ exit ── drains first ────────────────────┘  also: pauses, and wake-ups of devices' threads
 //! ```
 //!
 //! A VM has one ring for both address spaces, so all deferred writes stay in order. A thread that drains the ring holds a lock until the
@@ -26,14 +26,14 @@ use crate::io_event::IoSpace;
 
 const PAGE: usize = 4096;
 /// Bytes of the indices in front of the entries.
-const HEAD: usize = 8;
+const RING_HEADER_BYTES: usize = 8;
 /// Entries of the ring; one always stays empty.
-const PLACES: u32 = 170;
-const _: () = assert!(PLACES as usize == (PAGE - HEAD) / size_of::<kvm_coalesced_mmio>());
+const RING_ENTRIES: u32 = 170;
+const _: () = assert!(RING_ENTRIES as usize == (PAGE - RING_HEADER_BYTES) / size_of::<kvm_coalesced_mmio>());
 
 /// A range of addresses in which KVM defers writes, whatever their width.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct LateZone {
+pub struct CoalescedZone {
     /// Ports or memory.
     pub space: IoSpace,
     /// First port or guest-physical address.
@@ -42,7 +42,7 @@ pub struct LateZone {
     pub length: u32,
 }
 
-impl LateZone {
+impl CoalescedZone {
     pub(crate) fn request(&self) -> kvm_coalesced_mmio_zone {
         let mut zone =
             kvm_coalesced_mmio_zone { addr: self.address, size: self.length, ..Default::default() };
@@ -53,15 +53,15 @@ impl LateZone {
 
 /// The deferred writes of a VM. Thread-safe.
 #[derive(Debug, Default)]
-pub struct LateWrites {
+pub struct CoalescedWrites {
     /// Zones added so far; while it is 0, no thread reads the ring.
     zones: AtomicUsize,
     /// Writes that came through the ring.
-    taken: AtomicU64,
+    drained: AtomicU64,
     ring: Mutex<Option<Ring>>,
 }
 
-impl LateWrites {
+impl CoalescedWrites {
     fn ring(&self) -> MutexGuard<'_, Option<Ring>> {
         self.ring.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -75,7 +75,7 @@ impl LateWrites {
         Ok(())
     }
 
-    pub(crate) fn zone_added(&self) {
+    pub(crate) fn count_zone(&self) {
         self.zones.fetch_add(1, Ordering::AcqRel);
     }
 
@@ -88,7 +88,7 @@ impl LateWrites {
         }
         let mut ring = self.ring();
         let Some(ring) = ring.as_mut() else { return };
-        let mut taken = 0;
+        let mut drained = 0;
         while let Some(write) = ring.first() {
             let data = write.data.get(..write.length).unwrap_or(&write.data);
             match write.space {
@@ -96,14 +96,14 @@ impl LateWrites {
                 IoSpace::Memory => memory.write(write.address, data),
             };
             ring.advance();
-            taken += 1;
+            drained += 1;
         }
-        self.taken.fetch_add(taken, Ordering::Relaxed);
+        self.drained.fetch_add(drained, Ordering::Relaxed);
     }
 
     /// Writes that came through the ring since the VM began.
-    pub fn taken(&self) -> u64 {
-        self.taken.load(Ordering::Relaxed)
+    pub fn drained(&self) -> u64 {
+        self.drained.load(Ordering::Relaxed)
     }
 }
 
@@ -148,11 +148,11 @@ impl Ring {
 
     /// The oldest deferred write, without removing it.
     fn first(&self) -> Option<Write> {
-        let first = self.index(0).load(Ordering::Relaxed) % PLACES;
-        if self.index(4).load(Ordering::Acquire) % PLACES == first {
+        let first = self.index(0).load(Ordering::Relaxed) % RING_ENTRIES;
+        if self.index(4).load(Ordering::Acquire) % RING_ENTRIES == first {
             return None;
         }
-        let at = HEAD + first as usize * size_of::<kvm_coalesced_mmio>();
+        let at = RING_HEADER_BYTES + first as usize * size_of::<kvm_coalesced_mmio>();
         // SAFETY: `first` is below PLACES, so the entry lies in the mapping.
         let at = unsafe { self.0.as_ptr().add(at).cast::<kvm_coalesced_mmio>() };
         // SAFETY: the entry is aligned to 8 bytes, and `last`, read before with acquire ordering, shows that KVM has finished writing it.
@@ -169,8 +169,8 @@ impl Ring {
 
     /// Returns the oldest entry to KVM.
     fn advance(&mut self) {
-        let first = self.index(0).load(Ordering::Relaxed) % PLACES;
-        self.index(0).store((first + 1) % PLACES, Ordering::Release);
+        let first = self.index(0).load(Ordering::Relaxed) % RING_ENTRIES;
+        self.index(0).store((first + 1) % RING_ENTRIES, Ordering::Release);
     }
 }
 
@@ -211,23 +211,23 @@ mod tests {
     impl Kernel {
         fn put(&self, port: bool, address: u64, length: u32, data: [u8; 8]) -> bool {
             let last = self.0.index(4).load(Ordering::Relaxed);
-            if (last + 1) % PLACES == self.0.index(0).load(Ordering::Acquire) {
+            if (last + 1) % RING_ENTRIES == self.0.index(0).load(Ordering::Acquire) {
                 return false;
             }
             let mut entry =
                 kvm_coalesced_mmio { phys_addr: address, len: length, data, ..Default::default() };
             entry.__bindgen_anon_1.pio = u32::from(port);
-            let at = HEAD + last as usize * size_of::<kvm_coalesced_mmio>();
+            let at = RING_HEADER_BYTES + last as usize * size_of::<kvm_coalesced_mmio>();
             // SAFETY: `last` is a place of the ring, and the other side reads it only once `last` has moved on.
             unsafe { self.0.0.as_ptr().add(at).cast::<kvm_coalesced_mmio>().write(entry) };
-            self.0.index(4).store((last + 1) % PLACES, Ordering::Release);
+            self.0.index(4).store((last + 1) % RING_ENTRIES, Ordering::Release);
             true
         }
     }
 
     struct World {
         kernel: Kernel,
-        late: LateWrites,
+        coalesced: CoalescedWrites,
         ports: AddressSpace,
         memory: AddressSpace,
         seen: Arc<Seen>,
@@ -237,19 +237,19 @@ mod tests {
         let page = memfd_create("ring", MemfdFlags::CLOEXEC).unwrap();
         ftruncate(&page, PAGE as u64).unwrap();
         let ring = || Ring::of(page.as_fd(), 0).unwrap();
-        let late = LateWrites { ring: Mutex::new(Some(ring())), ..LateWrites::default() };
+        let coalesced = CoalescedWrites { ring: Mutex::new(Some(ring())), ..CoalescedWrites::default() };
         let names = RangeNames::new();
         let (ports, memory) = (AddressSpace::ports(Arc::clone(&names)), AddressSpace::memory(names));
         let seen = Arc::new(Seen::default());
         ports.insert(0x300, 0x20, "ports", Arc::clone(&seen) as Arc<dyn BusDevice>).unwrap();
         memory.insert(0x1000, 0x100, "memory", Arc::clone(&seen) as Arc<dyn BusDevice>).unwrap();
-        World { kernel: Kernel(ring()), late, ports, memory, seen }
+        World { kernel: Kernel(ring()), coalesced, ports, memory, seen }
     }
 
     #[test]
     fn writes_reach_their_devices_in_order_and_once() {
         let world = world();
-        world.late.zone_added();
+        world.coalesced.count_zone();
         let mut expected = Vec::new();
         // Three times around the ring, ports and memory mixed.
         for round in 0..=255_u8 {
@@ -258,31 +258,31 @@ mod tests {
             expected.push((0x10, vec![round, 1]));
             expected.push((8, vec![round, 2, 3, 4]));
             if round % 50 == 49 || round == 255 {
-                world.late.drain(&world.ports, &world.memory);
+                world.coalesced.drain(&world.ports, &world.memory);
                 assert_eq!(*world.seen.0.lock().unwrap(), expected);
             }
         }
-        assert_eq!(world.late.taken(), 512);
+        assert_eq!(world.coalesced.drained(), 512);
     }
 
     #[test]
-    fn without_zones_nobody_looks() {
+    fn without_zones_no_thread_reads_the_ring() {
         let world = world();
         assert!(world.kernel.put(true, 0x310, 1, [7; 8]));
-        world.late.drain(&world.ports, &world.memory);
+        world.coalesced.drain(&world.ports, &world.memory);
         assert!(world.seen.0.lock().unwrap().is_empty());
     }
 
     #[test]
     fn a_full_ring_takes_no_more_until_it_is_drained() {
         let world = world();
-        world.late.zone_added();
+        world.coalesced.count_zone();
         let mut put = 0;
         while world.kernel.put(true, 0x310, 1, [1; 8]) {
             put += 1;
         }
         assert_eq!(put, 169);
-        world.late.drain(&world.ports, &world.memory);
+        world.coalesced.drain(&world.ports, &world.memory);
         assert_eq!(world.seen.0.lock().unwrap().len(), 169);
         assert!(world.kernel.put(true, 0x310, 1, [1; 8]));
     }
@@ -290,15 +290,15 @@ mod tests {
     #[test]
     fn nonsense_in_the_ring_is_cut_down_to_what_a_write_can_be() {
         let world = world();
-        world.late.zone_added();
+        world.coalesced.count_zone();
         world.kernel.0.index(0).store(u32::MAX - 5, Ordering::Relaxed);
         world.kernel.0.index(4).store(u32::MAX, Ordering::Relaxed);
-        world.late.drain(&world.ports, &world.memory);
+        world.coalesced.drain(&world.ports, &world.memory);
         world.kernel.0.index(0).store(0, Ordering::Relaxed);
         world.kernel.0.index(4).store(0, Ordering::Relaxed);
         assert!(world.kernel.put(false, u64::MAX, 1 << 30, [5; 8]));
         assert!(world.kernel.put(false, 0x1000, 0, [5; 8]));
-        world.late.drain(&world.ports, &world.memory);
+        world.coalesced.drain(&world.ports, &world.memory);
         assert!(world.seen.0.lock().unwrap().iter().all(|(_, data)| data.len() <= 8));
     }
 }
