@@ -19,14 +19,14 @@ use vpio::plan::Zone;
 use vpio::vfio::{Ram, Vfio};
 use vpio::{FailurePolicy, GuestConfig, Monitor, MonitorError, Passed, Slot, Slots};
 
-use super::behind::{Behind, Emulation};
+use super::backend::{Backend, Emulation};
 use super::bus::RamBus;
-use super::guarded::{ChangeError, Guarded, Watch};
+use super::guarded::{ChangeError, Guarded, PageSupervision};
 use super::mapped::{free_pages, mapped};
 use super::page::RegisterPage;
 use super::traces::Traces;
 use super::wire::Wire;
-use super::{Back, NicError, StopSink};
+use super::{NicError, OpenedBackend, StopSink};
 use crate::description::{Nic, NicMode, NicPermission, NicPolicy};
 
 /// The backend of a NIC.
@@ -72,31 +72,37 @@ fn pieces(ram: &GuestRam) -> Vec<Ram> {
 }
 
 impl Engine {
-    pub(super) fn new(wish: &Nic, back: Back, ram: &GuestRam, stop: StopSink) -> Result<Self, NicError> {
-        let (device, mode) = match (&wish.mode, back) {
-            (NicMode::Virtual { model, mac, .. }, Back::Wire(wire)) => {
+    pub(super) fn new(
+        config: &Nic,
+        backend: OpenedBackend,
+        ram: &GuestRam,
+        stop: StopSink,
+    ) -> Result<Self, NicError> {
+        let (device, mode) = match (&config.mode, backend) {
+            (NicMode::Virtual { model, mac, .. }, OpenedBackend::Wire(wire)) => {
                 let none = || NicError::machine("emulation", format!("there is none of {model}"));
                 let device = device_models::devices::named(model).ok_or_else(none)?;
                 let bus = RamBus::new(ram.memory());
                 let card = reference::card(device, mac.octets(), bus, false).ok_or_else(none)?;
                 (device, Mode::Virtual(Box::new(Emulation::alone(card, wire))))
             }
-            (NicMode::Vpio { policy, allow, .. }, Back::Card(mut card, wire)) => {
+            (NicMode::Vpio { policy, allow, .. }, OpenedBackend::Card(mut card, wire)) => {
                 card.set_ram(pieces(ram), Box::new(ram.memory()));
                 let rules = Rules { policy: *policy, allow, stop };
-                (card.description(), Mode::Guarded(Box::new(guarded(&wish.name, *card, wire, rules, ram)?)))
+                (card.description(), Mode::Guarded(Box::new(guarded(&config.name, *card, wire, rules, ram)?)))
             }
-            (NicMode::Passthrough { .. }, Back::Card(mut card, None)) => {
+            (NicMode::Passthrough { .. }, OpenedBackend::Card(mut card, None)) => {
                 card.set_ram(pieces(ram), Box::new(ram.memory()));
                 let rules = Rules { policy: NicPolicy::DeviceError, allow: &[], stop };
                 let device = card.description();
-                let mut guarded = guarded(&wish.name, *card, None, rules, ram)?;
+                let mut guarded = guarded(&config.name, *card, None, rules, ram)?;
                 if guarded.monitor.open()? != Passed::Done {
                     return Err(NicError::machine("passthrough", "its card isn't as after a reset"));
                 }
                 (device, Mode::Guarded(Box::new(guarded)))
             }
-            (NicMode::Virtual { .. } | NicMode::Passthrough { .. }, Back::Card(..)) | (_, Back::Wire(_)) => {
+            (NicMode::Virtual { .. } | NicMode::Passthrough { .. }, OpenedBackend::Card(..))
+            | (_, OpenedBackend::Wire(_)) => {
                 return Err(NicError::machine("back end", "it is another mode's"));
             }
         };
@@ -105,7 +111,7 @@ impl Engine {
             device,
             counters: Counters::default(),
             log: GuestLog::new(),
-            name: wish.name.clone(),
+            name: config.name.clone(),
             failed: false,
         })
     }
@@ -168,9 +174,9 @@ impl Engine {
     }
 
     /// Makes every access exit for a while, or ends that. Returns whether this changes the mappings.
-    pub(super) fn set_bare(&mut self, bare: bool) -> bool {
+    pub(super) fn set_trap_all(&mut self, trap_all: bool) -> bool {
         match &mut self.mode {
-            Mode::Guarded(guarded) => std::mem::replace(&mut guarded.bare, bare) != bare,
+            Mode::Guarded(guarded) => std::mem::replace(&mut guarded.trap_all, trap_all) != trap_all,
             Mode::Virtual(_) => false,
         }
     }
@@ -251,18 +257,18 @@ impl Engine {
         self.counters.interrupt_nanoseconds += nanoseconds(begin);
     }
 
-    /// See [`Guarded::collect_told`].
-    pub(super) fn collect_told(&mut self) {
+    /// See [`Guarded::collect_signaled`].
+    pub(super) fn collect_signaled(&mut self) {
         if let Mode::Guarded(guarded) = &mut self.mode {
-            guarded.collect_told();
+            guarded.collect_signaled();
         }
     }
 
     /// The guest has signaled a write, or the thread drains deferred writes.
-    pub(super) fn told(&mut self) {
+    pub(super) fn process_signaled(&mut self) {
         if let Mode::Guarded(guarded) = &mut self.mode
             && !self.failed
-            && let Err(error) = guarded.told()
+            && let Err(error) = guarded.process_signaled()
         {
             self.fail(&error);
         }
@@ -276,11 +282,11 @@ impl Engine {
     }
 
     /// Supervises the page after each action of the thread. Returns whether mappings changed, and the interval until the next drain.
-    pub(super) fn watch(&mut self, idle: bool) -> (bool, Option<Duration>) {
+    pub(super) fn supervise_page(&mut self, idle: bool) -> (bool, Option<Duration>) {
         match &mut self.mode {
             Mode::Guarded(guarded) if !self.failed => {
-                let changed = guarded.watch(Instant::now());
-                (changed, guarded.again(idle))
+                let changed = guarded.supervise_page(Instant::now());
+                (changed, guarded.next_drain(idle))
             }
             _ => (false, None),
         }
@@ -288,8 +294,8 @@ impl Engine {
 
     /// Eventfds of writes that the thread must process at once.
     pub(super) fn prompt(&self) -> Result<Vec<OwnedFd>, NicError> {
-        let told = self.page().map(RegisterPage::prompt).unwrap_or_default();
-        let clones = told.iter().map(|(_, fd)| fd.try_clone());
+        let signaled = self.page().map(RegisterPage::prompt).unwrap_or_default();
+        let clones = signaled.iter().map(|(_, fd)| fd.try_clone());
         clones.collect::<Result<_, _>>().map_err(|error| NicError::machine("descriptor", error))
     }
 
@@ -306,7 +312,7 @@ impl Engine {
     fn fail(&mut self, error: &MonitorError) {
         self.failed = true;
         if let Mode::Guarded(guarded) = &self.mode {
-            guarded.gone();
+            guarded.fail_page();
         }
         tracing::error!(device = %self.name, %error, "A NIC failed; the guest's accesses read ones from now on");
     }
@@ -390,28 +396,30 @@ impl Engine {
     }
 
     /// The shadow register page, if the guest reads it now.
-    fn shown_page(&self) -> Option<&RegisterPage> {
+    fn readable_page(&self) -> Option<&RegisterPage> {
         match &self.mode {
-            Mode::Guarded(guarded) if !guarded.bare && !guarded.monitor.is_open() => guarded.page.as_ref(),
+            Mode::Guarded(guarded) if !guarded.trap_all && !guarded.monitor.is_open() => {
+                guarded.page.as_ref()
+            }
             _ => None,
         }
     }
 
     /// Writes that signal an eventfd instead of exiting.
     pub(super) fn doorbells(&self) -> Vec<Doorbell> {
-        self.shown_page().map(RegisterPage::doorbells).unwrap_or_default()
+        self.readable_page().map(RegisterPage::doorbells).unwrap_or_default()
     }
 
     /// Parts of BARs that the guest accesses without an exit.
     pub(super) fn mappings(&self) -> Vec<BarMapping> {
         match &self.mode {
             Mode::Virtual(_) => Vec::new(),
-            Mode::Guarded(guarded) if guarded.bare => Vec::new(),
+            Mode::Guarded(guarded) if guarded.trap_all => Vec::new(),
             Mode::Guarded(guarded) if guarded.monitor.is_open() => {
                 guarded.whole.iter().map(|mapped| mapped.mapping(false)).collect()
             }
             Mode::Guarded(guarded) => {
-                let shown = self.shown_page().filter(|_| !guarded.watch.taken);
+                let shown = self.readable_page().filter(|_| !guarded.supervision.withdrawn);
                 let mut mappings = shown.map(RegisterPage::mappings).unwrap_or_default();
                 if !guarded.monitor.physical_ref().is_emulation() {
                     mappings.extend(guarded.free_pages.iter().map(|page| page.mapping(true)));
@@ -422,20 +430,20 @@ impl Engine {
     }
 
     /// Whether the NIC's thread must drain deferred writes soon after an access.
-    pub(super) fn is_watched(&self) -> bool {
+    pub(super) fn has_delayed_effects(&self) -> bool {
         self.device.registers.iter().any(|register| register.starts) && !self.is_open()
     }
 
     /// Ranges of deferred writes, if accesses exit.
     pub(super) fn late_writes(&self) -> Vec<LateWrites> {
-        if matches!(&self.mode, Mode::Guarded(guarded) if guarded.bare) {
+        if matches!(&self.mode, Mode::Guarded(guarded) if guarded.trap_all) {
             return Vec::new();
         }
         let mapped = self.mappings();
-        let late = |Zone { bar, offset, length }| LateWrites { bar, offset, len: length };
-        let zones = vpio::plan::late(self.device, self.is_watched()).into_iter();
-        let comes = |zone: &Zone| mapped.iter().all(|mapping| mapping.bar != zone.bar || mapping.read_only);
-        zones.filter(comes).map(late).collect()
+        let deferred = |Zone { bar, offset, length }| LateWrites { bar, offset, len: length };
+        let zones = vpio::plan::late(self.device, self.has_delayed_effects()).into_iter();
+        let exits = |zone: &Zone| mapped.iter().all(|mapping| mapping.bar != zone.bar || mapping.read_only);
+        zones.filter(exits).map(deferred).collect()
     }
 }
 
@@ -466,7 +474,7 @@ fn guarded(
         Some(wire) => Some(emulated(device, address, wire, ram)?),
     };
     let (whole, free_pages) = (mapped(&card)?, free_pages(device, &card)?);
-    let mut monitor = Monitor::new(device, Behind::Card(Box::new(card)));
+    let mut monitor = Monitor::new(device, Backend::Card(Box::new(card)));
     if let Some(scratch) = scratch {
         monitor.set_scratch(scratch);
     }
@@ -504,14 +512,14 @@ fn guarded(
         guest_master: false,
         changes: 0,
         page,
-        watch: Watch::default(),
+        supervision: PageSupervision::default(),
         free_pages,
         whole,
         line: None,
-        bare: false,
+        trap_all: false,
         paused: false,
     };
-    guarded.show()?;
+    guarded.update_page()?;
     Ok(guarded)
 }
 
@@ -521,13 +529,13 @@ pub(super) fn emulated<C>(
     address: [u8; 6],
     wire: Wire,
     ram: &GuestRam,
-) -> Result<Aside<Behind<C>>, NicError> {
+) -> Result<Aside<Backend<C>>, NicError> {
     let pad = Pad::new();
     let bus = Inlet::new(Some(RamBus::new(ram.memory())), pad.clone());
     let none = || NicError::machine("emulation", format!("there is none of {}", device.name));
     let card = reference::card(device, address, bus, true).ok_or_else(none)?;
     let scratch = device.context.pointers.is_some().then(|| Box::new(pad) as Box<dyn Scratch + Send>);
-    Ok(Aside::new(Behind::Emulation(Box::new(Emulation::new(card, wire))), scratch))
+    Ok(Aside::new(Backend::Emulation(Box::new(Emulation::new(card, wire))), scratch))
 }
 
 /// An access without a model.

@@ -22,10 +22,10 @@ use serde_json::json;
 use telemetry::guest_log::GuestLog;
 
 use super::NicError;
+use super::drain_timer::DrainTimer;
 use super::engine::Engine;
-use super::guarded::{ChangeError, REUSABLE};
-use super::look::Look;
-use super::thread::{Next, Sources, Thread, Woken};
+use super::guarded::{ChangeError, QUIESCENT_POINT_TIMEOUT};
+use super::thread::{Next, Sources, Thread, WakeCause};
 use crate::vm::ThreadHook;
 
 /// Smallest memory BAR, bytes: mappings consist of pages.
@@ -47,7 +47,7 @@ pub(super) struct NicFunction {
     /// Updates the bus to the present mappings.
     refresh: OnceLock<Refresh>,
     /// Wakes the thread soon after an access, if a deferred write may start something.
-    look: OnceLock<Look>,
+    drain_timer: OnceLock<DrainTimer>,
     /// Rate-limited, since guests make lines rise and fall.
     log: GuestLog,
 }
@@ -105,7 +105,7 @@ impl NicFunction {
             level: OnceLock::new(),
             thread: OnceLock::new(),
             refresh: OnceLock::new(),
-            look: OnceLock::new(),
+            drain_timer: OnceLock::new(),
             log: GuestLog::new(),
         }))
     }
@@ -134,36 +134,36 @@ impl NicFunction {
         drain: impl Fn() + Send + 'static,
         check: Box<dyn Fn() + Send>,
     ) -> Result<(), NicError> {
-        let (sources, active, mut told, watched) = {
+        let (sources, active, mut signaled, delayed_effects) = {
             let engine = lock(&self.engine);
-            (engine.sources()?, engine.active(), engine.prompt()?, engine.is_watched())
+            (engine.sources()?, engine.active(), engine.prompt()?, engine.has_delayed_effects())
         };
         if sources.is_empty() {
             return Ok(());
         }
-        if watched {
-            let look = Look::new().and_then(|look| Ok((look.0.try_clone()?, look)));
-            let (timer, look) = look.map_err(|error| NicError::machine("timer", error))?;
-            told.push(timer);
+        if delayed_effects {
+            let timer = DrainTimer::new().and_then(|timer| Ok((timer.0.try_clone()?, timer)));
+            let (fd, timer) = timer.map_err(|error| NicError::machine("timer", error))?;
+            signaled.push(fd);
             // Started once.
-            let _ = self.look.set(look);
+            let _ = self.drain_timer.set(timer);
         }
         let lowered = self.level.get().map(|(line, _)| line.resample.try_clone());
         let lowered = lowered.transpose().map_err(|error| NicError::machine("descriptor", error))?;
         let function: Weak<Self> = Arc::downgrade(self);
-        let woken = move |what| {
+        let on_wake = move |what| {
             let Some(function) = function.upgrade() else { return Next::End };
-            let looked = function.look.get().map(|look| (look, look.over()));
-            lock(&function.engine).collect_told();
+            let taken = function.drain_timer.get().map(|timer| (timer, timer.take()));
+            lock(&function.engine).collect_signaled();
             drain();
             let mut engine = lock(&function.engine);
             match what {
-                Woken::Lowered => {
+                WakeCause::Lowered => {
                     function.pin.lowered();
                     engine.lowered();
                 }
-                Woken::Source => engine.readable(),
-                Woken::Told | Woken::Time => engine.told(),
+                WakeCause::Source => engine.readable(),
+                WakeCause::Signaled | WakeCause::Time => engine.process_signaled(),
             }
             if engine.has_unseen() {
                 // A deferred write may be older than the shadow page's last update, or newer. Unseen causes account for both.
@@ -173,7 +173,7 @@ impl NicFunction {
                 engine.seen();
             }
             function.drive(&mut engine);
-            let (changed, again) = engine.watch(what == Woken::Time);
+            let (changed, interval) = engine.supervise_page(what == WakeCause::Time);
             drop(engine);
             if machine_check::take() {
                 check();
@@ -181,13 +181,13 @@ impl NicFunction {
             if changed {
                 function.refresh();
             }
-            if let Some((look, empty)) = looked {
-                look.again(empty);
+            if let Some((timer, empty)) = taken {
+                timer.rearm(empty);
             }
-            Next::Wait(again)
+            Next::Wait(interval)
         };
-        let sources = Sources { all: sources, active, lowered, told };
-        let thread = Thread::start(&self.name, sources, on_start, woken)
+        let sources = Sources { all: sources, active, lowered, signaled };
+        let thread = Thread::start(&self.name, sources, on_start, on_wake)
             .map_err(|error| NicError::machine("thread", error))?;
         // Started once.
         let _ = self.thread.set(thread);
@@ -207,16 +207,16 @@ impl NicFunction {
     }
 
     /// See [`super::NicHandle::change`].
-    pub(super) fn change(self: &Arc<Self>, behind: NicBehind) -> Result<(), ChangeError> {
+    pub(super) fn change(self: &Arc<Self>, backend: NicBehind) -> Result<(), ChangeError> {
         let begin = Instant::now();
         loop {
-            let done = self.in_thread(move |its| its.step_to(behind))?;
+            let done = self.in_thread(move |its| its.step_to(backend))?;
             if done {
                 return Ok(());
             }
-            if begin.elapsed() >= REUSABLE {
+            if begin.elapsed() >= QUIESCENT_POINT_TIMEOUT {
                 self.in_thread(|its| {
-                    its.end_bare();
+                    its.end_trap_all();
                     Ok(())
                 })?;
                 return Err(ChangeError::Busy { name: self.name.clone() });
@@ -238,9 +238,9 @@ impl NicFunction {
     }
 
     /// A step of a change of the backend. Returns whether it was the last one.
-    fn step_to(&self, behind: NicBehind) -> Result<bool, ChangeError> {
+    fn step_to(&self, backend: NicBehind) -> Result<bool, ChangeError> {
         let open = lock(&self.engine).is_open();
-        match behind {
+        match backend {
             NicBehind::Passthrough if open => Ok(true),
             NicBehind::Passthrough => {
                 // First back to the card, if the emulation is the backend.
@@ -251,7 +251,7 @@ impl NicFunction {
                 if open && !self.pass(false)? {
                     return Ok(false);
                 }
-                self.change_under_model(behind == NicBehind::Emulation)?;
+                self.change_under_model(backend == NicBehind::Emulation)?;
                 Ok(true)
             }
         }
@@ -270,20 +270,20 @@ impl NicFunction {
     /// Changes to `passthrough`, or back under the model. Returns `false` if that isn't possible now.
     fn pass(&self, open: bool) -> Result<bool, ChangeError> {
         // From here on every access exits to the engine: none bypasses it during the change, and none is deferred.
-        if lock(&self.engine).set_bare(true) {
+        if lock(&self.engine).set_trap_all(true) {
             self.refresh();
         }
         let passed = lock(&self.engine).pass(open);
         match passed {
             Ok(false) => self.drive(&mut lock(&self.engine)),
-            Ok(true) | Err(_) => self.end_bare(),
+            Ok(true) | Err(_) => self.end_trap_all(),
         }
         passed
     }
 
-    fn end_bare(&self) {
+    fn end_trap_all(&self) {
         let mut engine = lock(&self.engine);
-        engine.set_bare(false);
+        engine.set_trap_all(false);
         self.changed(engine);
     }
 
@@ -307,7 +307,7 @@ impl NicFunction {
         }
     }
 
-    fn follow(&self, config: &ConfigSpace) {
+    fn apply_config(&self, config: &ConfigSpace) {
         if let Err(error) = self.pin.follow(config) {
             telemetry::guest_warn!(self.log, device = %self.name, %error, "An interrupt line can't be driven");
         }
@@ -340,8 +340,8 @@ impl NicFunction {
         }
         self.drive(&mut engine);
         drop(engine);
-        if let Some(look) = self.look.get() {
-            look.begin();
+        if let Some(timer) = self.drain_timer.get() {
+            timer.start();
         }
     }
 }
@@ -373,7 +373,7 @@ impl PciFunction for NicFunction {
     fn config_write(&self, offset: u16, data: &[u8]) -> ConfigEffect {
         let mut config = lock(&self.config);
         let effect = config.write(offset, data);
-        self.follow(&config);
+        self.apply_config(&config);
         effect
     }
 
@@ -429,7 +429,7 @@ impl PciFunction for NicFunction {
         let result = engine.reset();
         self.drive(&mut engine);
         drop(engine);
-        self.follow(&config);
+        self.apply_config(&config);
         result.map_err(|error| self.failed("be reset", error))
     }
 

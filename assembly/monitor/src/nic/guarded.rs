@@ -13,25 +13,25 @@ use vpio::vfio::OpenError;
 use vpio::{Answer, GuestId, Monitor, MonitorError, Passed, Switched};
 
 use super::StopSink;
-use super::behind::{Behind, HostCard};
+use super::backend::{Backend, HostCard};
 use super::mapped::Mapped;
 use super::page::RegisterPage;
 use super::traces::Traces;
 
 /// Time that a pause waits for a card to finish the guest's requests.
-const SETTLE: Duration = Duration::from_millis(200);
+const SETTLE_TIMEOUT: Duration = Duration::from_millis(200);
 /// Time in an interrupt after which the guest loses its shadow register page.
-const ENDLESS: Duration = Duration::from_millis(100);
+const MAX_INTERRUPT_DURATION: Duration = Duration::from_millis(100);
 /// Times in a row that the page returns, until a reset. A guest that is slow once loses it once.
-const RETURNS: u32 = 4;
+const MAX_PAGE_RETURNS: u32 = 4;
 /// Interval between drains of deferred writes that no other event causes: the shortest and the longest.
-const LOOKS: (Duration, Duration) = (Duration::from_millis(1), Duration::from_secs(1));
+const DRAIN_INTERVAL_RANGE: (Duration, Duration) = (Duration::from_millis(1), Duration::from_secs(1));
 /// Time that a change of the backend waits for a quiescent point.
-pub(super) const REUSABLE: Duration = Duration::from_secs(1);
+pub(super) const QUIESCENT_POINT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A NIC under its model.
 pub(super) struct Guarded<C> {
-    pub monitor: Box<Monitor<Behind<C>>>,
+    pub monitor: Box<Monitor<Backend<C>>>,
     pub guest: GuestId,
     /// Called once, when the policy stops the guest.
     pub stop: Option<StopSink>,
@@ -40,7 +40,7 @@ pub(super) struct Guarded<C> {
     /// The card's line was up while its causes couldn't be read. VFIO keeps it masked until they are.
     pub masked: bool,
     /// The idle backend: card or emulation.
-    pub aside: Option<Aside<Behind<C>>>,
+    pub aside: Option<Aside<Backend<C>>>,
     /// Bus mastering as the guest's command register has it.
     pub guest_master: bool,
     /// Number of changes of the backend.
@@ -48,7 +48,7 @@ pub(super) struct Guarded<C> {
     /// The shadow register page.
     pub page: Option<RegisterPage>,
     /// State of the supervision of the page.
-    pub watch: Watch,
+    pub supervision: PageSupervision,
     /// Pages of the card that the guest may read without its model.
     pub free_pages: Vec<Mapped>,
     /// Parts of the card's BARs that the guest has while it is passed through.
@@ -57,7 +57,7 @@ pub(super) struct Guarded<C> {
     /// counters, not their files, and drop an eventfd whose file is closed.
     pub line: Option<LevelLine>,
     /// During a change: no mapping, eventfd write or deferred write, so that every access exits.
-    pub bare: bool,
+    pub trap_all: bool,
     /// The VM is paused: the backend must not change, or a card would run in the pause.
     pub paused: bool,
 }
@@ -65,15 +65,15 @@ pub(super) struct Guarded<C> {
 /// Supervision of the shadow register page. An interrupt that doesn't end makes it withdraw the page: the guest may read until no cause is
 /// left, and only a read that exits clears causes.
 #[derive(Debug, Default)]
-pub(super) struct Watch {
+pub(super) struct PageSupervision {
     /// Signaled writes. Deferred writes in the ring may be older.
-    told: Vec<Access>,
+    signaled: Vec<Access>,
     /// Since when the guest is in an interrupt.
     since: Option<Instant>,
     /// Interval until the next drain, while nothing happens.
-    look: Duration,
+    drain_interval: Duration,
     /// The page is withdrawn.
-    pub taken: bool,
+    pub withdrawn: bool,
     /// Times that it was withdrawn, in all and in a row.
     pub times: u32,
     in_a_row: u32,
@@ -93,7 +93,7 @@ pub enum ChangeError {
     /// The NIC reached no quiescent point.
     #[error(
         "NIC {name} was not at a point where its card can be taken from its guest for {} s; try again with less traffic",
-        REUSABLE.as_secs()
+        QUIESCENT_POINT_TIMEOUT.as_secs()
     )]
     Busy {
         /// Name of the NIC.
@@ -155,10 +155,10 @@ impl<C: HostCard> Guarded<C> {
             return self.monitor.watched(self.guest, access);
         }
         if !self.is_prompt() {
-            self.take_told()?;
+            self.apply_signaled()?;
         }
-        let result = self.make(access);
-        self.show()?;
+        let result = self.forward(access);
+        self.update_page()?;
         result
     }
 
@@ -168,14 +168,14 @@ impl<C: HostCard> Guarded<C> {
 
     /// Applies signaled writes, before accesses that came later. They change nothing that could be refused. If they are prompt, applies
     /// only those that were collected before the last drain of deferred writes: others wait, since they must not overtake deferred writes.
-    fn take_told(&mut self) -> Result<(), MonitorError> {
+    fn apply_signaled(&mut self) -> Result<(), MonitorError> {
         let Some(page) = self.page.as_ref().filter(|_| !self.monitor.is_open()) else { return Ok(()) };
         if page.prompt().is_empty() {
-            for access in page.take_told() {
+            for access in page.take_signaled() {
                 self.monitor.access(self.guest, access)?;
             }
         }
-        for access in std::mem::take(&mut self.watch.told) {
+        for access in std::mem::take(&mut self.supervision.signaled) {
             self.monitor.access(self.guest, access)?;
         }
         Ok(())
@@ -184,59 +184,65 @@ impl<C: HostCard> Guarded<C> {
     /// Collects signaled writes, if they are prompt. The caller then drains deferred writes, and calls [`Self::told`]. So a mask that the
     /// guest opens is never closed by an older write. A write that closes it just after may count as older: an interrupt then arrives that
     /// was already on its way.
-    pub fn collect_told(&mut self) {
+    pub fn collect_signaled(&mut self) {
         if let Some(page) = self.page.as_ref().filter(|page| !page.prompt().is_empty()) {
-            for access in page.take_told() {
-                if !self.watch.told.contains(&access) {
-                    self.watch.told.push(access);
+            for access in page.take_signaled() {
+                if !self.supervision.signaled.contains(&access) {
+                    self.supervision.signaled.push(access);
                 }
             }
         }
     }
 
     /// Applies collected writes and updates the page, after a signal or a drain.
-    pub fn told(&mut self) -> Result<(), MonitorError> {
-        self.take_told()?;
-        self.show()
+    pub fn process_signaled(&mut self) -> Result<(), MonitorError> {
+        self.apply_signaled()?;
+        self.update_page()
     }
 
     /// The guest's line was raised.
     pub fn raised(&mut self) {
         self.monitor.raised(self.guest);
-        self.watch.since.get_or_insert_with(Instant::now);
+        self.supervision.since.get_or_insert_with(Instant::now);
     }
 
     /// Supervises the page, after each action of the thread. Returns whether mappings have changed.
-    pub fn watch(&mut self, now: Instant) -> bool {
+    pub fn supervise_page(&mut self, now: Instant) -> bool {
         if self.monitor.is_open() {
             return false;
         }
-        let watch = &mut self.watch;
-        let endless = watch.since.is_some_and(|since| now.saturating_duration_since(since) >= ENDLESS);
+        let supervision = &mut self.supervision;
+        let endless = supervision
+            .since
+            .is_some_and(|since| now.saturating_duration_since(since) >= MAX_INTERRUPT_DURATION);
         let take = self.page.is_some()
             && self.monitor.clears_by_reads()
-            && (endless || watch.taken && (watch.since.is_some() || watch.in_a_row > RETURNS));
-        if take && !watch.taken {
-            watch.times += 1;
-            watch.in_a_row += 1;
+            && (endless
+                || supervision.withdrawn
+                    && (supervision.since.is_some() || supervision.in_a_row > MAX_PAGE_RETURNS));
+        if take && !supervision.withdrawn {
+            supervision.times += 1;
+            supervision.in_a_row += 1;
         }
-        std::mem::replace(&mut watch.taken, take) != take
+        std::mem::replace(&mut supervision.withdrawn, take) != take
     }
 
     /// Interval until the next drain that no other event causes; none if none is needed. It is needed during an interrupt, and while masked
     /// causes are outstanding: a driver that only polls refills its ring by deferred writes.
-    pub fn again(&mut self, idle: bool) -> Option<Duration> {
+    pub fn next_drain(&mut self, idle: bool) -> Option<Duration> {
         if self.page.is_none() || self.monitor.is_open() || !self.monitor.clears_by_reads() {
             return None;
         }
-        let (first, last) = LOOKS;
-        self.watch.look = if idle { (self.watch.look * 2).clamp(first, last) } else { first };
-        let waits = self.watch.since.is_some() && !self.watch.taken || self.monitor.has_causes(self.guest);
-        waits.then_some(self.watch.look)
+        let (first, last) = DRAIN_INTERVAL_RANGE;
+        self.supervision.drain_interval =
+            if idle { (self.supervision.drain_interval * 2).clamp(first, last) } else { first };
+        let waits = self.supervision.since.is_some() && !self.supervision.withdrawn
+            || self.monitor.has_causes(self.guest);
+        waits.then_some(self.supervision.drain_interval)
     }
 
     /// Updates the guest's shadow register page.
-    pub fn show(&mut self) -> Result<(), MonitorError> {
+    pub fn update_page(&mut self) -> Result<(), MonitorError> {
         match &self.page {
             _ if self.monitor.is_open() => Ok(()),
             Some(page) => self.monitor.show(self.guest, &mut |shown| page.put(shown)),
@@ -245,7 +251,7 @@ impl<C: HostCard> Guarded<C> {
     }
 
     /// Makes the guest's registers read ones from now on.
-    pub fn gone(&self) {
+    pub fn fail_page(&self) {
         if let Some(page) = &self.page {
             page.fill(u32::MAX);
         }
@@ -256,12 +262,12 @@ impl<C: HostCard> Guarded<C> {
         if self.monitor.is_open() {
             return Ok(());
         }
-        if self.watch.since.take().is_some() && !self.watch.taken {
-            self.watch.in_a_row = 0;
+        if self.supervision.since.take().is_some() && !self.supervision.withdrawn {
+            self.supervision.in_a_row = 0;
         }
-        self.take_told()?;
+        self.apply_signaled()?;
         self.monitor.lowered(self.guest);
-        self.show()
+        self.update_page()
     }
 
     /// Whether causes were taken that the guest may not have read. The caller then drains deferred writes once more, and calls
@@ -275,17 +281,17 @@ impl<C: HostCard> Guarded<C> {
         self.monitor.seen(self.guest);
     }
 
-    fn make(&mut self, access: Access) -> Result<u32, MonitorError> {
+    fn forward(&mut self, access: Access) -> Result<u32, MonitorError> {
         let resets = self.monitor.resets(self.guest);
         let answer = self.monitor.access(self.guest, access)?;
         if let Some(traces) = &mut self.traces {
             // Before the VM ends for it.
-            traces.keep(self.monitor.violations(self.guest));
+            traces.append(self.monitor.violations(self.guest));
         }
         if self.monitor.resets(self.guest) != resets {
             // Signaled writes from before the reset are void.
-            self.collect_told();
-            self.watch.told.clear();
+            self.collect_signaled();
+            self.supervision.signaled.clear();
         }
         if self.monitor.physical_ref().is_emulation() {
             // No eventfd signals its line.
@@ -294,7 +300,7 @@ impl<C: HostCard> Guarded<C> {
         match answer {
             Answer::Done(value) => return Ok(value),
             Answer::Stopped => {
-                self.gone();
+                self.fail_page();
                 if let Some(stop) = self.stop.take() {
                     // The last recorded violation is this one, or an earlier one: policy `stop` refuses once.
                     let why = self.monitor.violations(self.guest).last();
@@ -314,10 +320,10 @@ impl<C: HostCard> Guarded<C> {
     pub fn sources(&self) -> io::Result<Vec<OwnedFd>> {
         let (mut card, mut wire) = (None, None);
         let aside = self.aside.as_ref().map(Aside::physical_ref);
-        for behind in [Some(self.monitor.physical_ref()), aside].into_iter().flatten() {
-            match behind {
-                Behind::Card(one) => card = Some(one.interrupt_fd()?),
-                Behind::Emulation(one) => wire = Some(one.wire.queue.try_clone()?),
+        for backend in [Some(self.monitor.physical_ref()), aside].into_iter().flatten() {
+            match backend {
+                Backend::Card(one) => card = Some(one.interrupt_fd()?),
+                Backend::Emulation(one) => wire = Some(one.wire.queue.try_clone()?),
             }
         }
         Ok(card.into_iter().chain(wire).collect())
@@ -342,12 +348,12 @@ impl<C: HostCard> Guarded<C> {
             return Ok(());
         }
         match self.monitor.physical() {
-            Behind::Card(card) => card.signalled(),
-            Behind::Emulation(emulation) => emulation.feed(),
+            Backend::Card(card) => card.signalled(),
+            Backend::Emulation(emulation) => emulation.feed(),
         }
-        self.take_told()?;
+        self.apply_signaled()?;
         self.monitor.interrupt()?;
-        self.show()?;
+        self.update_page()?;
         self.unmask()
     }
 
@@ -363,7 +369,7 @@ impl<C: HostCard> Guarded<C> {
         if self.monitor.is_open() {
             return Ok(self.monitor.physical().set_bus_master(false)?);
         }
-        self.settle(SETTLE)?;
+        self.settle(SETTLE_TIMEOUT)?;
         self.monitor.release()
     }
 
@@ -375,8 +381,8 @@ impl<C: HostCard> Guarded<C> {
         }
         self.monitor.switch(self.guest, false)?;
         // The guest didn't run during the pause, so the time of its handler starts again.
-        self.watch.since = self.watch.since.map(|_| Instant::now());
-        self.show()?;
+        self.supervision.since = self.supervision.since.map(|_| Instant::now());
+        self.update_page()?;
         Ok(self.monitor.physical().unmask()?)
     }
 
@@ -384,22 +390,22 @@ impl<C: HostCard> Guarded<C> {
     pub fn reset(&mut self) -> Result<(), MonitorError> {
         self.set_guest_bus_master(false)?;
         // Signaled writes from before the reset are void.
-        self.collect_told();
-        self.take_told()?;
-        (self.watch.since, self.watch.in_a_row) = (None, 0);
+        self.collect_signaled();
+        self.apply_signaled()?;
+        (self.supervision.since, self.supervision.in_a_row) = (None, 0);
         if let Some(page) = &self.page {
             page.fill(0);
         }
         self.monitor.power_on(self.guest)?;
-        self.show()?;
+        self.update_page()?;
         Ok(self.monitor.physical().unmask()?)
     }
 
-    /// Waits up to `patience` for a quiescent point. Returns whether it was reached.
-    fn settle(&mut self, patience: Duration) -> Result<bool, MonitorError> {
+    /// Waits up to `timeout` for a quiescent point. Returns whether it was reached.
+    fn settle(&mut self, timeout: Duration) -> Result<bool, MonitorError> {
         let begin = Instant::now();
         while !self.monitor.settle()? {
-            if begin.elapsed() >= patience {
+            if begin.elapsed() >= timeout {
                 return Ok(false);
             }
             std::thread::sleep(Duration::from_millis(1));
@@ -413,8 +419,8 @@ impl<C: HostCard> Guarded<C> {
             return Ok(false);
         }
         let failed = |source: MonitorError| ChangeError::Failed { name: name.to_owned(), source };
-        self.collect_told();
-        self.take_told().map_err(failed)?;
+        self.collect_signaled();
+        self.apply_signaled().map_err(failed)?;
         match self.monitor.open().map_err(failed)? {
             Passed::Done => {}
             Passed::Busy => return Ok(false),
@@ -427,7 +433,8 @@ impl<C: HostCard> Guarded<C> {
                 return Err(ChangeError::Stopped { name: name.to_owned() });
             }
         }
-        (self.watch, self.masked) = (Watch { times: self.watch.times, ..Watch::default() }, false);
+        (self.supervision, self.masked) =
+            (PageSupervision { times: self.supervision.times, ..PageSupervision::default() }, false);
         self.changes += 1;
         self.connect(name)?;
         Ok(true)
@@ -461,8 +468,8 @@ impl<C: HostCard> Guarded<C> {
         let line = self.line.as_ref().filter(|_| open);
         let Some(card) = self.monitor.physical().card() else { return Ok(()) };
         let connected = match line {
-            Some(line) => card.pass_interrupt(line),
-            None => card.tell_interrupt(),
+            Some(line) => card.connect_interrupt(line),
+            None => card.enable_interrupt(),
         };
         connected.map_err(|source| ChangeError::Interrupt { name: name.to_owned(), source })?;
         let failed = |source| ChangeError::Failed { name: name.to_owned(), source };
@@ -483,7 +490,7 @@ impl<C: HostCard> Guarded<C> {
             let reason = "it was started without a tap beside its card";
             return Err(ChangeError::One { name: name.to_owned(), reason });
         }
-        if !self.settle(REUSABLE).map_err(failed)? {
+        if !self.settle(QUIESCENT_POINT_TIMEOUT).map_err(failed)? {
             return Err(ChangeError::Busy { name: name.to_owned() });
         }
         self.monitor.release().map_err(failed)?;
@@ -509,7 +516,7 @@ impl<C: HostCard> Guarded<C> {
             card.signalled();
         }
         self.monitor.interrupt().map_err(failed)?;
-        self.show().map_err(failed)?;
+        self.update_page().map_err(failed)?;
         self.unmask().map_err(failed)
     }
 }

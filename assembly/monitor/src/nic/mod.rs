@@ -16,8 +16,8 @@
 //! | [`guarded`] | a NIC under its model; changes of the backend |
 //! | [`page`] | the shadow register page |
 //! | [`mapped`] | parts of a card's BARs that the guest accesses without an exit |
-//! | [`look`] | the timer of drains, if deferred writes may start something |
-//! | [`behind`] | a model's backend: a card, or its emulation with a tap |
+//! | [`drain_timer`] | the timer of drains, if deferred writes may start something |
+//! | [`backend`] | a model's backend: a card, or its emulation with a tap |
 //! | [`wire`] | frames of a tap |
 //! | [`function`] | the PCI function: configuration space, BARs, INTx |
 //! | [`traces`] | the file that records what a guest was refused |
@@ -30,12 +30,12 @@
 //! A card's DMA and interrupts continue while vCPUs are suspended. So `quiesce` saves the context and takes the card from the guest, and
 //! `unquiesce` returns it.
 
-mod behind;
+mod backend;
 mod bus;
+mod drain_timer;
 mod engine;
 mod function;
 mod guarded;
-mod look;
 mod mapped;
 mod page;
 mod thread;
@@ -137,13 +137,13 @@ impl NicError {
 
 /// A NIC whose card or tap is open, without a machine yet.
 pub struct OpenedNic {
-    wish: Nic,
-    back: Back,
+    config: Nic,
+    backend: OpenedBackend,
     traces: Option<Traces>,
 }
 
 /// The open backend.
-enum Back {
+enum OpenedBackend {
     Wire(Wire),
     /// A card, and the wire of its emulation, if any.
     Card(Box<Vfio>, Option<Wire>),
@@ -154,32 +154,32 @@ impl OpenedNic {
     ///
     /// # Errors
     /// If the card or the tap can't be opened.
-    pub fn open(wish: &Nic) -> Result<Self, NicError> {
-        let back = match &wish.mode {
-            NicMode::Virtual { tap, .. } => Back::Wire(open_wire(tap)?),
+    pub fn open(config: &Nic) -> Result<Self, NicError> {
+        let backend = match &config.mode {
+            NicMode::Virtual { tap, .. } => OpenedBackend::Wire(open_wire(tap)?),
             NicMode::Vpio { device, tap, .. } => {
                 unlock_memory()?;
                 let card = Box::new(Vfio::open(device)?);
-                Back::Card(card, tap.as_deref().map(open_wire).transpose()?)
+                OpenedBackend::Card(card, tap.as_deref().map(open_wire).transpose()?)
             }
             NicMode::Passthrough { device } => {
                 unlock_memory()?;
-                Back::Card(Box::new(Vfio::open(device)?), None)
+                OpenedBackend::Card(Box::new(Vfio::open(device)?), None)
             }
         };
-        let traces = match &wish.mode {
+        let traces = match &config.mode {
             NicMode::Vpio { violations: Some(path), .. } => {
                 let failed = |source| NicError::Traces { path: path.display().to_string(), source };
                 Some(Traces::open(path).map_err(failed)?)
             }
             _ => None,
         };
-        Ok(Self { wish: wish.clone(), back, traces })
+        Ok(Self { config: config.clone(), backend, traces })
     }
 
     /// Name of the NIC.
     pub fn name(&self) -> &str {
-        &self.wish.name
+        &self.config.name
     }
 
     /// Plugs the NIC in and starts its thread. The thread runs `on_start` first, and `drain` on each wakeup.
@@ -195,10 +195,10 @@ impl OpenedNic {
         drain: impl Fn() + Send + 'static,
         refusals: Refusals,
     ) -> Result<NicHandle, crate::vm::Error> {
-        let name = self.wish.name.clone();
+        let name = self.config.name.clone();
         let failed = |error: NicError| crate::vm::Error::device(&name, error);
         let Refusals { stop, check } = refusals;
-        let mut engine = engine::Engine::new(&self.wish, self.back, ram, stop).map_err(failed)?;
+        let mut engine = engine::Engine::new(&self.config, self.backend, ram, stop).map_err(failed)?;
         if let Some(traces) = self.traces {
             engine.set_traces(traces);
         }
@@ -233,8 +233,8 @@ impl NicHandle {
     ///
     /// # Errors
     /// If the NIC has no other backend, reaches no quiescent point, is in a state that the model doesn't permit, or card or tap fails.
-    pub fn change(&self, behind: NicBehind) -> Result<(), ChangeError> {
-        self.0.change(behind)
+    pub fn change(&self, backend: NicBehind) -> Result<(), ChangeError> {
+        self.0.change(backend)
     }
 }
 

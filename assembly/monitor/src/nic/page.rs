@@ -20,7 +20,7 @@ pub(super) struct RegisterPage {
     bars: Vec<u8>,
     /// Bytes of the page that are registers.
     size: u32,
-    told: Vec<(Told, Arc<OwnedFd>)>,
+    signaled: Vec<(Told, Arc<OwnedFd>)>,
     /// Signaled writes must be processed at once.
     prompt: bool,
 }
@@ -40,10 +40,10 @@ impl RegisterPage {
         };
         let page = SharedPage::new(name).map_err(|error| NicError::machine("page of registers", error))?;
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-        let told = plan.told.into_iter().map(|told| Ok((told, Arc::new(eventfd(0, flags)?))));
-        let told: Result<_, rustix::io::Errno> = told.collect();
-        let told = told.map_err(|error| NicError::machine("descriptor", error))?;
-        let page = Self { page, bars, size: (*size).min(PAGE_BYTES), told, prompt: device.polled.prompt };
+        let signaled = plan.told.into_iter().map(|signaled| Ok((signaled, Arc::new(eventfd(0, flags)?))));
+        let signaled: Result<_, rustix::io::Errno> = signaled.collect();
+        let signaled = signaled.map_err(|error| NicError::machine("descriptor", error))?;
+        let page = Self { page, bars, size: (*size).min(PAGE_BYTES), signaled, prompt: device.polled.prompt };
         // A BAR may be larger than the device.
         (page.size..PAGE_BYTES).for_each(|offset| page.page.store(offset, 1, u32::MAX));
         Ok(Some(page))
@@ -79,32 +79,32 @@ impl RegisterPage {
     }
 
     pub fn doorbells(&self) -> Vec<Doorbell> {
-        let of = |(told, fd): &(Told, Arc<OwnedFd>)| Doorbell {
-            bar: told.bar,
-            offset: u64::from(told.offset),
-            width: told.bytes,
-            datamatch: Some(u64::from(told.value)),
+        let of = |(signaled, fd): &(Told, Arc<OwnedFd>)| Doorbell {
+            bar: signaled.bar,
+            offset: u64::from(signaled.offset),
+            width: signaled.bytes,
+            datamatch: Some(u64::from(signaled.value)),
             fd: Arc::clone(fd),
         };
-        self.told.iter().map(of).collect()
+        self.signaled.iter().map(of).collect()
     }
 
     /// Eventfds of writes that must be processed at once.
     pub fn prompt(&self) -> &[(Told, Arc<OwnedFd>)] {
-        if self.prompt { &self.told } else { &[] }
+        if self.prompt { &self.signaled } else { &[] }
     }
 
     /// Writes that were signaled since the last call.
-    pub fn take_told(&self) -> impl Iterator<Item = Access> {
+    pub fn take_signaled(&self) -> impl Iterator<Item = Access> {
         let rung = |fd: &OwnedFd| {
             let mut count = [0; 8];
             rustix::io::read(fd, &mut count).is_ok()
         };
-        self.told.iter().filter(move |(_, fd)| rung(fd)).map(|(told, _)| Access {
-            bar: told.bar,
-            offset: told.offset,
-            size: told.bytes,
-            write: Some(told.value),
+        self.signaled.iter().filter(move |(_, fd)| rung(fd)).map(|(signaled, _)| Access {
+            bar: signaled.bar,
+            offset: signaled.offset,
+            size: signaled.bytes,
+            write: Some(signaled.value),
         })
     }
 }

@@ -20,12 +20,12 @@ use vpio::pad::{Inlet, Pad};
 use vpio::vfio::OpenError;
 use vpio::{FailurePolicy, GuestConfig, Monitor, Slot, Slots};
 
-use super::Back;
-use super::behind::{Behind, HostCard};
+use super::OpenedBackend;
+use super::backend::{Backend, HostCard};
 use super::bus::RamBus;
 use super::engine::{self, Engine};
 use super::function::NicFunction;
-use super::guarded::{Guarded, Watch};
+use super::guarded::{Guarded, PageSupervision};
 use super::page::RegisterPage;
 use super::wire::Wire;
 use crate::description::{MacAddress, Nic, NicMode};
@@ -61,13 +61,13 @@ fn machine_checked(
     let layout = RamLayout::new(&[2 << 20]).unwrap();
     let ram =
         GuestRam::allocate(&layout, &RamOptions { name: "nic".into(), ..RamOptions::default() }).unwrap();
-    let wish = Nic {
+    let config = Nic {
         name: "nic0".to_owned(),
         mode: NicMode::Virtual { model: model.to_owned(), tap: "t".to_owned(), mac: MacAddress(ADDRESS) },
     };
-    let back = Back::Wire(Wire { name: "t".to_owned(), queue, _interface: None });
+    let backend = OpenedBackend::Wire(Wire { name: "t".to_owned(), queue, _interface: None });
     let function =
-        NicFunction::new("nic0", Engine::new(&wish, back, &ram, Arc::new(|_| {})).unwrap()).unwrap();
+        NicFunction::new("nic0", Engine::new(&config, backend, &ram, Arc::new(|_| {})).unwrap()).unwrap();
     let line = FakeLine::new();
     function.attach_intx(line.clone());
     let its = Arc::downgrade(&function);
@@ -208,7 +208,7 @@ fn a_paused_nic_takes_no_frames() {
 
 /// A frame is sent although the write that starts it waits in KVM's ring, and the guest makes no further access.
 #[test]
-fn what_is_written_late_and_sends_is_looked_at() {
+fn a_deferred_write_that_sends_is_drained_soon() {
     let ring: Arc<std::sync::Mutex<Vec<(u64, u8)>>> = Arc::default();
     let its = Arc::clone(&ring);
     let machine = machine_with("ne2000", move |function| {
@@ -279,10 +279,10 @@ impl<C: PhysicalDevice + Send> HostCard for Plugged<C> {
     fn unmask(&mut self) -> Result<(), DeviceError> {
         Ok(())
     }
-    fn tell_interrupt(&self) -> Result<(), OpenError> {
+    fn enable_interrupt(&self) -> Result<(), OpenError> {
         Ok(())
     }
-    fn pass_interrupt(&self, _line: &LevelLine) -> Result<(), OpenError> {
+    fn connect_interrupt(&self, _line: &LevelLine) -> Result<(), OpenError> {
         Ok(())
     }
 }
@@ -297,7 +297,7 @@ fn guarded(
     let pad = Pad::new();
     let inlet = Inlet::new(Some(RamBus::new(ram.memory())), pad.clone());
     let card = Plugged(Rtl8139::new(ADDRESS, inlet, true));
-    let mut monitor = Monitor::new(&RTL8139, Behind::Card(Box::new(card)));
+    let mut monitor = Monitor::new(&RTL8139, Backend::Card(Box::new(card)));
     monitor.set_scratch(Box::new(pad));
     let slot = Slot { guest_base: 0, length: 2 << 20, device_base: 0, writable: true };
     let guest = monitor.add(GuestConfig {
@@ -323,11 +323,11 @@ fn guarded(
         guest_master: false,
         changes: 0,
         page: None,
-        watch: Watch::default(),
+        supervision: PageSupervision::default(),
         free_pages: Vec::new(),
         whole: Vec::new(),
         line: None,
-        bare: false,
+        trap_all: false,
         paused: false,
     }
 }
@@ -335,7 +335,7 @@ fn guarded(
 /// A driver that sends and receives without pause moves from its card to the emulation and back repeatedly. Descriptors and ring continue
 /// where they were, frames leave by the present backend, and each cause is reported.
 #[test]
-fn a_guest_goes_from_its_card_to_the_emulation_and_back_under_traffic() {
+fn a_guest_changes_from_its_card_to_the_emulation_and_back_under_traffic() {
     const RING: u64 = 0x8000;
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     let (queue, wire) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
@@ -419,7 +419,7 @@ fn a_guest_goes_from_its_card_to_the_emulation_and_back_under_traffic() {
 
 /// Without a tap there is no other backend, and the error says so.
 #[test]
-fn a_card_without_a_tap_beside_it_stays() {
+fn a_card_without_a_tap_is_not_changed_to_its_emulation() {
     let ram = machine("rtl8139").ram;
     let mut guarded = guarded(&ram, FailurePolicy::Ignore, Arc::new(|_| {}), None);
     guarded.change("nic0", false).unwrap();
@@ -431,7 +431,7 @@ fn a_card_without_a_tap_beside_it_stays() {
 #[test]
 fn policy_stop_ends_the_guest_once() {
     let ram = machine("rtl8139").ram;
-    let (sender, told) = std::sync::mpsc::channel();
+    let (sender, reports) = std::sync::mpsc::channel();
     let sender = std::sync::Mutex::new(sender);
     let stop = Arc::new(move |why| sender.lock().unwrap().send(why).unwrap());
     let mut guarded = guarded(&ram, FailurePolicy::Stop, stop, None);
@@ -441,13 +441,13 @@ fn policy_stop_ends_the_guest_once() {
     write(0x37, 1, 0x04);
     write(0x20, 4, 0x1_0000);
     write(0x10, 4, 100);
-    assert!(told.try_recv().is_err(), "what a driver does");
+    assert!(reports.try_recv().is_err(), "what a driver does");
     // The transmitter runs; a frame has no address.
     write(0x14, 4, 100);
-    let why = told.try_recv().unwrap();
+    let why = reports.try_recv().unwrap();
     assert!(why.contains("TSD1") && why.contains("the frame has no address yet"), "{why}");
     write(0x18, 4, 100);
-    assert!(told.try_recv().is_err(), "once");
+    assert!(reports.try_recv().is_err(), "once");
     let read = Access { bar: 1, offset: 0x37, size: 1, write: None };
     assert_eq!(guarded.access(read).unwrap(), u32::MAX);
 }
@@ -462,7 +462,7 @@ fn registers_are_read_in_a_page() {
     let mut guarded = guarded(&ram, FailurePolicy::Stop, Arc::new(|_| {}), Some(queue));
     guarded.page = RegisterPage::of("nic0", &RTL8139).unwrap();
     guarded.monitor.show_from_now(guarded.guest);
-    guarded.show().unwrap();
+    guarded.update_page().unwrap();
     let doorbell = guarded.page.as_ref().unwrap().doorbells().remove(0);
     assert_eq!((doorbell.bar, doorbell.offset, doorbell.datamatch), (1, 0x3C, Some(0xC02E)));
     let mapping = guarded.page.as_ref().unwrap().mappings().remove(0);
@@ -550,16 +550,16 @@ fn policy_machine_check_tells_the_vcpu_that_asked() {
 
 /// If the NIC's thread processes a deferred write that is refused, some vCPU takes the machine check, once, since that thread is no vCPU's.
 #[test]
-fn what_is_refused_late_is_passed_to_a_vcpu() {
+fn a_refused_deferred_write_raises_a_machine_check_in_a_vcpu() {
     let (refused, checks) = (Arc::new(AtomicBool::new(true)), Arc::new(AtomicU32::new(0)));
-    let told = Arc::clone(&checks);
+    let reports = Arc::clone(&checks);
     let drain = move |_: &NicFunction| {
         if refused.swap(false, Ordering::SeqCst) {
             machine::machine_check::raise();
         }
     };
     let machine = machine_checked("ne2000", drain, move || {
-        told.fetch_add(1, Ordering::SeqCst);
+        reports.fetch_add(1, Ordering::SeqCst);
     });
     let begin = Instant::now();
     while checks.load(Ordering::SeqCst) == 0 {
@@ -567,12 +567,12 @@ fn what_is_refused_late_is_passed_to_a_vcpu() {
         machine.read(0, 0, 1);
         std::thread::sleep(Duration::from_millis(1));
     }
-    let looks = (0..5).map(|_| {
+    let checks_of_reads = (0..5).map(|_| {
         machine.read(0, 0, 1);
         std::thread::sleep(Duration::from_millis(5));
         checks.load(Ordering::SeqCst)
     });
-    assert_eq!(looks.collect::<Vec<_>>(), [1; 5]);
+    assert_eq!(checks_of_reads.collect::<Vec<_>>(), [1; 5]);
 }
 
 /// Two violations of a guest whose NIC ignores what it refuses.

@@ -27,7 +27,7 @@ struct Shared {
 type Job = Box<dyn FnOnce() + Send>;
 
 /// Timeout of a job.
-const JOB: Duration = Duration::from_secs(10);
+const JOB_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Descriptors that the thread waits for.
 pub(super) struct Sources {
@@ -38,18 +38,18 @@ pub(super) struct Sources {
     /// The guest's line was lowered.
     pub lowered: Option<OwnedFd>,
     /// Eventfds of signaled writes. The callback empties them.
-    pub told: Vec<OwnedFd>,
+    pub signaled: Vec<OwnedFd>,
 }
 
 /// Why the thread woke.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Woken {
+pub(super) enum WakeCause {
     /// The active source is readable.
     Source,
     /// The line was lowered.
     Lowered,
     /// The guest has signaled a write.
-    Told,
+    Signaled,
     /// The requested interval has passed.
     Time,
 }
@@ -72,7 +72,7 @@ impl Thread {
         name: &str,
         sources: Sources,
         on_start: ThreadHook,
-        woken: impl Fn(Woken) -> Next + Send + 'static,
+        on_wake: impl Fn(WakeCause) -> Next + Send + 'static,
     ) -> io::Result<Self> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         let shared = Arc::new(Shared {
@@ -87,7 +87,7 @@ impl Thread {
         let name = name.chars().take(15).collect();
         let handle = std::thread::Builder::new().name(name).spawn(move || {
             on_start();
-            run(&its, &sources, woken);
+            run(&its, &sources, on_wake);
         })?;
         Ok(Self { shared, handle: Some(handle) })
     }
@@ -98,7 +98,7 @@ impl Thread {
         self.wake();
     }
 
-    /// Runs `job` on the thread and waits for its result, up to [`JOB`]. `None` if the thread has ended or doesn't respond.
+    /// Runs `job` on the thread and waits for its result, up to [`JOB_TIMEOUT`]. `None` if the thread has ended or doesn't respond.
     pub(super) fn call<R: Send + 'static>(&self, job: impl FnOnce() -> R + Send + 'static) -> Option<R> {
         let (answer, result) = sync_channel(1);
         let job: Job = Box::new(move || {
@@ -107,7 +107,7 @@ impl Thread {
         });
         self.shared.jobs.lock().unwrap_or_else(PoisonError::into_inner).push(job);
         self.wake();
-        result.recv_timeout(JOB).ok()
+        result.recv_timeout(JOB_TIMEOUT).ok()
     }
 
     /// Activates another source. Events of the previous one stay pending until it is active again.
@@ -136,18 +136,19 @@ impl Drop for Thread {
     }
 }
 
-fn run(shared: &Shared, sources: &Sources, call: impl Fn(Woken) -> Next) {
-    let mut again = None;
+fn run(shared: &Shared, sources: &Sources, call: impl Fn(WakeCause) -> Next) {
+    let mut interval = None;
     loop {
         let active = shared.active.load(Ordering::SeqCst);
         let Some(source) = sources.all.get(active) else { return };
         let paused = shared.paused.load(Ordering::SeqCst);
         let mut fds = vec![PollFd::new(&shared.wake, PollFlags::IN)];
         if !paused {
-            let others = sources.lowered.iter().chain(&sources.told);
+            let others = sources.lowered.iter().chain(&sources.signaled);
             fds.extend(std::iter::once(source).chain(others).map(|fd| PollFd::new(fd, PollFlags::IN)));
         }
-        let timeout = again.filter(|_| !paused).and_then(|again: Duration| Timespec::try_from(again).ok());
+        let timeout =
+            interval.filter(|_| !paused).and_then(|interval: Duration| Timespec::try_from(interval).ok());
         let mut nothing = false;
         match poll(&mut fds, timeout.as_ref()) {
             Ok(ready) => nothing = ready == 0,
@@ -160,10 +161,10 @@ fn run(shared: &Shared, sources: &Sources, call: impl Fn(Woken) -> Next) {
         let (woken, rest) = fds.split_at(1);
         let (woken, ready) =
             (!woken[0].revents().is_empty(), rest.first().map_or(PollFlags::empty(), PollFd::revents));
-        let came = |fd: &PollFd<'_>| fd.revents().contains(PollFlags::IN);
+        let is_readable = |fd: &PollFd<'_>| fd.revents().contains(PollFlags::IN);
         let mut others = rest.iter().skip(1);
-        let was_lowered = sources.lowered.as_ref().filter(|_| others.next().is_some_and(came));
-        let was_told = others.any(came);
+        let was_lowered = sources.lowered.as_ref().filter(|_| others.next().is_some_and(is_readable));
+        let was_signaled = others.any(is_readable);
         if woken {
             let mut count = [0; 8];
             // The count doesn't matter.
@@ -184,21 +185,21 @@ fn run(shared: &Shared, sources: &Sources, call: impl Fn(Woken) -> Next) {
             let mut count = [0; 8];
             // The count doesn't matter.
             let _ = rustix::io::read(lowered, &mut count);
-            what.push(Woken::Lowered);
+            what.push(WakeCause::Lowered);
         }
         if ready.contains(PollFlags::IN) {
-            what.push(Woken::Source);
+            what.push(WakeCause::Source);
         }
-        if was_told {
-            what.push(Woken::Told);
+        if was_signaled {
+            what.push(WakeCause::Signaled);
         }
         if nothing {
-            what.push(Woken::Time);
+            what.push(WakeCause::Time);
         }
         for what in what {
             match call(what) {
                 Next::End => return,
-                Next::Wait(next) => again = next,
+                Next::Wait(next) => interval = next,
             }
         }
         if ready.intersects(PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL) {

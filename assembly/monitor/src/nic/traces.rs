@@ -20,7 +20,7 @@ impl Traces {
     }
 
     /// Appends those of `violations` that aren't in the file yet, one per line.
-    pub fn keep(&mut self, violations: &[Violation]) {
+    pub fn append(&mut self, violations: &[Violation]) {
         for violation in violations.get(self.written..).unwrap_or_default() {
             // A failed write isn't retried, since the guest's vCPU waits.
             self.written += 1;
@@ -46,9 +46,9 @@ mod tests {
         let violations = crate::nic::tests::violations();
         for _ in 0..2 {
             let mut traces = Traces::open(&path).unwrap();
-            traces.keep(&violations[..1]);
-            traces.keep(&violations);
-            traces.keep(&violations);
+            traces.append(&violations[..1]);
+            traces.append(&violations);
+            traces.append(&violations);
         }
         let back = read(&std::fs::read_to_string(&path).unwrap()).unwrap();
         assert_eq!(back, [violations.clone(), violations].concat());

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use vpio::vfio::Vfio;
 
 use super::{Engine, Mode};
-use crate::nic::behind::Behind;
+use crate::nic::backend::Backend;
 use crate::nic::guarded::Guarded;
 use crate::nic::wire::counted;
 
@@ -56,9 +56,9 @@ fn inspect_guarded(device: &'static Device, guarded: &Guarded<Vfio>) -> Value {
     let violations: Vec<String> =
         monitor.violations(guest).iter().map(|violation| violation.refusal.to_string()).collect();
     let (mapped, peak) = monitor.mapped();
-    let (behind, card, way, frames) = match monitor.physical_ref() {
-        Behind::Card(card) => ("card", Some(card.address()), Some(card.way().name()), None),
-        Behind::Emulation(emulation) => {
+    let (backend, card, way, frames) = match monitor.physical_ref() {
+        Backend::Card(card) => ("card", Some(card.address()), Some(card.way().name()), None),
+        Backend::Emulation(emulation) => {
             ("emulation", None, None, Some((&emulation.wire.name, counted(&emulation.frames))))
         }
     };
@@ -68,7 +68,7 @@ fn inspect_guarded(device: &'static Device, guarded: &Guarded<Vfio>) -> Value {
     }
     json!({
         "mode": "vpio",
-        "behind": behind,
+        "behind": backend,
         "changes": guarded.changes,
         "card": card,
         "by": way,
@@ -77,8 +77,8 @@ fn inspect_guarded(device: &'static Device, guarded: &Guarded<Vfio>) -> Value {
         "states": device_models::model::states_text(device, model.graph().states()),
         "hooks": model.hooks().iter().map(name).collect::<Vec<_>>(),
         "windows": windows,
-        "register_page": guarded.page.is_some() && !guarded.watch.taken,
-        "register_page_taken": guarded.watch.times,
+        "register_page": guarded.page.is_some() && !guarded.supervision.withdrawn,
+        "register_page_taken": guarded.supervision.times,
         "pinned_bytes": mapped,
         "pinned_bytes_peak": peak,
         "decisions": monitor.counters(guest),

@@ -11,9 +11,9 @@ use machine::memory::{GuestRam, RamLayout, RamOptions};
 use pci::function::Doorbell;
 use vpio::{FailurePolicy, GuestConfig, Monitor, Slot, Slots};
 
-use super::super::behind::Behind;
+use super::super::backend::Backend;
 use super::super::bus::RamBus;
-use super::super::guarded::{Guarded, Watch};
+use super::super::guarded::{Guarded, PageSupervision};
 use super::super::page::RegisterPage;
 use super::{ADDRESS, Plugged};
 
@@ -34,7 +34,7 @@ impl Machine {
         let options = RamOptions { name: "nic".into(), ..RamOptions::default() };
         let ram = GuestRam::allocate(&layout, &options).unwrap();
         let card = Plugged(E1000Card::new(ADDRESS, RamBus::new(ram.memory()), true));
-        let mut monitor = Monitor::new(&E1000, Behind::Card(Box::new(card)));
+        let mut monitor = Monitor::new(&E1000, Backend::Card(Box::new(card)));
         let slot = Slot { guest_base: 0, length: 2 << 20, device_base: 0, writable: true };
         let guest = monitor.add(GuestConfig {
             name: "nic0".to_owned(),
@@ -57,14 +57,14 @@ impl Machine {
             guest_master: false,
             changes: 0,
             page,
-            watch: Watch::default(),
+            supervision: PageSupervision::default(),
             free_pages: Vec::new(),
             whole: Vec::new(),
             line: None,
-            bare: false,
+            trap_all: false,
             paused: false,
         };
-        guarded.show().unwrap();
+        guarded.update_page().unwrap();
         Self { guarded, opens }
     }
 
@@ -83,7 +83,7 @@ impl Machine {
 
     /// The card reports causes. The thread takes them, with deferred writes that come in between.
     fn cause(&mut self, causes: u32, late: &[(u32, u32)]) {
-        self.guarded.collect_told();
+        self.guarded.collect_signaled();
         self.guarded.monitor.physical().card().unwrap().write(0, ICS, 4, causes).unwrap();
         late.iter().for_each(|(offset, value)| self.write(*offset, *value));
         self.guarded.readable().unwrap();
@@ -96,7 +96,7 @@ impl Machine {
 }
 
 #[test]
-fn a_mask_that_is_told_of_is_opened_after_what_closed_it_before() {
+fn a_signaled_mask_write_is_applied_after_older_deferred_writes() {
     let mut machine = Machine::new();
     assert_eq!((machine.opens.offset, machine.opens.datamatch), (u64::from(IMS), Some(0x9D)));
     machine.open();
@@ -112,17 +112,17 @@ fn a_mask_that_is_told_of_is_opened_after_what_closed_it_before() {
     assert!(!machine.line());
     // A reset discards what was signaled before it.
     machine.open();
-    machine.guarded.collect_told();
+    machine.guarded.collect_signaled();
     machine.open();
     machine.write(0, RST);
-    machine.guarded.collect_told();
-    machine.guarded.told().unwrap();
+    machine.guarded.collect_signaled();
+    machine.guarded.process_signaled().unwrap();
     assert_eq!(machine.page(IMS), 0);
 }
 
 /// The time of a pause doesn't count as the handler's, since the guest doesn't run in it.
 #[test]
-fn a_pause_in_an_interrupt_takes_no_page_away() {
+fn a_pause_in_an_interrupt_withdraws_no_page() {
     let mut machine = Machine::new();
     machine.write(IMS, 0x9D);
     machine.cause(LINK, &[]);
@@ -134,44 +134,50 @@ fn a_pause_in_an_interrupt_takes_no_page_away() {
     }
     machine.guarded.unquiesce().unwrap();
     let resumed = Instant::now();
-    assert!(!machine.guarded.watch(resumed) && !machine.guarded.watch.taken);
-    assert!(machine.guarded.watch(resumed + Duration::from_secs(1)), "but it is watched from there on");
+    assert!(!machine.guarded.supervise_page(resumed) && !machine.guarded.supervision.withdrawn);
+    assert!(
+        machine.guarded.supervise_page(resumed + Duration::from_secs(1)),
+        "but it is watched from there on"
+    );
 }
 
 #[test]
-fn an_interrupt_without_end_takes_the_page_away() {
+fn an_endless_interrupt_withdraws_the_page() {
     let mut machine = Machine::new();
     machine.write(IMS, 0x9D);
     machine.cause(LINK, &[]);
     assert!(machine.line());
     let begin = Instant::now();
     machine.guarded.raised();
-    assert!(!machine.guarded.watch(begin), "it may take its time");
-    assert_eq!(machine.guarded.again(false), Some(Duration::from_millis(1)));
-    assert_eq!(machine.guarded.again(true), Some(Duration::from_millis(2)));
-    assert!(machine.guarded.watch(begin + Duration::from_secs(1)));
-    assert!(machine.guarded.watch.taken && !machine.guarded.watch(begin + Duration::from_secs(2)));
+    assert!(!machine.guarded.supervise_page(begin), "it may take its time");
+    assert_eq!(machine.guarded.next_drain(false), Some(Duration::from_millis(1)));
+    assert_eq!(machine.guarded.next_drain(true), Some(Duration::from_millis(2)));
+    assert!(machine.guarded.supervise_page(begin + Duration::from_secs(1)));
+    assert!(
+        machine.guarded.supervision.withdrawn
+            && !machine.guarded.supervise_page(begin + Duration::from_secs(2))
+    );
     // Its reads exit now, and clear causes.
     let read = Access { bar: 0, offset: ICR, size: 4, write: None };
     assert_eq!(machine.guarded.access(read).unwrap(), LINK);
     assert_eq!(machine.guarded.access(read).unwrap(), 0);
     assert!(!machine.line());
     machine.guarded.lowered().unwrap();
-    assert!(machine.guarded.watch(begin + Duration::from_secs(3)), "it comes back");
-    assert_eq!((machine.guarded.again(false), machine.page(ICR)), (None, 0));
+    assert!(machine.guarded.supervise_page(begin + Duration::from_secs(3)), "it comes back");
+    assert_eq!((machine.guarded.next_drain(false), machine.page(ICR)), (None, 0));
     // An interrupt that ends: the guest was slow once.
     machine.guarded.raised();
-    assert!(!machine.guarded.watch(Instant::now()));
+    assert!(!machine.guarded.supervise_page(Instant::now()));
     machine.guarded.lowered().unwrap();
     // A guest whose interrupts stay slow loses the page.
     for time in 0..8 {
         machine.guarded.raised();
-        machine.guarded.watch(begin + Duration::from_secs(10 + time));
+        machine.guarded.supervise_page(begin + Duration::from_secs(10 + time));
         machine.guarded.lowered().unwrap();
-        machine.guarded.watch(begin + Duration::from_secs(10 + time));
-        assert_eq!(machine.guarded.watch.taken, time >= 4, "{time}");
+        machine.guarded.supervise_page(begin + Duration::from_secs(10 + time));
+        assert_eq!(machine.guarded.supervision.withdrawn, time >= 4, "{time}");
     }
-    assert_eq!(machine.guarded.watch.times, 6);
+    assert_eq!(machine.guarded.supervision.times, 6);
     machine.guarded.reset().unwrap();
-    assert!(machine.guarded.watch(begin) && !machine.guarded.watch.taken, "until a reset");
+    assert!(machine.guarded.supervise_page(begin) && !machine.guarded.supervision.withdrawn, "until a reset");
 }

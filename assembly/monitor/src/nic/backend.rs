@@ -21,9 +21,9 @@ pub(super) trait HostCard: PhysicalDevice {
     /// Unmasks the line, after its causes were taken.
     fn unmask(&mut self) -> Result<(), DeviceError>;
     /// Routes the line to [`Self::interrupt_fd`].
-    fn tell_interrupt(&self) -> Result<(), OpenError>;
+    fn enable_interrupt(&self) -> Result<(), OpenError>;
     /// Routes the line directly to the guest, without this process.
-    fn pass_interrupt(&self, line: &LevelLine) -> Result<(), OpenError>;
+    fn connect_interrupt(&self, line: &LevelLine) -> Result<(), OpenError>;
 }
 
 impl HostCard for Vfio {
@@ -43,11 +43,11 @@ impl HostCard for Vfio {
         Self::unmask(self)
     }
 
-    fn tell_interrupt(&self) -> Result<(), OpenError> {
+    fn enable_interrupt(&self) -> Result<(), OpenError> {
         self.enable_interrupt()
     }
 
-    fn pass_interrupt(&self, line: &LevelLine) -> Result<(), OpenError> {
+    fn connect_interrupt(&self, line: &LevelLine) -> Result<(), OpenError> {
         self.connect_interrupt(line.trigger.as_fd(), line.resample.as_fd())
     }
 }
@@ -74,10 +74,10 @@ impl Emulation {
     /// Sets bus mastering as the guest's command register has it.
     pub fn set_guest_bus_master(&mut self, on: bool) -> Result<(), DeviceError> {
         self.guest_master = on;
-        self.follow()
+        self.update_bus_master()
     }
 
-    fn follow(&mut self) -> Result<(), DeviceError> {
+    fn update_bus_master(&mut self) -> Result<(), DeviceError> {
         self.card.set_bus_master(self.guest_master && self.monitor_master)
     }
 
@@ -93,12 +93,12 @@ impl Emulation {
 }
 
 /// The backend: a card or its emulation.
-pub(super) enum Behind<C> {
+pub(super) enum Backend<C> {
     Card(Box<C>),
     Emulation(Box<Emulation>),
 }
 
-impl<C: HostCard> Behind<C> {
+impl<C: HostCard> Backend<C> {
     fn device(&mut self) -> &mut dyn PhysicalDevice {
         match self {
             Self::Card(card) => card.as_mut(),
@@ -131,7 +131,7 @@ impl<C: HostCard> Behind<C> {
     }
 }
 
-impl<C: HostCard> PhysicalDevice for Behind<C> {
+impl<C: HostCard> PhysicalDevice for Backend<C> {
     fn read(&mut self, bar: u8, offset: u32, size: u8) -> Result<u32, DeviceError> {
         self.device().read(bar, offset, size)
     }
@@ -157,7 +157,7 @@ impl<C: HostCard> PhysicalDevice for Behind<C> {
             Self::Card(card) => card.set_bus_master(on),
             Self::Emulation(emulation) => {
                 emulation.monitor_master = on;
-                emulation.follow()
+                emulation.update_bus_master()
             }
         }
     }
