@@ -240,7 +240,7 @@ fn a_dead_peer_stays_mapped_until_it_is_released() {
 
 /// Without a driver, the monitor releases a dead peer itself.
 #[test]
-fn without_a_driver_a_dead_peer_goes_by_itself() {
+fn without_a_driver_a_dead_peer_is_released_at_once() {
     if !has_kvm("without_a_driver") {
         return;
     }
@@ -257,7 +257,7 @@ fn without_a_driver_a_dead_peer_goes_by_itself() {
 
 /// When a guest hangs, its peer is notified. Both are connected again once it runs and both have released.
 #[test]
-fn a_frozen_guest_is_parted_and_comes_back() {
+fn a_hung_guest_is_disconnected_and_reconnects() {
     if !has_kvm("a_frozen_guest") {
         return;
     }
@@ -286,7 +286,7 @@ fn a_frozen_guest_is_parted_and_comes_back() {
 /// After the daemon's death, neighbours stay connected. After its return, the old connections end, and new ones begin once they are
 /// released.
 #[test]
-fn the_daemons_death_ends_no_connection_and_its_return_renews_them() {
+fn a_daemons_end_ends_no_connection_and_its_restart_renews_them() {
     if !has_kvm("the_daemons_death") {
         return;
     }
@@ -343,7 +343,7 @@ fn rdma(directory: &Path, vm: &str, machine: &Machine) -> Result<Arc<VfioUserFun
 /// A VM with an RDMA NIC and neighbours of other users: the daemon's HCA maps its RAM for writing while it is a member, and again after the
 /// daemon's restart. Sealed RAM prevents that.
 #[test]
-fn an_rdma_nic_and_neighbours_come_back_together_after_the_daemons_restart() {
+fn an_rdma_nic_and_neighbours_reconnect_after_the_daemons_restart() {
     if !has_kvm("an_rdma_nic_and_neighbours") {
         return;
     }

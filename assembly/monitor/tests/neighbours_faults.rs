@@ -25,11 +25,11 @@ const NAME: &str = "CAUSEWAY_TEST_NAME";
 const COUNT: &str = "CAUSEWAY_FAULTS";
 const NAMES: [&str; 3] = ["a", "b", "c"];
 /// The registry's heartbeat timeout: long for a busy machine, since a delayed member is no fault.
-const COUNT_TIMEOUT: Duration = Duration::from_secs(5);
+const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time without progress after which the test fails.
-const HANG: Duration = Duration::from_secs(90);
+const HANG_TIMEOUT: Duration = Duration::from_secs(90);
 /// Buffers that each direction must have transferred after a fault.
-const MOVED: u64 = 20;
+const MIN_BUFFERS_AFTER_FAULT: u64 = 20;
 const STORES: u64 = 10;
 /// Limit of the growth of a process's own memory over all faults: allocators keep some.
 const GROWTH_KIB: u64 = 512;
@@ -40,13 +40,13 @@ enum Kind {
     KillDaemon,
     Freeze,
     Unload,
-    WildRing,
+    CorruptRing,
     WindowStore,
 }
 
 /// Statistics of one member about one peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Told {
+struct PeerCounts {
     epoch: u64,
     right: u64,
     wrong: u64,
@@ -54,7 +54,7 @@ struct Told {
     violations: u64,
 }
 
-type Seen = BTreeMap<(&'static str, String), Told>;
+type Seen = BTreeMap<(&'static str, String), PeerCounts>;
 
 /// A process of the test: a member or the daemon.
 struct Process {
@@ -81,29 +81,29 @@ impl Process {
             .spawn()
             .unwrap();
         let (input, output) = (child.stdin.take().unwrap(), child.stdout.take().unwrap());
-        let (said, lines) = channel();
+        let (sender, lines) = channel();
         std::thread::spawn(move || {
             for line in BufReader::new(output).lines().map_while(Result::ok) {
                 // Output of the test harness may precede the first line.
                 if let Some((_, line)) = line.split_once("SAYS ") {
-                    let _ = said.send(line.to_owned());
+                    let _ = sender.send(line.to_owned());
                 }
             }
         });
         let process = Self { child, input, lines };
-        assert_eq!(process.hear(), "ready");
+        assert_eq!(process.read_line(), "ready");
         process
     }
 
-    fn hear(&self) -> String {
+    fn read_line(&self) -> String {
         self.lines
-            .recv_timeout(HANG)
+            .recv_timeout(HANG_TIMEOUT)
             .unwrap_or_else(|error| panic!("process {} says nothing: {error}", self.child.id()))
     }
 
-    fn ask(&mut self, command: &str) -> String {
+    fn command(&mut self, command: &str) -> String {
         writeln!(self.input, "{command}").unwrap();
-        self.hear()
+        self.read_line()
     }
 
     fn signal(&self, signal: Signal) {
@@ -146,13 +146,13 @@ impl Bed {
     fn seen(&mut self) -> Seen {
         let mut seen = Seen::new();
         for (name, member) in NAMES.into_iter().zip(&mut self.members) {
-            for peer in member.ask("told").split(',').filter(|line| !line.is_empty()) {
+            for peer in member.command("told").split(',').filter(|line| !line.is_empty()) {
                 let mut words = peer.split(' ');
                 let of = words.next().unwrap().to_owned();
                 let mut number = || words.next().unwrap().parse().unwrap();
                 let (epoch, right, wrong) = (number(), number(), number());
-                let told = Told { epoch, right, wrong, ends: number(), violations: number() };
-                seen.insert((name, of), told);
+                let counts = PeerCounts { epoch, right, wrong, ends: number(), violations: number() };
+                seen.insert((name, of), counts);
             }
         }
         seen
@@ -161,7 +161,7 @@ impl Bed {
     /// Waits until buffers flow both ways between all pairs, over a later connection if `renewed`. The error names the pairs that hang.
     fn until_all_move(&mut self, since: &Seen, renewed: &dyn Fn([&str; 2]) -> bool) -> Result<Seen, String> {
         let base = self.seen();
-        let until = Instant::now() + HANG;
+        let until = Instant::now() + HANG_TIMEOUT;
         loop {
             let now = self.seen();
             let mut still = Vec::new();
@@ -171,7 +171,7 @@ impl Bed {
                     let old = since.get(&key);
                     let moves = now.get(&key).is_some_and(|new| {
                         let from_here = base.get(&key).filter(|base| base.right <= new.right);
-                        new.right >= from_here.map_or(0, |base| base.right) + MOVED
+                        new.right >= from_here.map_or(0, |base| base.right) + MIN_BUFFERS_AFTER_FAULT
                             && new.epoch > 0
                             && (!renewed([to, from]) || old.is_none_or(|old| new.epoch > old.epoch))
                     });
@@ -208,7 +208,7 @@ impl Bed {
                 self.daemon = Process::start("daemon", self.directory.path(), "");
             }
             Kind::Freeze => {
-                let time = COUNT_TIMEOUT + Duration::from_secs(1);
+                let time = HEARTBEAT_TIMEOUT + Duration::from_secs(1);
                 if number % 4 < 2 {
                     // The monitor is stopped, and with it the whole VM.
                     self.members[victim].signal(Signal::STOP);
@@ -216,22 +216,22 @@ impl Bed {
                     self.members[victim].signal(Signal::CONT);
                 } else {
                     // Only the guest is stopped.
-                    self.members[victim].ask(&format!("freeze {}", time.as_millis()));
+                    self.members[victim].command(&format!("freeze {}", time.as_millis()));
                     std::thread::sleep(time);
                 }
             }
             Kind::Unload => {
-                self.members[victim].ask("unload");
-                self.members[victim].ask("load");
+                self.members[victim].command("unload");
+                self.members[victim].command("load");
             }
-            Kind::WildRing => {
-                let done = self.members[victim].ask(&format!("wild {other} {number}"));
+            Kind::CorruptRing => {
+                let done = self.members[victim].command(&format!("wild {other} {number}"));
                 if done != "true" {
                     return Err("there was no connection to break the rules of".to_owned());
                 }
             }
             Kind::WindowStore => {
-                let discarded = self.members[victim].ask(&format!("store {other} {STORES}"));
+                let discarded = self.members[victim].command(&format!("store {other} {STORES}"));
                 if discarded != STORES.to_string() {
                     return Err(format!("of {STORES} stores {discarded} were discarded and counted"));
                 }
@@ -246,7 +246,7 @@ fn ends(kind: Kind, victim: usize, pair: [&str; 2]) -> bool {
     match kind {
         Kind::KillDaemon => true,
         Kind::KillMonitor | Kind::Freeze | Kind::Unload => pair.contains(&NAMES[victim]),
-        Kind::WildRing => pair.contains(&"a") && pair.contains(&"b"),
+        Kind::CorruptRing => pair.contains(&"a") && pair.contains(&"b"),
         Kind::WindowStore => false,
     }
 }
@@ -258,7 +258,7 @@ fn errors(bed: &mut Bed, kind: Kind, victim: usize, before: &Seen, after: &Seen)
         let Some(old) = before.get(&(*to, from.clone())) else { continue };
         let replaced = kind == Kind::KillMonitor && *to == NAMES[victim];
         // Buffers named by the violating member aren't those that its driver sent.
-        let lied_to = kind == Kind::WildRing && from == NAMES[victim] && *to == NAMES[1 - victim];
+        let lied_to = kind == Kind::CorruptRing && from == NAMES[victim] && *to == NAMES[1 - victim];
         let wrong = if replaced { 0 } else { old.wrong };
         if new.wrong != wrong && !lied_to {
             errors.push(format!("{to} got {} wrong buffers from {from}", new.wrong - wrong));
@@ -333,7 +333,7 @@ fn faults(kind: Kind) {
     }
     found[2] = leaks(&bed, &held);
     let after: Vec<[u64; 3]> = std::iter::once(&bed.daemon).chain(&bed.members).map(Process::held).collect();
-    let right: u64 = bed.seen().values().map(|told| told.right).sum();
+    let right: u64 = bed.seen().values().map(|counts| counts.right).sum();
     println!(
         "FAULTS {{\"kind\": \"{kind:?}\", \"faults\": {done}, \"hangs\": {}, \"survivor_errors\": {}, \"leaks\": {}, \"buffers\": {right}, \
          \"held_before\": {held:?}, \"held_after\": {after:?}, \"seconds\": {}}}",
@@ -371,8 +371,8 @@ fn a_driver_is_unloaded() {
 
 /// Rings with forbidden addresses, lengths, ids and flags, and rings of random data: the peer ends that connection.
 #[test]
-fn a_ring_is_filled_with_what_is_forbidden() {
-    faults(Kind::WildRing);
+fn a_ring_is_corrupted() {
+    faults(Kind::CorruptRing);
 }
 
 /// Stores to a window are discarded and counted, and affect no member.
@@ -395,7 +395,7 @@ fn say(text: &str) {
 fn daemon() {
     let mut config = DaemonConfig::new(directory().join("host.sock"));
     config.sandbox = true;
-    config.neighbours.heartbeat = Heartbeat { patience: COUNT_TIMEOUT, ..Heartbeat::DEFAULT };
+    config.neighbours.heartbeat = Heartbeat { patience: HEARTBEAT_TIMEOUT, ..Heartbeat::DEFAULT };
     // Confines only the daemon's threads: the one that starts it ends.
     let _daemon = std::thread::spawn(move || Daemon::start(&config).unwrap()).join().unwrap();
     say("ready");
@@ -429,7 +429,7 @@ fn member() {
         let words: Vec<&str> = line.split(' ').collect();
         let number = |text: &str| text.parse::<u64>().unwrap();
         let answer = match words.as_slice() {
-            ["told"] => driver.told(),
+            ["told"] => driver.report(),
             ["freeze", time] => {
                 driver.freeze(Duration::from_millis(number(time)));
                 "frozen".to_owned()
@@ -442,7 +442,7 @@ fn member() {
                 driver.load(true);
                 "loaded".to_owned()
             }
-            ["wild", peer, what] => driver.wild(peer, number(what)).to_string(),
+            ["wild", peer, what] => driver.corrupt_ring(peer, number(what)).to_string(),
             ["store", peer, count] => driver.store(peer, number(count)).to_string(),
             _ => panic!("an unknown command {line:?}"),
         };

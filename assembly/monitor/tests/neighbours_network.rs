@@ -234,7 +234,7 @@ fn open_checksums_are_made_for_guests_that_want_them_made() {
 /// A receiver without buffers keeps only a share of the sender's. Others still get their frames, and frames for the slow one are dropped
 /// without a wait.
 #[test]
-fn a_receiver_without_buffers_holds_up_nobody_else() {
+fn a_receiver_without_buffers_delays_no_other_peer() {
     let directory = tempfile::tempdir().unwrap();
     let _registry = registry(directory.path(), patient());
     let mut a = Guest::start(directory.path(), "a", &["b", "c"], FEATURE_GUEST_CSUM | MERGEABLE);
@@ -272,7 +272,7 @@ fn a_receiver_without_buffers_holds_up_nobody_else() {
 
 /// When a peer leaves, by its monitor's end or by the registry, frames that it was reading are the guest's again. It can return.
 #[test]
-fn a_peer_that_goes_gives_all_back_and_may_return() {
+fn a_peer_that_leaves_returns_all_frames_and_may_reconnect() {
     let directory = tempfile::tempdir().unwrap();
     let _registry = registry(directory.path(), patient());
     let mut a = Guest::start(directory.path(), "a", &["b"], FEATURE_GUEST_CSUM | MERGEABLE);
@@ -302,7 +302,7 @@ fn a_peer_that_goes_gives_all_back_and_may_return() {
 /// A device that stops doesn't wait for a peer without buffers. The connection with it ends, all frames are the guest's, and frames after
 /// the next start arrive.
 #[test]
-fn a_device_that_stops_takes_back_what_it_lent() {
+fn a_stopping_device_reclaims_lent_frames() {
     let directory = tempfile::tempdir().unwrap();
     let _registry = registry(directory.path(), Heartbeat::DEFAULT);
     let mut a = Guest::start(directory.path(), "a", &["b"], FEATURE_GUEST_CSUM | MERGEABLE);
@@ -406,7 +406,7 @@ impl Hand {
 
 /// A guest verifies a frame's checksum unless the message says that the sender has, and the guest negotiated such frames.
 #[test]
-fn only_a_frame_whose_checksum_was_verified_is_said_to_be_right() {
+fn only_verified_checksums_are_reported_as_valid() {
     let directory = tempfile::tempdir().unwrap();
     let _registry = registry(directory.path(), patient());
     for (name, features, verified) in [("a", FEATURE_GUEST_CSUM | MERGEABLE, DATA_VALID), ("b", MERGEABLE, 0)]
@@ -430,7 +430,7 @@ fn only_a_frame_whose_checksum_was_verified_is_said_to_be_right() {
 /// A frame in a third member's memory, which only mmnet's guests can read, returns to its sender, which sends a copy. The connection stays,
 /// since the sender may name that memory.
 #[test]
-fn a_frame_in_a_third_members_memory_goes_back_and_ends_nothing() {
+fn a_frame_in_a_third_members_memory_is_refused_and_ends_no_connection() {
     let directory = tempfile::tempdir().unwrap();
     let _registry = registry(directory.path(), patient());
     let mut a = Guest::start(directory.path(), "a", &["x"], FEATURE_GUEST_CSUM | MERGEABLE);
@@ -457,7 +457,7 @@ fn a_frame_in_a_third_members_memory_goes_back_and_ends_nothing() {
 /// An invalid frame returns with a status and reaches no guest. A message that violates the ring's rules ends the connection with its
 /// sender. Other members notice neither.
 #[test]
-fn a_broken_neighbour_reaches_no_guest_and_harms_no_other() {
+fn a_protocol_violation_reaches_no_guest_and_affects_no_other_peer() {
     let directory = tempfile::tempdir().unwrap();
     let _registry = registry(directory.path(), patient());
     let mut a = Guest::start(directory.path(), "a", &["b", "x"], FEATURE_GUEST_CSUM | MERGEABLE);

@@ -22,9 +22,9 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use serde_json::json;
 use telemetry::guest_log::GuestLog;
 
+use super::mappings::{Offer, PeerMapping, PeerMappings};
 use super::opened::Terms;
 use super::thread::{Counters, End, Member, Registry, Thread};
-use super::views::{Offer, View, Views};
 use super::windows::Windows;
 use super::{NeighbourError, OpenedNeighbour, lock};
 use crate::description::MacAddress;
@@ -35,7 +35,7 @@ const NAME: &str = "neighbour0";
 
 /// Requests of the guest to the thread. Bounded by the slots.
 #[derive(Debug, Default)]
-pub(super) struct Asked {
+pub(super) struct ReleaseRequests {
     /// Slots and epochs to release.
     pub release: std::collections::BTreeSet<(u32, u32)>,
     /// The machine was reset: release all.
@@ -50,8 +50,8 @@ pub(super) struct Inner {
     config: Mutex<ConfigSpace>,
     msix: Msix,
     device: Arc<Mutex<Device>>,
-    views: Mutex<Views>,
-    asked: Mutex<Asked>,
+    mapped_peers: Mutex<PeerMappings>,
+    requests: Mutex<ReleaseRequests>,
     /// Wakes the thread.
     wake: OwnedFd,
     counters: Counters,
@@ -72,8 +72,8 @@ impl Inner {
         }
     }
 
-    fn ask(&self, ask: impl FnOnce(&mut Asked)) {
-        ask(&mut lock(&self.asked));
+    fn request(&self, add: impl FnOnce(&mut ReleaseRequests)) {
+        add(&mut lock(&self.requests));
         // A full counter wakes the thread as well.
         let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
     }
@@ -101,27 +101,27 @@ impl Member for Inner {
         lock(&self.device).joined(slot);
     }
 
-    fn views(&self) -> Vec<(u32, u32)> {
-        lock(&self.views).0.iter().map(|(slot, view)| (*slot, view.epoch)).collect()
+    fn mapped_peers(&self) -> Vec<(u32, u32)> {
+        lock(&self.mapped_peers).0.iter().map(|(slot, peer)| (*slot, peer.epoch)).collect()
     }
 
     fn map(&self, terms: &Terms, offer: Offer) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
         let slot = offer.slot;
-        let view = View::map(&self.vm, &self.memory, &terms.geometry, offer)?;
-        lock(&self.views).0.insert(slot, view);
+        let peer = PeerMapping::map(&self.vm, &self.memory, &terms.geometry, offer)?;
+        lock(&self.mapped_peers).0.insert(slot, peer);
         Ok(())
     }
 
-    fn show(&self, slot: u32, epoch: u32) -> bool {
-        let mapped = lock(&self.views).0.get(&slot).map(|view| (view.window, view.vm.clone()));
-        let shown = mapped.is_some_and(|(window, name)| {
+    fn publish(&self, slot: u32, epoch: u32) -> bool {
+        let mapped = lock(&self.mapped_peers).0.get(&slot).map(|peer| (peer.window, peer.vm.clone()));
+        let published = mapped.is_some_and(|(window, name)| {
             let mac = MacAddress::to_neighbour(&self.group, &self.vm_name, &name).octets();
             lock(&self.device).offer(window, epoch, &name, mac)
         });
-        if shown {
+        if published {
             self.notify();
         }
-        shown
+        published
     }
 
     fn common(&self, slot: u32, slots: u64) {
@@ -131,49 +131,49 @@ impl Member for Inner {
         }
     }
 
-    fn gone(&self, slot: u32, epoch: u32, reason: u32) -> End {
-        let (told, driver, kept) = {
+    fn connection_ended(&self, slot: u32, epoch: u32, reason: u32) -> End {
+        let (known, driver, kept) = {
             let mut device = lock(&self.device);
             (device.gone(slot, epoch, reason), device.driver(), device.is_kept(slot, epoch))
         };
-        match (told, driver || kept) {
+        match (known, driver || kept) {
             (false, _) => End::Unknown,
             (true, false) => End::Unused,
             (true, true) => {
                 self.notify();
-                End::Told
+                End::Notified
             }
         }
     }
 
     fn unmap(&self, slot: u32, epoch: u32) -> bool {
-        let view = {
-            let mut views = lock(&self.views);
-            match views.0.get(&slot) {
-                Some(view) if view.epoch == epoch => views.0.remove(&slot),
+        let peer = {
+            let mut mapped_peers = lock(&self.mapped_peers);
+            match mapped_peers.0.get(&slot) {
+                Some(peer) if peer.epoch == epoch => mapped_peers.0.remove(&slot),
                 _ => None,
             }
         };
-        let Some(mut view) = view else { return false };
+        let Some(mut peer) = peer else { return false };
         lock(&self.device).forget(slot, epoch);
         // Segment and doorbell leave the BARs before the window goes.
         self.refresh();
-        view.unmap(&self.vm, &self.memory);
+        peer.unmap(&self.vm, &self.memory);
         self.notify();
         true
     }
 
-    fn asked(&self) -> Vec<(u32, u32)> {
-        let asked = std::mem::take(&mut *lock(&self.asked));
-        let mut release: Vec<(u32, u32)> = asked.release.into_iter().collect();
-        if asked.release_all {
-            release.extend(self.views());
+    fn release_requests(&self) -> Vec<(u32, u32)> {
+        let requests = std::mem::take(&mut *lock(&self.requests));
+        let mut release: Vec<(u32, u32)> = requests.release.into_iter().collect();
+        if requests.release_all {
+            release.extend(self.mapped_peers());
         }
         release
     }
 
     /// The driver's heartbeat count; 0 without a driver.
-    fn beat(&self) -> u64 {
+    fn heartbeat(&self) -> u64 {
         if !lock(&self.device).driver() {
             return 0;
         }
@@ -230,7 +230,7 @@ impl NeighbourFunction {
         let (status, beat) = status_page(lock(&device).segment_place(0).1)?;
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|error| NeighbourError::monitor("make an eventfd", std::io::Error::from(error)))?;
-        let (vm_name, group) = (opened.vm.clone(), opened.wish.group.clone());
+        let (vm_name, group) = (opened.vm.clone(), opened.config.group.clone());
         let geometry = terms.geometry;
         let windows = Windows {
             name: NAME.to_owned(),
@@ -248,8 +248,8 @@ impl NeighbourFunction {
             config: Mutex::new(config),
             msix,
             device,
-            views: Mutex::default(),
-            asked: Mutex::default(),
+            mapped_peers: Mutex::default(),
+            requests: Mutex::default(),
             wake,
             counters: Counters::default(),
             log: GuestLog::new(),
@@ -363,44 +363,47 @@ impl PciFunction for NeighbourFunction {
         let effect = lock(&self.inner.device).write(offset, data);
         match effect {
             Some(Effect::Release { slot, epoch }) => {
-                self.inner.ask(|asked| {
-                    asked.release.insert((slot, epoch));
+                self.inner.request(|requests| {
+                    requests.release.insert((slot, epoch));
                 });
             }
             Some(Effect::Driver(false)) => {
                 let left: Vec<(u32, u32)> = lock(&self.inner.device).unkept().collect();
-                self.inner.ask(|asked| asked.release.extend(left));
+                self.inner.request(|requests| requests.release.extend(left));
             }
             Some(Effect::Driver(true)) | None => {}
         }
     }
 
     fn doorbells(&self) -> Vec<Doorbell> {
-        let views = lock(&self.inner.views);
-        let doorbell = |(slot, view): (&u32, &super::views::View)| Doorbell {
+        let mapped_peers = lock(&self.inner.mapped_peers);
+        let doorbell = |(slot, peer): (&u32, &super::mappings::PeerMapping)| Doorbell {
             bar: reg::BAR_REGISTERS,
             offset: reg::DOORBELLS + reg::DOORBELL_STRIDE * u64::from(*slot),
             width: 4,
             datamatch: None,
-            fd: Arc::clone(&view.signal),
+            fd: Arc::clone(&peer.signal),
         };
-        views.0.iter().map(doorbell).collect()
+        mapped_peers.0.iter().map(doorbell).collect()
     }
 
     fn mappings(&self) -> Vec<BarMapping> {
-        let mut shown: Vec<(u32, Arc<OwnedFd>)> =
-            lock(&self.inner.views).0.iter().map(|(slot, view)| (*slot, Arc::clone(&view.segment))).collect();
+        let mut mapped: Vec<(u32, Arc<OwnedFd>)> = lock(&self.inner.mapped_peers)
+            .0
+            .iter()
+            .map(|(slot, peer)| (*slot, Arc::clone(&peer.segment)))
+            .collect();
         let device = lock(&self.inner.device);
         if let Some(own) = device.own() {
             // After a daemon's restart the own slot may be one that a peer had, whose segment isn't used any more.
-            shown.retain(|(slot, _)| *slot != own);
-            shown.push((own, Arc::clone(&self.inner.status)));
+            mapped.retain(|(slot, _)| *slot != own);
+            mapped.push((own, Arc::clone(&self.inner.status)));
         }
         let mapping = |(slot, fd): (u32, Arc<OwnedFd>)| {
             let (offset, len) = device.segment_place(slot);
             BarMapping { bar: reg::BAR_SEGMENTS, offset, len, fd, fd_offset: 0, read_only: false }
         };
-        shown.into_iter().map(mapping).collect()
+        mapped.into_iter().map(mapping).collect()
     }
 
     fn attach_intx(&self, _line: Arc<dyn IntxLine>) {
@@ -412,7 +415,7 @@ impl PciFunction for NeighbourFunction {
         self.inner.msix.reset();
         // The driver is gone with its machine. The thread removes the mappings.
         lock(&self.inner.device).write(reg::DRIVER, &0_u32.to_le_bytes());
-        self.inner.ask(|asked| asked.release_all = true);
+        self.inner.request(|requests| requests.release_all = true);
         Ok(())
     }
 
@@ -438,15 +441,15 @@ impl PciFunction for NeighbourFunction {
             let device = lock(&inner.device);
             (device.own(), device.driver(), device.discarded_count())
         };
-        let peers: Vec<_> = lock(&inner.views)
+        let peers: Vec<_> = lock(&inner.mapped_peers)
             .0
             .iter()
-            .map(|(slot, view)| {
+            .map(|(slot, peer)| {
                 json!({
                     "slot": slot,
-                    "vm": view.vm,
-                    "epoch": view.epoch,
-                    "window": format!("{:#x}", view.window.start()),
+                    "vm": peer.vm,
+                    "epoch": peer.epoch,
+                    "window": format!("{:#x}", peer.window.start()),
                 })
             })
             .collect();

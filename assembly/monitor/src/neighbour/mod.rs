@@ -19,15 +19,15 @@
 //! | `opened` | the connection and the geometry, before there is a machine |
 //! | `network` | instead of the function, a virtio network device whose frames go to neighbours |
 //! | `function` | the PCI function |
-//! | `views` | the mappings of each peer |
+//! | `mappings` | the mappings of each peer |
 //! | `thread` | a member's thread: the registry's messages, the guest's requests, heartbeats |
 //! | `windows` | the bus device under all windows |
 
 mod function;
+mod mappings;
 mod network;
 mod opened;
 mod thread;
-mod views;
 mod windows;
 
 pub use function::NeighbourFunction;

@@ -25,7 +25,7 @@ pub(super) struct Terms {
 /// A connection to the registry that hasn't joined a neighbourhood yet.
 #[derive(Debug)]
 pub struct OpenedNeighbour {
-    pub(super) wish: Neighbour,
+    pub(super) config: Neighbour,
     pub(super) vm: String,
     pub(super) path: PathBuf,
     pub(super) socket: Socket,
@@ -37,10 +37,10 @@ impl OpenedNeighbour {
     ///
     /// # Errors
     /// If no daemon listens, or it refuses or has another version.
-    pub fn open(vm: &str, wish: &Neighbour) -> Result<Self, NeighbourError> {
-        let path = socket_path(&wish.host);
+    pub fn open(vm: &str, config: &Neighbour) -> Result<Self, NeighbourError> {
+        let path = socket_path(&config.host);
         let (socket, terms) = connect(&path)?;
-        Ok(Self { wish: wish.clone(), vm: vm.to_owned(), path, socket, terms })
+        Ok(Self { config: config.clone(), vm: vm.to_owned(), path, socket, terms })
     }
 
     /// Addresses of the windows. The machine must not use them for anything else.

@@ -18,15 +18,15 @@ use rustix::io::Errno;
 use telemetry::Counter;
 use telemetry::guest_log::GuestLog;
 
+use super::mappings::Offer;
 use super::opened::{Terms, connect};
-use super::views::Offer;
 use super::{NeighbourError, OpenedNeighbour};
 use crate::description::Neighbour;
 use crate::vm::ThreadHook;
 
 /// First back-off before the thread tries to reach the daemon again. It doubles with each attempt.
 const FIRST_BACKOFF: Duration = Duration::from_millis(50);
-const LONGEST_BACKOFF: Duration = Duration::from_secs(2);
+const MAX_BACKOFF: Duration = Duration::from_secs(2);
 /// Timeout of the daemon's answer to `Join`.
 const JOIN_TIMEOUT: Duration = Duration::from_secs(5);
 /// Messages per call, before the guest's requests are served.
@@ -38,7 +38,7 @@ pub(super) enum End {
     /// The connection was unknown.
     Unknown,
     /// The guest was notified, and will request the release.
-    Told,
+    Notified,
     /// Nothing uses the mappings, so they are released now.
     Unused,
 }
@@ -56,21 +56,21 @@ pub(super) trait Member: Send + Sync + 'static {
     /// The member has got this slot.
     fn joined(&self, slot: u32);
     /// Slots and epochs of mapped peers.
-    fn views(&self) -> Vec<(u32, u32)>;
+    fn mapped_peers(&self) -> Vec<(u32, u32)>;
     /// Maps a peer. After an error nothing is mapped.
     fn map(&self, terms: &Terms, offer: Offer) -> Result<(), Box<dyn std::error::Error + Send + Sync>>;
     /// Makes a mapped peer visible to the user. Returns false if it can't be used now.
-    fn show(&self, slot: u32, epoch: u32) -> bool;
+    fn publish(&self, slot: u32, epoch: u32) -> bool;
     /// Reports the slots that a peer and this member both may reach, as a bit set.
     fn common(&self, slot: u32, slots: u64);
     /// A connection has ended.
-    fn gone(&self, slot: u32, epoch: u32, reason: u32) -> End;
+    fn connection_ended(&self, slot: u32, epoch: u32, reason: u32) -> End;
     /// Unmaps a peer. Returns false if it isn't mapped, or has another epoch.
     fn unmap(&self, slot: u32, epoch: u32) -> bool;
     /// Slots and epochs that the user requests to release.
-    fn asked(&self) -> Vec<(u32, u32)>;
+    fn release_requests(&self) -> Vec<(u32, u32)>;
     /// The user's heartbeat count; 0 without a user. Called once per heartbeat.
-    fn beat(&self) -> u64;
+    fn heartbeat(&self) -> u64;
     /// Updates the bus to the present mappings.
     fn refresh(&self);
 }
@@ -85,7 +85,7 @@ pub(super) struct Counters {
 
 /// The connection to the registry, with all that is needed to reconnect.
 pub(super) struct Registry {
-    wish: Neighbour,
+    config: Neighbour,
     vm: String,
     path: PathBuf,
     terms: Terms,
@@ -107,7 +107,7 @@ impl Registry {
         ram: &GuestRam,
         inner: &dyn Member,
     ) -> Result<Self, NeighbourError> {
-        let OpenedNeighbour { wish, vm, path, socket, terms } = opened;
+        let OpenedNeighbour { config, vm, path, socket, terms } = opened;
         let mut files: Vec<Arc<File>> = Vec::new();
         let mut pieces = Vec::new();
         for region in ram.regions() {
@@ -127,7 +127,7 @@ impl Registry {
             });
         }
         let mut registry = Self {
-            wish,
+            config,
             vm,
             path,
             terms,
@@ -138,20 +138,25 @@ impl Registry {
             epoch: 0,
             pending: BTreeMap::new(),
         };
-        registry.enter(socket, None, inner)?;
+        registry.send_join(socket, None, inner)?;
         Ok(registry)
     }
 
     /// Sends `Join` and waits for the answer.
-    fn enter(&mut self, socket: Socket, slot: Option<u32>, inner: &dyn Member) -> Result<(), NeighbourError> {
+    fn send_join(
+        &mut self,
+        socket: Socket,
+        slot: Option<u32>,
+        inner: &dyn Member,
+    ) -> Result<(), NeighbourError> {
         let failed = |source: Box<dyn std::error::Error + Send + Sync>| NeighbourError::Registry {
             path: self.path.clone(),
             source,
         };
-        let permits = self.wish.permit.iter();
+        let permits = self.config.permit.iter();
         let join = FromMonitor::Join {
             vm: self.vm.clone(),
-            group: self.wish.group.clone(),
+            group: self.config.group.clone(),
             permits: permits.map(|peer| Permitted { vm: peer.vm.clone(), uid: peer.uid }).collect(),
             ram: self.ram.clone(),
             slot,
@@ -180,7 +185,7 @@ impl Registry {
     }
 
     /// Processes messages of the registry. Returns false if the connection is lost.
-    fn hear(&mut self, inner: &dyn Member) -> bool {
+    fn receive_messages(&mut self, inner: &dyn Member) -> bool {
         for _ in 0..BATCH {
             let Some(socket) = &self.socket else { return false };
             match socket.receive::<FromDaemon>() {
@@ -188,10 +193,10 @@ impl Registry {
                 Ok(Some((FromDaemon::Connect { slot, epoch, vm, ram, .. }, fds))) => {
                     self.epoch = self.epoch.max(epoch);
                     let offer = Offer { slot, epoch, vm, ram, fds };
-                    if inner.views().iter().any(|(mapped, _)| *mapped == slot) {
+                    if inner.mapped_peers().iter().any(|(mapped, _)| *mapped == slot) {
                         self.pending.insert(slot, offer);
                     } else {
-                        self.take_up(offer, inner);
+                        self.connect_peer(offer, inner);
                     }
                 }
                 Ok(Some((FromDaemon::Common { slot, slots }, _))) => {
@@ -200,9 +205,9 @@ impl Registry {
                 Ok(Some((FromDaemon::Gone { slot, epoch, reason }, _))) => {
                     if self.pending.get(&slot).is_some_and(|offer| offer.epoch == epoch) {
                         self.pending.remove(&slot);
-                        self.say_released(slot, epoch);
+                        self.send_release(slot, epoch);
                     } else {
-                        self.gone(slot, epoch, reason, inner);
+                        self.connection_ended(slot, epoch, reason, inner);
                     }
                 }
                 Ok(Some((other, _))) => {
@@ -222,7 +227,7 @@ impl Registry {
     }
 
     /// Maps a peer and makes it visible to the member's user.
-    fn take_up(&mut self, offer: Offer, inner: &dyn Member) {
+    fn connect_peer(&mut self, offer: Offer, inner: &dyn Member) {
         let (slot, epoch, vm) = (offer.slot, offer.epoch, offer.vm.clone());
         if let Err(error) = inner.map(&self.terms, offer) {
             telemetry::guest_warn!(
@@ -231,12 +236,12 @@ impl Registry {
                 slot,
                 "A neighbour can't be mapped; it is released, and mapped again after a delay"
             );
-            return self.say_released(slot, epoch);
+            return self.send_release(slot, epoch);
         }
         telemetry::guest_info!(inner.log(), slot, epoch, vm, "Neighbour connected");
         inner.refresh();
         // Visible only after it is mapped.
-        if inner.show(slot, epoch) {
+        if inner.publish(slot, epoch) {
             inner.counters().connections.increment();
         } else {
             self.release(slot, epoch, inner);
@@ -244,8 +249,8 @@ impl Registry {
     }
 
     /// A connection has ended. Without a driver, releases it at once.
-    fn gone(&mut self, slot: u32, epoch: u32, reason: u32, inner: &dyn Member) {
-        let end = inner.gone(slot, epoch, reason);
+    fn connection_ended(&mut self, slot: u32, epoch: u32, reason: u32, inner: &dyn Member) {
+        let end = inner.connection_ended(slot, epoch, reason);
         if end == End::Unknown {
             return;
         }
@@ -261,18 +266,18 @@ impl Registry {
         if !inner.unmap(slot, epoch) {
             return;
         }
-        self.say_released(slot, epoch);
+        self.send_release(slot, epoch);
         if let Some(offer) = self.pending.remove(&slot) {
-            self.take_up(offer, inner);
+            self.connect_peer(offer, inner);
         }
     }
 
-    fn say_released(&self, slot: u32, epoch: u32) {
-        self.say(&FromMonitor::Release { slot, epoch });
+    fn send_release(&self, slot: u32, epoch: u32) {
+        self.send(&FromMonitor::Release { slot, epoch });
     }
 
     /// Sends a message. A lost connection is detected by the next receive.
-    fn say(&self, message: &FromMonitor) {
+    fn send(&self, message: &FromMonitor) {
         if let Some(socket) = &self.socket
             && let Err(error) = socket.send(message, &[])
         {
@@ -285,13 +290,13 @@ impl Registry {
 
     /// Serves the requests of the member's user.
     fn serve(&mut self, inner: &dyn Member) {
-        for (slot, epoch) in inner.asked() {
+        for (slot, epoch) in inner.release_requests() {
             self.release(slot, epoch, inner);
         }
     }
 
     /// The connection to the daemon is lost. Connections to peers continue without heartbeats.
-    fn lose(&mut self, inner: &dyn Member) {
+    fn disconnect(&mut self, inner: &dyn Member) {
         telemetry::guest_warn!(inner.log(), path = %self.path.display(), "The host daemon has ended; neighbours stay connected, and no new ones connect until it is back");
         self.socket = None;
         self.pending.clear();
@@ -305,9 +310,9 @@ impl Registry {
             let source = "its windows or rings are others than before; restart the VM to use them".into();
             return Err(NeighbourError::Registry { path: self.path.clone(), source });
         }
-        self.enter(socket, Some(self.slot), inner)?;
-        for (slot, epoch) in inner.views() {
-            self.gone(slot, epoch, reason::REGISTRY, inner);
+        self.send_join(socket, Some(self.slot), inner)?;
+        for (slot, epoch) in inner.mapped_peers() {
+            self.connection_ended(slot, epoch, reason::REGISTRY, inner);
         }
         inner.refresh();
         Ok(())
@@ -356,7 +361,7 @@ fn run(inner: &dyn Member, mut registry: Registry, stop: BorrowedFd<'_>) {
     let mut backoff = FIRST_BACKOFF;
     inner.refresh();
     loop {
-        let [stopped, woken, heard] = match wait(inner, &registry, stop, due) {
+        let [stopped, has_requests, has_message] = match wait(inner, &registry, stop, due) {
             Ok(ready) => ready,
             Err(error) => {
                 tracing::error!(%error, "The thread of neighbours can't wait; it ends, and peers will see this VM as dead");
@@ -366,12 +371,12 @@ fn run(inner: &dyn Member, mut registry: Registry, stop: BorrowedFd<'_>) {
         if stopped {
             return;
         }
-        if woken {
+        if has_requests {
             let _ = rustix::io::read(inner.wake(), &mut [0; 8]);
             registry.serve(inner);
         }
-        if heard && !registry.hear(inner) {
-            registry.lose(inner);
+        if has_message && !registry.receive_messages(inner) {
+            registry.disconnect(inner);
             backoff = FIRST_BACKOFF;
             due = Instant::now() + backoff;
         }
@@ -379,7 +384,7 @@ fn run(inner: &dyn Member, mut registry: Registry, stop: BorrowedFd<'_>) {
             continue;
         }
         if registry.socket.is_some() {
-            registry.say(&FromMonitor::Alive { count: inner.beat() });
+            registry.send(&FromMonitor::Alive { count: inner.heartbeat() });
             due = Instant::now() + interval;
             continue;
         }
@@ -396,7 +401,7 @@ fn run(inner: &dyn Member, mut registry: Registry, stop: BorrowedFd<'_>) {
                         "The host daemon isn't back yet"
                     );
                 }
-                backoff = (backoff * 2).min(LONGEST_BACKOFF);
+                backoff = (backoff * 2).min(MAX_BACKOFF);
                 due = Instant::now() + backoff;
             }
         }

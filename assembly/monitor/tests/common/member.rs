@@ -51,14 +51,14 @@ struct Link {
     /// Numbers of the next buffer to send and to receive.
     sent: u64,
     received: u64,
-    bell: Arc<OwnedFd>,
+    doorbell: Arc<OwnedFd>,
     /// The member has violated the protocol on this ring, and doesn't write it any more.
-    broke: bool,
+    violated: bool,
 }
 
 /// Statistics of a pair.
 #[derive(Default, Clone)]
-struct Told {
+struct PeerCounts {
     /// Buffers with correct and with wrong content.
     right: u64,
     wrong: u64,
@@ -72,7 +72,7 @@ struct Told {
 struct Peer {
     connection: Connection,
     link: Option<Link>,
-    told: Told,
+    counts: PeerCounts,
 }
 
 /// A member with its driver; see the module.
@@ -156,8 +156,8 @@ impl Driver {
                 Action::Begin(_) => {}
                 Action::Fail(_) => {
                     let peer = self.peers.entry(slot).or_default();
-                    peer.told.ends += u64::from(peer.link.take().is_some());
-                    peer.told.violations += u64::from(event == Event::Violation);
+                    peer.counts.ends += u64::from(peer.link.take().is_some());
+                    peer.counts.violations += u64::from(event == Event::Violation);
                     self.event(slot, Event::LetGo);
                 }
                 Action::Release(epoch) => self.machine.release(slot, epoch),
@@ -173,9 +173,10 @@ impl Driver {
         let at = u64::from(slot) * u64::from(self.machine.read(reg::SEGMENT_STRIDE));
         let found = self.machine.function.mappings().into_iter().find(|mapping| mapping.offset == at);
         let bell_at = reg::DOORBELLS + reg::DOORBELL_STRIDE * u64::from(slot);
-        let bell = self.machine.function.doorbells().into_iter().find(|bell| bell.offset == bell_at);
+        let doorbell =
+            self.machine.function.doorbells().into_iter().find(|doorbell| doorbell.offset == bell_at);
         // The connection may just have been removed. The registers will say so.
-        let (Some(found), Some(bell)) = (found, bell) else { return };
+        let (Some(found), Some(doorbell)) = (found, doorbell) else { return };
         let segment = Segment::map(&found.fd, self.layout.size());
         let words = segment.words();
         let Ok((header, layout)) = Header::read(words) else { return };
@@ -188,10 +189,10 @@ impl Driver {
         let sender = Sender::new(words, &layout, epoch, side, self.window(self.own), ids).unwrap();
         let receiver = Receiver::new(words, &layout, epoch, side.other(), self.window(slot)).unwrap();
         words.store_release(Layout::ready(side), u64::from(epoch));
-        rustix::io::write(&bell.fd, &1_u64.to_ne_bytes()).unwrap();
+        rustix::io::write(&doorbell.fd, &1_u64.to_ne_bytes()).unwrap();
         let name = self.name(slot);
         let peer = self.peers.entry(slot).or_default();
-        peer.told.name = name;
+        peer.counts.name = name;
         peer.link = Some(Link {
             segment,
             layout,
@@ -200,8 +201,8 @@ impl Driver {
             receiver,
             sent: 0,
             received: 0,
-            bell: bell.fd,
-            broke: false,
+            doorbell: doorbell.fd,
+            violated: false,
         });
     }
 
@@ -223,7 +224,7 @@ impl Driver {
         if peer.connection.live().is_none() {
             return;
         }
-        let Some(link) = peer.link.as_mut().filter(|link| !link.broke) else { return };
+        let Some(link) = peer.link.as_mut().filter(|link| !link.violated) else { return };
         let words = link.segment.words();
         let mut broken = false;
         while link.sender.outstanding() < 8 {
@@ -250,9 +251,9 @@ impl Driver {
                         part.length == 4096 && [part.address, end].map(word) == [Some(link.received); 2]
                     });
                     if right && message.parts().len() == 1 {
-                        peer.told.right += 1;
+                        peer.counts.right += 1;
                     } else {
-                        peer.told.wrong += 1;
+                        peer.counts.wrong += 1;
                     }
                     link.received += 1;
                     link.receiver.complete(words, message.id, 0);
@@ -272,7 +273,7 @@ impl Driver {
             }
         }
         if link.sender.must_signal(words) || link.receiver.must_signal(words) {
-            rustix::io::write(&link.bell, &1_u64.to_ne_bytes()).unwrap();
+            rustix::io::write(&link.doorbell, &1_u64.to_ne_bytes()).unwrap();
         }
         drop(ram);
         if broken {
@@ -281,17 +282,22 @@ impl Driver {
     }
 
     /// Statistics of each peer's connection, comma-separated: name, live epoch (or 0), correct and wrong buffers, ends, violations.
-    pub fn told(&self) -> String {
+    pub fn report(&self) -> String {
         let peer = |peer: &Peer| {
-            let Told { right, wrong, ends, violations, name } = &peer.told;
+            let PeerCounts { right, wrong, ends, violations, name } = &peer.counts;
             format!("{name} {} {right} {wrong} {ends} {violations}", peer.connection.live().unwrap_or(0))
         };
-        self.peers.values().filter(|peer| !peer.told.name.is_empty()).map(peer).collect::<Vec<_>>().join(",")
+        self.peers
+            .values()
+            .filter(|peer| !peer.counts.name.is_empty())
+            .map(peer)
+            .collect::<Vec<_>>()
+            .join(",")
     }
 
     /// Slot of a peer.
     fn slot_of(&self, name: &str) -> Option<u32> {
-        self.peers.iter().find(|(_, peer)| peer.told.name == name).map(|(slot, _)| *slot)
+        self.peers.iter().find(|(_, peer)| peer.counts.name == name).map(|(slot, _)| *slot)
     }
 
     /// Suspends the guest for a time.
@@ -322,12 +328,12 @@ impl Driver {
     }
 
     /// Corrupts the ring towards a peer. Returns false without a connection.
-    pub fn wild(&mut self, peer: &str, number: u64) -> bool {
+    pub fn corrupt_ring(&mut self, peer: &str, number: u64) -> bool {
         let slot = self.slot_of(peer);
         let own = self.window(self.own);
         let link = slot.and_then(|slot| self.peers.get_mut(&slot)).and_then(|peer| peer.link.as_mut());
         let Some(link) = link else { return false };
-        link.broke = true;
+        link.violated = true;
         let words = link.segment.words();
         let epoch = words.load(neighbour::layout::HEADER_EPOCH / 8);
         let (ring, back) = (link.layout.messages(link.side), link.layout.completions(link.side.other()));
@@ -380,7 +386,7 @@ impl Driver {
                 post(at, [address, random(at + entries), random(at + 2 * entries)]);
             }),
         }
-        rustix::io::write(&link.bell, &1_u64.to_ne_bytes()).unwrap();
+        rustix::io::write(&link.doorbell, &1_u64.to_ne_bytes()).unwrap();
         true
     }
 }

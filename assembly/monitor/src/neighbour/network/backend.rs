@@ -14,9 +14,9 @@ use super::member::Network;
 use super::switch::Switch;
 
 /// Time that a stopping device waits for peers to complete frames. Connections with peers that don't complete them then end.
-const RECALL: Duration = Duration::from_millis(500);
+const RECALL_TIMEOUT: Duration = Duration::from_millis(500);
 /// Interval of checks during that time.
-const LOOK: Duration = Duration::from_micros(200);
+const RECALL_POLL_INTERVAL: Duration = Duration::from_micros(200);
 
 /// The backend of one device.
 pub(super) struct Backend {
@@ -54,7 +54,7 @@ impl NetBackend for Backend {
 
     fn set_guest_offloads(&self, features: u64) -> io::Result<()> {
         lock(&self.switch).set_open_checksums(features & FEATURE_GUEST_CSUM != 0);
-        self.network.use_begins();
+        self.network.begin_use();
         Ok(())
     }
 
@@ -93,7 +93,7 @@ impl Channel {
     fn with<R>(&self, act: impl FnOnce(&mut Switch) -> R) -> R {
         let (result, left) = {
             let mut switch = lock(&self.switch);
-            (act(&mut switch), switch.take_left())
+            (act(&mut switch), switch.take_messages_left())
         };
         if left {
             // A full counter wakes as well, and no other failure is possible.
@@ -115,7 +115,7 @@ impl NetChannel for Channel {
     fn drain(&mut self) {
         // EAGAIN means that no peer has signaled. No other failure is possible.
         let _ = rustix::io::read(&self.event, &mut [0_u8; 8]);
-        lock(&self.switch).look();
+        lock(&self.switch).poll_peers();
     }
 
     fn waiting(&mut self) -> Option<usize> {
@@ -141,16 +141,16 @@ impl NetChannel for Channel {
     fn recall(&mut self) {
         let begun = Instant::now();
         // Kept, since `returned` reports each frame once.
-        let mut back = Vec::new();
+        let mut returned = Vec::new();
         loop {
             let mut switch = lock(&self.switch);
             while let Some(number) = switch.returned() {
-                back.push(number);
+                returned.push(number);
             }
             if !switch.has_lent() {
                 break;
             }
-            if begun.elapsed() >= RECALL {
+            if begun.elapsed() >= RECALL_TIMEOUT {
                 for (slot, epoch) in switch.end_readers() {
                     // The peer's mapping of this memory stays until it has released it. It must not trust what it reads from now on.
                     switch.remove(slot, epoch);
@@ -159,9 +159,9 @@ impl NetChannel for Channel {
                 break;
             }
             drop(switch);
-            std::thread::sleep(LOOK);
+            std::thread::sleep(RECALL_POLL_INTERVAL);
         }
-        lock(&self.switch).give_again(back);
-        self.network.use_ends();
+        lock(&self.switch).requeue_returned(returned);
+        self.network.end_use();
     }
 }

@@ -10,9 +10,9 @@ use rustix::event::{EventfdFlags, eventfd};
 use telemetry::guest_log::GuestLog;
 
 use super::super::lock;
+use super::super::mappings::Offer;
 use super::super::opened::Terms;
 use super::super::thread::{Counters, End, Member};
-use super::super::views::Offer;
 use super::peer::Peer;
 use super::switch::Switch;
 
@@ -61,22 +61,22 @@ impl Network {
             ram.regions().iter().map(|region| (region.range.start, region.range.size)).collect();
     }
 
-    pub(super) fn use_begins(&self) {
+    pub(super) fn begin_use(&self) {
         self.used.store(true, Ordering::Relaxed);
     }
 
-    pub(super) fn use_ends(&self) {
+    pub(super) fn end_use(&self) {
         self.used.store(false, Ordering::Relaxed);
     }
 
     /// Records that the device has released a peer.
     pub(super) fn release(&self, slot: u32, epoch: u32) {
         lock(&self.released).push((slot, epoch));
-        poke(&self.wake);
+        signal_event(&self.wake);
     }
 }
 
-fn poke(event: &OwnedFd) {
+fn signal_event(event: &OwnedFd) {
     // A full counter wakes as well, and no other failure is possible.
     let _ = rustix::io::write(event, &1_u64.to_ne_bytes());
 }
@@ -103,7 +103,7 @@ impl Member for Network {
         self.slot.store(slot, Ordering::Relaxed);
     }
 
-    fn views(&self) -> Vec<(u32, u32)> {
+    fn mapped_peers(&self) -> Vec<(u32, u32)> {
         lock(&self.switch).peers().map(|(slot, peer)| (slot, peer.epoch)).collect()
     }
 
@@ -117,9 +117,9 @@ impl Member for Network {
         Ok(())
     }
 
-    fn show(&self, _slot: u32, _epoch: u32) -> bool {
+    fn publish(&self, _slot: u32, _epoch: u32) -> bool {
         // The device's thread makes the connection live when the peer is ready.
-        poke(&self.event);
+        signal_event(&self.event);
         true
     }
 
@@ -127,14 +127,14 @@ impl Member for Network {
         // Only frames in their sender's own memory are accepted.
     }
 
-    fn gone(&self, slot: u32, epoch: u32, _reason: u32) -> End {
-        let known = self.views().contains(&(slot, epoch));
+    fn connection_ended(&self, slot: u32, epoch: u32, _reason: u32) -> End {
+        let known = self.mapped_peers().contains(&(slot, epoch));
         // Between two calls of the device's thread, nothing of the peer is in use.
         if known { End::Unused } else { End::Unknown }
     }
 
     fn unmap(&self, slot: u32, epoch: u32) -> bool {
-        let let_go = {
+        let was_released = {
             let mut released = lock(&self.released);
             let before = released.len();
             released.retain(|gone| *gone != (slot, epoch));
@@ -142,27 +142,27 @@ impl Member for Network {
         };
         let peer = lock(&self.switch).remove(slot, epoch);
         // Frames that the peer was reading are the guest's again.
-        poke(&self.event);
-        peer.is_some() || let_go
+        signal_event(&self.event);
+        peer.is_some() || was_released
     }
 
-    fn asked(&self) -> Vec<(u32, u32)> {
-        let mut asked = lock(&self.released).clone();
-        asked.extend(lock(&self.switch).ended());
-        asked
+    fn release_requests(&self) -> Vec<(u32, u32)> {
+        let mut requests = lock(&self.released).clone();
+        requests.extend(lock(&self.switch).ended());
+        requests
     }
 
-    fn beat(&self) -> u64 {
-        let (look, ended) = {
+    fn heartbeat(&self) -> u64 {
+        let (poll, ended) = {
             let switch = lock(&self.switch);
             let waits = switch.peers().any(|(_, peer)| !peer.live);
             (waits || switch.has_lent(), !switch.ended().is_empty())
         };
         if ended {
-            poke(&self.wake);
+            signal_event(&self.wake);
         }
-        if look {
-            poke(&self.event);
+        if poll {
+            signal_event(&self.event);
         }
         // The count of a stopped device doesn't change, as that of a hung guest: peers then reclaim frames that they
         // lent it. 0: the device never started.

@@ -63,7 +63,7 @@ impl OpenedNetwork {
         let failed = |error| NeighbourError::monitor("make an eventfd", error);
         let switch = Arc::new(Mutex::new(Switch::new()));
         let network = Arc::new(Network::new(Arc::clone(&switch)).map_err(failed)?);
-        let group = opened.wish.group.clone();
+        let group = opened.config.group.clone();
         let backend = Backend::new(group, Arc::clone(&switch), Arc::clone(&network));
         let channel = Channel::new(switch, network.event().map_err(failed)?, Arc::clone(&network));
         let net = Net::with_backend(

@@ -11,8 +11,8 @@ use neighbour::channel::{Message, Part, Receiver, Sender};
 use neighbour::layout::{Layout, Side};
 use neighbour::window::Window;
 
+use super::super::mappings::Offer;
 use super::super::opened::Terms;
-use super::super::views::Offer;
 
 type Problem = Box<dyn std::error::Error + Send + Sync>;
 
@@ -27,7 +27,7 @@ pub(super) struct Peer {
     /// The connection is to end: the peer violated the protocol, or doesn't complete frames.
     pub ended: bool,
     /// When it last completed a frame.
-    pub gave_back: Instant,
+    pub last_completion: Instant,
     side: Side,
     window: Window,
     segment: Arc<HostMapping>,
@@ -68,7 +68,7 @@ impl Peer {
             receiver,
             live: false,
             ended: false,
-            gave_back: Instant::now(),
+            last_completion: Instant::now(),
             side,
             window,
             segment,
@@ -82,7 +82,7 @@ impl Peer {
     }
 
     /// Makes the connection live if the peer has made its rings. Returns true if it has just become live.
-    pub(super) fn look(&mut self) -> bool {
+    pub(super) fn poll_ready(&mut self) -> bool {
         let ready = neighbour::words::Words::load_acquire(self.words(), Layout::ready(self.side.other()));
         let now = !self.live && !self.ended && ready == u64::from(self.epoch);
         self.live |= now;

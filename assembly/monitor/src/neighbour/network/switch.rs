@@ -23,17 +23,17 @@ const FRAME_OPEN: u16 = 0x0101;
 /// A frame whose first checksum the sender has verified. Only mmnet sends it: a virtio-net driver can't report it.
 const FRAME_CHECKED: u16 = 0x0102;
 /// Statuses of completions: accepted; no receiver for this kind; not a valid frame.
-const TAKEN: u32 = 0;
-const NOBODY: u32 = 0xffff_0002;
-const MALFORMED: u32 = 0xffff_0004;
+const STATUS_ACCEPTED: u32 = 0;
+const STATUS_NO_RECEIVER: u32 = 0xffff_0002;
+const STATUS_MALFORMED: u32 = 0xffff_0004;
 
 /// Limit of learned addresses. Frames for others go to all peers.
-const MOST_ADDRESSES: usize = 4096;
+const MAX_ADDRESSES: usize = 4096;
 /// A peer that completes nothing for this time isn't waited for: frames for it are dropped, as by a switch with a full port.
 const PEER_STALL_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// Limit of messages per peer that are refused in one call, so that other peers, and the device's end, aren't delayed.
-const MOST_REFUSED: usize = 64;
+const MAX_REFUSED_PER_CALL: usize = 64;
 
 type Address = [u8; 6];
 
@@ -74,9 +74,9 @@ pub(super) struct Switch {
     returned: VecDeque<u32>,
     waiting: Option<Waiting>,
     /// Slot from which the search for the next frame starts (round-robin).
-    turn: u32,
+    next_slot: u32,
     /// Messages of a peer were left for a later call.
-    left: bool,
+    messages_left: bool,
     /// Whether the guest accepts frames with open checksums.
     open_checksums: bool,
     counts: Counts,
@@ -98,8 +98,8 @@ impl Switch {
             messages: HashMap::new(),
             returned: VecDeque::new(),
             waiting: None,
-            turn: 0,
-            left: false,
+            next_slot: 0,
+            messages_left: false,
             open_checksums: false,
             counts: Counts::default(),
             places: Vec::new(),
@@ -148,9 +148,9 @@ impl Switch {
     }
 
     /// Checks which peers have made their rings. Returns true if one has just become live.
-    pub(super) fn look(&mut self) -> bool {
+    pub(super) fn poll_peers(&mut self) -> bool {
         // `count` visits every peer.
-        self.peers.values_mut().filter_map(|peer| peer.look().then_some(())).count() > 0
+        self.peers.values_mut().filter_map(|peer| peer.poll_ready().then_some(())).count() > 0
     }
 
     /// Slots and epochs of peers whose connection is to end.
@@ -175,7 +175,7 @@ impl Switch {
     }
 
     /// Makes [`Switch::returned`] report these frames again.
-    pub(super) fn give_again(&mut self, numbers: Vec<u32>) {
+    pub(super) fn requeue_returned(&mut self, numbers: Vec<u32>) {
         self.returned.extend(numbers);
     }
 
@@ -218,10 +218,10 @@ impl Switch {
                     }
                 }
                 if done.last().is_some_and(|(at, _)| *at == slot) {
-                    peer.gave_back = Instant::now();
+                    peer.last_completion = Instant::now();
                 }
                 if let Some(violation) = broken {
-                    break_off(peer, &violation, &mut self.counts);
+                    end_connection(peer, &violation, &mut self.counts);
                 }
             }
             for key in done {
@@ -277,7 +277,7 @@ impl Switch {
         let mut readers = 0;
         for slot in targets {
             let Some(peer) = self.peers.get_mut(&slot) else { continue };
-            let slow = peer.sender.outstanding() > 0 && peer.gave_back.elapsed() > PEER_STALL_TIMEOUT;
+            let slow = peer.sender.outstanding() > 0 && peer.last_completion.elapsed() > PEER_STALL_TIMEOUT;
             let (words, sender, _) = peer.rings();
             let full = sender.outstanding() >= share.max(1);
             let posted =
@@ -289,7 +289,7 @@ impl Switch {
                     }
                     if peer.sender.outstanding() == 1 {
                         // Its stall timeout starts.
-                        peer.gave_back = Instant::now();
+                        peer.last_completion = Instant::now();
                     }
                     self.messages.insert((slot, id), number);
                     readers += 1;
@@ -298,7 +298,7 @@ impl Switch {
                     return Err(io::ErrorKind::WouldBlock.into());
                 }
                 Err(PostError::Full) => self.counts.full += 1,
-                Err(PostError::Broken(violation)) => break_off(peer, &violation, &mut self.counts),
+                Err(PostError::Broken(violation)) => end_connection(peer, &violation, &mut self.counts),
                 Err(_) => return Err(io::ErrorKind::InvalidInput.into()),
             }
         }
@@ -311,40 +311,41 @@ impl Switch {
     }
 
     /// Returns true, once, if messages were left for which no peer signals.
-    pub(super) fn take_left(&mut self) -> bool {
-        std::mem::take(&mut self.left)
+    pub(super) fn take_messages_left(&mut self) -> bool {
+        std::mem::take(&mut self.messages_left)
     }
 
-    /// Length of the next frame. After `None`, peers signal when there is one, unless [`Switch::take_left`] returns true.
+    /// Length of the next frame. After `None`, peers signal when there is one, unless [`Switch::take_messages_left`] returns true.
     pub(super) fn waiting(&mut self) -> Option<usize> {
         if let Some(waiting) = &self.waiting {
             return Some(waiting.length);
         }
         loop {
-            let after = self.peers.range(self.turn..).map(|(slot, _)| *slot);
-            let order: Vec<u32> = after.chain(self.peers.range(..self.turn).map(|(slot, _)| *slot)).collect();
+            let after = self.peers.range(self.next_slot..).map(|(slot, _)| *slot);
+            let order: Vec<u32> =
+                after.chain(self.peers.range(..self.next_slot).map(|(slot, _)| *slot)).collect();
             for slot in order {
-                if self.take(slot) {
-                    self.turn = slot.wrapping_add(1);
+                if self.receive_from(slot) {
+                    self.next_slot = slot.wrapping_add(1);
                     return self.waiting.as_ref().map(|waiting| waiting.length);
                 }
             }
             // A peer that has just made its rings may have sent before, without a signal.
-            let mut sleeps = !self.look();
+            let mut sleeps = !self.poll_peers();
             for peer in self.peers.values_mut().filter(|peer| peer.live && !peer.ended) {
                 let (words, _, receiver) = peer.rings();
                 sleeps &= receiver.arm(words);
             }
-            if sleeps || self.left {
+            if sleeps || self.messages_left {
                 return None;
             }
         }
     }
 
     /// Receives the next frame of one peer. Returns false if there is none.
-    fn take(&mut self, slot: u32) -> bool {
+    fn receive_from(&mut self, slot: u32) -> bool {
         let Some(peer) = self.peers.get_mut(&slot) else { return false };
-        for _ in 0..MOST_REFUSED {
+        for _ in 0..MAX_REFUSED_PER_CALL {
             if !peer.live || peer.ended {
                 return false;
             }
@@ -354,7 +355,7 @@ impl Switch {
                 Ok(true) => {}
                 Ok(false) => return false,
                 Err(violation) => {
-                    break_off(peer, &violation, &mut self.counts);
+                    end_connection(peer, &violation, &mut self.counts);
                     return false;
                 }
             }
@@ -363,13 +364,13 @@ impl Switch {
             let refused = match message.kind {
                 FRAME | FRAME_OPEN | FRAME_CHECKED if message.unreachable() => Some(STATUS_UNREACHABLE),
                 FRAME | FRAME_OPEN | FRAME_CHECKED if (FRAME_MIN..=FRAME_MAX).contains(&length) => None,
-                FRAME | FRAME_OPEN | FRAME_CHECKED => Some(MALFORMED),
-                _ => Some(NOBODY),
+                FRAME | FRAME_OPEN | FRAME_CHECKED => Some(STATUS_MALFORMED),
+                _ => Some(STATUS_NO_RECEIVER),
             };
             match refused {
                 Some(status) => {
-                    self.counts.malformed += u64::from(status == MALFORMED);
-                    give_back(peer, message.id, status);
+                    self.counts.malformed += u64::from(status == STATUS_MALFORMED);
+                    complete(peer, message.id, status);
                 }
                 None => {
                     let epoch = peer.epoch;
@@ -378,7 +379,7 @@ impl Switch {
                 }
             }
         }
-        self.left = true;
+        self.messages_left = true;
         false
     }
 
@@ -405,7 +406,7 @@ impl Switch {
         let mut head = [0; FRAME_MIN];
         sink.copy_head(&mut head);
         let Some(peer) = self.peers.get_mut(&slot) else { return Err(io::ErrorKind::WouldBlock.into()) };
-        give_back(peer, message.id, if header.is_some() { TAKEN } else { MALFORMED });
+        complete(peer, message.id, if header.is_some() { STATUS_ACCEPTED } else { STATUS_MALFORMED });
         let Some(header) = header else {
             self.counts.malformed += 1;
             return Err(io::ErrorKind::InvalidData.into());
@@ -447,14 +448,14 @@ impl Switch {
         if first & 1 != 0 {
             return;
         }
-        if self.addresses.len() < MOST_ADDRESSES || self.addresses.contains_key(&source) {
+        if self.addresses.len() < MAX_ADDRESSES || self.addresses.contains_key(&source) {
             self.addresses.insert(source, slot);
         }
     }
 }
 
 /// Completes a message, and wakes its sender if it waits for that.
-fn give_back(peer: &mut Peer, id: u32, status: u32) {
+fn complete(peer: &mut Peer, id: u32, status: u32) {
     let (words, _, receiver) = peer.rings();
     receiver.complete(words, id, status);
     if receiver.must_signal(words) {
@@ -462,7 +463,7 @@ fn give_back(peer: &mut Peer, id: u32, status: u32) {
     }
 }
 
-fn break_off(peer: &mut Peer, violation: &(dyn std::error::Error + 'static), counts: &mut Counts) {
+fn end_connection(peer: &mut Peer, violation: &(dyn std::error::Error + 'static), counts: &mut Counts) {
     if !peer.ended {
         // Rate-limited: a neighbour may return and violate the protocol again.
         static LOG: LazyLock<GuestLog> = LazyLock::new(GuestLog::new);

@@ -13,7 +13,7 @@ use neighbour_protocol::Piece;
 
 /// The mappings of one peer.
 #[derive(Debug)]
-pub(super) struct View {
+pub(super) struct PeerMapping {
     pub epoch: u32,
     pub vm: String,
     pub window: Window,
@@ -21,12 +21,12 @@ pub(super) struct View {
     pub signal: Arc<OwnedFd>,
     slots: Vec<SlotId>,
     /// Start and size of each range that this VM's own devices may read as well.
-    shown: Vec<(u64, u64)>,
+    device_ranges: Vec<(u64, u64)>,
 }
 
 /// Mappings of all peers, by slot.
 #[derive(Debug, Default)]
-pub(super) struct Views(pub BTreeMap<u32, View>);
+pub(super) struct PeerMappings(pub BTreeMap<u32, PeerMapping>);
 
 /// A `Connect` message with its descriptors.
 #[derive(Debug)]
@@ -47,7 +47,7 @@ fn probe(vm: &Vm, at: u64, signal: &Arc<OwnedFd>) -> Result<(), machine::vm::VmE
     vm.remove_ioevent(&event)
 }
 
-impl View {
+impl PeerMapping {
     /// Maps a peer's RAM into the VM, and lets the VM's devices read it. After an error nothing is mapped.
     pub(super) fn map(
         vm: &Vm,
@@ -70,23 +70,23 @@ impl View {
         let extents: Vec<(u64, u64)> = ram.iter().map(|piece| (piece.address, piece.size)).collect();
         let window = geometry.window(slot, &extents)?;
         probe(vm, geometry.start(slot)?, &signal)?;
-        let mut view = Self {
+        let mut peer = Self {
             epoch,
             vm: name,
             window,
             segment: Arc::new(segment),
             signal,
             slots: Vec::new(),
-            shown: Vec::new(),
+            device_ranges: Vec::new(),
         };
         for piece in &ram {
-            let mapped = view.map_piece(vm, memory, piece, &fds);
+            let mapped = peer.map_piece(vm, memory, piece, &fds);
             if let Err(error) = mapped {
-                view.unmap(vm, memory);
+                peer.unmap(vm, memory);
                 return Err(error);
             }
         }
-        Ok(view)
+        Ok(peer)
     }
 
     fn map_piece(
@@ -108,14 +108,14 @@ impl View {
         let mapping = HostMapping::new(&name, file.as_fd(), piece.offset, piece.size, false)?;
         self.slots.push(vm.slots().add(&name, at, mapping, true)?);
         map_window(memory, at, file.as_fd(), piece.offset, piece.size)?;
-        self.shown.push((at, piece.size));
+        self.device_ranges.push((at, piece.size));
         Ok(())
     }
 
     /// Unmaps the peer from the guest and its devices. A range that can't be unmapped stays for the VM's lifetime, with an error in the
     /// log.
     pub(super) fn unmap(&mut self, vm: &Vm, memory: &GuestMemorySpace) {
-        for (start, size) in self.shown.drain(..) {
+        for (start, size) in self.device_ranges.drain(..) {
             if let Err(error) = unmap_window(memory, start, size) {
                 tracing::error!(
                     error = &error as &dyn std::error::Error,
@@ -166,13 +166,13 @@ mod tests {
             ],
         };
         let wrong = memfd_create("signal", MemfdFlags::CLOEXEC).unwrap();
-        let error = View::map(&vm, &memory, &geometry, offer(wrong)).unwrap_err().to_string();
+        let error = PeerMapping::map(&vm, &memory, &geometry, offer(wrong)).unwrap_err().to_string();
         assert!(error.contains("attach an eventfd"), "{error}");
         assert!(vm.slots().lookup(geometry.start(2).unwrap()).is_none());
         let right = || eventfd(0, EventfdFlags::CLOEXEC).unwrap();
-        let mut view = View::map(&vm, &memory, &geometry, offer(right())).unwrap();
+        let mut peer = PeerMapping::map(&vm, &memory, &geometry, offer(right())).unwrap();
         assert!(vm.slots().lookup(geometry.start(2).unwrap()).is_some());
-        view.unmap(&vm, &memory);
-        View::map(&vm, &memory, &geometry, offer(right())).unwrap().unmap(&vm, &memory);
+        peer.unmap(&vm, &memory);
+        PeerMapping::map(&vm, &memory, &geometry, offer(right())).unwrap().unmap(&vm, &memory);
     }
 }
