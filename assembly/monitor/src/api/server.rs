@@ -17,15 +17,15 @@ use super::VmControl;
 use super::socket::{SocketFile, listen};
 
 /// Limit of connections served at once. More wait.
-const MOST_CONNECTIONS: usize = 16;
+const MAX_CONNECTIONS: usize = 16;
 /// A connection is closed after this time, in any state.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(30);
 /// Timeout of a request's head.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
 /// Limit of a request, bytes: the head, and what is read ahead of a body that no request has.
-const LARGEST_REQUEST: usize = 16 << 10;
+const MAX_REQUEST_BYTES: usize = 16 << 10;
 /// Time that responses in progress have when the API stops.
-const LAST_ANSWERS: Duration = Duration::from_millis(500);
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// System calls of the API thread once it serves, beyond those of every thread: tokio's event loop, accepting, peer credentials, and
 /// reading and writing connections. System calls of [`VmControl`] are in the VM's own list.
@@ -53,7 +53,7 @@ pub const SYSCALLS: &[i64] = &[
 pub enum ApiError {
     /// Another monitor listens on the socket.
     #[error("A VM already answers at {}; choose another name or another API socket", path.display())]
-    Taken {
+    InUse {
         /// The socket.
         path: PathBuf,
     },
@@ -186,7 +186,7 @@ async fn accept_until(
         .fallback(super::routes::not_found)
         .method_not_allowed_fallback(super::routes::wrong_method)
         .with_state(vm);
-    let places = Arc::new(Semaphore::new(MOST_CONNECTIONS));
+    let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     let log = GuestLog::new();
     let mut connections = JoinSet::new();
     loop {
@@ -216,7 +216,7 @@ async fn accept_until(
     drop(listener);
     let all = async { while connections.join_next().await.is_some() {} };
     // Responses that are still incomplete are cut off.
-    let _ = tokio::time::timeout(LAST_ANSWERS, all).await;
+    let _ = tokio::time::timeout(SHUTDOWN_TIMEOUT, all).await;
 }
 
 async fn accept(
@@ -247,7 +247,7 @@ async fn serve_connection(stream: UnixStream, router: axum::Router) {
     let connection = hyper::server::conn::http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(HEAD_TIMEOUT)
-        .max_buf_size(LARGEST_REQUEST)
+        .max_buf_size(MAX_REQUEST_BYTES)
         .keep_alive(false)
         .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
     match tokio::time::timeout(CONNECTION_TIMEOUT, connection).await {

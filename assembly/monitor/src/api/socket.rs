@@ -40,7 +40,7 @@ pub(super) fn listen(path: &Path) -> Result<(UnixListener, SocketFile), ApiError
     let bound = match bind(path, SocketType::STREAM) {
         Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
             if probe(path) != SocketState::Stale {
-                return Err(ApiError::Taken { path: path.to_owned() });
+                return Err(ApiError::InUse { path: path.to_owned() });
             }
             std::fs::remove_file(path).map_err(failed("replaced"))?;
             bind(path, SocketType::STREAM)

@@ -178,7 +178,7 @@ fn the_socket_is_for_its_owner_only_and_never_taken_from_a_running_vm() {
     drop(UnixListener::bind(&socket).unwrap());
     let (server, client) = serve(directory.path());
     assert_eq!(std::fs::metadata(&socket).unwrap().permissions().mode() & 0o777, 0o600);
-    assert!(matches!(ApiListener::bind(&socket), Err(ApiError::Taken { .. })));
+    assert!(matches!(ApiListener::bind(&socket), Err(ApiError::InUse { .. })));
     assert!(client.summary().is_ok());
     // Another process has replaced the socket: it stays.
     std::fs::remove_file(&socket).unwrap();

@@ -38,7 +38,7 @@ pub use vm::{
 use std::path::Path;
 
 /// Limit in bytes for a description file. A larger file is something else.
-const LARGEST_FILE: u64 = 1 << 20;
+const MAX_FILE_BYTES: u64 = 1 << 20;
 
 /// Reads a TOML file, and the position of each key. Relative paths in it start at the file's own directory.
 pub fn read(path: &Path) -> Result<(written::Vm, Positions), DescriptionError> {
@@ -47,11 +47,11 @@ pub fn read(path: &Path) -> Result<(written::Vm, Positions), DescriptionError> {
     let unreadable = |source| DescriptionError::Unreadable { path: path.to_owned(), source };
     let file = std::fs::File::open(path).map_err(unreadable)?;
     let mut bytes = Vec::new();
-    file.take(LARGEST_FILE + 1).read_to_end(&mut bytes).map_err(unreadable)?;
-    if bytes.len() as u64 > LARGEST_FILE {
+    file.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes).map_err(unreadable)?;
+    if bytes.len() as u64 > MAX_FILE_BYTES {
         return Err(DescriptionError::NotADescription {
             path: path.to_owned(),
-            problem: format!("it is longer than {LARGEST_FILE} bytes"),
+            problem: format!("it is longer than {MAX_FILE_BYTES} bytes"),
         });
     }
     let text = String::from_utf8(bytes).map_err(|error| DescriptionError::NotADescription {

@@ -6,9 +6,9 @@ use super::vm::{Neighbour, NeighbourPeer, Net, NetBackend};
 use super::{Invalid, Key, written};
 
 /// Limit for the length of a group's or a VM's name.
-const LONGEST_NAME: usize = 64;
+const MAX_NAME_BYTES: usize = 64;
 /// Limit for the VMs that one VM may permit.
-const MOST_PEERS: usize = 64;
+const MAX_PEERS: usize = 64;
 
 /// Checks the table, and that the VM has no device that excludes a neighbourhood.
 pub(super) fn validate(vm: &written::Vm, vm_name: &str) -> Result<Option<Neighbour>, Invalid> {
@@ -21,8 +21,8 @@ pub(super) fn validate(vm: &written::Vm, vm_name: &str) -> Result<Option<Neighbo
     check_name(&key.below("group"), &table.group)?;
     let host = table.host.clone().unwrap_or_else(|| HOST_SOCKET.into());
     socket_path(&key.below("host"), &host)?;
-    if table.permit.len() > MOST_PEERS {
-        let problem = format!("{} are too many; at most {MOST_PEERS} fit", table.permit.len());
+    if table.permit.len() > MAX_PEERS {
+        let problem = format!("{} are too many; at most {MAX_PEERS} fit", table.permit.len());
         return Err(Invalid::new(key.below("permit"), problem));
     }
     let mut permit: Vec<NeighbourPeer> = Vec::new();
@@ -92,7 +92,7 @@ fn peer(key: &Key, text: &str) -> Result<NeighbourPeer, Invalid> {
 }
 
 fn check_name(key: &Key, name: &str) -> Result<(), Invalid> {
-    let fits = (1..=LONGEST_NAME).contains(&name.len())
+    let fits = (1..=MAX_NAME_BYTES).contains(&name.len())
         && name.starts_with(|c: char| c.is_ascii_alphanumeric())
         && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte));
     if fits {

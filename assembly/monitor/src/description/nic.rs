@@ -1,6 +1,6 @@
 //! Validation of commodity NICs: `[[nic]]`.
 
-use super::validate::{MOST_DEVICES, at_most, interface, path, quoted};
+use super::validate::{MAX_DEVICES_OF_ONE_KIND, at_most, interface, path, quoted};
 use super::vm::{Nic, NicMode, NicPolicy};
 use super::{Invalid, Key, MacAddress, written};
 
@@ -20,7 +20,7 @@ pub(super) fn validate(vm: &written::Vm, vm_name: &str) -> Result<Vec<Nic>, Inva
         }
         nics.push(Nic { name: format!("nic{index}"), mode });
     }
-    at_most("nic", nics.len(), MOST_DEVICES)?;
+    at_most("nic", nics.len(), MAX_DEVICES_OF_ONE_KIND)?;
     Ok(nics)
 }
 

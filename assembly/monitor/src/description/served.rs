@@ -3,16 +3,16 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use super::validate::{MOST_DEVICES, at_most, interface, quoted, socket_path};
+use super::validate::{MAX_DEVICES_OF_ONE_KIND, at_most, interface, quoted, socket_path};
 use super::vm::{Rdma, VfioUser};
 use super::{Invalid, Key, MacAddress, written};
 
 /// Default path of the host daemon's socket.
 pub(super) const HOST_SOCKET: &str = "/run/causeway/host.sock";
 /// Limit for the length of a device's name.
-const LONGEST_NAME: usize = 32;
+const MAX_NAME_BYTES: usize = 32;
 /// Limit for the length of a segment's name.
-const LONGEST_SEGMENT: usize = 64;
+const MAX_SEGMENT_BYTES: usize = 64;
 /// First device number of RDMA NICs, for derived addresses. virtio-net devices start at 0.
 const FIRST_NUMBER: usize = 1000;
 
@@ -22,11 +22,11 @@ pub(super) fn validate(vm: &written::Vm, vm_name: &str) -> Result<(Vec<Rdma>, Ve
     let nics = vm.rdma.iter().flatten().enumerate();
     let nics =
         nics.map(|(index, nic)| rdma(vm_name, index, nic, &mut taken)).collect::<Result<Vec<_>, _>>()?;
-    at_most("rdma", nics.len(), MOST_DEVICES)?;
+    at_most("rdma", nics.len(), MAX_DEVICES_OF_ONE_KIND)?;
     let devices = vm.vfio_user.iter().flatten().enumerate();
     let devices =
         devices.map(|(index, device)| served(index, device, &mut taken)).collect::<Result<Vec<_>, _>>()?;
-    at_most("vfio-user", devices.len(), MOST_DEVICES)?;
+    at_most("vfio-user", devices.len(), MAX_DEVICES_OF_ONE_KIND)?;
     Ok((nics, devices))
 }
 
@@ -63,7 +63,7 @@ fn rdma(vm: &str, index: usize, nic: &written::Rdma, taken: &mut Taken) -> Resul
     }
     once(&mut taken.macs, mac.to_string(), &mac.to_string(), &key, "mac")?;
     let segment = &nic.segment;
-    if !plain(segment, LONGEST_SEGMENT, b"._-") {
+    if !plain(segment, MAX_SEGMENT_BYTES, b"._-") {
         let rule = "a segment has 1 to 64 of a-z, A-Z, 0-9, '.', '_', '-', and begins with a letter or digit";
         return Err(Invalid::new(
             key.below("segment"),
@@ -101,7 +101,7 @@ fn name(key: &Key, name: String, taken: &mut Taken) -> Result<String, Invalid> {
         name.strip_prefix(kind)
             .is_some_and(|rest| !rest.is_empty() && rest.bytes().all(|b| b.is_ascii_digit()))
     });
-    if numbered || !plain(&name, LONGEST_NAME, b"_-") {
+    if numbered || !plain(&name, MAX_NAME_BYTES, b"_-") {
         let rule = "a device's name has 1 to 32 of a-z, A-Z, 0-9, '_', '-', begins with a letter or digit, and is not \
                     one of disk, net, rng, vsock and com with a number";
         return Err(Invalid::new(key.below("name"), format!("{} is not a name: {rule}", quoted(&name))));

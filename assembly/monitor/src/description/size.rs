@@ -23,7 +23,7 @@ const UNITS: [(&str, u32); 9] = [
 ];
 
 /// Limit for the digits after the point.
-const LONGEST_FRACTION: usize = 6;
+const MAX_FRACTION_DIGITS: usize = 6;
 
 impl FromStr for ByteSize {
     type Err = String;
@@ -46,7 +46,7 @@ impl FromStr for ByteSize {
             return Err(refused("units are K, M, G, T or KiB, MiB, GiB, TiB (powers of 1024), and B"));
         };
         let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
-        if fraction.len() > LONGEST_FRACTION
+        if fraction.len() > MAX_FRACTION_DIGITS
             || fraction.contains('.')
             || (number.contains('.') && fraction.is_empty())
         {

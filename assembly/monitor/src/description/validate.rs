@@ -13,22 +13,22 @@ use super::vm::{
 use super::{BootProtocol, Invalid, Key, MacAddress, OnReboot, SandboxMode, written};
 
 /// Limit for the command line's length: Linux truncates longer ones (`COMMAND_LINE_SIZE` of arch/x86 without the NUL).
-const LONGEST_CMDLINE: usize = 2047;
-const LONGEST_NAME: usize = 64;
+const MAX_CMDLINE_BYTES: usize = 2047;
+const MAX_NAME_BYTES: usize = 64;
 /// virtio 1.2, 5.2.6.1: VIRTIO_BLK_ID_BYTES.
-const LONGEST_SERIAL: usize = 20;
+const MAX_SERIAL_BYTES: usize = 20;
 /// PCI slots without the host bridge's; every device needs one.
 const PCI_SLOTS: usize = 31;
 /// Limit for the devices of one type.
-pub(super) const MOST_DEVICES: usize = 26;
-const MOST_QUEUES: u64 = 32;
+pub(super) const MAX_DEVICES_OF_ONE_KIND: usize = 26;
+const MAX_QUEUES: u64 = 32;
 const DEFAULT_CONSOLE_LIMIT_BYTES: u64 = 64 << 20;
 /// A smaller file holds less than a kernel's boot messages; a larger one is unlimited in practice.
 const CONSOLE_LIMIT_RANGE_BYTES: std::ops::RangeInclusive<u64> = 64 << 10..=1 << 40;
 /// IFNAMSIZ without the NUL.
-const LONGEST_INTERFACE: usize = 15;
+const MAX_INTERFACE_NAME_BYTES: usize = 15;
 /// sun_path without the NUL.
-const LONGEST_SOCKET_PATH: usize = 107;
+const MAX_SOCKET_PATH_BYTES: usize = 107;
 
 /// Checks a description, and adds the defaults. The error names the key and what is allowed.
 pub fn validate(vm: &written::Vm) -> Result<VmDescription, Invalid> {
@@ -49,10 +49,10 @@ pub fn validate(vm: &written::Vm) -> Result<VmDescription, Invalid> {
         NetBackend::Fd(fd) => Some(fd.to_string()),
         _ => None,
     })?;
-    at_most("net", net.len(), MOST_DEVICES)?;
+    at_most("net", net.len(), MAX_DEVICES_OF_ONE_KIND)?;
     let disks = vm.disks.iter().flatten().enumerate();
     let disks = disks.map(|(index, written)| disk(index, written)).collect::<Result<Vec<_>, _>>()?;
-    at_most("disks", disks.len(), MOST_DEVICES)?;
+    at_most("disks", disks.len(), MAX_DEVICES_OF_ONE_KIND)?;
     writable_once(&disks)?;
     let nics = super::nic::validate(vm, &name)?;
     let (rdma, vfio_user) = super::served::validate(vm, &name)?;
@@ -134,7 +134,7 @@ fn name(name: Option<&str>) -> Result<String, Invalid> {
     let Some(name) = name else {
         return Err(Invalid::new(key(), "the VM has no name; give it one"));
     };
-    let fits = (1..=LONGEST_NAME).contains(&name.len())
+    let fits = (1..=MAX_NAME_BYTES).contains(&name.len())
         && name.starts_with(|c: char| c.is_ascii_alphanumeric())
         && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte));
     if !fits {
@@ -204,8 +204,9 @@ fn linux(vm: &written::Vm, kernel: &Path) -> Result<LinuxBoot, Invalid> {
     let cmdline = vm.cmdline.clone().unwrap_or_default();
     let key = Key::root("cmdline");
     no_nul(&key, &cmdline)?;
-    if cmdline.len() > LONGEST_CMDLINE {
-        let problem = format!("{} bytes are too long; Linux takes at most {LONGEST_CMDLINE}", cmdline.len());
+    if cmdline.len() > MAX_CMDLINE_BYTES {
+        let problem =
+            format!("{} bytes are too long; Linux takes at most {MAX_CMDLINE_BYTES}", cmdline.len());
         return Err(Invalid::new(key, problem));
     }
     if cmdline.contains('\n') {
@@ -239,8 +240,8 @@ pub(super) fn path(key: &Key, path: &Path) -> Result<(), Invalid> {
 pub(super) fn socket_path(key: &Key, socket: &Path) -> Result<(), Invalid> {
     path(key, socket)?;
     let len = socket.as_os_str().len();
-    if len > LONGEST_SOCKET_PATH {
-        let problem = format!("the path has {len} bytes; Unix sockets take at most {LONGEST_SOCKET_PATH}");
+    if len > MAX_SOCKET_PATH_BYTES {
+        let problem = format!("the path has {len} bytes; Unix sockets take at most {MAX_SOCKET_PATH_BYTES}");
         return Err(Invalid::new(key.clone(), problem));
     }
     Ok(())
@@ -251,7 +252,7 @@ fn disk(index: usize, disk: &written::Disk) -> Result<Disk, Invalid> {
     path(&key.below("path"), &disk.path)?;
     if let Some(serial) = &disk.serial {
         let key = key.below("serial");
-        if serial.len() > LONGEST_SERIAL {
+        if serial.len() > MAX_SERIAL_BYTES {
             let problem = format!("{} has {} bytes; at most 20 fit", quoted(serial), serial.len());
             return Err(Invalid::new(key, problem));
         }
@@ -304,7 +305,7 @@ fn writable_once(disks: &[Disk]) -> Result<(), Invalid> {
 
 fn queues(key: &Key, queues: Option<u64>) -> Result<u16, Invalid> {
     let queues = queues.unwrap_or(1);
-    u16::try_from(queues).ok().filter(|_| (1..=MOST_QUEUES).contains(&queues)).ok_or_else(|| {
+    u16::try_from(queues).ok().filter(|_| (1..=MAX_QUEUES).contains(&queues)).ok_or_else(|| {
         Invalid::new(key.clone(), format!("{queues} queues are not possible; allowed are 1 to 32"))
     })
 }
@@ -349,7 +350,7 @@ fn network(vm: &str, index: usize, net: &written::Net) -> Result<Net, Invalid> {
 }
 
 pub(super) fn interface(key: &Key, name: &str) -> Result<String, Invalid> {
-    let fits = (1..=LONGEST_INTERFACE).contains(&name.len())
+    let fits = (1..=MAX_INTERFACE_NAME_BYTES).contains(&name.len())
         && name != "."
         && name != ".."
         && name.bytes().all(|byte| byte.is_ascii_graphic() && !b"/:%".contains(&byte));

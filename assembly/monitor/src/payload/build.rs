@@ -27,9 +27,9 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, mpsc};
 
 /// RAM is a multiple of this, bytes.
-const MEMORY_UNIT: u64 = 2 << 20;
+const MEMORY_UNIT_BYTES: u64 = 2 << 20;
 /// Smallest RAM, bytes: the monitor's tables and as much again.
-const MEMORY_LEAST: u64 = 4 << 20;
+const MIN_MEMORY_BYTES: u64 = 4 << 20;
 
 /// Settings of a payload VM. Each setter names its default.
 pub struct PayloadBuilder {
@@ -433,10 +433,10 @@ impl PayloadBuilder {
         if !(1..=MAX_VCPUS).contains(&self.vcpus) {
             return Err(setting(format!("{} vCPUs", self.vcpus), format!("choose 1 to {MAX_VCPUS}")));
         }
-        if self.memory < MEMORY_LEAST || !self.memory.is_multiple_of(MEMORY_UNIT) {
+        if self.memory < MIN_MEMORY_BYTES || !self.memory.is_multiple_of(MEMORY_UNIT_BYTES) {
             return Err(setting(
                 format!("{:#x} bytes of memory", self.memory),
-                format!("choose a multiple of 2 MiB, at least {} MiB", MEMORY_LEAST >> 20),
+                format!("choose a multiple of 2 MiB, at least {} MiB", MIN_MEMORY_BYTES >> 20),
             ));
         }
         if self.stack_size < layout::PAGE || !self.stack_size.is_multiple_of(layout::PAGE) {

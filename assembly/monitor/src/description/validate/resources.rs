@@ -7,12 +7,12 @@ use super::super::vm::{Cpus, HugePages, Memory, NumaNode};
 use super::super::{ByteSize, CpuList, Invalid, Key, written};
 
 /// Limit for RAM: 16 TiB.
-const MOST_MEMORY: u64 = 16 << 40;
+const MAX_MEMORY_BYTES: u64 = 16 << 40;
 /// Minimum RAM of a payload: page tables, boot data and a small program. A kernel needs [`MINIMUM_RAM`].
-const LEAST_PAYLOAD_MEMORY: u64 = 2 << 20;
+const MIN_PAYLOAD_MEMORY_BYTES: u64 = 2 << 20;
 const DEFAULT_MEMORY: u64 = 512 << 20;
 /// Limit for NUMA nodes, as the SLIT grows with their square.
-const MOST_NODES: usize = 64;
+const MAX_NUMA_NODES: usize = 64;
 
 pub(super) fn hugepages(size: Option<ByteSize>) -> Result<HugePages, Invalid> {
     match size.map(|size| size.0) {
@@ -92,14 +92,14 @@ pub(super) fn memory(
     let key = Key::root("memory");
     let nodes = vm.numa.as_deref().unwrap_or_default();
     let numa_key = Key::root("numa");
-    if nodes.len() > MOST_NODES {
+    if nodes.len() > MAX_NUMA_NODES {
         return Err(Invalid::new(
-            numa_key.item(MOST_NODES),
+            numa_key.item(MAX_NUMA_NODES),
             format!("{} nodes are too many; at most 64", nodes.len()),
         ));
     }
     let sum = nodes.iter().try_fold(0_u64, |sum, node| sum.checked_add(node.memory.0));
-    let Some(sum) = sum.filter(|sum| *sum <= MOST_MEMORY) else {
+    let Some(sum) = sum.filter(|sum| *sum <= MAX_MEMORY_BYTES) else {
         return Err(Invalid::new(numa_key, "the nodes' memory adds up to more than 16T"));
     };
     let size = match vm.memory {
@@ -115,8 +115,8 @@ pub(super) fn memory(
         None => sum,
     };
     let written = if vm.memory.is_none() && !nodes.is_empty() { &numa_key } else { &key };
-    let least = if vm.payload.is_some() { LEAST_PAYLOAD_MEMORY } else { MINIMUM_RAM };
-    if !(least..=MOST_MEMORY).contains(&size) {
+    let least = if vm.payload.is_some() { MIN_PAYLOAD_MEMORY_BYTES } else { MINIMUM_RAM };
+    if !(least..=MAX_MEMORY_BYTES).contains(&size) {
         return Err(Invalid::new(
             written.clone(),
             format!("{} is not possible; allowed are {} to 16T", ByteSize(size), ByteSize(least)),
