@@ -11,11 +11,11 @@ use machine::interrupt::IrqchipKind;
 use machine::memory::{GuestAddressSpace, GuestRam, RamLayout, RamOptions};
 use monitor::migration::MigrationError;
 use monitor::migration::connection::Stop;
-use monitor::migration::destination::{Devices, Streams};
+use monitor::migration::destination::{DestinationDevices, Streams};
 use monitor::migration::error::line;
 use monitor::migration::frame::{Kind, Sender};
 use monitor::migration::message::{self, Accepted, End, Hello};
-use monitor::migration::mirror::message::{Wish, WishedDisk, header};
+use monitor::migration::mirror::message::{MirrorRequest, RequestedDisk, header};
 use monitor::migration::pages;
 use monitor::migration::postcopy::message::{Complete, decode_wanted};
 use monitor::migration::shape::{Shape, ShapeDevice};
@@ -93,11 +93,11 @@ fn shape() -> &'static Shape {
 /// Accepts all disk content.
 struct There(Vec<DiskContent>);
 
-impl Devices for There {
+impl DestinationDevices for There {
     fn host(&self) -> Result<Option<String>, MigrationError> {
         Ok(None)
     }
-    fn take(&self, _: u32, _: &[u8]) -> Result<(), MigrationError> {
+    fn receive_state(&self, _: u32, _: &[u8]) -> Result<(), MigrationError> {
         Ok(())
     }
     fn post_copy(&self) -> Result<(), MigrationError> {
@@ -138,7 +138,7 @@ fn payload(frame: &Frame) -> (Kind, Vec<u8>) {
         }
         Frame::Offer(bytes) => (Kind::Offer, bytes.clone()),
         Frame::State(bytes) => (Kind::State, bytes.clone()),
-        Frame::End(pages) => (Kind::End, encoded(&End { standing_us: None, pages: u64::from(*pages) })),
+        Frame::End(pages) => (Kind::End, encoded(&End { blackout_us: None, pages: u64::from(*pages) })),
         Frame::EndOf(bytes) => (Kind::End, bytes.clone()),
         Frame::Accepted(bytes) => (Kind::Accepted, bytes.clone()),
         Frame::Sentence(bytes) => (Kind::Refused, bytes.clone()),
@@ -152,8 +152,8 @@ fn payload(frame: &Frame) -> (Kind, Vec<u8>) {
         Frame::Complete(bytes) => (Kind::Complete, bytes.clone()),
         Frame::Mirror { bytes, named, device, twice } => {
             let bytes = bytes.map_or(DISK, u64::from);
-            let one = WishedDisk { name: "disk0".to_owned(), bytes, device: *device, named: *named };
-            (Kind::Mirror, encoded(&Wish { disks: vec![one; 1 + usize::from(*twice)] }))
+            let one = RequestedDisk { name: "disk0".to_owned(), bytes, device: *device, named: *named };
+            (Kind::Mirror, encoded(&MirrorRequest { disks: vec![one; 1 + usize::from(*twice)] }))
         }
         Frame::MirrorOf(bytes) => (Kind::Mirror, bytes.clone()),
         Frame::Block { disk, zero, offset, bytes, contents } => {
@@ -233,7 +233,7 @@ fuzz_target!(|input: Input| {
     let (ram, disk, stop) = (ram(), disk(), Stop::default());
     let there = There(vec![disk.content()]);
     let taken = Streams::over(ends, None, &stop)
-        .and_then(|streams| streams.take(shape(), &ram.memory(), &there, &stop));
+        .and_then(|streams| streams.receive(shape(), &ram.memory(), &there, &stop));
     match taken {
         Ok((mut landing, state)) => {
             let _ = SavedMachine::decode(&state);

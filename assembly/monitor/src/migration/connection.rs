@@ -13,14 +13,14 @@ use rustix::net::{RecvFlags, SendFlags};
 use cluster_key::stream::{Opening, Sealing};
 
 /// Interval at which a waiting stream checks whether it is to stop.
-const LOOK_EVERY: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
+const STOP_POLL_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
 
 /// Signals all streams of a migration that it is over. Cheap to clone.
 #[derive(Debug, Clone, Default)]
-pub struct Stop(Arc<Said>);
+pub struct Stop(Arc<StopState>);
 
 #[derive(Debug, Default)]
-struct Said {
+struct StopState {
     over: AtomicBool,
     /// The reason, unless a user stopped it.
     reason: OnceLock<String>,
@@ -33,7 +33,7 @@ impl Stop {
     }
 
     /// As [`Stop::set`], for a reason other than the user's request. Only the first reason is kept.
-    pub fn give_up(&self, reason: String) {
+    pub fn abort(&self, reason: String) {
         if !self.is_set() {
             let _ = self.0.reason.set(reason);
         }
@@ -64,7 +64,7 @@ enum Crypt {
     /// Another connection may send instead ([`Connection::sender`]).
     Sealed(Option<Box<Sealing>>, Box<Opening>),
     /// Sends only.
-    Sends(Box<Sealing>),
+    SendOnly(Box<Sealing>),
 }
 
 /// The socket itself.
@@ -72,13 +72,13 @@ enum Crypt {
 struct Socket {
     fd: OwnedFd,
     stop: Stop,
-    patience: Duration,
+    timeout: Duration,
 }
 
 impl Connection {
-    /// Uses a connected stream socket, blocking or not. An operation fails when no byte moves for `patience`.
-    pub fn new(fd: OwnedFd, stop: Stop, patience: Duration) -> Self {
-        Self { socket: Socket { fd, stop, patience }, crypt: Crypt::Plain }
+    /// Uses a connected stream socket, blocking or not. An operation fails when no byte moves for `timeout`.
+    pub fn new(fd: OwnedFd, stop: Stop, timeout: Duration) -> Self {
+        Self { socket: Socket { fd, stop, timeout }, crypt: Crypt::Plain }
     }
 
     /// Encrypts both directions from here on.
@@ -90,17 +90,17 @@ impl Connection {
     ///
     /// # Errors
     /// When no descriptor is left, or this connection doesn't send.
-    pub fn sender(&mut self, stop: Stop, patience: Duration) -> io::Result<Self> {
+    pub fn sender(&mut self, stop: Stop, timeout: Duration) -> io::Result<Self> {
         let fd = rustix::io::fcntl_dupfd_cloexec(self.socket.fd.as_fd(), 0)?;
         let crypt = match &mut self.crypt {
             Crypt::Plain => Crypt::Plain,
             Crypt::Sealed(sealing, _) => match sealing.take() {
-                Some(sealing) => Crypt::Sends(sealing),
+                Some(sealing) => Crypt::SendOnly(sealing),
                 None => return Err(io::Error::other("another connection sends already")),
             },
-            Crypt::Sends(_) => return Err(io::Error::other("it receives nothing")),
+            Crypt::SendOnly(_) => return Err(io::Error::other("it receives nothing")),
         };
-        Ok(Self { socket: Socket { fd, stop, patience }, crypt })
+        Ok(Self { socket: Socket { fd, stop, timeout }, crypt })
     }
 
     /// Waits for N bytes, and returns whether they are equal to `bytes`. Leaves them in the socket's buffer.
@@ -117,7 +117,7 @@ impl Connection {
                 }
                 Ok(_) => {
                     std::thread::sleep(Duration::from_millis(1));
-                    self.socket.look(since)?;
+                    self.socket.check(since)?;
                 }
                 Err(Errno::AGAIN | Errno::INTR) => self.socket.wait(PollFlags::IN, since)?,
                 Err(error) => return Err(error.into()),
@@ -126,8 +126,8 @@ impl Connection {
     }
 
     /// Sets the time-out for waits that begin from now on.
-    pub fn set_patience(&mut self, patience: Duration) {
-        self.socket.patience = patience;
+    pub fn set_timeout(&mut self, timeout: Duration) {
+        self.socket.timeout = timeout;
     }
 
     /// Replaces the stop signal from now on.
@@ -138,20 +138,20 @@ impl Connection {
 
 impl Socket {
     /// Fails if the migration was stopped or the time-out has passed.
-    fn look(&self, since: Instant) -> io::Result<()> {
+    fn check(&self, since: Instant) -> io::Result<()> {
         if self.stop.is_set() {
             return Err(io::Error::new(io::ErrorKind::ConnectionAborted, "the migration was stopped"));
         }
-        if since.elapsed() >= self.patience {
-            let text = format!("nothing moved for {} s", self.patience.as_secs());
+        if since.elapsed() >= self.timeout {
+            let text = format!("nothing moved for {} s", self.timeout.as_secs());
             return Err(io::Error::new(io::ErrorKind::TimedOut, text));
         }
         Ok(())
     }
 
     fn wait(&self, events: PollFlags, since: Instant) -> io::Result<()> {
-        self.look(since)?;
-        match poll(&mut [PollFd::from_borrowed_fd(self.fd.as_fd(), events)], Some(&LOOK_EVERY)) {
+        self.check(since)?;
+        match poll(&mut [PollFd::from_borrowed_fd(self.fd.as_fd(), events)], Some(&STOP_POLL_INTERVAL)) {
             Ok(_) | Err(Errno::INTR) => Ok(()),
             Err(error) => Err(error.into()),
         }
@@ -197,7 +197,7 @@ impl Read for Connection {
         match &mut self.crypt {
             Crypt::Plain => self.socket.read(into),
             Crypt::Sealed(_, opening) => opening.read(into, &mut self.socket),
-            Crypt::Sends(_) => Err(io::Error::other("it receives nothing")),
+            Crypt::SendOnly(_) => Err(io::Error::other("it receives nothing")),
         }
     }
 }
@@ -206,7 +206,9 @@ impl Write for Connection {
     fn write(&mut self, from: &[u8]) -> io::Result<usize> {
         match &mut self.crypt {
             Crypt::Plain => self.socket.write(from),
-            Crypt::Sealed(Some(sealing), _) | Crypt::Sends(sealing) => sealing.write(from, &mut self.socket),
+            Crypt::Sealed(Some(sealing), _) | Crypt::SendOnly(sealing) => {
+                sealing.write(from, &mut self.socket)
+            }
             Crypt::Sealed(None, _) => Err(io::Error::other("another connection sends")),
         }
     }
@@ -223,14 +225,14 @@ mod tests {
 
     /// A silent peer ends a wait with an error, and so does a stop, whatever the stream is doing.
     #[test]
-    fn waiting_ends_by_patience_or_by_a_stop() {
+    fn waiting_ends_by_timeout_or_by_a_stop() {
         let (a, _b) =
             socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();
         let stop = Stop::default();
         let mut connection = Connection::new(a, stop.clone(), Duration::from_millis(60));
         let error = connection.read(&mut [0]).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
-        connection.set_patience(Duration::from_secs(600));
+        connection.set_timeout(Duration::from_secs(600));
         stop.set();
         assert_eq!(connection.read(&mut [0]).unwrap_err().kind(), io::ErrorKind::ConnectionAborted);
         assert_eq!(connection.write(&[0]).unwrap_err().kind(), io::ErrorKind::ConnectionAborted);

@@ -14,25 +14,25 @@ use rustix::net::{SocketFlags, acceptfrom_with};
 use telemetry::guest_log::GuestLog;
 use virtio_devices::block::DiskContent;
 
-use super::alive::Alive;
 use super::connection::{Connection, Stop};
 use super::error::{MigrationError, line};
 use super::frame::{Kind, Receiver, Sender};
+use super::keepalive::Keepalive;
 use super::message::{self, Accepted, End, Hello};
 use super::mirror;
-use super::mirror::arriving::Filling;
+use super::mirror::destination::MirrorDestination;
 use super::pages;
-use super::postcopy::fetching::{self, Rest};
+use super::postcopy::fetching::{self, RemainingPages};
 use super::postcopy::message::decode_missing;
 use super::postcopy::set::PageSet;
-use super::postcopy::{LEAST_STREAMS, SINCE};
+use super::postcopy::{POSTCOPY_MIN_STREAMS, POSTCOPY_MIN_VERSION};
 use super::sealed;
 use super::shape::Shape;
 
 /// Time-out for the source's next bytes, once it has sent something.
 const SOURCE_SILENCE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time-out for a new stream's greeting, and for all streams of a migration to connect.
-const GREETING: Duration = Duration::from_secs(10);
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// One stream of the destination, after its greeting.
 struct Stream {
@@ -41,11 +41,11 @@ struct Stream {
 }
 
 /// Devices of the destination that another process serves, and its disks.
-pub trait Devices: Sync {
+pub trait DestinationDevices: Sync {
     /// This host's name in its cluster; `None` where no other process serves devices.
     fn host(&self) -> Result<Option<String>, MigrationError>;
     /// Receives bytes of one device's state, in order.
-    fn take(&self, number: u32, data: &[u8]) -> Result<(), MigrationError>;
+    fn receive_state(&self, number: u32, data: &[u8]) -> Result<(), MigrationError>;
     /// Prepares for post-copy, before any memory is received. The error says why it isn't possible.
     fn post_copy(&self) -> Result<(), MigrationError>;
     /// Disks whose images can be filled, if the source requests it.
@@ -64,7 +64,7 @@ pub struct Streams {
 ///
 /// # Errors
 /// When the wait is stopped, or the socket fails.
-pub fn gather(
+pub fn accept_streams(
     listener: &TcpListener,
     key: Option<&ClusterKey>,
     stop: &Stop,
@@ -72,9 +72,9 @@ pub fn gather(
     // Any host that reaches the port can cause these log lines; the log limits their rate.
     let log = GuestLog::new();
     let mut found: Vec<(Hello, Stream)> = Vec::new();
-    let (mut first_came, mut from) = (Instant::now(), String::new());
+    let (mut first_accepted, mut from) = (Instant::now(), String::new());
     let version = loop {
-        if !found.is_empty() && first_came.elapsed() > GREETING {
+        if !found.is_empty() && first_accepted.elapsed() > HANDSHAKE_TIMEOUT {
             telemetry::guest_warn!(
                 log,
                 "A source of a migration didn't open all its streams; it is sent away"
@@ -82,7 +82,7 @@ pub fn gather(
             found.clear();
         }
         let Some((fd, address)) = accept(listener, stop)? else { continue };
-        let (hello, spoken, stream) = match greet(fd, key, stop) {
+        let (hello, spoken, stream) = match read_hello(fd, key, stop) {
             Ok(greeted) => greeted,
             Err(error) => {
                 telemetry::guest_warn!(
@@ -101,7 +101,7 @@ pub fn gather(
             continue;
         }
         if found.is_empty() {
-            first_came = Instant::now();
+            first_accepted = Instant::now();
             from = address;
         }
         found.push((hello, stream));
@@ -135,8 +135,12 @@ fn accept(listener: &TcpListener, stop: &Stop) -> Result<Option<(OwnedFd, String
     }
 }
 
-fn greet(fd: OwnedFd, key: Option<&ClusterKey>, stop: &Stop) -> Result<(Hello, u16, Stream), MigrationError> {
-    let mut connection = Connection::new(fd, stop.clone(), GREETING);
+fn read_hello(
+    fd: OwnedFd,
+    key: Option<&ClusterKey>,
+    stop: &Stop,
+) -> Result<(Hello, u16, Stream), MigrationError> {
+    let mut connection = Connection::new(fd, stop.clone(), HANDSHAKE_TIMEOUT);
     sealed::as_destination(&mut connection, key)?;
     let mut receiver = Receiver::new();
     let (hello, version) = match receiver.receive(&mut connection)? {
@@ -146,7 +150,7 @@ fn greet(fd: OwnedFd, key: Option<&ClusterKey>, stop: &Stop) -> Result<(Hello, u
         })?,
         (kind, _) => return Err(MigrationError::Protocol(format!("{kind:?} before a greeting"))),
     };
-    connection.set_patience(SOURCE_SILENCE_TIMEOUT);
+    connection.set_timeout(SOURCE_SILENCE_TIMEOUT);
     Ok((hello, version, Stream { connection, receiver }))
 }
 
@@ -158,7 +162,7 @@ impl Streams {
     pub fn over(fds: Vec<OwnedFd>, key: Option<&ClusterKey>, stop: &Stop) -> Result<Self, MigrationError> {
         let mut streams = Vec::new();
         for fd in fds {
-            streams.push(greet(fd, key, stop)?.2);
+            streams.push(read_hello(fd, key, stop)?.2);
         }
         Ok(Self { streams, version: super::message::VERSION, from: "a test".to_owned() })
     }
@@ -168,30 +172,30 @@ impl Streams {
     ///
     /// # Errors
     /// When the VM doesn't fit `ours`, or the source disconnects or sends invalid data.
-    pub fn take(
+    pub fn receive(
         self,
         ours: &Shape,
         memory: &GuestMemorySpace,
-        devices: &dyn Devices,
+        devices: &dyn DestinationDevices,
         stop: &Stop,
-    ) -> Result<(Landing, Vec<u8>), MigrationError> {
+    ) -> Result<(IncomingMigration, Vec<u8>), MigrationError> {
         let Self { mut streams, version, from } = self;
         if streams.is_empty() {
             return Err(MigrationError::Protocol("no stream".to_owned()));
         }
         let control = streams.remove(0);
-        let mut landing = Landing {
+        let mut incoming = IncomingMigration {
             connection: control.connection,
             receiver: control.receiver,
             sender: Sender::new(),
             from,
-            rest: None,
-            pause: None,
+            remaining: None,
+            blackout: None,
         };
-        match landing.take(streams, ours, memory, devices, version, stop) {
-            Ok(state) => Ok((landing, state)),
+        match incoming.receive(streams, ours, memory, devices, version, stop) {
+            Ok(state) => Ok((incoming, state)),
             Err(error) => {
-                landing.refuse(&line(&error));
+                incoming.refuse(&line(&error));
                 Err(error)
             }
         }
@@ -199,55 +203,55 @@ impl Streams {
 }
 
 /// A VM that was received, and whose source waits.
-pub struct Landing {
+pub struct IncomingMigration {
     connection: Connection,
     receiver: Receiver,
     sender: Sender,
     from: String,
-    rest: Option<Rest>,
-    pause: Option<Pause>,
+    remaining: Option<RemainingPages>,
+    blackout: Option<Blackout>,
 }
 
 /// State of the first stream, which also carries the control frames.
 struct Control<'a> {
-    devices: &'a dyn Devices,
+    devices: &'a dyn DestinationDevices,
     sender: &'a mut Sender,
     version: u16,
     streams: usize,
     memory: &'a GuestMemorySpace,
     /// Not-present pages, if the source has requested post-copy.
-    late: Option<PageSet>,
+    missing: Option<PageSet>,
     /// Start of the guest's blackout.
-    pause: Option<Pause>,
+    blackout: Option<Blackout>,
 }
 
 /// Duration of the guest's blackout so far, by monotonic clocks: the source's clock until it had sent everything, this host's clock from
 /// the reception on. The network's transit time between them isn't measured.
 #[derive(Debug, Clone, Copy)]
-pub struct Pause {
+pub struct Blackout {
     at_source: Duration,
-    came: Instant,
+    received_at: Instant,
 }
 
-impl Pause {
+impl Blackout {
     /// Duration until now.
-    pub fn so_far(&self) -> Duration {
-        self.at_source.saturating_add(self.came.elapsed())
+    pub fn elapsed(&self) -> Duration {
+        self.at_source.saturating_add(self.received_at.elapsed())
     }
 }
 
 /// Disks that are copied, for one stream's thread.
 #[derive(Clone, Copy)]
 struct Disks<'a> {
-    filling: &'a OnceLock<Filling>,
+    mirror: &'a OnceLock<MirrorDestination>,
     stream: usize,
     stop: &'a Stop,
 }
 
 impl<'a> Disks<'a> {
-    fn filling(&self) -> Result<&'a Filling, MigrationError> {
+    fn mirror(&self) -> Result<&'a MirrorDestination, MigrationError> {
         let none = || MigrationError::Protocol("a piece of a disk without having asked for that".to_owned());
-        self.filling.get().ok_or_else(none)
+        self.mirror.get().ok_or_else(none)
     }
 }
 
@@ -256,73 +260,75 @@ impl Control<'_> {
     fn mirror(
         &mut self,
         connection: &mut Connection,
-        wish: &[u8],
+        request: &[u8],
         disks: &Disks<'_>,
     ) -> Result<(), MigrationError> {
-        if self.version < mirror::SINCE || disks.filling.get().is_some() {
+        if self.version < mirror::MIRROR_MIN_VERSION || disks.mirror.get().is_some() {
             return Err(MigrationError::Protocol("Mirror among pages".to_owned()));
         }
-        let wish = message::decode(wish, "a request for disks")?;
-        let (filling, answer) = Filling::agree(&wish, self.devices.disks(), self.streams)?;
+        let request = message::decode(request, "a request for disks")?;
+        let (mirror, answer) = MirrorDestination::accept(&request, self.devices.disks(), self.streams)?;
         // No race: only the first stream's thread sets it.
-        let _ = disks.filling.set(filling);
+        let _ = disks.mirror.set(mirror);
         let answer = message::encode(&answer)?;
         self.sender.send(connection, Kind::Mirror, &[&answer]).map_err(MigrationError::stream("written"))
     }
 
     /// Makes a round of disks durable, however long that takes, and reports it.
     fn settle(&mut self, connection: &mut Connection, disks: &Disks<'_>) -> Result<(), MigrationError> {
-        let (filling, alive) = (disks.filling()?, Alive::of(self.version));
-        let show = || alive.show(self.sender, connection);
-        alive.while_busy(|| filling.settle(disks.stop), show)??;
+        let (mirror, keepalive) = (disks.mirror()?, Keepalive::of(self.version));
+        let show = || keepalive.send_if_silent(self.sender, connection);
+        keepalive.while_busy(|| mirror.settle(disks.stop), show)??;
         self.sender.send(connection, Kind::Settled, &[]).map_err(MigrationError::stream("written"))
     }
 
     /// Handles the source's request for post-copy.
-    fn agree(&mut self, connection: &mut Connection) -> Result<(), MigrationError> {
-        if self.version < SINCE || self.late.is_some() {
+    fn accept_post_copy(&mut self, connection: &mut Connection) -> Result<(), MigrationError> {
+        if self.version < POSTCOPY_MIN_VERSION || self.missing.is_some() {
             return Err(MigrationError::Protocol("Postcopy among pages".to_owned()));
         }
-        if self.streams < LEAST_STREAMS {
-            let text =
-                format!("a request for post-copy over {} streams; it takes {LEAST_STREAMS}", self.streams);
+        if self.streams < POSTCOPY_MIN_STREAMS {
+            let text = format!(
+                "a request for post-copy over {} streams; it takes {POSTCOPY_MIN_STREAMS}",
+                self.streams
+            );
             return Err(MigrationError::Protocol(text));
         }
         self.devices.post_copy()?;
         let ranges: Vec<_> =
             self.memory.memory().iter().map(|region| (region.start_addr().0, region.len())).collect();
-        self.late = Some(PageSet::empty(&ranges));
+        self.missing = Some(PageSet::empty(&ranges));
         let accepted = message::encode(&Accepted { version: self.version, host: None })?;
         self.sender.send(connection, Kind::Accepted, &[&accepted]).map_err(MigrationError::stream("written"))
     }
 }
 
-impl Landing {
+impl IncomingMigration {
     /// Address of the source, for messages.
-    pub fn from(&self) -> &str {
+    pub fn source_address(&self) -> &str {
         &self.from
     }
 
     /// Duration of the blackout, where the source sends its start. Valid once everything was received.
-    pub fn pause(&self) -> Option<Pause> {
-        self.pause
+    pub fn blackout(&self) -> Option<Blackout> {
+        self.blackout
     }
 
     /// Pages that the post-copy still fetches, if there is one. Returned once.
-    pub fn take_rest(&mut self) -> Option<Rest> {
-        self.rest.take()
+    pub fn take_remaining(&mut self) -> Option<RemainingPages> {
+        self.remaining.take()
     }
 
     fn send(&mut self, kind: Kind, payload: &[u8]) -> Result<(), MigrationError> {
         self.sender.send(&mut self.connection, kind, &[payload]).map_err(MigrationError::stream("written"))
     }
 
-    fn take(
+    fn receive(
         &mut self,
         others: Vec<Stream>,
         ours: &Shape,
         memory: &GuestMemorySpace,
-        devices: &dyn Devices,
+        devices: &dyn DestinationDevices,
         version: u16,
         stop: &Stop,
     ) -> Result<Vec<u8>, MigrationError> {
@@ -332,8 +338,8 @@ impl Landing {
                 return Err(MigrationError::Protocol(format!("{kind:?} where an offer was to come")));
             }
         };
-        if let Some(obstacle) = ours.obstacle(&offered) {
-            return Err(MigrationError::Protocol(format!("a VM that can't run here: {obstacle}")));
+        if let Some(incompatibility) = ours.incompatibility(&offered) {
+            return Err(MigrationError::Protocol(format!("a VM that can't run here: {incompatibility}")));
         }
         tracing::info!(
             vm = offered.name,
@@ -346,10 +352,17 @@ impl Landing {
 
         let mut others = others;
         let streams = others.len() + 1;
-        let mut control =
-            Control { devices, sender: &mut self.sender, version, streams, memory, late: None, pause: None };
-        let filling = OnceLock::new();
-        let disks = Disks { filling: &filling, stream: 0, stop };
+        let mut control = Control {
+            devices,
+            sender: &mut self.sender,
+            version,
+            streams,
+            memory,
+            missing: None,
+            blackout: None,
+        };
+        let mirror = OnceLock::new();
+        let disks = Disks { mirror: &mirror, stream: 0, stop };
         let (first, rest) = std::thread::scope(|scope| {
             let threads: Vec<_> = others
                 .iter_mut()
@@ -357,7 +370,13 @@ impl Landing {
                 .map(|(stream, number)| {
                     scope.spawn(move || {
                         let disks = Disks { stream: number, ..disks };
-                        let result = fill(&mut stream.receiver, &mut stream.connection, memory, &disks, None);
+                        let result = receive_stream(
+                            &mut stream.receiver,
+                            &mut stream.connection,
+                            memory,
+                            &disks,
+                            None,
+                        );
                         if result.is_err() {
                             // The other streams must not wait for their end.
                             stop.set();
@@ -366,7 +385,8 @@ impl Landing {
                     })
                 })
                 .collect();
-            let first = fill(&mut self.receiver, &mut self.connection, memory, &disks, Some(&mut control));
+            let first =
+                receive_stream(&mut self.receiver, &mut self.connection, memory, &disks, Some(&mut control));
             if first.is_err() {
                 stop.set();
             }
@@ -375,17 +395,22 @@ impl Landing {
                 threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| Err(panicked()))).collect();
             (first, rest)
         });
-        let state = first_cause(std::iter::once(first).chain(rest)).and_then(|state| {
-            filling.get().map_or(Ok(()), Filling::finish)?;
+        let state = first_error(std::iter::once(first).chain(rest)).and_then(|state| {
+            mirror.get().map_or(Ok(()), MirrorDestination::finish)?;
             Ok(state)
         });
-        let state = state.inspect_err(|_| filling.get().into_iter().for_each(Filling::say_incomplete))?;
-        self.pause = control.pause;
-        if let Some(missing) = control.late.filter(|missing| missing.count() > 0) {
+        let state =
+            state.inspect_err(|_| mirror.get().into_iter().for_each(MirrorDestination::warn_incomplete))?;
+        self.blackout = control.blackout;
+        if let Some(missing) = control.missing.filter(|missing| missing.count() > 0) {
             let mut others = others
                 .into_iter()
                 .map(|stream| fetching::Stream { connection: stream.connection, receiver: stream.receiver });
-            self.rest = others.next().map(|wishes| Rest { missing, wishes, others: others.collect() });
+            self.remaining = others.next().map(|requests| RemainingPages {
+                missing,
+                requests,
+                push_streams: others.collect(),
+            });
         }
         state.ok_or_else(|| MigrationError::Protocol("no state".to_owned()))
     }
@@ -395,7 +420,7 @@ impl Landing {
         let reason: String = reason.chars().take(1000).collect();
         // The answer must be sent although this side's streams were stopped.
         self.connection.set_stop(Stop::default());
-        self.connection.set_patience(Duration::from_secs(1));
+        self.connection.set_timeout(Duration::from_secs(1));
         if let Err(error) = self.sender.send(&mut self.connection, Kind::Refused, &[reason.as_bytes()]) {
             tracing::debug!(%error, "The reason for the refusal could not be sent to the source");
         }
@@ -410,7 +435,7 @@ impl Landing {
         self.send(Kind::Ready, &[])?;
         match self.receiver.receive(&mut self.connection)? {
             (Kind::Go, _) => Ok(()),
-            (Kind::Abort, payload) => Err(MigrationError::Aborted(message::sentence(payload))),
+            (Kind::Abort, payload) => Err(MigrationError::AbortedBySource(message::sentence(payload))),
             (kind, _) => Err(MigrationError::Protocol(format!("{kind:?} where the commit was to come"))),
         }
     }
@@ -434,7 +459,7 @@ impl Landing {
 
 /// The state that one of the streams carried. Otherwise the first error that the stop didn't cause, because it is the reason for the
 /// stop.
-fn first_cause(
+fn first_error(
     results: impl Iterator<Item = Result<Option<Vec<u8>>, MigrationError>>,
 ) -> Result<Option<Vec<u8>>, MigrationError> {
     let (mut state, mut stopped) = (None, None);
@@ -453,7 +478,7 @@ fn first_cause(
 }
 
 /// Receives frames until the stream's end; returns the state if this stream carried it.
-fn fill(
+fn receive_stream(
     receiver: &mut Receiver,
     connection: &mut Connection,
     memory: &GuestMemorySpace,
@@ -465,11 +490,11 @@ fn fill(
     loop {
         match receiver.receive(connection)? {
             (Kind::Pages, payload) => pages += pages::apply(payload, &memory)?,
-            (Kind::Block, payload) => disks.filling()?.apply(payload)?,
-            (Kind::Alive, _) => {}
+            (Kind::Block, payload) => disks.mirror()?.apply(payload)?,
+            (Kind::Keepalive, _) => {}
             (Kind::Settle, _) => match &mut control {
                 Some(control) => control.settle(connection, disks)?,
-                None => disks.filling()?.said(disks.stream),
+                None => disks.mirror()?.round_received(disks.stream),
             },
             (Kind::Mirror, payload) => match &mut control {
                 Some(control) => control.mirror(connection, payload, disks)?,
@@ -483,18 +508,18 @@ fn fill(
                 let control = control.as_ref().ok_or_else(|| {
                     MigrationError::Protocol("a device's state on a further stream".to_owned())
                 })?;
-                control.devices.take(u32::from_le_bytes(*number), data)?;
+                control.devices.receive_state(u32::from_le_bytes(*number), data)?;
             }
             (Kind::Postcopy, _) => match &mut control {
-                Some(control) => control.agree(connection)?,
+                Some(control) => control.accept_post_copy(connection)?,
                 None => return Err(MigrationError::Protocol("Postcopy on a further stream".to_owned())),
             },
             (Kind::Missing, payload) => {
-                let late = control.as_mut().and_then(|control| control.late.as_mut());
-                let late = late.ok_or_else(|| {
+                let missing = control.as_mut().and_then(|control| control.missing.as_mut());
+                let missing = missing.ok_or_else(|| {
                     MigrationError::Protocol("missing pages without having asked for post-copy".to_owned())
                 })?;
-                decode_missing(payload, late)?;
+                decode_missing(payload, missing)?;
             }
             (Kind::State, payload) if state.is_none() => state = Some(payload.to_vec()),
             (Kind::End, payload) => {
@@ -503,16 +528,19 @@ fn fill(
                     let text = format!("{pages} pages on a stream whose end announces {}", end.pages);
                     return Err(MigrationError::Protocol(text));
                 }
-                if let (None, Some(filling)) = (&control, disks.filling.get()) {
-                    filling.ended(disks.stream);
+                if let (None, Some(mirror)) = (&control, disks.mirror.get()) {
+                    mirror.stream_ended(disks.stream);
                 }
                 if let Some(control) = control {
-                    let pause = |us| Pause { at_source: Duration::from_micros(us), came: Instant::now() };
-                    control.pause = end.standing_us.map(pause);
+                    let blackout =
+                        |us| Blackout { at_source: Duration::from_micros(us), received_at: Instant::now() };
+                    control.blackout = end.blackout_us.map(blackout);
                 }
                 return Ok(state);
             }
-            (Kind::Abort, payload) => return Err(MigrationError::Aborted(message::sentence(payload))),
+            (Kind::Abort, payload) => {
+                return Err(MigrationError::AbortedBySource(message::sentence(payload)));
+            }
             (kind, _) => return Err(MigrationError::Protocol(format!("{kind:?} among pages"))),
         }
     }

@@ -51,10 +51,10 @@ pub enum MigrationError {
     Refused(String),
     /// The source aborted the migration.
     #[error("The source aborted the migration: {0}")]
-    Aborted(String),
+    AbortedBySource(String),
     /// The VM has devices that can't migrate.
     #[error("The VM can't move, because of {0}")]
-    Immovable(String),
+    Blocked(String),
     /// The host daemon, which serves devices of the VM, refuses or can't be reached.
     #[error("The host's daemon, which serves devices of the VM, refuses the migration")]
     Daemon(#[source] Box<control_api::host::HostError>),
@@ -74,28 +74,28 @@ pub enum MigrationError {
     NoCluster(String),
     /// The coordinator, or a host that takes part, aborted the migration.
     #[error("The migration was aborted: {0}")]
-    GivenUp(String),
+    Aborted(String),
     /// Post-copy isn't possible here.
     #[error("Post-copy isn't possible here: {0}")]
     NoPostcopy(String),
     /// The destination's version has no post-copy.
     #[error(
         "The destination speaks version {0} of the migration's protocol, which doesn't know post-copy (version {since} does): run a newer causeway there, or move the VM without --post-copy",
-        since = super::postcopy::SINCE
+        since = super::postcopy::POSTCOPY_MIN_VERSION
     )]
-    OldDestination(u16),
+    DestinationLacksPostcopy(u16),
     /// The disks can't be copied.
     #[error("The VM's disks can't be copied along: {0}")]
     NoMirror(String),
     /// The destination's version can't copy disks.
     #[error(
         "The destination speaks version {0} of the migration's protocol, which doesn't know how to copy disks along (version {since} does): run a newer causeway there, or move the VM without --mirror",
-        since = super::mirror::SINCE
+        since = super::mirror::MIRROR_MIN_VERSION
     )]
-    NoMirrorThere(u16),
+    DestinationLacksMirror(u16),
     /// An image of this side can't be written.
     #[error("The content of the source's disk can't be put into the image here")]
-    NotMirrored(#[source] Box<virtio_devices::block::BlockError>),
+    MirrorWriteFailed(#[source] Box<virtio_devices::block::BlockError>),
     /// The guest writes its disks faster than they are copied.
     #[error(
         "The guest wrote its disks too fast to stop it for {downtime_ms} ms only, within {seconds} s after they were copied first: {left} bytes were left; allow a longer --downtime or --timeout, more --max-throttle, or use more streams"
@@ -136,7 +136,7 @@ pub enum MigrationError {
     #[error(
         "The VM was ended, or resumed, before the decision about its migration was known: it may run at its other host, and if it was committed to this host it is lost"
     )]
-    NotAwaited,
+    WaitEnded,
     /// The user cancelled.
     #[error("The migration was cancelled")]
     Cancelled,

@@ -17,7 +17,7 @@ use super::error::MigrationError;
 /// Bytes before the payload.
 pub const HEADER: usize = 16;
 /// Limit for the pages in a frame with contents.
-pub const MOST_PAGES: usize = 64;
+pub const MAX_PAGES_PER_FRAME: usize = 64;
 
 /// Type of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,23 +62,23 @@ pub enum Kind {
     Settle = 34,
     /// The round is durable at the destination.
     Settled = 35,
-    /// The sender works on something that sends nothing; no payload. From version 5 on: [`super::alive`].
-    Alive = 48,
+    /// The sender works on something that sends nothing; no payload. From version 5 on: [`super::keepalive`].
+    Keepalive = 48,
 }
 
 /// Limit in bytes for a served device's state in a frame.
-pub const MOST_DEVICE: usize = 1 << 20;
+pub const MAX_DEVICE_STATE_BYTES: usize = 1 << 20;
 
 impl Kind {
     fn of(number: u16) -> Option<Self> {
         use Kind::{
-            Abort, Accepted, Alive, Block, Complete, Device, End, Go, Hello, Mirror, Missing, Offer, Pages,
-            Postcopy, Ready, Refused, Running, Settle, Settled, State, Want,
+            Abort, Accepted, Block, Complete, Device, End, Go, Hello, Keepalive, Mirror, Missing, Offer,
+            Pages, Postcopy, Ready, Refused, Running, Settle, Settled, State, Want,
         };
         let first = [Hello, Offer, Accepted, Refused, Pages, State, End, Ready, Go, Running, Abort, Device];
-        let late = [Postcopy, Missing, Want, Complete];
+        let post_copy = [Postcopy, Missing, Want, Complete];
         let disks = [Mirror, Block, Settle, Settled];
-        first.into_iter().chain(late).chain(disks).chain([Alive]).find(|kind| *kind as u16 == number)
+        first.into_iter().chain(post_copy).chain(disks).chain([Keepalive]).find(|kind| *kind as u16 == number)
     }
 
     /// Limit for the payload in bytes.
@@ -86,15 +86,15 @@ impl Kind {
         match self {
             Self::Hello | Self::End | Self::Accepted | Self::Ready | Self::Go | Self::Running => 256,
             Self::Postcopy | Self::Complete | Self::Settle | Self::Settled => 256,
-            Self::Alive => 0,
-            Self::Mirror => super::mirror::message::MOST_WISH,
-            Self::Block => super::mirror::message::BLOCK_HEADER + super::mirror::message::MOST_CONTENTS,
-            Self::Missing => super::postcopy::message::MOST_MISSING,
-            Self::Want => 8 * super::postcopy::message::MOST_WANTED,
+            Self::Keepalive => 0,
+            Self::Mirror => super::mirror::message::MAX_REQUEST_BYTES,
+            Self::Block => super::mirror::message::BLOCK_HEADER + super::mirror::message::MAX_CONTENTS_BYTES,
+            Self::Missing => super::postcopy::message::MAX_MISSING_BYTES,
+            Self::Want => 8 * super::postcopy::message::MAX_WANTED_PAGES,
             Self::Refused | Self::Abort => 4096,
             Self::Offer => 1 << 20,
-            Self::Pages => super::pages::RUN_HEADER + MOST_PAGES * super::pages::PAGE,
-            Self::Device => 4 + MOST_DEVICE,
+            Self::Pages => super::pages::RUN_HEADER + MAX_PAGES_PER_FRAME * super::pages::PAGE,
+            Self::Device => 4 + MAX_DEVICE_STATE_BYTES,
             Self::State => 64 << 20,
         }
     }

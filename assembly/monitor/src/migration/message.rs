@@ -8,7 +8,7 @@ use super::error::MigrationError;
 /// The newest version of the protocol.
 pub const VERSION: u16 = 5;
 /// The oldest supported version.
-pub const OLDEST: u16 = 3;
+pub const OLDEST_VERSION: u16 = 3;
 /// First bytes of every stream.
 const MAGIC: [u8; 8] = *b"CAUSEWAY";
 
@@ -63,11 +63,11 @@ impl Hello {
             )));
         }
         let version = hello.version.min(VERSION);
-        if hello.oldest > hello.version || version < OLDEST || version < hello.oldest {
+        if hello.oldest > hello.version || version < OLDEST_VERSION || version < hello.oldest {
             return Err(MigrationError::Version {
                 lowest: hello.oldest,
                 highest: hello.version,
-                ours_lowest: OLDEST,
+                ours_lowest: OLDEST_VERSION,
                 ours: VERSION,
             });
         }
@@ -91,8 +91,8 @@ pub struct End {
     /// Pages that this stream carried, repeated ones counted again.
     pub pages: u64,
     /// Duration of the blackout so far by the source's monotonic clock, in microseconds. Older sources don't send it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub standing_us: Option<u64>,
+    #[serde(default, rename = "standing_us", skip_serializing_if = "Option::is_none")]
+    pub blackout_us: Option<u64>,
 }
 
 /// Encodes as CBOR with field names, so that later versions can add fields.
@@ -124,7 +124,7 @@ mod tests {
 
     #[test]
     fn greetings_agree_on_a_version() {
-        let ours = hello(VERSION, OLDEST);
+        let ours = hello(VERSION, OLDEST_VERSION);
         assert_eq!(Hello::decode(&ours.encode()).unwrap(), (ours, VERSION));
         // A newer side that still supports this version.
         assert_eq!(Hello::decode(&hello(VERSION + 1, VERSION).encode()).unwrap().1, VERSION);
@@ -136,7 +136,7 @@ mod tests {
 
     #[test]
     fn other_greetings_are_refused() {
-        let good = hello(VERSION, OLDEST).encode();
+        let good = hello(VERSION, OLDEST_VERSION).encode();
         for cut in 0..good.len() {
             assert!(Hello::decode(&good[..cut]).is_err());
         }

@@ -17,22 +17,23 @@
 //! `Go` is the commit. After any failure before `Go` the source resumes the guest, and the destination ends. After `Go` the source never
 //! resumes the guest by itself. Without `Running` the guest is in doubt: it stays stopped, and the user decides.
 //!
-//! A side that works on something without sending anything shows that it lives: see [`alive`].
+//! A side that works on something without sending anything shows that it lives: see [`keepalive`].
 //!
 //! On request, disks that only the source has are copied: see [`mirror`].
 //!
-//! A migration ends differently if a daemon serves devices of the VM: see [`served`]. With post-copy, memory follows the guest: see
+//! A migration ends differently if a daemon serves devices of the VM: see [`daemon`]. With post-copy, memory follows the guest: see
 //! [`postcopy`].
 //!
-//! [`source`] and [`destination`] are the two sides, over any sockets and any machine ([`source::Departing`]); `vm::moving` is the
+//! [`source`] and [`destination`] are the two sides, over any sockets and any machine ([`source::SourceMachine`]); `vm::migration` is the
 //! machine. A stream is hostile until checked. Frames have a type, a number, a length with a limit per type, and a checksum. Pages must
 //! lie in RAM. State is decoded into types, and every constructor that gets it checks it.
 
-pub mod alive;
 pub mod connection;
+pub mod daemon;
 pub mod destination;
 pub mod error;
 pub mod frame;
+pub mod keepalive;
 pub mod message;
 pub mod mirror;
 pub mod pages;
@@ -40,7 +41,6 @@ pub mod policy;
 pub mod postcopy;
 pub mod progress;
 mod sealed;
-pub mod served;
 pub mod service;
 pub mod shape;
 pub mod source;

@@ -12,9 +12,9 @@ use std::io::Write;
 use machine::memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemory, GuestMemorySpace};
 use machine::slots::DirtyPages;
 
-use super::alive::Alive;
 use super::error::MigrationError;
-use super::frame::{Kind, MOST_PAGES, Sender};
+use super::frame::{Kind, MAX_PAGES_PER_FRAME, Sender};
+use super::keepalive::Keepalive;
 
 /// Bytes of a page.
 pub const PAGE: usize = 4096;
@@ -60,7 +60,7 @@ fn header(address: u64, pages: usize, what: u32) -> [u8; RUN_HEADER] {
     header
 }
 
-/// Sends the contents of whole pages from an address on, at most [`MOST_PAGES`]. Omits zero pages if `without_zero`.
+/// Sends the contents of whole pages from an address on, at most [`MAX_PAGES_PER_FRAME`]. Omits zero pages if `without_zero`.
 pub(super) fn send_run(
     run: &[u8],
     start: u64,
@@ -105,7 +105,7 @@ pub struct Share<'a> {
     /// First round: zero pages needn't be sent, because the destination's memory is zero where nothing was sent before.
     pub first: bool,
     /// When the stream shows that its zero pages are being read.
-    pub alive: Alive,
+    pub keepalive: Keepalive,
 }
 
 impl Share<'_> {
@@ -121,13 +121,15 @@ impl Share<'_> {
         after: &mut dyn FnMut(u64),
     ) -> Result<Sent, MigrationError> {
         let memory = self.memory.memory();
-        let mut buffer = vec![0; MOST_PAGES * PAGE];
+        let mut buffer = vec![0; MAX_PAGES_PER_FRAME * PAGE];
         let mut sent = Sent::default();
         let mut pages =
             self.sets.iter().flat_map(DirtyPages::pages).filter(|page| self.mine(*page)).peekable();
         while let Some(start) = pages.next() {
             let mut length = 1;
-            while length < MOST_PAGES && pages.next_if_eq(&(start + (length * PAGE) as u64)).is_some() {
+            while length < MAX_PAGES_PER_FRAME
+                && pages.next_if_eq(&(start + (length * PAGE) as u64)).is_some()
+            {
                 length += 1;
             }
             let run = &mut buffer[..length * PAGE];
@@ -136,11 +138,11 @@ impl Share<'_> {
             sent.pages += one.pages;
             sent.zero += one.zero;
             sent.announced += one.announced;
-            self.alive.show(sender, to)?;
+            self.keepalive.send_if_silent(sender, to)?;
             after(sender.bytes());
         }
         // A stream whose share is empty round after round is silent as well.
-        self.alive.show(sender, to)?;
+        self.keepalive.send_if_silent(sender, to)?;
         Ok(sent)
     }
 }
@@ -218,7 +220,8 @@ pub(crate) mod tests {
         let (mut total, mut applied) = (Sent::default(), 0);
         for stream in 0..streams {
             let (mut sender, mut bytes) = (Sender::new(), Vec::new());
-            let share = Share { sets, memory: &from.memory(), stream, streams, first, alive: Alive::Unknown };
+            let share =
+                Share { sets, memory: &from.memory(), stream, streams, first, keepalive: Keepalive::Unknown };
             let sent = share.send(&mut sender, &mut bytes, &mut |_| {}).unwrap();
             total.pages += sent.pages;
             total.zero += sent.zero;
@@ -268,15 +271,15 @@ pub(crate) mod tests {
     fn zero_pages_show_that_the_stream_lives() {
         let from = ram(4);
         let all = [DirtyPages { start: 0, bitmap: vec![u64::MAX; 16] }];
-        for (sets, signs) in [(&all[..], 1024 / MOST_PAGES + 1), (&[], 1)] {
+        for (sets, signs) in [(&all[..], 1024 / MAX_PAGES_PER_FRAME + 1), (&[], 1)] {
             let (mut sender, mut bytes) = (Sender::new(), Vec::new());
-            let alive = Alive::After(std::time::Duration::ZERO);
-            let share = Share { sets, memory: &from.memory(), stream: 0, streams: 1, first: true, alive };
+            let keepalive = Keepalive::After(std::time::Duration::ZERO);
+            let share = Share { sets, memory: &from.memory(), stream: 0, streams: 1, first: true, keepalive };
             let sent = share.send(&mut sender, &mut bytes, &mut |_| {}).unwrap();
             assert_eq!((sent.announced, sent.zero), (0, sent.pages));
             let (mut receiver, mut rest, mut received) = (Receiver::new(), bytes.as_slice(), 0);
             while !rest.is_empty() {
-                assert_eq!(receiver.receive(&mut rest).unwrap().0, Kind::Alive);
+                assert_eq!(receiver.receive(&mut rest).unwrap().0, Kind::Keepalive);
                 received += 1;
             }
             assert_eq!(received, signs);

@@ -3,11 +3,11 @@
 use std::time::Duration;
 
 /// First step of throttling the vCPUs, per cent.
-const FIRST_THROTTLE: u8 = 20;
+const FIRST_THROTTLE_PERCENT: u8 = 20;
 /// Further steps, per cent.
-const NEXT_THROTTLE: u8 = 10;
+const THROTTLE_STEP_PERCENT: u8 = 10;
 /// Assumed time for stop, restore and answers, in the prediction of the blackout.
-const ALLOWANCE: Duration = Duration::from_millis(10);
+const SWITCHOVER_ALLOWANCE: Duration = Duration::from_millis(10);
 
 /// The user's limits for a migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,11 +46,11 @@ pub enum Decision {
     /// Stop the guest and copy the rest.
     Stop,
     /// Copy the written pages, with vCPUs throttled by this many per cent.
-    Again(u8),
+    NextRound(u8),
     /// Stop the guest, and copy the rest while it runs at the destination.
     PostCopy,
     /// Abort; the guest stays at the source.
-    GiveUp,
+    Abort,
 }
 
 impl RoundEnd {
@@ -65,31 +65,31 @@ impl RoundEnd {
         let rate = if self.bytes < 1 << 20 { self.rate().max(1 << 30) } else { self.rate().max(1) };
         let left = u128::from(self.dirtied) * 4096;
         let micros = u64::try_from(left * 1_000_000 / u128::from(rate)).unwrap_or(u64::MAX);
-        Duration::from_micros(micros).saturating_add(ALLOWANCE)
+        Duration::from_micros(micros).saturating_add(SWITCHOVER_ALLOWANCE)
     }
 }
 
 impl Policy {
     /// Decides after a round in which vCPUs were throttled by `throttle` per cent.
     pub fn decide(&self, round: &RoundEnd, throttle: u8) -> Decision {
-        if round.predicted_pause() <= self.downtime.max(ALLOWANCE) {
+        if round.predicted_pause() <= self.downtime.max(SWITCHOVER_ALLOWANCE) {
             return Decision::Stop;
         }
-        let late = self.timeout.is_some_and(|timeout| round.elapsed >= timeout);
+        let timed_out = self.timeout.is_some_and(|timeout| round.elapsed >= timeout);
         // A round that leaves more than 7/10 of its pages doesn't converge.
         let shrinks = round.dirtied.saturating_mul(10) < round.pages.saturating_mul(7);
         match self.post_copy_after {
-            Some(rounds) if late || !shrinks || round.number >= rounds => return Decision::PostCopy,
-            Some(_) => return Decision::Again(0),
-            None if late => return Decision::GiveUp,
+            Some(rounds) if timed_out || !shrinks || round.number >= rounds => return Decision::PostCopy,
+            Some(_) => return Decision::NextRound(0),
+            None if timed_out => return Decision::Abort,
             None => {}
         }
         let next = match (shrinks, throttle) {
             (true, throttle) => throttle,
-            (false, 0) => FIRST_THROTTLE,
-            (false, throttle) => throttle.saturating_add(NEXT_THROTTLE),
+            (false, 0) => FIRST_THROTTLE_PERCENT,
+            (false, throttle) => throttle.saturating_add(THROTTLE_STEP_PERCENT),
         };
-        Decision::Again(next.min(self.max_throttle).min(99))
+        Decision::NextRound(next.min(self.max_throttle).min(99))
     }
 }
 
@@ -120,43 +120,43 @@ mod tests {
     fn the_guest_is_stopped_when_the_rest_fits_the_downtime() {
         // 7,000 pages are 287 ms at this speed, and 10 ms are allowed for the rest.
         assert_eq!(POLICY.decide(&round(20_000, 7_000, 1), 0), Decision::Stop);
-        assert_eq!(POLICY.decide(&round(20_000, 7_200, 1), 0), Decision::Again(0));
+        assert_eq!(POLICY.decide(&round(20_000, 7_200, 1), 0), Decision::NextRound(0));
         // Also when the time limit has passed.
         assert_eq!(POLICY.decide(&round(20_000, 7_000, 100), 0), Decision::Stop);
     }
 
     #[test]
-    fn vcpus_are_held_back_step_by_step_while_rounds_do_not_shrink() {
+    fn vcpus_are_throttled_step_by_step_while_rounds_do_not_shrink() {
         let stuck = round(20_000, 20_000, 1);
         let mut throttle = 0;
         let mut steps = Vec::new();
         for _ in 0..6 {
-            let Decision::Again(next) = POLICY.decide(&stuck, throttle) else { panic!() };
+            let Decision::NextRound(next) = POLICY.decide(&stuck, throttle) else { panic!() };
             throttle = next;
             steps.push(next);
         }
         assert_eq!(steps, [20, 30, 40, 50, 50, 50]);
-        assert_eq!(POLICY.decide(&round(20_000, 10_000, 1), 30), Decision::Again(30));
+        assert_eq!(POLICY.decide(&round(20_000, 10_000, 1), 30), Decision::NextRound(30));
         let never = Policy { max_throttle: 0, ..POLICY };
-        assert_eq!(never.decide(&stuck, 0), Decision::Again(0));
+        assert_eq!(never.decide(&stuck, 0), Decision::NextRound(0));
     }
 
     #[test]
-    fn the_time_limit_leaves_the_guest_where_it_is() {
-        assert_eq!(POLICY.decide(&round(20_000, 20_000, 60), 50), Decision::GiveUp);
+    fn the_time_limit_aborts_the_migration() {
+        assert_eq!(POLICY.decide(&round(20_000, 20_000, 60), 50), Decision::Abort);
         let endless = Policy { timeout: None, ..POLICY };
-        assert_eq!(endless.decide(&round(20_000, 20_000, 60_000), 50), Decision::Again(50));
+        assert_eq!(endless.decide(&round(20_000, 20_000, 60_000), 50), Decision::NextRound(50));
     }
 
     /// Hybrid: a round that leaves little is followed by an ordinary stop, and shrinking rounds continue up to their number. A migration
     /// that doesn't converge, or takes too long, switches to post-copy at once. Nothing is aborted or throttled.
     #[test]
-    fn with_post_copy_it_always_ends() {
+    fn with_post_copy_every_migration_ends() {
         let hybrid = Policy { post_copy_after: Some(3), ..POLICY };
         let nth = |number, dirtied, elapsed| RoundEnd { number, ..round(20_000, dirtied, elapsed) };
         assert_eq!(hybrid.decide(&nth(1, 7_000, 1), 0), Decision::Stop);
-        assert_eq!(hybrid.decide(&nth(1, 10_000, 1), 0), Decision::Again(0));
-        assert_eq!(hybrid.decide(&nth(2, 10_000, 1), 0), Decision::Again(0));
+        assert_eq!(hybrid.decide(&nth(1, 10_000, 1), 0), Decision::NextRound(0));
+        assert_eq!(hybrid.decide(&nth(2, 10_000, 1), 0), Decision::NextRound(0));
         assert_eq!(hybrid.decide(&nth(3, 10_000, 1), 0), Decision::PostCopy);
         assert_eq!(hybrid.decide(&nth(1, 15_000, 1), 0), Decision::PostCopy);
         assert_eq!(hybrid.decide(&nth(1, 10_000, 60), 0), Decision::PostCopy);

@@ -8,11 +8,11 @@ use control_api::migration::{MigrationPhase, MigrationProgress, MigrationReport,
 use super::connection::Stop;
 
 /// Interval of reports while a round is copied.
-const EVERY: Duration = Duration::from_millis(250);
+const REPORT_INTERVAL: Duration = Duration::from_millis(250);
 
 /// The VM's current or last migration, if there was one. Thread-safe.
 #[derive(Debug, Default)]
-pub struct Watch(Mutex<State>);
+pub struct ProgressReporter(Mutex<State>);
 
 #[derive(Debug, Default)]
 struct State {
@@ -38,7 +38,7 @@ pub enum NotCancelled {
     Committed,
 }
 
-impl Watch {
+impl ProgressReporter {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -102,7 +102,7 @@ impl Watch {
     }
 
     /// The VM waits until another VM has migrated; `None` ends that. Reported when it changes.
-    pub fn waits_for(&self, other: Option<String>) {
+    pub fn set_waits_for(&self, other: Option<String>) {
         let known = self.lock().progress.as_ref().is_none_or(|progress| progress.waits_for == other);
         if !known {
             self.update(|progress| progress.waits_for = other);
@@ -110,10 +110,10 @@ impl Watch {
     }
 
     /// Records bytes sent while a round is copied, and reports them at intervals.
-    pub fn sent(&self, bytes: u64) {
+    pub fn report_sent(&self, bytes: u64) {
         let due = {
             let mut state = self.lock();
-            let due = state.reported.is_none_or(|reported| reported.elapsed() >= EVERY);
+            let due = state.reported.is_none_or(|reported| reported.elapsed() >= REPORT_INTERVAL);
             if let (false, Some(progress)) = (due, &mut state.progress) {
                 progress.bytes_sent = bytes;
             }
@@ -125,7 +125,7 @@ impl Watch {
     }
 
     /// Records bytes of disks that are left while a round is copied. The next report of bytes sent includes them.
-    pub fn disk_left(&self, bytes: u64) {
+    pub fn report_disk_left(&self, bytes: u64) {
         if let Some(progress) = &mut self.lock().progress {
             progress.disk_bytes_left = bytes;
         }
@@ -184,37 +184,37 @@ mod tests {
     /// One migration at a time; a cancel stops its streams, and is refused after the commit.
     #[test]
     fn a_migration_is_cancelled_until_it_is_committed() {
-        let watch = Watch::default();
-        assert_eq!(watch.cancel(), Err(NotCancelled::None));
-        let stop = watch.begin("h", None).unwrap();
-        assert!(watch.begin("h", None).is_none());
-        watch.cancel().unwrap();
-        assert!(stop.is_set() && !watch.commit());
-        watch.update(|progress| progress.phase = MigrationPhase::Failed);
-        assert_eq!(watch.cancel(), Err(NotCancelled::None));
-        let stop = watch.begin("h", None).unwrap();
-        assert!(watch.commit());
-        assert_eq!(watch.cancel(), Err(NotCancelled::Committed));
+        let reporter = ProgressReporter::default();
+        assert_eq!(reporter.cancel(), Err(NotCancelled::None));
+        let stop = reporter.begin("h", None).unwrap();
+        assert!(reporter.begin("h", None).is_none());
+        reporter.cancel().unwrap();
+        assert!(stop.is_set() && !reporter.commit());
+        reporter.update(|progress| progress.phase = MigrationPhase::Failed);
+        assert_eq!(reporter.cancel(), Err(NotCancelled::None));
+        let stop = reporter.begin("h", None).unwrap();
+        assert!(reporter.commit());
+        assert_eq!(reporter.cancel(), Err(NotCancelled::Committed));
         assert!(!stop.is_set());
     }
 
     /// The client that requested the migration gets its reports, including the last. A client that disconnects does no harm.
     #[test]
-    fn reports_reach_who_asked() {
-        let watch = Watch::default();
+    fn reports_reach_the_requester() {
+        let reporter = ProgressReporter::default();
         let (ours, theirs) = Packets::pair().unwrap();
-        watch.begin("h", Some(Arc::new(ours))).unwrap();
-        watch.update(|progress| progress.phase = MigrationPhase::Copying);
-        watch.sent(5);
-        watch.update(|progress| progress.phase = MigrationPhase::Done);
+        reporter.begin("h", Some(Arc::new(ours))).unwrap();
+        reporter.update(|progress| progress.phase = MigrationPhase::Copying);
+        reporter.report_sent(5);
+        reporter.update(|progress| progress.phase = MigrationPhase::Done);
         let mut phases = Vec::new();
         while let Some((MigrationReport::Progress(progress), _)) = theirs.receive().unwrap() {
             phases.push((progress.phase, progress.bytes_sent));
         }
         assert_eq!(phases, [(MigrationPhase::Copying, 0), (MigrationPhase::Done, 5)]);
         let (ours, theirs) = Packets::pair().unwrap();
-        watch.begin("h", Some(Arc::new(ours))).unwrap();
+        reporter.begin("h", Some(Arc::new(ours))).unwrap();
         drop(theirs);
-        watch.update(|progress| progress.phase = MigrationPhase::Copying);
+        reporter.update(|progress| progress.phase = MigrationPhase::Copying);
     }
 }

@@ -20,17 +20,17 @@ use telemetry::guest_log::GuestLog;
 use super::connection::Stop;
 use super::error::{MigrationError, line};
 use super::postcopy;
-use super::progress::Watch;
-use super::source::{self, Departing};
+use super::progress::ProgressReporter;
+use super::source::{self, SourceMachine};
 use crate::api::{ApiError, SocketFile, listen_for_packets};
 
 /// Time-out for a client's request.
-const REQUEST: Duration = Duration::from_secs(5);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The machine to migrate, and its callbacks.
-pub trait Movable: Departing + Send + Sync + 'static {
+pub trait Migratable: SourceMachine + Send + Sync + 'static {
     /// Why it can't migrate at all; `None` where it can.
-    fn immovable(&self) -> Option<String>;
+    fn migration_blockers(&self) -> Option<String>;
     /// The VM has migrated: ends this monitor.
     fn moved(&self, timeline: &MigrationTimeline);
     /// The VM was lost in the migration: ends this monitor with this error.
@@ -62,8 +62,8 @@ impl RequestListener {
     /// When the thread can't be started.
     pub fn serve(
         self,
-        machine: Arc<dyn Movable>,
-        watch: Arc<Watch>,
+        machine: Arc<dyn Migratable>,
+        reporter: Arc<ProgressReporter>,
         prepare: impl FnOnce() + Send + 'static,
     ) -> io::Result<Service> {
         let stop = Stop::default();
@@ -71,7 +71,7 @@ impl RequestListener {
         let thread = std::thread::Builder::new().name("migration".to_owned()).spawn(move || {
             prepare();
             while !over.is_set() {
-                if let Err(error) = accept(&self.fd, self.user, &machine, &watch) {
+                if let Err(error) = accept(&self.fd, self.user, &machine, &reporter) {
                     tracing::warn!(%error, "A migration request could not be taken");
                     std::thread::sleep(Duration::from_millis(100));
                 }
@@ -107,7 +107,12 @@ fn wait(fd: &impl AsFd, time: Duration) -> io::Result<bool> {
     }
 }
 
-fn accept(listener: &OwnedFd, user: u32, machine: &Arc<dyn Movable>, watch: &Arc<Watch>) -> io::Result<()> {
+fn accept(
+    listener: &OwnedFd,
+    user: u32,
+    machine: &Arc<dyn Migratable>,
+    reporter: &Arc<ProgressReporter>,
+) -> io::Result<()> {
     if !wait(listener, Duration::from_millis(100))? {
         return Ok(());
     }
@@ -127,11 +132,11 @@ fn accept(listener: &OwnedFd, user: u32, machine: &Arc<dyn Movable>, watch: &Arc
         return Ok(());
     }
     let client = Packets::over(fd);
-    if !wait(&client, REQUEST)? {
+    if !wait(&client, REQUEST_TIMEOUT)? {
         return Ok(());
     }
     let Some((request, streams)) = client.receive::<MigrationRequest>()? else { return Ok(()) };
-    if let Err(problem) = begin(request, streams, &client, machine, watch) {
+    if let Err(problem) = begin(request, streams, &client, machine, reporter) {
         return client.send(&MigrationReport::Refused { problem }, &[], false);
     }
     Ok(())
@@ -142,8 +147,8 @@ fn begin(
     request: MigrationRequest,
     streams: Vec<OwnedFd>,
     client: &Packets,
-    machine: &Arc<dyn Movable>,
-    watch: &Arc<Watch>,
+    machine: &Arc<dyn Migratable>,
+    reporter: &Arc<ProgressReporter>,
 ) -> Result<(), String> {
     if streams.is_empty() || streams.len() > MOST_STREAMS {
         return Err(format!(
@@ -155,12 +160,13 @@ fn begin(
         let percent = request.max_throttle_percent;
         return Err(format!("vCPUs can't be throttled by {percent} %; 0 to 99 are possible"));
     }
-    if let Some(reasons) = machine.immovable() {
-        return Err(line(&MigrationError::Immovable(reasons)));
+    if let Some(reasons) = machine.migration_blockers() {
+        return Err(line(&MigrationError::Blocked(reasons)));
     }
     if request.post_copy_after.is_some() {
         // The destination's version isn't known yet.
-        postcopy::departing::allowed(postcopy::SINCE, streams.len()).map_err(|error| line(&error))?;
+        postcopy::source::check_support(postcopy::POSTCOPY_MIN_VERSION, streams.len())
+            .map_err(|error| line(&error))?;
     }
     if !request.together.is_empty() && machine.daemon().is_none() {
         let text = "the VM has no RDMA NIC: the cluster service doesn't know it, and it moves by itself only";
@@ -169,16 +175,16 @@ fn begin(
     let failed = |error: io::Error| format!("The migration could not be begun: {error}");
     let listener = rustix::io::fcntl_dupfd_cloexec(client, 0).map_err(|error| failed(error.into()))?;
     let listener = Arc::new(Packets::over(listener));
-    let Some(stop) = watch.begin(&request.destination, Some(listener)) else {
+    let Some(stop) = reporter.begin(&request.destination, Some(listener)) else {
         return Err(
             "A migration of this VM is under way already; `causeway migrate --cancel` ends it".to_owned()
         );
     };
-    let (machine, watch) = (Arc::clone(machine), Arc::clone(watch));
-    let again = Arc::clone(&watch);
+    let (machine, reporter) = (Arc::clone(machine), Arc::clone(reporter));
+    let again = Arc::clone(&reporter);
     let spawned = std::thread::Builder::new().name("mover".to_owned()).spawn(move || {
-        let machine: &dyn Movable = &*machine;
-        run(machine, streams, &request, &watch, &stop);
+        let machine: &dyn Migratable = &*machine;
+        run(machine, streams, &request, &reporter, &stop);
     });
     spawned.map(drop).map_err(|error| {
         let problem = failed(error);
@@ -191,11 +197,17 @@ fn begin(
 }
 
 /// Migrates the VM, and reports the result.
-fn run(machine: &dyn Movable, streams: Vec<OwnedFd>, request: &MigrationRequest, watch: &Watch, stop: &Stop) {
+fn run(
+    machine: &dyn Migratable,
+    streams: Vec<OwnedFd>,
+    request: &MigrationRequest,
+    reporter: &ProgressReporter,
+    stop: &Stop,
+) {
     tracing::info!(destination = request.destination, streams = streams.len(), "Moving the VM");
-    match source::migrate(machine, streams, request, watch, stop) {
+    match source::migrate(machine, streams, request, reporter, stop) {
         Ok(timeline) => {
-            watch.update(|progress| {
+            reporter.update(|progress| {
                 progress.phase = MigrationPhase::Done;
                 progress.bytes_sent = timeline.bytes;
                 progress.timeline = Some(timeline.clone());
@@ -204,7 +216,7 @@ fn run(machine: &dyn Movable, streams: Vec<OwnedFd>, request: &MigrationRequest,
         }
         Err(error) => {
             tracing::warn!(error = line(&error), "The migration failed");
-            watch.update(|progress| {
+            reporter.update(|progress| {
                 progress.phase = match &error {
                     MigrationError::InDoubt(_) => MigrationPhase::InDoubt,
                     MigrationError::LostDestination { .. } => MigrationPhase::Lost,

@@ -51,7 +51,7 @@ impl Shape {
     pub const VERSION: u32 = VERSION;
 
     /// Why a guest of a machine of shape `offered` can't run in one of this shape; `None` where it can.
-    pub fn obstacle(&self, offered: &Self) -> Option<String> {
+    pub fn incompatibility(&self, offered: &Self) -> Option<String> {
         if offered.version != VERSION {
             return Some(format!(
                 "its description has version {}, known here is {VERSION}; use the same release",
@@ -143,7 +143,7 @@ fn missing_features(here: &[kvm_cpuid_entry2], offered: &[kvm_cpuid_entry2]) -> 
 }
 
 /// Why a VM can't migrate: devices whose state is outside this process, each with its reason.
-pub fn immovable(description: &VmDescription) -> Option<String> {
+pub fn migration_blockers(description: &VmDescription) -> Option<String> {
     let mut found = Vec::new();
     for device in &description.vfio_user {
         found.push(format!("{} (served by another process)", device.name));
@@ -191,12 +191,12 @@ pub(crate) mod tests {
     /// Each difference that a guest would notice is an obstacle with a sentence of its own. Names, releases and additional features of
     /// the destination are none.
     #[test]
-    fn what_a_guest_would_notice_is_an_obstacle() {
+    fn what_a_guest_would_notice_is_an_incompatibility() {
         let ours = shape();
         let same = Shape { name: "b".to_owned(), program: "9".to_owned(), ..shape() };
-        assert_eq!(ours.obstacle(&same), None);
+        assert_eq!(ours.incompatibility(&same), None);
         assert_eq!(
-            ours.obstacle(&Shape { cpuid: vec![leaf(0, 0x444d_4163), leaf(1, 0b101)], ..shape() }),
+            ours.incompatibility(&Shape { cpuid: vec![leaf(0, 0x444d_4163), leaf(1, 0b101)], ..shape() }),
             None
         );
         let others = [
@@ -214,17 +214,17 @@ pub(crate) mod tests {
             ),
         ];
         for (other, expected) in others {
-            let obstacle = ours.obstacle(&other).unwrap();
-            assert!(obstacle.contains(expected), "{obstacle}");
+            let incompatibility = ours.incompatibility(&other).unwrap();
+            assert!(incompatibility.contains(expected), "{incompatibility}");
         }
     }
 
     #[test]
-    fn devices_that_cannot_move_are_named() {
+    fn devices_that_block_migration_are_named() {
         let of = |text: &str| {
             let (written, _) =
                 description::parse(&format!("kernel = \"k\"\n{text}"), "/x/a.toml".as_ref()).unwrap();
-            immovable(&description::validate(&written).unwrap())
+            migration_blockers(&description::validate(&written).unwrap())
         };
         assert_eq!(of("[[net]]\ntap = \"t\"\n[[disks]]\npath = \"d\"\n[[rdma]]\nsegment = \"s\""), None);
         for (text, name) in [

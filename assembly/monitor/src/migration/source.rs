@@ -13,29 +13,29 @@ use machine::memory::GuestMemorySpace;
 use machine::slots::DirtyPages;
 use virtio_devices::block::DiskContent;
 
-use super::alive::Alive;
 use super::connection::{Connection, Stop};
+use super::daemon::{Daemon, STOP_REQUEST_TIMEOUT, StopPermission};
 use super::error::MigrationError;
-use super::frame::{Kind, MOST_DEVICE, Receiver, Sender};
-use super::message::{self, Accepted, End, Hello, OLDEST, VERSION};
-use super::mirror::leaving::{self, Mirroring};
+use super::frame::{Kind, MAX_DEVICE_STATE_BYTES, Receiver, Sender};
+use super::keepalive::Keepalive;
+use super::message::{self, Accepted, End, Hello, OLDEST_VERSION, VERSION};
+use super::mirror::source::{DiskRound, MirrorSource};
 use super::pages::{PAGE, Sent, Share, count};
 use super::policy::{Decision, Policy, RoundEnd};
-use super::postcopy::departing::{self, PostCopy};
-use super::progress::Watch;
+use super::postcopy::source::{PostCopy, check_support};
+use super::progress::ProgressReporter;
 use super::sealed;
-use super::served::{BEGINNING, Daemon, Turn};
 use super::shape::Shape;
 
 /// Time-out for the destination's answers.
 const DESTINATION_SILENCE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time-out for the destination's reason after a stream failed.
-const LAST_WORDS: Duration = Duration::from_millis(500);
+const REFUSAL_TIMEOUT: Duration = Duration::from_millis(500);
 /// Period of throttling: vCPUs are paused for a part of each.
 const THROTTLE_PERIOD: Duration = Duration::from_millis(20);
 
 /// A machine that can migrate. The threads of one migration call the methods.
-pub trait Departing: Sync {
+pub trait SourceMachine: Sync {
     /// Its guest-visible shape.
     fn shape(&self) -> Shape;
     /// Its RAM.
@@ -51,13 +51,13 @@ pub trait Departing: Sync {
     /// Makes devices' writes so far durable, so that the stop has less to wait for.
     fn settle(&self) -> Result<(), MigrationError>;
     /// Pauses running vCPUs for `time`.
-    fn hold_back(&self, time: Duration);
+    fn throttle(&self, time: Duration);
     /// Throttles writes by peers of its devices into its memory, by so many per cent; where devices support it.
-    fn hold_back_peers(&self, percent: u8) -> Result<(), MigrationError>;
-    /// Stops vCPUs and devices, unlocks the disks, and returns the state. After an error [`Departing::go_on`] is called, too.
+    fn throttle_peers(&self, percent: u8) -> Result<(), MigrationError>;
+    /// Stops vCPUs and devices, unlocks the disks, and returns the state. After an error [`SourceMachine::rollback`] is called, too.
     fn stop(&self) -> Result<Vec<u8>, MigrationError>;
     /// Rollback: resumes the guest here.
-    fn go_on(&self) -> Result<(), MigrationError>;
+    fn rollback(&self) -> Result<(), MigrationError>;
     /// The daemon that serves devices of the VM and takes part in its migration; `None` if there is none.
     fn daemon(&self) -> Option<&Daemon>;
     /// Starts reading the state of served devices, while they work.
@@ -67,9 +67,9 @@ pub trait Departing: Sync {
     /// Its disks.
     fn disks(&self) -> &[DiskContent];
     /// It isn't known whether the guest runs at the destination: it stays stopped here, in doubt.
-    fn stay_in_doubt(&self);
+    fn set_in_doubt(&self);
     /// Whether the migration has stopped the guest, in doubt or not: its user may have resumed it.
-    fn stands(&self) -> bool;
+    fn is_stopped(&self) -> bool;
 }
 
 /// One stream of the source.
@@ -92,10 +92,10 @@ impl Stream {
 /// # Errors
 /// See [`MigrationError`].
 pub fn migrate(
-    machine: &dyn Departing,
+    machine: &dyn SourceMachine,
     streams: Vec<OwnedFd>,
     request: &MigrationRequest,
-    watch: &Watch,
+    reporter: &ProgressReporter,
     stop: &Stop,
 ) -> Result<MigrationTimeline, MigrationError> {
     let connect = |fd| Stream {
@@ -105,11 +105,11 @@ pub fn migrate(
     };
     let streams: Vec<Stream> = streams.into_iter().map(connect).collect();
     let count = streams.len();
-    let mut departure = Departure {
+    let mut migration = OutgoingMigration {
         machine,
         streams,
         answers: Receiver::new(),
-        watch,
+        reporter,
         stop,
         policy: Policy {
             downtime: Duration::from_millis(request.downtime_ms),
@@ -123,13 +123,13 @@ pub fn migrate(
         },
         began: Instant::now(),
         limit_from: Instant::now(),
-        wish: request.mirror.clone(),
+        mirror_request: request.mirror.clone(),
         mirror: None,
-        together: request.together.clone(),
+        group: request.together.clone(),
         key: request.key.as_ref().and_then(|key| ClusterKey::new(key.0)),
         begun: false,
         post_copy: None,
-        alive: Alive::Unknown,
+        keepalive: Keepalive::Unknown,
         timeline: MigrationTimeline {
             destination: request.destination.clone(),
             streams: count,
@@ -148,35 +148,35 @@ pub fn migrate(
             post_copy: None,
         },
     };
-    if let Err(error) = departure.ask() {
+    if let Err(error) = migration.handshake() {
         // The migration hasn't begun, neither here nor at a daemon.
-        return Err(departure.give_up(error));
+        return Err(migration.abort(error));
     }
-    match departure.copy() {
-        Ok(stopped) => departure.commit(stopped),
-        Err((error, stopped)) => departure.undo(error, stopped),
+    match migration.copy() {
+        Ok(stopped) => migration.commit(stopped),
+        Err((error, stopped)) => migration.roll_back(error, stopped),
     }
 }
 
 /// When the guest was stopped, if it was.
 type Stopped = Option<Instant>;
 
-struct Departure<'a> {
-    machine: &'a dyn Departing,
+struct OutgoingMigration<'a> {
+    machine: &'a dyn SourceMachine,
     streams: Vec<Stream>,
     answers: Receiver,
-    watch: &'a Watch,
+    reporter: &'a ProgressReporter,
     stop: &'a Stop,
     policy: Policy,
     began: Instant,
     /// Start of the time limit.
     limit_from: Instant,
     /// Disks that the user requested to copy.
-    wish: Option<Vec<String>>,
-    mirror: Option<Mirroring>,
+    mirror_request: Option<Vec<String>>,
+    mirror: Option<MirrorSource>,
     timeline: MigrationTimeline,
     /// All VMs of the group, this one included; empty without a group.
-    together: Vec<String>,
+    group: Vec<String>,
     /// Key that encrypts the streams.
     key: Option<ClusterKey>,
     /// The migration has begun at the daemon of served devices.
@@ -184,17 +184,17 @@ struct Departure<'a> {
     /// Memory that is sent after the switchover.
     post_copy: Option<PostCopy>,
     /// When streams show that this side lives.
-    alive: Alive,
+    keepalive: Keepalive,
 }
 
-impl Departure<'_> {
+impl OutgoingMigration<'_> {
     fn control(&mut self) -> Result<&mut Stream, MigrationError> {
         let none = || MigrationError::Protocol("nothing: there is no stream".to_owned());
         self.streams.first_mut().ok_or_else(none)
     }
 
     /// Sends the greetings, and asks whether the destination accepts the VM.
-    fn ask(&mut self) -> Result<(), MigrationError> {
+    fn handshake(&mut self) -> Result<(), MigrationError> {
         let key = self.key.take();
         let migration = uuid::Uuid::new_v4();
         let attempt = migration.as_u64_pair().0;
@@ -204,34 +204,34 @@ impl Departure<'_> {
             if let Some(key) = &key {
                 sealed::as_source(&mut stream.connection, key)?;
             }
-            let hello = Hello { version: VERSION, oldest: OLDEST, stream: index, streams, migration };
+            let hello = Hello { version: VERSION, oldest: OLDEST_VERSION, stream: index, streams, migration };
             stream.send(Kind::Hello, &hello.encode())?;
         }
         let offer = message::encode(&self.machine.shape())?;
         self.control()?.send(Kind::Offer, &offer)?;
         let payload = self.answer(Kind::Accepted)?;
         let accepted: Accepted = message::decode(&payload, "an acceptance")?;
-        if !(OLDEST..=VERSION).contains(&accepted.version) {
+        if !(OLDEST_VERSION..=VERSION).contains(&accepted.version) {
             let text = format!("an acceptance in version {}, which was not offered", accepted.version);
             return Err(MigrationError::Protocol(text));
         }
         if self.policy.post_copy_after.is_some() {
-            departing::allowed(accepted.version, self.streams.len())?;
+            check_support(accepted.version, self.streams.len())?;
             self.control()?.send(Kind::Postcopy, &[])?;
             self.answer(Kind::Accepted)?;
         }
-        self.alive = Alive::of(accepted.version);
-        self.ask_for_disks(accepted.version)?;
+        self.keepalive = Keepalive::of(accepted.version);
+        self.request_mirror(accepted.version)?;
         if let Some(daemon) = self.machine.daemon() {
             let host = accepted.host.ok_or_else(|| {
                 MigrationError::Protocol(
                     "an acceptance that doesn't say which host of the cluster it is".to_owned(),
                 )
             })?;
-            if self.together.is_empty() {
+            if self.group.is_empty() {
                 daemon.begin(&host)?;
             } else {
-                daemon.begin_together(&host, &self.together, attempt, &|| self.stop.is_set())?;
+                daemon.begin_together(&host, &self.group, attempt, &|| self.stop.is_set())?;
             }
             self.begun = true;
         }
@@ -244,7 +244,7 @@ impl Departure<'_> {
             return Ok(());
         }
         for (number, state) in (0_u32..).zip(self.machine.read_devices()?) {
-            for piece in state.chunks(MOST_DEVICE) {
+            for piece in state.chunks(MAX_DEVICE_STATE_BYTES) {
                 let control = self.control()?;
                 let sent = control.sender.send(
                     &mut control.connection,
@@ -263,7 +263,7 @@ impl Departure<'_> {
             let none = || MigrationError::Protocol("nothing: there is no stream".to_owned());
             let control = self.streams.first_mut().ok_or_else(none)?;
             match self.answers.receive(&mut control.connection)? {
-                (Kind::Alive, _) => self.show_alive()?,
+                (Kind::Keepalive, _) => self.send_keepalives()?,
                 (kind, payload) if kind == wanted => return Ok(payload.to_vec()),
                 (Kind::Refused, payload) => return Err(MigrationError::Refused(message::sentence(payload))),
                 (other, _) => {
@@ -273,10 +273,10 @@ impl Departure<'_> {
         }
     }
 
-    fn show_alive(&mut self) -> Result<(), MigrationError> {
-        let alive = self.alive;
+    fn send_keepalives(&mut self) -> Result<(), MigrationError> {
+        let keepalive = self.keepalive;
         let mut streams = self.streams.iter_mut();
-        streams.try_for_each(|stream| alive.show(&mut stream.sender, &mut stream.connection))
+        streams.try_for_each(|stream| keepalive.send_if_silent(&mut stream.sender, &mut stream.connection))
     }
 
     /// Copies disks and memory while the guest runs, until it must be stopped. Returns the rest of memory, and whether it is for
@@ -288,15 +288,15 @@ impl Departure<'_> {
             self.machine.begin_devices()?;
         }
         let present = self.machine.present()?;
-        let (rest, late) = match self.policy.post_copy_after {
+        let (rest, post_copy) = match self.policy.post_copy_after {
             Some(0) => (present, true),
             _ => self.rounds(present, true)?,
         };
-        if late {
+        if post_copy {
             // Disks must be complete before the switchover. Not after the next step: peers may be suspended then.
             self.copy_disks_again()?;
         }
-        Ok((self.await_stop(rest)?, late))
+        Ok((self.await_stop(rest)?, post_copy))
     }
 
     /// Copies the VM, stops the guest, and waits until the destination has everything and is ready.
@@ -306,47 +306,47 @@ impl Departure<'_> {
             Some(daemon) => daemon.watched(stop, || self.copy_running()),
             None => self.copy_running(),
         };
-        let (rest, late) = copied.map_err(|error| (error, None))?;
+        let (rest, post_copy) = copied.map_err(|error| (error, None))?;
 
         let stopped = Instant::now();
-        let standing = |error| (error, Some(stopped));
+        let while_stopped = |error| (error, Some(stopped));
         self.timeline.until_stop_ms = milliseconds(stopped - self.began);
-        self.watch.update(|progress| progress.phase = MigrationPhase::Stopped);
-        let state = self.machine.stop().map_err(standing)?;
+        self.reporter.update(|progress| progress.phase = MigrationPhase::Stopped);
+        let state = self.machine.stop().map_err(while_stopped)?;
         if let Some(daemon) = self.machine.daemon() {
-            daemon.stopped().map_err(standing)?;
+            daemon.stopped().map_err(while_stopped)?;
         }
         self.timeline.stop_ms = milliseconds(stopped.elapsed());
         self.timeline.state_bytes = state.len() as u64;
-        let last = self.machine.take_dirty().map_err(standing)?;
+        let last = self.machine.take_dirty().map_err(while_stopped)?;
         let rest = union(rest, last);
-        self.look_at_disks().map_err(standing)?;
+        self.collect_disk_writes().map_err(while_stopped)?;
         let sending = Instant::now();
-        if late {
+        if post_copy {
             if self.mirror.is_some() {
-                let sent = self.round(&[], false).map_err(standing)?;
+                let sent = self.round(&[], false).map_err(while_stopped)?;
                 self.note_round(sending, &sent, 0, 0, true);
             }
-            self.say_missing(&rest).map_err(standing)?;
+            self.send_missing(&rest).map_err(while_stopped)?;
         } else {
-            let sent = self.round(&rest, false).map_err(standing)?;
+            let sent = self.round(&rest, false).map_err(while_stopped)?;
             self.note_round(sending, &sent, 0, 0, true);
         }
-        self.send_devices().map_err(standing)?;
-        self.control().and_then(|control| control.send(Kind::State, &state)).map_err(standing)?;
+        self.send_devices().map_err(while_stopped)?;
+        self.control().and_then(|control| control.send(Kind::State, &state)).map_err(while_stopped)?;
         for stream in &mut self.streams {
-            let standing_us = u64::try_from(stopped.elapsed().as_micros()).ok();
-            let end = End { pages: stream.announced, standing_us };
-            let end = message::encode(&end).map_err(standing)?;
-            stream.send(Kind::End, &end).map_err(standing)?;
+            let blackout_us = u64::try_from(stopped.elapsed().as_micros()).ok();
+            let end = End { pages: stream.announced, blackout_us };
+            let end = message::encode(&end).map_err(while_stopped)?;
+            stream.send(Kind::End, &end).map_err(while_stopped)?;
         }
         if self.post_copy.is_some() {
             // The destination's restore may access not-present pages.
-            self.begin_serving().map_err(standing)?;
+            self.begin_serving().map_err(while_stopped)?;
         }
         self.timeline.rest_ms = milliseconds(sending.elapsed());
         let waiting = Instant::now();
-        self.answer(Kind::Ready).map_err(standing)?;
+        self.answer(Kind::Ready).map_err(while_stopped)?;
         self.timeline.restore_ms = milliseconds(waiting.elapsed());
         Ok(stopped)
     }
@@ -355,36 +355,36 @@ impl Departure<'_> {
     /// peer migrates first, memory is copied again, so that little stays left. Returns the remaining pages.
     fn await_stop(&mut self, rest: Vec<DirtyPages>) -> Result<Vec<DirtyPages>, MigrationError> {
         let Some(daemon) = self.machine.daemon() else { return Ok(rest) };
-        let stopped = self.await_turn(daemon, rest);
-        self.watch.waits_for(None);
+        let stopped = self.await_stop_request(daemon, rest);
+        self.reporter.set_waits_for(None);
         stopped
     }
 
-    fn await_turn(
+    fn await_stop_request(
         &mut self,
         daemon: &Daemon,
         mut rest: Vec<DirtyPages>,
     ) -> Result<Vec<DirtyPages>, MigrationError> {
         let began = Instant::now();
         loop {
-            let behind = match daemon.may_stop()? {
-                Turn::Now => return Ok(rest),
-                Turn::Later => None,
-                Turn::Behind(other) => Some(other),
+            let after = match daemon.may_stop()? {
+                StopPermission::Now => return Ok(rest),
+                StopPermission::NotYet => None,
+                StopPermission::After(other) => Some(other),
             };
             if self.stop.is_set() {
                 return Err(MigrationError::Cancelled);
             }
             // A VM that waits for no other VM gets the request to stop soon.
-            let waits = !self.together.is_empty() || behind.is_some();
-            let limit = if waits { self.policy.timeout } else { Some(BEGINNING) };
+            let waits = !self.group.is_empty() || after.is_some();
+            let limit = if waits { self.policy.timeout } else { Some(STOP_REQUEST_TIMEOUT) };
             if let Some(limit) = limit.filter(|limit| began.elapsed() > *limit) {
-                let first = behind.map(|other| format!(", since its peer, VM {other}, was to move first"));
+                let first = after.map(|other| format!(", since its peer, VM {other}, was to move first"));
                 let text =
                     format!("it waited for {} s to be stopped{}", limit.as_secs(), first.unwrap_or_default());
-                return Err(MigrationError::GivenUp(text));
+                return Err(MigrationError::Aborted(text));
             }
-            self.watch.waits_for(behind);
+            self.reporter.set_waits_for(after);
             rest = union(rest, self.machine.take_dirty()?);
             rest = self.rounds(rest, false)?.0;
         }
@@ -410,7 +410,7 @@ impl Departure<'_> {
         let disk_rounds = self.disk_rounds();
         for number in before + 1.. {
             let held = throttle.load(Ordering::Acquire);
-            self.watch.update(|progress| {
+            self.reporter.update(|progress| {
                 progress.phase = MigrationPhase::Copying;
                 progress.round = number;
                 progress.throttle_percent = held;
@@ -423,7 +423,7 @@ impl Departure<'_> {
             self.settle()?;
             let dirty = self.machine.take_dirty()?;
             let dirtied = count(&dirty);
-            let disks = self.look_at_disks()?;
+            let disks = self.collect_disk_writes()?;
             let bytes = self.note_round(began, &sent, dirtied, held, false);
             let end = RoundEnd {
                 // Rounds of disks alone don't count.
@@ -434,7 +434,7 @@ impl Departure<'_> {
                 dirtied: dirtied + disks / PAGE as u64,
                 elapsed: self.limit_from.elapsed(),
             };
-            self.watch.update(|progress| {
+            self.reporter.update(|progress| {
                 progress.pages_left = dirtied;
                 progress.bytes_per_second = end.rate();
                 progress.predicted_pause_ms =
@@ -443,13 +443,13 @@ impl Departure<'_> {
             match self.policy.decide(&end, held) {
                 Decision::Stop => return Ok((dirty, false)),
                 Decision::PostCopy => return Ok((dirty, true)),
-                Decision::Again(next) => {
+                Decision::NextRound(next) => {
                     throttle.store(next, Ordering::Release);
                     if next > 0 {
-                        self.machine.hold_back_peers(next)?;
+                        self.machine.throttle_peers(next)?;
                     }
                 }
-                Decision::GiveUp => return Err(self.not_converging(dirtied, disks)),
+                Decision::Abort => return Err(self.not_converging(dirtied, disks)),
             }
             pages = dirty;
         }
@@ -459,13 +459,13 @@ impl Departure<'_> {
     /// Makes devices' writes durable, however long that takes.
     fn settle(&mut self) -> Result<(), MigrationError> {
         let machine = self.machine;
-        self.alive.while_busy(|| machine.settle(), || self.show_alive())?
+        self.keepalive.while_busy(|| machine.settle(), || self.send_keepalives())?
     }
 
     /// Sends the numbers of the not-present pages to the destination.
-    fn say_missing(&mut self, rest: &[DirtyPages]) -> Result<(), MigrationError> {
+    fn send_missing(&mut self, rest: &[DirtyPages]) -> Result<(), MigrationError> {
         let post_copy = PostCopy::of(&self.machine.memory(), rest)?;
-        for frame in post_copy.announcement() {
+        for frame in post_copy.missing_frames() {
             self.control()?.send(Kind::Missing, &frame)?;
         }
         self.post_copy = Some(post_copy);
@@ -488,17 +488,17 @@ impl Departure<'_> {
         let memory = self.machine.memory();
         let streams = self.streams.len() as u64;
         let others: u64 = self.streams.iter().skip(1).map(|stream| stream.sender.bytes()).sum();
-        let watch = self.watch;
-        let disks = self.mirror.as_mut().map(Mirroring::round);
-        let disk_bytes = disks.as_ref().map_or(0, leaving::Round::left);
-        let alive = self.alive;
-        let share = |stream| Share { sets: pages, memory: &memory, stream, streams, first, alive };
-        let work = |stream: &mut Stream, index, tell: bool| {
+        let reporter = self.reporter;
+        let disks = self.mirror.as_mut().map(MirrorSource::round);
+        let disk_bytes = disks.as_ref().map_or(0, DiskRound::left);
+        let keepalive = self.keepalive;
+        let share = |stream| Share { sets: pages, memory: &memory, stream, streams, first, keepalive };
+        let work = |stream: &mut Stream, index, reports: bool| {
             // Estimate: the other streams have sent as much in this round as this one.
             let mut after = |bytes: u64| {
-                if tell {
-                    disks.iter().for_each(|disks| watch.disk_left(disks.left()));
-                    watch.sent(bytes + others);
+                if reports {
+                    disks.iter().for_each(|disks| reporter.report_disk_left(disks.left()));
+                    reporter.report_sent(bytes + others);
                 }
             };
             if let Some(disks) = &disks {
@@ -540,7 +540,7 @@ impl Departure<'_> {
         let all: u64 = self.streams.iter().map(|stream| stream.sender.bytes()).sum();
         let before = self.timeline.bytes;
         self.timeline.bytes = all;
-        self.timeline.disks = self.mirror.as_ref().map_or_else(Vec::new, Mirroring::summary);
+        self.timeline.disks = self.mirror.as_ref().map_or_else(Vec::new, MirrorSource::summary);
         let whole = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
         self.timeline.rounds.push(MigrationRound {
             began_ms: whole(began - self.began),
@@ -550,7 +550,7 @@ impl Departure<'_> {
             bytes: all.saturating_sub(before),
             dirtied,
             disk_bytes: sent.disk_bytes,
-            disk_bytes_dirtied: self.mirror.as_ref().map_or(0, Mirroring::left),
+            disk_bytes_dirtied: self.mirror.as_ref().map_or(0, MirrorSource::left),
             throttle_percent: throttle,
             stopped,
         });
@@ -570,24 +570,24 @@ fn union(mut one: Vec<DirtyPages>, other: Vec<DirtyPages>) -> Vec<DirtyPages> {
 }
 
 /// Runs `work` while vCPUs are throttled by the value that it sets.
-fn throttled<T>(machine: &dyn Departing, work: impl FnOnce(&AtomicU8) -> T) -> T {
+fn throttled<T>(machine: &dyn SourceMachine, work: impl FnOnce(&AtomicU8) -> T) -> T {
     let throttle = AtomicU8::new(0);
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        let holder = scope.spawn(|| hold_back(machine, &throttle, &over));
+        let throttler = scope.spawn(|| run_throttle(machine, &throttle, &over));
         let result = work(&throttle);
         over.store(true, Ordering::Release);
-        holder.thread().unpark();
+        throttler.thread().unpark();
         result
     })
 }
 
 /// Pauses vCPUs for their part of each period, until the work is over.
-fn hold_back(machine: &dyn Departing, throttle: &AtomicU8, over: &AtomicBool) {
+fn run_throttle(machine: &dyn SourceMachine, throttle: &AtomicU8, over: &AtomicBool) {
     while !over.load(Ordering::Acquire) {
         let held = THROTTLE_PERIOD * u32::from(throttle.load(Ordering::Acquire)) / 100;
         if !held.is_zero() {
-            machine.hold_back(held);
+            machine.throttle(held);
         }
         std::thread::park_timeout(THROTTLE_PERIOD - held);
     }

@@ -19,14 +19,14 @@ use machine::slots::DirtyPages;
 use virtio_devices::block::DiskContent;
 
 use super::connection::Stop;
-use super::destination::{Devices, Streams};
+use super::daemon::Daemon;
+use super::destination::{DestinationDevices, Streams};
 use super::error::MigrationError;
 use super::pages::tests::ram;
-use super::progress::Watch;
-use super::served::Daemon;
+use super::progress::ProgressReporter;
 use super::shape::Shape;
 use super::shape::tests::shape;
-use super::source::{Departing, migrate};
+use super::source::{SourceMachine, migrate};
 
 const STATE: &[u8] = b"everything but memory";
 const MIB: u64 = 4;
@@ -34,11 +34,11 @@ const MIB: u64 = 4;
 /// A destination without served devices.
 struct NoDevices;
 
-impl Devices for NoDevices {
+impl DestinationDevices for NoDevices {
     fn host(&self) -> Result<Option<String>, MigrationError> {
         Ok(None)
     }
-    fn take(&self, number: u32, _: &[u8]) -> Result<(), MigrationError> {
+    fn receive_state(&self, number: u32, _: &[u8]) -> Result<(), MigrationError> {
         Err(MigrationError::Protocol(format!("state of device {number}")))
     }
     fn post_copy(&self) -> Result<(), MigrationError> {
@@ -56,19 +56,19 @@ struct StandIn {
     /// Pages that the guest writes between two rounds, round by round.
     writes: Mutex<Vec<Vec<u64>>>,
     stamp: AtomicU64,
-    held: AtomicU64,
+    throttled_us: AtomicU64,
     /// By call: per cent by which peers were throttled.
     peers: Mutex<Vec<u8>>,
     /// Peers write the memory while they are throttled by less than this.
     peers_write_below: u8,
     /// 0: runs here, 1: stopped, 2: stopped in doubt.
-    life: AtomicU32,
+    run_state: AtomicU32,
     stops: AtomicU32,
     /// Number of times the VM became in doubt.
     doubts: AtomicU32,
     logging: AtomicU32,
     /// The destination holds the disks' locks.
-    held_there: AtomicBool,
+    locked_there: AtomicBool,
     daemon: Option<Daemon>,
     /// State of served devices, round by round, the last round first.
     devices: Mutex<Vec<Vec<Vec<u8>>>>,
@@ -89,14 +89,14 @@ impl StandIn {
             shape: shape(),
             writes: Mutex::new(writes.into_iter().rev().collect()),
             stamp: AtomicU64::new(1),
-            held: AtomicU64::new(0),
+            throttled_us: AtomicU64::new(0),
             peers: Mutex::default(),
             peers_write_below: u8::MAX,
-            life: AtomicU32::new(0),
+            run_state: AtomicU32::new(0),
             stops: AtomicU32::new(0),
             doubts: AtomicU32::new(0),
             logging: AtomicU32::new(0),
-            held_there: AtomicBool::new(false),
+            locked_there: AtomicBool::new(false),
             daemon: None,
             devices: Mutex::default(),
             disks: Vec::new(),
@@ -105,7 +105,7 @@ impl StandIn {
     }
 }
 
-impl Departing for StandIn {
+impl SourceMachine for StandIn {
     fn shape(&self) -> Shape {
         self.shape.clone()
     }
@@ -139,29 +139,29 @@ impl Departing for StandIn {
     fn settle(&self) -> Result<(), MigrationError> {
         Ok(())
     }
-    fn hold_back(&self, time: Duration) {
-        self.held.fetch_add(u64::try_from(time.as_micros()).unwrap(), Ordering::SeqCst);
+    fn throttle(&self, time: Duration) {
+        self.throttled_us.fetch_add(u64::try_from(time.as_micros()).unwrap(), Ordering::SeqCst);
     }
-    fn hold_back_peers(&self, percent: u8) -> Result<(), MigrationError> {
+    fn throttle_peers(&self, percent: u8) -> Result<(), MigrationError> {
         self.peers.lock().unwrap().push(percent);
         Ok(())
     }
     fn stop(&self) -> Result<Vec<u8>, MigrationError> {
         self.writer.iter().for_each(|write| write(true));
         self.stops.fetch_add(1, Ordering::SeqCst);
-        self.life.store(1, Ordering::SeqCst);
+        self.run_state.store(1, Ordering::SeqCst);
         Ok(STATE.to_vec())
     }
-    fn go_on(&self) -> Result<(), MigrationError> {
+    fn rollback(&self) -> Result<(), MigrationError> {
         let until = Instant::now() + Duration::from_secs(5);
-        while self.held_there.load(Ordering::SeqCst) {
+        while self.locked_there.load(Ordering::SeqCst) {
             if Instant::now() > until {
                 let busy = std::io::Error::other("the destination holds the disks");
                 return Err(MigrationError::machine("resumed")(busy));
             }
             std::thread::sleep(Duration::from_millis(1));
         }
-        self.life.store(0, Ordering::SeqCst);
+        self.run_state.store(0, Ordering::SeqCst);
         Ok(())
     }
     fn daemon(&self) -> Option<&Daemon> {
@@ -185,12 +185,12 @@ impl Departing for StandIn {
     fn disks(&self) -> &[DiskContent] {
         &self.disks
     }
-    fn stay_in_doubt(&self) {
+    fn set_in_doubt(&self) {
         self.doubts.fetch_add(1, Ordering::SeqCst);
-        self.life.store(2, Ordering::SeqCst);
+        self.run_state.store(2, Ordering::SeqCst);
     }
-    fn stands(&self) -> bool {
-        self.life.load(Ordering::SeqCst) != 0
+    fn is_stopped(&self) -> bool {
+        self.run_state.load(Ordering::SeqCst) != 0
     }
 }
 
@@ -237,23 +237,23 @@ fn destination(
 ) -> There {
     let stop = Stop::default();
     let taken = Streams::over(ends, key, &stop)
-        .and_then(|streams| streams.take(ours, &to.memory(), &NoDevices, &stop));
-    let (mut landing, state) = match taken {
+        .and_then(|streams| streams.receive(ours, &to.memory(), &NoDevices, &stop));
+    let (mut incoming, state) = match taken {
         Ok(taken) => taken,
         Err(error) => return There::No(super::error::line(&error)),
     };
     assert_eq!(state, STATE);
     assert!(
-        landing.pause().is_some_and(|pause| pause.so_far() > Duration::ZERO),
+        incoming.blackout().is_some_and(|pause| pause.elapsed() > Duration::ZERO),
         "since when it stands still"
     );
     if let Err(reason) = restore {
-        landing.refuse(reason);
+        incoming.refuse(reason);
         return There::No(reason.to_owned());
     }
-    match landing.ready() {
+    match incoming.ready() {
         Ok(()) => {
-            let _ = landing.running();
+            let _ = incoming.running();
             There::Runs
         }
         Err(error) => There::No(super::error::line(&error)),
@@ -328,13 +328,13 @@ fn go(
 ) -> Outcome {
     let to = &ram(MIB);
     let (a, b, carried) = wires(streams, limit);
-    let watch = Watch::default();
-    let stop = watch.begin("there", None).unwrap();
+    let reporter = ProgressReporter::default();
+    let stop = reporter.begin("there", None).unwrap();
     let (here, there) = std::thread::scope(|scope| {
         let key = key_of(request);
-        let arriving = scope.spawn(move || destination(ours, to, b, key.as_ref(), restore));
-        let here = migrate(machine, a, request, &watch, &stop);
-        (here, arriving.join().unwrap())
+        let destination_thread = scope.spawn(move || destination(ours, to, b, key.as_ref(), restore));
+        let here = migrate(machine, a, request, &reporter, &stop);
+        (here, destination_thread.join().unwrap())
     });
     let logging = machine.logging.load(Ordering::SeqCst);
     assert!(logging == 0 || here.is_ok(), "nobody stopped the log");
@@ -344,15 +344,15 @@ fn go(
 /// Memory that changes in each round arrives as it was when the guest stopped, over one and over several streams. The guest runs there
 /// and nowhere else, and the timeline has the right figures.
 #[test]
-fn a_vm_moves_while_its_memory_changes() {
+fn a_vm_migrates_while_its_memory_changes() {
     for (streams, encrypted) in [(1, false), (3, false), (1, true), (3, true)] {
         let machine = StandIn::new(vec![(0..900).collect(), (5..700).collect(), vec![1, 2, 700], vec![0, 2]]);
         // 900 pages never fit 10 ms at the speed of the first round; three always do.
-        let asked = if encrypted { sealed(request(12, 60)) } else { request(12, 60) };
-        let outcome = go(&machine, &shape(), streams, u64::MAX, &asked, Ok(()));
+        let requested = if encrypted { sealed(request(12, 60)) } else { request(12, 60) };
+        let outcome = go(&machine, &shape(), streams, u64::MAX, &requested, Ok(()));
         let timeline = outcome.here.unwrap();
         assert_eq!(outcome.there, There::Runs);
-        assert!(outcome.same && machine.life.load(Ordering::SeqCst) == 1);
+        assert!(outcome.same && machine.run_state.load(Ordering::SeqCst) == 1);
         assert_eq!(timeline.streams, streams);
         let stopped: Vec<bool> = timeline.rounds.iter().map(|round| round.stopped).collect();
         assert_eq!(stopped.iter().filter(|stopped| **stopped).count(), 1);
@@ -368,10 +368,11 @@ fn a_vm_moves_while_its_memory_changes() {
 /// always the source. Nothing hangs or panics.
 #[test]
 fn wherever_the_streams_are_cut_at_most_one_side_runs_the_guest() {
-    for (streams, asked) in [(1, request(300, 60)), (2, request(300, 60)), (2, sealed(request(300, 60)))] {
+    for (streams, requested) in [(1, request(300, 60)), (2, request(300, 60)), (2, sealed(request(300, 60)))]
+    {
         let whole = {
             let machine = StandIn::new(vec![vec![3], vec![4]]);
-            let outcome = go(&machine, &shape(), streams, u64::MAX, &asked, Ok(()));
+            let outcome = go(&machine, &shape(), streams, u64::MAX, &requested, Ok(()));
             outcome.here.unwrap();
             outcome.carried
         };
@@ -380,19 +381,19 @@ fn wherever_the_streams_are_cut_at_most_one_side_runs_the_guest() {
         let cuts = (0..whole).filter(|cut| *cut < 200 || *cut + 260 > whole || cut % 397 == 0);
         for cut in cuts {
             let machine = StandIn::new(vec![vec![3], vec![4]]);
-            let outcome = go(&machine, &shape(), streams, cut, &asked, Ok(()));
-            let life = machine.life.load(Ordering::SeqCst);
+            let outcome = go(&machine, &shape(), streams, cut, &requested, Ok(()));
+            let run_state = machine.run_state.load(Ordering::SeqCst);
             match (outcome.here, outcome.there) {
                 (Ok(_), There::Runs) => {
-                    assert_eq!(life, 1);
+                    assert_eq!(run_state, 1);
                     runs += 1;
                 }
                 (Err(MigrationError::InDoubt(_)), there) => {
-                    assert_eq!(life, 2, "cut {cut}: {there:?}");
+                    assert_eq!(run_state, 2, "cut {cut}: {there:?}");
                     doubts += 1;
                 }
                 (Err(_), There::No(reason)) => {
-                    assert_eq!(life, 0, "cut {cut}");
+                    assert_eq!(run_state, 0, "cut {cut}");
                     assert!(!reason.is_empty());
                     stays += 1;
                 }
@@ -418,26 +419,26 @@ fn a_destination_refuses_with_a_sentence() {
     let outcome = go(&machine, &shape(), 2, u64::MAX, &request(300, 60), Err("Disk disk0 is in use"));
     let error = outcome.here.unwrap_err().to_string();
     assert_eq!(error, "The destination refuses the VM: Disk disk0 is in use");
-    assert_eq!((machine.stops.load(Ordering::SeqCst), machine.life.load(Ordering::SeqCst)), (1, 0));
+    assert_eq!((machine.stops.load(Ordering::SeqCst), machine.run_state.load(Ordering::SeqCst)), (1, 0));
     assert_eq!(outcome.there, There::No("Disk disk0 is in use".to_owned()));
 }
 
 /// A guest that writes faster than it is copied is throttled, and stays at the source when the time limit has passed. It was never
 /// stopped.
 #[test]
-fn a_guest_that_writes_too_fast_is_held_back_and_then_left() {
+fn a_guest_that_writes_too_fast_is_throttled_and_then_stays_at_the_source() {
     let machine = StandIn::new((0..100_000).map(|_| (0..1024).collect()).collect());
     let outcome = go(&machine, &shape(), 1, u64::MAX, &request(0, 1), Ok(()));
     let error = outcome.here.unwrap_err();
     assert!(matches!(error, MigrationError::NotConverging { seconds: 1, left: 1024, .. }), "{error}");
-    assert!(machine.held.load(Ordering::SeqCst) > 0);
+    assert!(machine.throttled_us.load(Ordering::SeqCst) > 0);
     assert_eq!(machine.stops.load(Ordering::SeqCst), 0);
     assert!(matches!(outcome.there, There::No(reason) if reason.contains("aborted the migration")));
 }
 
 /// Peers that write into the guest's memory faster than it is copied are throttled, step by step, until the migration converges.
 #[test]
-fn peers_that_write_too_fast_are_held_back_until_it_converges() {
+fn peers_that_write_too_fast_are_throttled_until_it_converges() {
     let mut machine = StandIn::new((0..100_000).map(|_| (0..1024).collect()).collect());
     machine.peers_write_below = 60;
     let outcome = go(&machine, &shape(), 1, u64::MAX, &request(0, 60), Ok(()));
@@ -451,45 +452,45 @@ fn peers_that_write_too_fast_are_held_back_until_it_converges() {
 fn a_cancel_ends_it_at_once() {
     let machine = StandIn::new((0..100_000).map(|_| (0..1024).collect()).collect());
     let (a, b, _) = wires(2, u64::MAX);
-    let (to, watch) = (ram(MIB), Watch::default());
-    let stop = watch.begin("there", None).unwrap();
+    let (to, reporter) = (ram(MIB), ProgressReporter::default());
+    let stop = reporter.begin("there", None).unwrap();
     std::thread::scope(|scope| {
         let ours = shape();
         let to = &to;
-        let arriving = scope.spawn(move || destination(&ours, to, b, None, Ok(())));
-        let moving = scope.spawn(|| migrate(&machine, a, &request(0, 0), &watch, &stop));
-        while watch.progress().is_some_and(|progress| progress.round < 2) {
+        let destination_thread = scope.spawn(move || destination(&ours, to, b, None, Ok(())));
+        let source_thread = scope.spawn(|| migrate(&machine, a, &request(0, 0), &reporter, &stop));
+        while reporter.progress().is_some_and(|progress| progress.round < 2) {
             std::thread::sleep(Duration::from_millis(1));
         }
-        watch.cancel().unwrap();
-        assert!(matches!(moving.join().unwrap(), Err(MigrationError::Cancelled)));
-        assert!(matches!(arriving.join().unwrap(), There::No(_)));
+        reporter.cancel().unwrap();
+        assert!(matches!(source_thread.join().unwrap(), Err(MigrationError::Cancelled)));
+        assert!(matches!(destination_thread.join().unwrap(), There::No(_)));
     });
-    assert_eq!(machine.life.load(Ordering::SeqCst), 0);
+    assert_eq!(machine.run_state.load(Ordering::SeqCst), 0);
 }
 
 /// A cancel while the destination has the disks and waits for the commit: the destination learns of it and unlocks the disks, and the
 /// source resumes the guest.
 #[test]
-fn a_cancel_at_the_last_moment_gives_the_disks_back() {
+fn a_cancel_before_the_commit_unlocks_the_disks() {
     let machine = StandIn::new(vec![]);
     let (a, b, _) = wires(2, u64::MAX);
-    let (to, watch) = (ram(MIB), Watch::default());
-    let stop = watch.begin("there", None).unwrap();
+    let (to, reporter) = (ram(MIB), ProgressReporter::default());
+    let stop = reporter.begin("there", None).unwrap();
     std::thread::scope(|scope| {
-        let arriving = scope.spawn(|| {
+        let destination_thread = scope.spawn(|| {
             let theirs = Stop::default();
             let streams = Streams::over(b, None, &theirs).unwrap();
-            let (mut landing, _) = streams.take(&shape(), &to.memory(), &NoDevices, &theirs).unwrap();
-            machine.held_there.store(true, Ordering::SeqCst);
-            watch.cancel().unwrap();
-            let answer = landing.ready();
-            machine.held_there.store(false, Ordering::SeqCst);
+            let (mut incoming, _) = streams.receive(&shape(), &to.memory(), &NoDevices, &theirs).unwrap();
+            machine.locked_there.store(true, Ordering::SeqCst);
+            reporter.cancel().unwrap();
+            let answer = incoming.ready();
+            machine.locked_there.store(false, Ordering::SeqCst);
             answer
         });
-        let here = migrate(&machine, a, &request(300, 60), &watch, &stop);
+        let here = migrate(&machine, a, &request(300, 60), &reporter, &stop);
         assert!(matches!(here, Err(MigrationError::Cancelled)), "{here:?}");
-        arriving.join().unwrap().unwrap_err();
+        destination_thread.join().unwrap().unwrap_err();
     });
-    assert_eq!(machine.life.load(Ordering::SeqCst), 0);
+    assert_eq!(machine.run_state.load(Ordering::SeqCst), 0);
 }

@@ -22,7 +22,7 @@ pub trait Connector: Send + Sync {
     fn target(&self) -> String;
 
     /// The incoming VM has arrived.
-    fn has_arrived(&self);
+    fn migration_committed(&self);
 }
 
 /// A server that listens on a fixed path.
@@ -42,7 +42,7 @@ impl Connector for SocketConnector {
         self.path.display().to_string()
     }
 
-    fn has_arrived(&self) {}
+    fn migration_committed(&self) {}
 }
 
 /// An RDMA NIC of the host daemon. The daemon creates its sockets on request, and again after a restart. The NIC's functions share this, so
@@ -106,7 +106,7 @@ impl Connector for NicConnector {
         format!("{}, NIC {} function {}", self.nic.host.display(), self.nic.request.name, self.function)
     }
 
-    fn has_arrived(&self) {
+    fn migration_committed(&self) {
         self.nic.incoming.store(false, Ordering::Release);
     }
 }

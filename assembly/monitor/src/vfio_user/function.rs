@@ -1,6 +1,6 @@
 //! The PCI function of a served device.
 
-mod moving;
+mod migration;
 
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
@@ -22,14 +22,14 @@ use vfio_user_protocol::doorbell_mode::DoorbellMode;
 
 use super::connector::Connector;
 use super::events::{self, VectorEvent, new_event};
-use super::link::{Gone, Link, MappedRange, Wired};
+use super::link::{DisconnectedServer, InterruptMode, Link, MappedRange};
 use super::registers::{Registers, Server};
 use super::shape::{Shape, ShapeError};
 use super::watcher::Watcher;
 use super::{VfioUserError, lock};
 use crate::vm::ThreadHook;
 
-pub use moving::Arriving;
+pub use migration::IncomingFunction;
 
 /// A range of guest RAM for servers.
 #[derive(Debug, Clone)]
@@ -89,7 +89,7 @@ struct Resources {
     /// Doorbell mode: trapped or mapped. Mapped for a device without it.
     mode: DoorbellMode,
     /// Because of an INTx interrupt, ranges are trapped until the guest has accessed the device.
-    held: bool,
+    trapped_for_intx: bool,
 }
 
 /// Counters for `causeway inspect`.
@@ -142,19 +142,19 @@ impl Inner {
     }
 
     /// Uses a new connection from now on. The device is in the state after a reset. The server gets the monitor's command register.
-    pub(super) fn adopt(&self, link: Link) -> Result<(), ClientError> {
+    pub(super) fn use_link(&self, link: Link) -> Result<(), ClientError> {
         let link = Arc::new(link);
         {
             let registers = lock(&self.registers);
             link.write(COMMAND, &registers.command().to_le_bytes());
-            self.wire(&link)?;
+            self.set_interrupt_mode(&link)?;
             let mut resources = lock(&self.resources);
             let mode = if self.shape.doorbell_mode { DoorbellMode::Trapped } else { DoorbellMode::Mapped };
             *resources = Resources {
                 ranges: link.ranges.clone(),
                 doorbells: link.doorbells.clone(),
                 mode,
-                held: false,
+                trapped_for_intx: false,
             };
             drop(resources);
             *lock(&self.link) = Some(Arc::clone(&link));
@@ -163,13 +163,13 @@ impl Inner {
         if self.shape.doorbell_mode {
             events::take(self.mode_event.as_fd());
             link.start_doorbell_mode(self.mode_event.as_fd())?;
-            self.follow_mode(&link)?;
+            self.apply_doorbell_mode(&link)?;
         }
         Ok(())
     }
 
     /// The connection is lost. Mappings stay: the memory exists, although no server uses it.
-    pub(super) fn lose(&self, link: &Arc<Link>) {
+    pub(super) fn disconnect(&self, link: &Arc<Link>) {
         link.client.close();
         let mut current = lock(&self.link);
         if current.as_ref().is_some_and(|current| Arc::ptr_eq(current, link)) {
@@ -181,14 +181,14 @@ impl Inner {
     }
 
     /// Sends the server eventfds for the kind of interrupts that the guest uses.
-    fn wire(&self, link: &Link) -> Result<(), ClientError> {
+    fn set_interrupt_mode(&self, link: &Link) -> Result<(), ClientError> {
         let msix = self.msix.as_ref().is_some_and(Msix::enabled);
         let wanted = match (msix, self.shape.pin) {
-            (true, _) => Wired::Msix,
-            (false, Some(_)) => Wired::Intx,
-            (false, None) => Wired::Nothing,
+            (true, _) => InterruptMode::Msix,
+            (false, Some(_)) => InterruptMode::Intx,
+            (false, None) => InterruptMode::None,
         };
-        link.wire(wanted, &self.vectors, self.intx_event.as_fd())?;
+        link.set_interrupt_mode(wanted, &self.vectors, self.intx_event.as_fd())?;
         if !msix {
             // An interrupt that came too late for the driver, which has disabled MSI-X.
             self.vectors.iter().for_each(VectorEvent::forget);
@@ -203,24 +203,25 @@ impl Inner {
     }
 
     /// The server has raised INTx. The line is asserted until the guest accesses the device.
-    pub(super) fn intx_raised(&self) {
+    pub(super) fn assert_intx(&self) {
         self.counters.intx.increment();
         // Accesses to mapped ranges don't exit, so they are trapped for now.
-        let held = {
+        let trap = {
             let mut resources = lock(&self.resources);
-            let changes =
-                !resources.held && resources.mode == DoorbellMode::Mapped && !resources.ranges.is_empty();
-            resources.held |= changes;
+            let changes = !resources.trapped_for_intx
+                && resources.mode == DoorbellMode::Mapped
+                && !resources.ranges.is_empty();
+            resources.trapped_for_intx |= changes;
             changes
         };
-        if held {
+        if trap {
             self.refresh();
         }
         self.set_intx(true);
     }
 
     /// The guest has accessed the device while INTx was asserted. If the device still needs service, the server raises INTx again.
-    fn intx_looked_at(&self, link: &Link) {
+    fn deassert_intx(&self, link: &Link) {
         if !self.intx.pending() {
             return;
         }
@@ -228,14 +229,14 @@ impl Inner {
         if link.unmask_intx().is_err() && !link.client.is_failed() {
             telemetry::guest_warn!(self.log, device = %self.name, "A vfio-user server can't unmask INTx");
         }
-        if std::mem::take(&mut lock(&self.resources).held) {
+        if std::mem::take(&mut lock(&self.resources).trapped_for_intx) {
             self.refresh();
         }
     }
 
     /// Changes to the doorbell mode that the server requests, and reports it to the server.
-    pub(super) fn follow_mode(&self, link: &Link) -> Result<(), ClientError> {
-        let wanted = link.wanted_mode()?;
+    pub(super) fn apply_doorbell_mode(&self, link: &Link) -> Result<(), ClientError> {
+        let wanted = link.read_requested_mode()?;
         let (reached, changed) = {
             let mut resources = lock(&self.resources);
             let changed = wanted.is_some_and(|wanted| wanted != resources.mode);
@@ -254,7 +255,7 @@ impl Inner {
     fn with_server<T>(&self, act: impl FnOnce(&dyn Server) -> T) -> T {
         match self.link() {
             Some(link) => act(link.as_ref()),
-            None => act(&Gone),
+            None => act(&DisconnectedServer),
         }
     }
 
@@ -308,8 +309,8 @@ impl VfioUserFunction {
         let OpenedFunction { name, connector, client, shape, mapped } = opened;
         let server =
             |source: ClientError| VfioUserError::Server { target: connector.target(), source: source.into() };
-        let given = if mapped { &[][..] } else { &ram };
-        let link = Link::new(client, &shape, given).map_err(server)?;
+        let unmapped_ram = if mapped { &[][..] } else { &ram };
+        let link = Link::new(client, &shape, unmapped_ram).map_err(server)?;
         let inner = Inner {
             name,
             shape,
@@ -327,7 +328,7 @@ impl VfioUserFunction {
             refresh: OnceLock::new(),
             connector,
         };
-        inner.adopt(link).map_err(|source| VfioUserError::Server {
+        inner.use_link(link).map_err(|source| VfioUserError::Server {
             target: inner.connector.target(),
             source: source.into(),
         })?;
@@ -409,14 +410,14 @@ impl PciFunction for VfioUserFunction {
         let enabled = inner.msix.as_ref().is_some_and(Msix::enabled);
         let effect = inner.with_server(|server| registers.write(&inner.shape, server, offset, data));
         let Some(msix) = &inner.msix else {
-            follow_intx(inner, &registers);
+            apply_intx(inner, &registers);
             return effect;
         };
         msix.follow(registers.config());
-        follow_intx(inner, &registers);
+        apply_intx(inner, &registers);
         if msix.enabled() != enabled
             && let Some(link) = inner.link()
-            && let Err(error) = inner.wire(&link)
+            && let Err(error) = inner.set_interrupt_mode(&link)
         {
             telemetry::guest_warn!(inner.log, device = %inner.name, %error, "A vfio-user server can't change its interrupts");
         }
@@ -447,7 +448,7 @@ impl PciFunction for VfioUserFunction {
                 telemetry::guest_warn!(inner.log, device = %inner.name, bar, offset, %error, "A BAR read was refused");
             }
         }
-        inner.intx_looked_at(&link);
+        inner.deassert_intx(&link);
     }
 
     fn bar_write(&self, bar: u8, offset: u64, data: &[u8]) {
@@ -471,7 +472,7 @@ impl PciFunction for VfioUserFunction {
         {
             telemetry::guest_warn!(inner.log, device = %inner.name, bar, offset, %error, "A BAR write was refused");
         }
-        inner.intx_looked_at(&link);
+        inner.deassert_intx(&link);
     }
 
     fn doorbells(&self) -> Vec<Doorbell> {
@@ -480,7 +481,7 @@ impl PciFunction for VfioUserFunction {
 
     fn mappings(&self) -> Vec<BarMapping> {
         let resources = lock(&self.inner.resources);
-        if resources.held || resources.mode == DoorbellMode::Trapped {
+        if resources.trapped_for_intx || resources.mode == DoorbellMode::Trapped {
             return Vec::new();
         }
         let mapping = |range: &MappedRange| BarMapping {
@@ -509,11 +510,11 @@ impl PciFunction for VfioUserFunction {
         }
         inner.set_intx(false);
         // The BARs are removed now, and return with the ranges that are valid then.
-        lock(&inner.resources).held = false;
-        follow_intx(inner, &registers);
+        lock(&inner.resources).trapped_for_intx = false;
+        apply_intx(inner, &registers);
         let result = match inner.link() {
             None => Ok(()),
-            Some(link) => link.client.reset().and_then(|()| inner.wire(&link)),
+            Some(link) => link.client.reset().and_then(|()| inner.set_interrupt_mode(&link)),
         };
         events::take(inner.intx_event.as_fd());
         inner.vectors.iter().for_each(VectorEvent::forget);
@@ -591,7 +592,7 @@ impl VfioUserFunction {
     }
 }
 
-fn follow_intx(inner: &Inner, registers: &Registers) {
+fn apply_intx(inner: &Inner, registers: &Registers) {
     if let Err(error) = inner.intx.follow(registers.config()) {
         telemetry::guest_warn!(inner.log, device = %inner.name, %error, "An INTx wire can't be driven");
     }

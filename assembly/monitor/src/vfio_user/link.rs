@@ -19,8 +19,8 @@ const PAGE: u64 = 4096;
 
 /// Kind of interrupts for which the server has eventfds. VFIO supports one kind at a time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Wired {
-    Nothing,
+pub(super) enum InterruptMode {
+    None,
     Intx,
     Msix,
 }
@@ -38,7 +38,7 @@ pub(super) struct Link {
     /// Ranges that may be mapped, without MSI-X pages.
     pub ranges: Vec<MappedRange>,
     pub doorbells: Vec<Doorbell>,
-    wired: Mutex<Wired>,
+    interrupt_mode: Mutex<InterruptMode>,
     log: GuestLog,
 }
 
@@ -73,35 +73,41 @@ impl Link {
         for range in ram {
             client.dma_map(range.file.as_fd(), range.offset, range.address, range.size, true)?;
         }
-        Ok(Self { client, ranges, doorbells, wired: Mutex::new(Wired::Nothing), log: GuestLog::new() })
+        Ok(Self {
+            client,
+            ranges,
+            doorbells,
+            interrupt_mode: Mutex::new(InterruptMode::None),
+            log: GuestLog::new(),
+        })
     }
 
     /// Sends the server eventfds for one kind of interrupts, and removes those of the other kind.
-    pub(super) fn wire(
+    pub(super) fn set_interrupt_mode(
         &self,
-        wanted: Wired,
+        wanted: InterruptMode,
         vectors: &[VectorEvent],
         intx: BorrowedFd<'_>,
     ) -> Result<(), ClientError> {
-        let mut wired = lock(&self.wired);
-        if *wired == wanted {
+        let mut interrupt_mode = lock(&self.interrupt_mode);
+        if *interrupt_mode == wanted {
             return Ok(());
         }
-        match *wired {
-            Wired::Nothing => {}
-            Wired::Intx => self.client.disable_interrupts(INTERRUPT_INTX)?,
-            Wired::Msix => self.client.disable_interrupts(INTERRUPT_MSIX)?,
+        match *interrupt_mode {
+            InterruptMode::None => {}
+            InterruptMode::Intx => self.client.disable_interrupts(INTERRUPT_INTX)?,
+            InterruptMode::Msix => self.client.disable_interrupts(INTERRUPT_MSIX)?,
         }
-        *wired = Wired::Nothing;
+        *interrupt_mode = InterruptMode::None;
         match wanted {
-            Wired::Nothing => {}
-            Wired::Intx => self.client.set_eventfds(INTERRUPT_INTX, 0, &[Some(intx)])?,
-            Wired::Msix => {
+            InterruptMode::None => {}
+            InterruptMode::Intx => self.client.set_eventfds(INTERRUPT_INTX, 0, &[Some(intx)])?,
+            InterruptMode::Msix => {
                 let fds: Vec<_> = vectors.iter().map(VectorEvent::fd).collect();
                 self.client.set_eventfds(INTERRUPT_MSIX, 0, &fds)?;
             }
         }
-        *wired = wanted;
+        *interrupt_mode = wanted;
         Ok(())
     }
 
@@ -112,7 +118,7 @@ impl Link {
     }
 
     /// The mode that the server requests; `None` if the value is invalid.
-    pub(super) fn wanted_mode(&self) -> Result<Option<DoorbellMode>, ClientError> {
+    pub(super) fn read_requested_mode(&self) -> Result<Option<DoorbellMode>, ClientError> {
         let mut wanted = [0; 4];
         self.client.region_read(doorbell_mode::REGION, doorbell_mode::WANTED_OFFSET, &mut wanted)?;
         Ok(DoorbellMode::from_register(u32::from_le_bytes(wanted)))
@@ -143,9 +149,9 @@ impl Server for Link {
 }
 
 /// Stands in for a lost connection: reads return the power-on state, and writes are dropped.
-pub(super) struct Gone;
+pub(super) struct DisconnectedServer;
 
-impl Server for Gone {
+impl Server for DisconnectedServer {
     fn read(&self, _: u16, _: &mut [u8]) -> bool {
         false
     }

@@ -41,7 +41,7 @@ mod tests;
 mod watcher;
 
 pub use connector::{Connector, Nic, NicConnector, SocketConnector};
-pub use function::{Arriving, DmaRange, OpenedFunction, VfioUserFunction};
+pub use function::{DmaRange, IncomingFunction, OpenedFunction, VfioUserFunction};
 
 /// System calls of a device access, for vCPU threads and for threads that reset, pause or inspect a VM. They send a message to the
 /// server, receive its reply, and check a server's file before a part of it is mapped.

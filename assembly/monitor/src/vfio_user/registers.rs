@@ -135,11 +135,11 @@ fn link(shape: &Shape, at: u16) -> Option<u8> {
 
 /// Ranges of capabilities that the guest doesn't see: up to the next capability, or the length of the longest MSI capability.
 fn hidden(shape: &Shape) -> impl Iterator<Item = Range<u16>> + '_ {
-    const LONGEST_MSI: u16 = 24;
+    const MAX_MSI_CAPABILITY_BYTES: u16 = 24;
     let all = || shape.capabilities.iter().chain(&shape.hidden);
     shape.hidden.iter().map(move |at| {
         let start = u16::from(*at);
         let next = all().map(|other| u16::from(*other)).filter(|other| *other > start).min();
-        start..next.unwrap_or(u16::MAX).min(start + LONGEST_MSI)
+        start..next.unwrap_or(u16::MAX).min(start + MAX_MSI_CAPABILITY_BYTES)
     })
 }

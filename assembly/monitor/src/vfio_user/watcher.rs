@@ -18,7 +18,7 @@ use crate::vm::ThreadHook;
 
 /// First back-off before reconnecting. It doubles with each attempt.
 const FIRST_BACKOFF: Duration = Duration::from_millis(50);
-const LONGEST_BACKOFF: Duration = Duration::from_secs(2);
+const MAX_BACKOFF: Duration = Duration::from_secs(2);
 
 /// The function's thread. Dropping this ends it.
 pub(super) struct Watcher {
@@ -58,7 +58,7 @@ impl Drop for Watcher {
 }
 
 /// Why the thread woke.
-struct Woken {
+struct WakeCause {
     stop: bool,
     hung_up: bool,
     mode: bool,
@@ -90,11 +90,11 @@ fn run(inner: &Inner, stop: BorrowedFd<'_>) {
             }
         }
         if woken.intx {
-            inner.intx_raised();
+            inner.assert_intx();
         }
         match link {
             Some(link) => {
-                let result = if woken.mode { inner.follow_mode(&link) } else { Ok(()) };
+                let result = if woken.mode { inner.apply_doorbell_mode(&link) } else { Ok(()) };
                 if let Err(error) = &result
                     && !error.is_lost()
                 {
@@ -106,7 +106,7 @@ fn run(inner: &Inner, stop: BorrowedFd<'_>) {
                         server = %inner.connector.target(),
                         "The server of a device has gone; the device fails until it is back"
                     );
-                    inner.lose(&link);
+                    inner.disconnect(&link);
                     backoff = FIRST_BACKOFF;
                 }
             }
@@ -130,7 +130,7 @@ fn run(inner: &Inner, stop: BorrowedFd<'_>) {
                             "The server of a device isn't back yet"
                         );
                     }
-                    backoff = (backoff * 2).min(LONGEST_BACKOFF);
+                    backoff = (backoff * 2).min(MAX_BACKOFF);
                 }
             },
         }
@@ -142,7 +142,7 @@ fn wait(
     link: Option<&Link>,
     stop: BorrowedFd<'_>,
     timeout: Option<Duration>,
-) -> io::Result<Woken> {
+) -> io::Result<WakeCause> {
     let mut fds = vec![
         PollFd::from_borrowed_fd(stop, PollFlags::IN),
         PollFd::from_borrowed_fd(inner.mode_event.as_fd(), PollFlags::IN),
@@ -171,7 +171,7 @@ fn wait(
     }
     let ready = |at: usize| fds.get(at).is_some_and(|fd| !fd.revents().is_empty());
     let hung_up = ready(own);
-    Ok(Woken {
+    Ok(WakeCause {
         stop: ready(0),
         hung_up,
         mode: ready(1) && take(inner.mode_event.as_fd()),
@@ -195,5 +195,5 @@ fn reconnect(inner: &Inner) -> Result<(), VfioUserError> {
     }
     let server = |source: ClientError| VfioUserError::Server { target: target(), source: source.into() };
     let link = Link::new(Arc::new(client), &inner.shape, &inner.ram).map_err(server)?;
-    inner.adopt(link).map_err(server)
+    inner.use_link(link).map_err(server)
 }

@@ -16,7 +16,7 @@ use super::{metrics, vcpus};
 use crate::api::{ControlError, VmControl};
 use crate::description::Guest;
 use crate::migration::postcopy::fetching::Fetching;
-use crate::migration::progress::Watch;
+use crate::migration::progress::ProgressReporter;
 use crate::nic::{ChangeError, NicHandle};
 use crate::sandbox::Report;
 
@@ -24,7 +24,7 @@ use crate::sandbox::Report;
 pub struct Control {
     machine: Arc<Machine>,
     sandbox: Report,
-    migration: Arc<Watch>,
+    migration: Arc<ProgressReporter>,
     fetching: Option<Fetching>,
 }
 
@@ -33,7 +33,7 @@ impl Control {
     pub fn new(
         machine: Arc<Machine>,
         sandbox: Report,
-        migration: Arc<Watch>,
+        migration: Arc<ProgressReporter>,
         fetching: Option<Fetching>,
     ) -> Self {
         Self { machine, sandbox, migration, fetching }

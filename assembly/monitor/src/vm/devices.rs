@@ -24,7 +24,7 @@ use crate::description::{self, DiskFormat, NetBackend, VmDescription};
 use crate::migration::shape::ShapeDevice;
 use crate::neighbour::{OpenedNeighbour, OpenedNetwork, RunningNetwork};
 use crate::nic::{NicHandle, OpenedNic};
-use crate::vfio_user::{Arriving, VfioUserFunction};
+use crate::vfio_user::{IncomingFunction, VfioUserFunction};
 
 pub use self::plug::MachineParts;
 
@@ -133,8 +133,8 @@ impl OpenedDevices {
     }
 
     /// Receivers for the state of served devices of an incoming VM.
-    pub fn arriving(&mut self, ram: &GuestRam) -> Result<Vec<Arriving>, Error> {
-        served::arriving(&mut self.served, ram)
+    pub fn connect_incoming(&mut self, ram: &GuestRam) -> Result<Vec<IncomingFunction>, Error> {
+        served::connect_incoming(&mut self.served, ram)
     }
 
     /// The neighbour registry's data, if the VM has a neighbourhood.

@@ -82,7 +82,7 @@ pub enum Error {
     NotNow(control_api::types::VmState),
     /// The incoming migration failed.
     #[error("The VM did not come here; start this monitor again to try it once more")]
-    NotArrived(#[source] crate::migration::MigrationError),
+    IncomingFailed(#[source] crate::migration::MigrationError),
     /// The VM was lost during its migration.
     #[error("The VM is lost")]
     Lost(#[source] crate::migration::MigrationError),

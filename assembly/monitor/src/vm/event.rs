@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use machine::vcpu::VcpuEvent;
 use platform_devices::{MachineEvent, ResetCause};
 
-use super::incoming::Arrived;
+use super::incoming::ReceivedVm;
 use crate::migration::MigrationError;
 use crate::migration::state::GuestRequest;
 
@@ -33,7 +33,7 @@ pub enum Event {
     /// The VM was lost during its migration.
     Lost(MigrationError),
     /// An incoming VM's memory and state have been received, or the migration failed.
-    Arrived(Box<Result<Arrived, MigrationError>>),
+    Received(Box<Result<ReceivedVm, MigrationError>>),
     /// A signal requests the VM's end.
     Signal(i32),
 }
@@ -59,17 +59,17 @@ impl Event {
 #[derive(Debug, Clone)]
 pub struct Events {
     sender: Sender<Event>,
-    asked: Arc<Mutex<Option<GuestRequest>>>,
+    pending: Arc<Mutex<Option<GuestRequest>>>,
 }
 
 impl Events {
     /// Sends through `sender`.
     pub fn new(sender: Sender<Event>) -> Self {
-        Self { sender, asked: Arc::default() }
+        Self { sender, pending: Arc::default() }
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<GuestRequest>> {
-        self.asked.lock().unwrap_or_else(PoisonError::into_inner)
+        self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Sends an event. Drops it when the VM is ending already.
@@ -80,25 +80,25 @@ impl Events {
         }
     }
 
-    /// Records a request that the guest made on its source host. [`Events::say_again`] sends its event.
+    /// Records a request that the guest made on its source host. [`Events::resend_request`] sends its event.
     pub fn remember(&self, request: Option<GuestRequest>) {
-        let mut asked = self.lock();
-        *asked = request.max(*asked);
+        let mut pending = self.lock();
+        *pending = request.max(*pending);
     }
 
     /// The request that was recorded and not yet executed.
-    pub fn asked(&self) -> Option<GuestRequest> {
+    pub fn pending_request(&self) -> Option<GuestRequest> {
         *self.lock()
     }
 
     /// Clears the request: the guest that made it was reset.
-    pub fn carried_out(&self) {
+    pub fn clear_request(&self) {
         *self.lock() = None;
     }
 
     /// Sends the event of a recorded request again. Returns whether there was one.
-    pub fn say_again(&self) -> bool {
-        let event = match self.asked() {
+    pub fn resend_request(&self) -> bool {
+        let event = match self.pending_request() {
             None => return false,
             Some(GuestRequest::PowerOff) => MachineEvent::PowerOff,
             Some(GuestRequest::Reset) => MachineEvent::Reset(ResetCause::Acpi),
@@ -114,20 +114,20 @@ mod tests {
 
     /// A request stays recorded until it is executed, also when its event was received. A reset doesn't replace a power-off.
     #[test]
-    fn what_a_guest_asks_for_is_remembered_until_it_is_carried_out() {
+    fn a_guests_request_stays_recorded_until_it_is_executed() {
         let (sender, receiver) = std::sync::mpsc::channel();
         let events = Events::new(sender);
         events.send(Event::Stop);
-        assert!(events.asked().is_none() && !events.say_again());
+        assert!(events.pending_request().is_none() && !events.resend_request());
         events.send(Event::Vcpu(VcpuEvent::Shutdown { vcpu: 0, rip: None }));
         assert_eq!(receiver.try_iter().count(), 2);
-        assert_eq!(events.clone().asked(), Some(GuestRequest::Reset));
-        assert!(events.say_again());
+        assert_eq!(events.clone().pending_request(), Some(GuestRequest::Reset));
+        assert!(events.resend_request());
         assert!(matches!(receiver.try_recv(), Ok(Event::Machine(MachineEvent::Reset(_)))));
         events.remember(Some(GuestRequest::PowerOff));
         events.send(Event::Reset { forced: false });
-        assert_eq!(events.asked(), Some(GuestRequest::PowerOff));
-        events.carried_out();
-        assert_eq!(events.asked(), None);
+        assert_eq!(events.pending_request(), Some(GuestRequest::PowerOff));
+        events.clear_request();
+        assert_eq!(events.pending_request(), None);
     }
 }

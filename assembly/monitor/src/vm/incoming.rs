@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! main thread   assembles the chassis, waits for events    restores, sends Ready, receives Go, runs, sends Running
-//! incoming      accepts the streams, fills RAM ──Arrived──▶
+//! incoming      accepts the streams, fills RAM ──Received─▶
 //! api           serves the waiting VM: progress, stop      from then on serves the machine
 //! ```
 
@@ -29,27 +29,27 @@ use super::machine::{Chassis, Machine};
 use crate::api::{ControlError, VmControl};
 use crate::description::{HugePages, VmDescription};
 use crate::migration::connection::Stop;
-use crate::migration::destination::{Devices, Landing, gather};
+use crate::migration::daemon::{Daemon, DecisionWait, MigrationOutcome};
+use crate::migration::destination::{DestinationDevices, IncomingMigration, accept_streams};
 use crate::migration::error::{MigrationError, line};
-use crate::migration::postcopy::departing::DAEMON;
-use crate::migration::postcopy::fetching::{Fetching, Rest};
+use crate::migration::postcopy::fetching::{Fetching, RemainingPages};
 use crate::migration::postcopy::presence::{Presence, PresenceError};
-use crate::migration::served::{Daemon, Verdict, Waits};
+use crate::migration::postcopy::source::DAEMON_TOO_OLD;
 use crate::migration::shape::{self, Shape};
 use crate::migration::state::SavedMachine;
 use crate::sandbox::{Sandbox, ThreadFilter};
-use crate::vfio_user::Arriving;
+use crate::vfio_user::IncomingFunction;
 
 /// A VM whose memory and state were received, and whose source waits for the outcome.
-pub struct Arrived {
-    landing: Landing,
+pub struct ReceivedVm {
+    incoming: IncomingMigration,
     saved: SavedMachine,
     devices: ServedDevices,
     /// The post-copy, if pages are not present yet.
     fetching: Option<Fetching>,
 }
 
-impl std::fmt::Debug for Arrived {
+impl std::fmt::Debug for ReceivedVm {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         formatter.debug_struct("Arrived").field("vcpus", &self.saved.vcpus.len()).finish_non_exhaustive()
     }
@@ -66,7 +66,7 @@ pub struct Incoming {
 
 /// The socket for connections from sources.
 #[derive(Debug)]
-pub struct Listening {
+pub struct MigrationListener {
     listener: TcpListener,
     key: Option<ClusterKey>,
     /// Registration with the cluster service; dropping it ends it.
@@ -74,11 +74,11 @@ pub struct Listening {
 }
 
 /// Listens for a source. To be called before the sandbox is entered.
-pub fn listen(description: &VmDescription, incoming: Incoming) -> Result<Listening, Error> {
+pub fn listen(description: &VmDescription, incoming: Incoming) -> Result<MigrationListener, Error> {
     let Incoming { address, key } = incoming;
     let failed = MigrationError::stream("listened for, at the address of --incoming");
-    if let Some(reasons) = shape::immovable(description) {
-        return Err(Error::NotArrived(MigrationError::Immovable(reasons)));
+    if let Some(reasons) = shape::migration_blockers(description) {
+        return Err(Error::IncomingFailed(MigrationError::Blocked(reasons)));
     }
     let listener = TcpListener::bind(address).and_then(|listener| {
         // Accepted streams inherit it: answers during the blackout must not wait for more data.
@@ -86,10 +86,10 @@ pub fn listen(description: &VmDescription, incoming: Incoming) -> Result<Listeni
         listener.set_nonblocking(true)?;
         Ok(listener)
     });
-    let listener = listener.map_err(failed).map_err(Error::NotArrived)?;
+    let listener = listener.map_err(failed).map_err(Error::IncomingFailed)?;
     tracing::info!(%address, encrypted = key.is_some(), "Waiting for a VM");
     let _announced = announce(description, address);
-    Ok(Listening { listener, key, _announced })
+    Ok(MigrationListener { listener, key, _announced })
 }
 
 /// Registers the listening address with the cluster service, through the daemon of the VM's RDMA NICs or the host's default one. Then
@@ -120,16 +120,16 @@ fn announce(description: &VmDescription, address: SocketAddr) -> Option<Awaiting
 
 /// Served devices of the incoming VM.
 pub struct ServedDevices {
-    functions: Vec<Arriving>,
+    functions: Vec<IncomingFunction>,
     daemon: Option<Daemon>,
     /// Whether the first part of their state has been received.
-    begun: Mutex<bool>,
-    late: LateMemory,
+    receiving: Mutex<bool>,
+    postcopy: PostCopyMemory,
     disks: Vec<DiskContent>,
 }
 
 /// State that a post-copy needs.
-pub struct LateMemory {
+pub struct PostCopyMemory {
     /// Opened while the process had its privileges.
     uffd: Mutex<Result<Userfault, UserfaultError>>,
     regions: Vec<RamRegion>,
@@ -138,7 +138,7 @@ pub struct LateMemory {
     presence: Mutex<Option<Result<Presence, PresenceError>>>,
 }
 
-impl LateMemory {
+impl PostCopyMemory {
     /// For the RAM of the incoming VM.
     pub fn new(uffd: Result<Userfault, UserfaultError>, chassis: &Chassis) -> Self {
         let pages = chassis.description().memory.hugepages;
@@ -180,7 +180,12 @@ impl LateMemory {
     }
 
     /// Starts the post-copy: pages are fetched while the guest runs.
-    fn begin(&self, rest: Rest, functions: &[Arriving], from: String) -> Result<Fetching, MigrationError> {
+    fn begin(
+        &self,
+        rest: RemainingPages,
+        functions: &[IncomingFunction],
+        from: String,
+    ) -> Result<Fetching, MigrationError> {
         let gone = UserfaultError::Open(std::io::Error::other("it is in use"));
         let uffd = std::mem::replace(&mut *self.lock(), Err(gone))
             .map_err(|error| MigrationError::NoPostcopy(line(&error)))?;
@@ -193,23 +198,23 @@ impl LateMemory {
         if let Some(presence) = &presence {
             presence.fill(rest.missing.sets());
             for function in functions {
-                presence.tell(|ranges, bitmap, wishes, arrivals| {
-                    match function.late_memory(ranges, bitmap, wishes, arrivals) {
+                presence.share(|ranges, bitmap, requests, arrivals| {
+                    match function.set_postcopy_memory(ranges, bitmap, requests, arrivals) {
                         Ok(true) => Ok(()),
-                        Ok(false) => Err(MigrationError::NoPostcopy(DAEMON.to_owned())),
+                        Ok(false) => Err(MigrationError::NoPostcopy(DAEMON_TOO_OLD.to_owned())),
                         Err(error) => Err(server(function.name())(error)),
                     }
                 })?;
             }
         }
-        let on_lost = move |left, given, source: MigrationError| {
+        let on_lost = move |left, committed, source: MigrationError| {
             // Threads of this process, devices' threads included, block inside the kernel for pages that can't be fetched any more. Only
             // the process's end stops them: without the pages they would read other contents than the guest's.
             let source = Box::new(source);
-            let error = if given {
+            let error = if committed {
                 Error::Lost(MigrationError::LostSource { from: from.clone(), left, source })
             } else {
-                Error::NotArrived(*source)
+                Error::IncomingFailed(*source)
             };
             tracing::error!(error = line(&error), "The VM ends");
             std::process::exit(LOST_EXIT_CODE);
@@ -224,12 +229,12 @@ const LOST_EXIT_CODE: i32 = 1;
 impl ServedDevices {
     /// For a machine that waits for its VM.
     pub fn new(
-        functions: Vec<Arriving>,
+        functions: Vec<IncomingFunction>,
         disks: Vec<DiskContent>,
         daemon: Option<Daemon>,
-        late: LateMemory,
+        postcopy: PostCopyMemory,
     ) -> Self {
-        Self { functions, daemon, begun: Mutex::default(), late, disks }
+        Self { functions, daemon, receiving: Mutex::default(), postcopy, disks }
     }
 }
 
@@ -237,14 +242,14 @@ fn server(name: &str) -> impl FnOnce(ClientError) -> MigrationError {
     move |source| MigrationError::Device { name: name.to_owned(), source: Box::new(source) }
 }
 
-impl Devices for ServedDevices {
+impl DestinationDevices for ServedDevices {
     fn host(&self) -> Result<Option<String>, MigrationError> {
         self.daemon.as_ref().map(Daemon::host).transpose()
     }
 
-    fn take(&self, number: u32, data: &[u8]) -> Result<(), MigrationError> {
-        let mut begun = self.begun.lock().unwrap_or_else(PoisonError::into_inner);
-        if !std::mem::replace(&mut *begun, true) {
+    fn receive_state(&self, number: u32, data: &[u8]) -> Result<(), MigrationError> {
+        let mut receiving = self.receiving.lock().unwrap_or_else(PoisonError::into_inner);
+        if !std::mem::replace(&mut *receiving, true) {
             // By now the daemon knows which VM migrates here.
             for function in &self.functions {
                 function.begin().map_err(server(function.name()))?;
@@ -254,16 +259,16 @@ impl Devices for ServedDevices {
         let function = function.ok_or_else(|| {
             MigrationError::Protocol(format!("state of a device {number}, which isn't here"))
         })?;
-        function.take(data).map_err(server(function.name()))
+        function.write_state(data).map_err(server(function.name()))
     }
 
     fn post_copy(&self) -> Result<(), MigrationError> {
         for function in &self.functions {
-            if !function.can_be_late().map_err(server(function.name()))? {
-                return Err(MigrationError::NoPostcopy(DAEMON.to_owned()));
+            if !function.supports_postcopy().map_err(server(function.name()))? {
+                return Err(MigrationError::NoPostcopy(DAEMON_TOO_OLD.to_owned()));
             }
         }
-        self.late.prepare()
+        self.postcopy.prepare()
     }
 
     fn disks(&self) -> &[DiskContent] {
@@ -271,9 +276,9 @@ impl Devices for ServedDevices {
     }
 }
 
-/// Receives a VM on a thread of its own, which sends [`Event::Arrived`] to the main thread.
+/// Receives a VM on a thread of its own, which sends [`Event::Received`] to the main thread.
 pub fn await_vm(
-    source: Listening,
+    source: MigrationListener,
     shape: Shape,
     memory: GuestMemorySpace,
     devices: ServedDevices,
@@ -283,36 +288,36 @@ pub fn await_vm(
 ) -> Result<(), Error> {
     let spawned = std::thread::Builder::new().name("incoming".to_owned()).spawn(move || {
         filter.apply_or_end();
-        let arrived = arrive(&source, &shape, &memory, devices, &stop);
-        events.send(Event::Arrived(Box::new(arrived)));
+        let received = receive(&source, &shape, &memory, devices, &stop);
+        events.send(Event::Received(Box::new(received)));
     });
     spawned.map(drop).map_err(|source| Error::Monitor { what: "start the thread that takes a VM in", source })
 }
 
-fn arrive(
-    source: &Listening,
+fn receive(
+    source: &MigrationListener,
     shape: &Shape,
     memory: &GuestMemorySpace,
     devices: ServedDevices,
     stop: &Stop,
-) -> Result<Arrived, MigrationError> {
-    let streams = gather(&source.listener, source.key.as_ref(), stop)?;
-    let (mut landing, state) = streams.take(shape, memory, &devices, stop)?;
+) -> Result<ReceivedVm, MigrationError> {
+    let streams = accept_streams(&source.listener, source.key.as_ref(), stop)?;
+    let (mut incoming, state) = streams.receive(shape, memory, &devices, stop)?;
     match SavedMachine::decode(&state) {
         Ok(saved) => {
-            let from = landing.from().to_owned();
-            let fetching = landing
-                .take_rest()
-                .map(|rest| devices.late.begin(rest, &devices.functions, from))
+            let from = incoming.source_address().to_owned();
+            let fetching = incoming
+                .take_remaining()
+                .map(|rest| devices.postcopy.begin(rest, &devices.functions, from))
                 .transpose();
-            let fetching = fetching.inspect_err(|error| landing.refuse(&line(error)))?;
+            let fetching = fetching.inspect_err(|error| incoming.refuse(&line(error)))?;
             if fetching.is_none() {
-                devices.late.not_needed();
+                devices.postcopy.not_needed();
             }
-            Ok(Arrived { landing, saved, devices, fetching })
+            Ok(ReceivedVm { incoming, saved, devices, fetching })
         }
         Err(reason) => {
-            landing.refuse(&reason);
+            incoming.refuse(&reason);
             Err(MigrationError::Protocol(format!("state that can't be used: {reason}")))
         }
     }
@@ -325,34 +330,34 @@ fn arrive(
 /// has the reason why there is no decision yet.
 ///
 /// In a post-copy also returns the fetching, which the caller ends with the VM.
-pub fn land(
+pub fn restore_and_run(
     chassis: Chassis,
-    arrived: Arrived,
+    received: ReceivedVm,
     sandbox: &Sandbox,
     events: &mpsc::Receiver<Event>,
     doubt: &Doubt,
 ) -> Result<(Arc<Machine>, Option<Fetching>), Error> {
     let began = Instant::now();
-    let Arrived { mut landing, saved, devices, fetching } = arrived;
+    let ReceivedVm { mut incoming, saved, devices, fetching } = received;
     let running = saved.running;
-    let machine = match chassis.restore(sandbox, saved, landing.pause()) {
+    let machine = match chassis.restore(sandbox, saved, incoming.blackout()) {
         Ok(machine) => Arc::new(machine),
         Err(error) => {
             fetching.iter().for_each(Fetching::abandon);
-            landing.refuse(&line(&error));
+            incoming.refuse(&line(&error));
             return Err(error);
         }
     };
     let restored = began.elapsed();
-    let decided = match &devices.daemon {
-        None => landing.ready(),
-        Some(daemon) => decide(&mut landing, &devices, daemon, events, doubt),
+    let outcome = match &devices.daemon {
+        None => incoming.ready(),
+        Some(daemon) => vote(&mut incoming, &devices, daemon, events, doubt),
     };
-    if let Err(error) = decided {
+    if let Err(error) = outcome {
         fetching.iter().for_each(Fetching::abandon);
         // No vCPU ran. Ending the machine empties the buses, so that all devices are dropped.
         machine.end()?;
-        return Err(Error::NotArrived(error));
+        return Err(Error::IncomingFailed(error));
     }
     // The migration is committed: the guest runs here, whether or not the source learns of it.
     if let Some(fetching) = &fetching {
@@ -360,13 +365,13 @@ pub fn land(
     }
     for function in &machine.devices.served {
         function.set_device_state(DeviceState::Running)?;
-        function.has_arrived();
+        function.migration_committed();
     }
     machine.devices.disks.iter().for_each(DiskContent::in_use);
     if running {
         machine.resume()?;
     }
-    if let Err(error) = landing.running() {
+    if let Err(error) = incoming.running() {
         tracing::warn!(error = line(&error), "The source could not be notified that its VM runs here");
     }
     for function in &machine.devices.virtio {
@@ -381,8 +386,8 @@ pub fn land(
 }
 
 /// Everything was received: votes, and waits for the coordinator's decision. The vote can't be revoked.
-fn decide(
-    landing: &mut Landing,
+fn vote(
+    incoming: &mut IncomingMigration,
     devices: &ServedDevices,
     daemon: &Daemon,
     events: &mpsc::Receiver<Event>,
@@ -392,21 +397,21 @@ fn decide(
         .functions
         .iter()
         .try_for_each(|function| function.end().map_err(server(function.name())))
-        .and_then(|()| daemon.look());
+        .and_then(|()| daemon.register());
     if let Err(error) = ended {
-        landing.refuse(&line(&error));
+        incoming.refuse(&line(&error));
         return Err(error);
     }
     // The source may have voted before its connection was lost.
-    if let Err(error) = landing.restored() {
+    if let Err(error) = incoming.restored() {
         tracing::warn!(error = line(&error), "The source could not be notified that its VM was received");
     }
-    let doubtful = |reason: &str| doubt.set(reason);
-    let waits = Waits { doubtful: &doubtful, is_over: &|| is_ended(events) };
-    match daemon.arrived(&waits)? {
-        Verdict::RunsHere => Ok(()),
-        Verdict::GivenUp(reason) => Err(MigrationError::GivenUp(reason)),
-        Verdict::RunsThere => Err(MigrationError::GivenUp("it runs on another host".to_owned())),
+    let on_doubt = |reason: &str| doubt.set(reason);
+    let wait = DecisionWait { on_doubt: &on_doubt, is_over: &|| is_ended(events) };
+    match daemon.vote(&wait)? {
+        MigrationOutcome::RunsHere => Ok(()),
+        MigrationOutcome::Aborted(reason) => Err(MigrationError::Aborted(reason)),
+        MigrationOutcome::RunsThere => Err(MigrationError::Aborted("it runs on another host".to_owned())),
     }
 }
 
@@ -425,11 +430,11 @@ impl Doubt {
 }
 
 /// The control API's view of the VM, before and after the switchover.
-pub struct Switch(Mutex<Arc<dyn VmControl>>);
+pub struct SwitchableControl(Mutex<Arc<dyn VmControl>>);
 
-impl Switch {
+impl SwitchableControl {
     /// Starts with the view of the waiting VM.
-    pub fn new(waiting: Waiting) -> Self {
+    pub fn new(waiting: WaitingControl) -> Self {
         Self(Mutex::new(Arc::new(waiting)))
     }
 
@@ -443,7 +448,7 @@ impl Switch {
     }
 }
 
-impl VmControl for Switch {
+impl VmControl for SwitchableControl {
     fn summary(&self) -> VmSummary {
         self.now().summary()
     }
@@ -480,7 +485,7 @@ impl VmControl for Switch {
 }
 
 /// The view of a VM that hasn't been restored yet.
-pub struct Waiting {
+pub struct WaitingControl {
     summary: VmSummary,
     description: VmDescription,
     started: Instant,
@@ -488,7 +493,7 @@ pub struct Waiting {
     doubt: Arc<Doubt>,
 }
 
-impl Waiting {
+impl WaitingControl {
     /// For the waiting chassis.
     pub fn new(
         chassis: &Chassis,
@@ -513,12 +518,12 @@ impl Waiting {
         Self { summary, description, started, events, doubt }
     }
 
-    fn not_here(what: &'static str) -> ControlError {
+    fn not_received(what: &'static str) -> ControlError {
         ControlError::WrongState { state: VmState::Incoming, what }
     }
 }
 
-impl VmControl for Waiting {
+impl VmControl for WaitingControl {
     fn summary(&self) -> VmSummary {
         // A VM in doubt has been received completely, and the decision isn't known.
         let state = if self.doubt.get().is_some() { VmState::InDoubt } else { VmState::Incoming };
@@ -528,22 +533,22 @@ impl VmControl for Waiting {
         json!({ "summary": self.summary(), "description": self.description, "doubt": self.doubt.get() })
     }
     fn pause(&self) -> Result<(), ControlError> {
-        Err(Self::not_here("be paused"))
+        Err(Self::not_received("be paused"))
     }
     fn resume(&self, _forced: bool) -> Result<(), ControlError> {
-        Err(Self::not_here("be resumed"))
+        Err(Self::not_received("be resumed"))
     }
     fn change_nic(&self, _nic: &str, _behind: NicBehind) -> Result<(), ControlError> {
-        Err(Self::not_here("change its NICs"))
+        Err(Self::not_received("change its NICs"))
     }
     fn cancel_migration(&self) -> Result<(), ControlError> {
-        Err(Self::not_here("cancel its migration here; cancel it at the source"))
+        Err(Self::not_received("cancel its migration here; cancel it at the source"))
     }
     fn power_button(&self) -> Result<(), ControlError> {
-        Err(Self::not_here("press its power button"))
+        Err(Self::not_received("press its power button"))
     }
     fn reset(&self, _forced: bool) -> Result<(), ControlError> {
-        Err(Self::not_here("be reset"))
+        Err(Self::not_received("be reset"))
     }
     fn stop(&self) -> Result<(), ControlError> {
         self.events.send(Event::Stop);

@@ -28,11 +28,11 @@ use super::irqchip::Irqchip;
 use super::threads;
 use super::{boot, clock};
 use crate::description::{BootProtocol, Guest, HugePages, LinuxBoot, VmDescription};
-use crate::migration::destination::Pause;
+use crate::migration::destination::Blackout;
 use crate::migration::shape::Shape;
 use crate::migration::state::{SavedDevices, SavedMachine};
 use crate::sandbox::{Sandbox, ThreadKind};
-use crate::vfio_user::Arriving;
+use crate::vfio_user::IncomingFunction;
 
 /// Files of the guest's kernel, kept open for resets: a monitor in its sandbox can't open files.
 struct BootFiles {
@@ -175,8 +175,8 @@ impl Chassis {
     }
 
     /// Passes the guest's memory to the servers of served devices. Returns the receivers for the devices' state.
-    pub fn arriving(&mut self) -> Result<Vec<Arriving>, Error> {
-        self.devices.arriving(&self.ram)
+    pub fn connect_incoming(&mut self) -> Result<Vec<IncomingFunction>, Error> {
+        self.devices.connect_incoming(&self.ram)
     }
 
     /// Creates the machine with vCPUs, paused before their first instruction, and devices at power-on state.
@@ -189,13 +189,13 @@ impl Chassis {
         })
     }
 
-    /// Restores the saved machine, paused; its RAM has been filled already. Afterwards it owns the disks. `pause` is the time since when
+    /// Restores the saved machine, paused; its RAM has been filled already. Afterwards it owns the disks. `blackout` is the time since when
     /// the guest is stopped, if known.
     pub fn restore(
         self,
         sandbox: &Sandbox,
         saved: SavedMachine,
-        pause: Option<Pause>,
+        blackout: Option<Blackout>,
     ) -> Result<Machine, Error> {
         let ids: Vec<u32> = saved.vcpus.iter().map(|vcpu| vcpu.id).collect();
         if ids != self.shape.vcpus {
@@ -214,7 +214,8 @@ impl Chassis {
         })?;
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let now_ns = u64::try_from(now.as_nanos()).unwrap_or(u64::MAX);
-        let (clock, difference) = clock::bounded(&saved_clock, pause.as_ref().map(Pause::so_far), now_ns);
+        let (clock, difference) =
+            clock::bounded(&saved_clock, blackout.as_ref().map(Blackout::elapsed), now_ns);
         machine.vm.restore_clock(&clock)?;
         if let Some(nanoseconds) = difference {
             tracing::warn!(
@@ -223,7 +224,7 @@ impl Chassis {
             );
             machine.clock_differed = true;
         }
-        machine.take_disks()?;
+        machine.lock_disks()?;
         machine.events.remember(asked);
         *machine.state() = VmState::Paused;
         Ok(machine)
@@ -390,11 +391,11 @@ impl Machine {
         let mut state = self.state();
         if matches!(*state, VmState::Paused | VmState::InDoubt) {
             // After a migration the destination may have the disks locked, or have released them.
-            self.take_disks()?;
+            self.lock_disks()?;
             for (_, function) in self.root.functions() {
                 function.unquiesce()?;
             }
-            if !self.events.say_again() {
+            if !self.events.resend_request() {
                 self.vcpus.resume()?;
             }
             *state = VmState::Running;
@@ -403,12 +404,12 @@ impl Machine {
     }
 
     /// Whether a migration has stopped the guest, decided or not: its pending requests migrate with it.
-    pub fn is_away(&self) -> bool {
+    pub fn is_stopped_by_migration(&self) -> bool {
         matches!(*self.state(), VmState::HandingOver | VmState::InDoubt)
     }
 
     /// Locks the disks, which only one host may use. Disks that are locked already stay so.
-    pub fn take_disks(&self) -> Result<(), Error> {
+    pub fn lock_disks(&self) -> Result<(), Error> {
         for function in &self.devices.virtio {
             function.take_over().map_err(|error| Error::device(function.name(), error))?;
         }
@@ -416,7 +417,7 @@ impl Machine {
     }
 
     /// Pauses the vCPUs until [`Machine::reset`], which must follow soon.
-    pub fn hold_vcpus(&self) -> Result<(), Error> {
+    pub fn pause_vcpus_for_reset(&self) -> Result<(), Error> {
         let state = self.state();
         if *state == VmState::Running {
             self.vcpus.pause()?;
@@ -448,7 +449,7 @@ impl Machine {
         }
         self.vcpus.pause()?;
         if matches!(*state, VmState::Paused | VmState::InDoubt) {
-            self.take_disks()?;
+            self.lock_disks()?;
             for (_, function) in self.root.functions() {
                 function.unquiesce()?;
             }
@@ -467,7 +468,7 @@ impl Machine {
         if let Some(answer) = before_start()? {
             return Ok(Some(answer));
         }
-        self.events.carried_out();
+        self.events.clear_request();
         self.vcpus.resume()?;
         Ok(None)
     }

@@ -19,8 +19,8 @@ mod interrupts;
 mod irqchip;
 mod machine;
 mod metrics;
+mod migration;
 mod monitor_irqchip;
-mod moving;
 mod placer;
 mod reset_backoff;
 mod served;
@@ -47,14 +47,14 @@ pub use threads::ThreadHook;
 
 use self::control::Control;
 use self::event::{Event, Events};
-use self::incoming::{Arrived, Doubt, LateMemory, ServedDevices, Switch, Waiting};
+use self::incoming::{Doubt, PostCopyMemory, ReceivedVm, ServedDevices, SwitchableControl, WaitingControl};
 use self::machine::{Chassis, Machine, Opened, ResetBy};
-use self::moving::MovingMachine;
+use self::migration::MigratingMachine;
 use self::reset_backoff::ResetBackoff;
 use crate::api::ApiListener;
 use crate::description::{OnReboot, VmDescription};
 use crate::migration::connection::Stop;
-use crate::migration::progress::Watch;
+use crate::migration::progress::ProgressReporter;
 use crate::migration::service::RequestListener;
 use crate::sandbox::{END_SIGNALS, Sandbox, ThreadFilter, ThreadKind};
 
@@ -101,11 +101,11 @@ pub fn run(
     let mut chassis = Chassis::assemble(description, opened, events.clone(), started, &sandbox)?;
     let api_filter = sandbox.thread_filter(ThreadKind::Api);
     let prepare = move || api_filter.apply_or_end();
-    let watch = Arc::new(Watch::default());
+    let reporter = Arc::new(ProgressReporter::default());
     let (machine, server, fetching) = match source {
         None => {
             let machine = Arc::new(chassis.boot(&sandbox)?);
-            let control = Control::new(Arc::clone(&machine), confinement, Arc::clone(&watch), None);
+            let control = Control::new(Arc::clone(&machine), confinement, Arc::clone(&reporter), None);
             let server = listener.serve(Arc::new(control), prepare)?;
             machine.start()?;
             (machine, server, None)
@@ -113,26 +113,32 @@ pub fn run(
         Some((source, uffd)) => {
             let stop = Stop::default();
             let doubt = Arc::new(Doubt::default());
-            let waiting = Waiting::new(&chassis, guest, events.clone(), started, Arc::clone(&doubt));
-            let control = Arc::new(Switch::new(waiting));
+            let waiting = WaitingControl::new(&chassis, guest, events.clone(), started, Arc::clone(&doubt));
+            let control = Arc::new(SwitchableControl::new(waiting));
             let server = listener.serve(Arc::clone(&control) as _, prepare)?;
             let (shape, memory) = (chassis.shape().clone(), chassis.ram().memory());
             let filter = sandbox.thread_filter(ThreadKind::Migration);
-            let late = LateMemory::new(uffd, &chassis);
-            let daemon = moving::daemon_of(chassis.description());
-            let devices = ServedDevices::new(chassis.arriving()?, chassis.disks(), daemon, late);
+            let postcopy = PostCopyMemory::new(uffd, &chassis);
+            let daemon = migration::daemon_of(chassis.description());
+            let devices = ServedDevices::new(chassis.connect_incoming()?, chassis.disks(), daemon, postcopy);
             incoming::await_vm(source, shape, memory, devices, events.clone(), stop, filter)?;
-            let Some(arrived) = wait_for_vm(&receiver)? else { return Ok(Outcome::Stopped) };
-            let (machine, fetching) = incoming::land(chassis, arrived, &sandbox, &receiver, &doubt)?;
-            let arrived = Arc::clone(&machine);
-            control.set(Arc::new(Control::new(arrived, confinement, Arc::clone(&watch), fetching.clone())));
+            let Some(received) = wait_for_vm(&receiver)? else { return Ok(Outcome::Stopped) };
+            let (machine, fetching) =
+                incoming::restore_and_run(chassis, received, &sandbox, &receiver, &doubt)?;
+            let received = Arc::clone(&machine);
+            control.set(Arc::new(Control::new(
+                received,
+                confinement,
+                Arc::clone(&reporter),
+                fetching.clone(),
+            )));
             (machine, server, fetching)
         }
     };
     let filter = sandbox.thread_filter(ThreadKind::Migration);
-    let moving = Arc::new(MovingMachine::new(Arc::clone(&machine), fetching.clone()));
+    let migration = Arc::new(MigratingMachine::new(Arc::clone(&machine), fetching.clone()));
     let service = requests
-        .serve(moving, watch, move || filter.apply_or_end())
+        .serve(migration, reporter, move || filter.apply_or_end())
         .map_err(|source| Error::Monitor { what: "start the thread that moves the VM", source })?;
     sandbox.thread_filter(ThreadKind::Main).apply()?;
 
@@ -157,10 +163,10 @@ fn is_ended(events: &mpsc::Receiver<Event>) -> bool {
 }
 
 /// Waits until a VM has been received; `None` when this monitor is ended before.
-fn wait_for_vm(events: &mpsc::Receiver<Event>) -> Result<Option<Arrived>, Error> {
+fn wait_for_vm(events: &mpsc::Receiver<Event>) -> Result<Option<ReceivedVm>, Error> {
     loop {
         match events.recv() {
-            Ok(Event::Arrived(arrived)) => return arrived.map(Some).map_err(Error::NotArrived),
+            Ok(Event::Received(received)) => return received.map(Some).map_err(Error::IncomingFailed),
             Ok(Event::Stop | Event::Signal(_) | Event::Machine(MachineEvent::ConsoleQuit)) | Err(_) => {
                 return Ok(None);
             }
@@ -188,7 +194,10 @@ fn wait(machine: &Machine, events: &mpsc::Receiver<Event>) -> Result<Outcome, Er
     loop {
         // `machine` holds a sender, so the channel can't close.
         let Ok(event) = events.recv() else { return Ok(Outcome::Stopped) };
-        if event.request().is_some() && !matches!(event, Event::Reset { .. }) && machine.is_away() {
+        if event.request().is_some()
+            && !matches!(event, Event::Reset { .. })
+            && machine.is_stopped_by_migration()
+        {
             // The saved state includes the request. After a rollback the source sends its event again.
             tracing::info!(?event, "the guest's request is part of the migrated state");
             continue;
@@ -201,7 +210,7 @@ fn wait(machine: &Machine, events: &mpsc::Receiver<Event>) -> Result<Outcome, Er
             Event::Stop | Event::Machine(MachineEvent::ConsoleQuit) => return Ok(Outcome::Stopped),
             Event::Moved => return Ok(Outcome::Moved),
             Event::Lost(error) => return Err(Error::Lost(error)),
-            Event::Arrived(_) => tracing::debug!("a VM came twice"),
+            Event::Received(_) => tracing::debug!("a VM came twice"),
             Event::MachineCheck => {
                 if let Err(error) = machine.vcpus.machine_check() {
                     tracing::warn!(%error, "a device's machine check reaches no vCPU");
@@ -253,7 +262,7 @@ fn reset(
     by: ResetBy,
 ) -> Result<Option<Outcome>, Error> {
     if !delay.is_zero() {
-        machine.hold_vcpus()?;
+        machine.pause_vcpus_for_reset()?;
         if let Some(outcome) = drop_events(machine, events, delay)? {
             return Ok(Some(outcome));
         }

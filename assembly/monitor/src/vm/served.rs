@@ -14,7 +14,8 @@ use crate::description::VmDescription;
 use crate::migration::shape::ShapeDevice;
 use crate::migration::state::SavedDevices;
 use crate::vfio_user::{
-    Arriving, Connector, DmaRange, Nic, NicConnector, OpenedFunction, SocketConnector, VfioUserFunction,
+    Connector, DmaRange, IncomingFunction, Nic, NicConnector, OpenedFunction, SocketConnector,
+    VfioUserFunction,
 };
 
 /// An RDMA NIC has an Ethernet function (vmxnet3) and an RDMA function (PVRDMA), as the guest's driver expects.
@@ -70,13 +71,13 @@ pub fn shapes(slots: &[OpenedSlot]) -> Vec<ShapeDevice> {
 }
 
 /// Passes the guest's memory to the servers. Returns the receivers for the state of an incoming VM.
-pub fn arriving(slots: &mut [OpenedSlot], ram: &GuestRam) -> Result<Vec<Arriving>, Error> {
+pub fn connect_incoming(slots: &mut [OpenedSlot], ram: &GuestRam) -> Result<Vec<IncomingFunction>, Error> {
     let ranges = ranges(ram);
     let functions = slots.iter_mut().flat_map(|slot| &mut slot.functions);
     functions
         .map(|function| {
-            let arriving = function.arriving(&ranges);
-            arriving.map_err(|error| Error::device(function.name(), error))
+            let incoming = function.connect_incoming(&ranges);
+            incoming.map_err(|error| Error::device(function.name(), error))
         })
         .collect()
 }

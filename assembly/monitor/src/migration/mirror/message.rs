@@ -11,18 +11,18 @@ use crate::migration::error::MigrationError;
 /// Bytes of a block's header.
 pub const BLOCK_HEADER: usize = 24;
 /// Limit in bytes for the contents in a frame.
-pub const MOST_CONTENTS: usize = 256 << 10;
-/// Limit in bytes for the zeroes of a frame: a piece ([`super::leaving::PIECE`]).
-pub const MOST_ZEROES: u64 = 1 << 20;
+pub const MAX_CONTENTS_BYTES: usize = 256 << 10;
+/// Limit in bytes for the zeroes of a frame: a piece ([`super::source::PIECE_BYTES`]).
+pub const MAX_ZEROES_BYTES: u64 = 1 << 20;
 /// Limit in bytes for a request, and for an answer.
-pub const MOST_WISH: usize = 256 << 10;
+pub const MAX_REQUEST_BYTES: usize = 256 << 10;
 
 const CONTENTS: u32 = 0;
 const ZERO: u32 = 1;
 
 /// A disk that the source requests to copy.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct WishedDisk {
+pub struct RequestedDisk {
     /// Its name in the VM.
     pub name: String,
     /// Size that the guest sees, in bytes.
@@ -35,14 +35,14 @@ pub struct WishedDisk {
 
 /// The payload of a `Mirror` frame of the source.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Wish {
+pub struct MirrorRequest {
     /// The disks; `Block` frames identify them by their index in this list.
-    pub disks: Vec<WishedDisk>,
+    pub disks: Vec<RequestedDisk>,
 }
 
 /// The payload of the destination's answer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Answer {
+pub struct MirrorReply {
     /// Disks that aren't copied because the image is the source's own: index and reason.
     pub shared: Vec<(u32, String)>,
 }
@@ -87,7 +87,7 @@ pub fn parse(payload: &[u8]) -> Result<Block<'_>, MigrationError> {
         CONTENTS if bytes > 0 && contents.len() as u64 == bytes => {
             Ok(Block { disk, offset, bytes, contents: Some(contents) })
         }
-        ZERO if (1..=MOST_ZEROES).contains(&bytes) && contents.is_empty() => {
+        ZERO if (1..=MAX_ZEROES_BYTES).contains(&bytes) && contents.is_empty() => {
             Ok(Block { disk, offset, bytes, contents: None })
         }
         _ => Err(bad(format!(
@@ -107,16 +107,16 @@ mod tests {
         let contents = [&header(3, false, 1 << 40, 512)[..], &[7; 512]].concat();
         let block = Block { disk: 3, offset: 1 << 40, bytes: 512, contents: Some(&[7; 512]) };
         assert_eq!(parse(&contents).unwrap(), block);
-        let zeroes = header(0, true, 512, MOST_ZEROES);
+        let zeroes = header(0, true, 512, MAX_ZEROES_BYTES);
         assert_eq!(
             parse(&zeroes).unwrap(),
-            Block { disk: 0, offset: 512, bytes: MOST_ZEROES, contents: None }
+            Block { disk: 0, offset: 512, bytes: MAX_ZEROES_BYTES, contents: None }
         );
         for bad in [
             &contents[..contents.len() - 1],
             &contents[..BLOCK_HEADER],
             &header(0, true, 0, 0)[..],
-            &header(0, true, 0, MOST_ZEROES + 1)[..],
+            &header(0, true, 0, MAX_ZEROES_BYTES + 1)[..],
             &header(0, false, 0, 0)[..],
             &[][..],
         ] {
@@ -129,7 +129,7 @@ mod tests {
         #[test]
         fn any_bytes_are_a_block_or_a_sentence(bytes in prop::collection::vec(any::<u8>(), 0..64)) {
             if let Ok(block) = parse(&bytes) {
-                prop_assert!(block.bytes <= MOST_ZEROES);
+                prop_assert!(block.bytes <= MAX_ZEROES_BYTES);
                 prop_assert!(block.contents.is_none_or(|contents| contents.len() as u64 == block.bytes));
             }
         }

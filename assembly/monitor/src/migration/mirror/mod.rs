@@ -21,11 +21,11 @@
 //! for the blackout.
 //!
 //! Disks are distributed over the streams in pieces of 1 MiB, always the same piece to the same stream, so that old content never
-//! overtakes new content. [`leaving`] is the source's side, [`arriving`] the destination's; neither uses sockets.
+//! overtakes new content. [`source`] is the source's side, [`destination`] the destination's; neither uses sockets.
 
-pub mod arriving;
-pub mod leaving;
+pub mod destination;
 pub mod message;
+pub mod source;
 
 /// The first version of the protocol that copies disks.
-pub const SINCE: u16 = 4;
+pub const MIRROR_MIN_VERSION: u16 = 4;

@@ -7,8 +7,8 @@ use machine::memory::postcopy::PostCopyRam;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
-use super::incoming::{Fault, Incoming, Waits};
-use super::message::{Complete, MOST_WANTED, encode_wanted};
+use super::incoming::{Fault, Incoming, WaitStats};
+use super::message::{Complete, MAX_WANTED_PAGES, encode_wanted};
 use super::presence::Presence;
 use super::set::{NoSuchPage, PageSet};
 use crate::migration::connection::{Connection, Stop};
@@ -18,9 +18,9 @@ use crate::migration::message;
 use crate::migration::pages::{self, PAGE};
 
 /// Interval at which the fault thread checks whether the post-copy is over.
-const LOOK_EVERY: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
+const POLL_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
 /// A stream may be silent for any time, if no page is requested.
-const FOREVER: Duration = Duration::MAX;
+const NO_TIMEOUT: Duration = Duration::MAX;
 /// Bytes of a page, as `u64`.
 const STEP: u64 = PAGE as u64;
 
@@ -33,13 +33,13 @@ pub struct Stream {
 }
 
 /// The rest of the VM, after everything else was received.
-pub struct Rest {
+pub struct RemainingPages {
     /// Not-present pages.
     pub missing: PageSet,
     /// Stream for requests and their pages.
-    pub wishes: Stream,
+    pub requests: Stream,
     /// Streams for pushed pages.
-    pub others: Vec<Stream>,
+    pub push_streams: Vec<Stream>,
 }
 
 /// Handler for the loss of pages that can't be fetched any more. Its arguments are the number of pages, whether the guest was committed
@@ -53,7 +53,7 @@ pub struct Report {
     /// Pages that aren't present yet.
     pub left: u64,
     /// Waits of threads for pages.
-    pub waits: Waits,
+    pub waits: WaitStats,
     /// Faults for pages that are zero because they were never used.
     pub zero: u64,
     /// Received pages that weren't missing.
@@ -70,7 +70,7 @@ struct Shared {
     ram: PostCopyRam,
     pages: Mutex<Incoming>,
     began: Instant,
-    wishes: Mutex<(Connection, Sender)>,
+    requests: Mutex<(Connection, Sender)>,
     stop: Stop,
     state: Mutex<State>,
     huge: bool,
@@ -83,9 +83,9 @@ struct Shared {
 #[derive(Debug, Clone, Copy, Default)]
 struct State {
     /// The guest is committed to this side. The source must not get `Complete` before.
-    given: bool,
+    committed: bool,
     /// All pages are in memory.
-    all_here: bool,
+    complete: bool,
     /// The streams have no more messages to send or receive.
     over: bool,
 }
@@ -98,34 +98,34 @@ impl Fetching {
     /// # Errors
     /// When the host refuses a thread or descriptor.
     pub fn begin(
-        rest: Rest,
+        rest: RemainingPages,
         ram: PostCopyRam,
         presence: Option<Presence>,
         huge: bool,
         on_lost: OnLost,
     ) -> Result<Self, MigrationError> {
         let stop = Stop::default();
-        let Rest { missing, mut wishes, mut others } = rest;
-        let writer = wishes.connection.sender(stop.clone(), super::serving::LAST_WORD);
+        let RemainingPages { missing, mut requests, mut push_streams } = rest;
+        let writer = requests.connection.sender(stop.clone(), super::serving::COMPLETE_TIMEOUT);
         let writer = writer.map_err(MigrationError::stream("used for page requests"))?;
-        wishes.connection.set_patience(FOREVER);
-        for stream in others.iter_mut().chain([&mut wishes]) {
+        requests.connection.set_timeout(NO_TIMEOUT);
+        for stream in push_streams.iter_mut().chain([&mut requests]) {
             stream.connection.set_stop(stop.clone());
         }
         let fetching = Self(Arc::new(Shared {
             ram,
             pages: Mutex::new(Incoming::new(missing)),
             began: Instant::now(),
-            wishes: Mutex::new((writer, Sender::new())),
+            requests: Mutex::new((writer, Sender::new())),
             stop,
             state: Mutex::default(),
             huge,
             on_lost,
             presence,
         }));
-        fetching.spawn("faults", Shared::take_faults)?;
-        for stream in others.into_iter().chain([wishes]) {
-            fetching.spawn("pages", move |shared| shared.take_pages(stream))?;
+        fetching.spawn("faults", Shared::handle_faults)?;
+        for stream in push_streams.into_iter().chain([requests]) {
+            fetching.spawn("pages", move |shared| shared.receive_pages(stream))?;
         }
         fetching.0.end_if_complete();
         Ok(fetching)
@@ -139,7 +139,7 @@ impl Fetching {
         let shared = Arc::clone(&self.0);
         let spawned = std::thread::Builder::new().name(name.to_owned()).spawn(move || {
             if let Err(error) = work(&shared) {
-                shared.lose(error);
+                shared.handle_loss(error);
             }
         });
         spawned.map(drop).map_err(MigrationError::machine("given a thread"))
@@ -149,8 +149,8 @@ impl Fetching {
     pub fn report(&self) -> Report {
         let pages = self.0.pages();
         let (zero, dropped) = pages.others();
-        let (left, waits) = (pages.left(), pages.waits());
-        Report { left, waits, zero, dropped, over: self.0.state().all_here }
+        let (left, waits) = (pages.left(), pages.wait_stats());
+        Report { left, waits, zero, dropped, over: self.0.state().complete }
     }
 
     /// Pages that aren't present yet.
@@ -160,16 +160,16 @@ impl Fetching {
 
     /// Records that the guest is committed to this side.
     pub fn commit(&self) {
-        self.0.say(|state| {
-            state.given = true;
-            state.all_here
+        self.0.complete_if(|state| {
+            state.committed = true;
+            state.complete
         });
     }
 
     /// The VM ends, and needs no more pages: reports it to the source. Does nothing if all pages are present, or the guest isn't
     /// committed to this side.
     pub fn end(&self) {
-        self.0.say(|state| state.given);
+        self.0.complete_if(|state| state.committed);
     }
 
     /// After an abort: the source keeps or resumes the guest, so pages that can't be fetched are no loss.
@@ -193,18 +193,18 @@ impl Shared {
         u64::try_from(self.began.elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
 
-    fn take_faults(&self) -> Result<(), MigrationError> {
+    fn handle_faults(&self) -> Result<(), MigrationError> {
         let failed = |error: std::io::Error| MigrationError::machine("watched for missing pages")(error);
         let (mut faults, mut wanted) = (Vec::new(), Vec::new());
         loop {
-            let State { all_here, over, .. } = *self.state();
-            if all_here || over {
+            let State { complete, over, .. } = *self.state();
+            if complete || over {
                 return Ok(());
             }
             let presence = self.presence.iter().map(Presence::fd);
             let fds = std::iter::once(self.ram.fd()).chain(presence);
             let mut fds: Vec<_> = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
-            match poll(&mut fds, Some(&LOOK_EVERY)) {
+            match poll(&mut fds, Some(&POLL_INTERVAL)) {
                 Ok(_) | Err(Errno::INTR) => {}
                 Err(error) => return Err(failed(error.into())),
             }
@@ -217,61 +217,64 @@ impl Shared {
                 let fault =
                     self.pages().fault(*page, now).map_err(|error| failed(std::io::Error::other(error)))?;
                 match fault {
-                    Fault::Ask => wanted.push(*page),
+                    Fault::Request => wanted.push(*page),
                     Fault::Zero => drop(self.ram.place(*page, &[0; PAGE]).map_err(failed)?),
                     Fault::Wait => {}
                 }
             }
             faults.clear();
             if let Some(presence) = &self.presence {
-                presence.wishes(&mut faults).map_err(failed)?;
+                presence.take_requests(&mut faults).map_err(failed)?;
             }
             let mut here = false;
             for page in &faults {
                 match self.pages().fault(*page, now).map_err(|error| failed(std::io::Error::other(error)))? {
-                    Fault::Ask => wanted.push(*page),
+                    Fault::Request => wanted.push(*page),
                     Fault::Wait => {}
                     // The page has been placed in the meantime.
                     Fault::Zero => here |= self.presence.as_ref().is_some_and(|all| all.placed(*page)),
                 }
             }
             if here && let Some(presence) = &self.presence {
-                presence.came();
+                presence.notify();
             }
-            for some in wanted.chunks(MOST_WANTED) {
-                let mut wishes = self.wishes.lock().unwrap_or_else(PoisonError::into_inner);
-                let (connection, sender) = &mut *wishes;
+            for some in wanted.chunks(MAX_WANTED_PAGES) {
+                let mut requests = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
+                let (connection, sender) = &mut *requests;
                 let sent = sender.send(connection, Kind::Want, &[&encode_wanted(some)]);
                 sent.map_err(MigrationError::stream("written"))?;
             }
         }
     }
 
-    fn take_pages(&self, mut stream: Stream) -> Result<(), MigrationError> {
+    fn receive_pages(&self, mut stream: Stream) -> Result<(), MigrationError> {
         loop {
             match stream.receiver.receive(&mut stream.connection)? {
                 (Kind::Pages, payload) => {
                     let run = pages::parse(payload)?;
                     let mut wanted = false;
                     for index in 0..u64::from(run.pages) {
-                        wanted |= self.take_page(&run, index)?;
+                        wanted |= self.place_page(&run, index)?;
                     }
                     if wanted && let Some(presence) = &self.presence {
-                        presence.came();
+                        presence.notify();
                     }
                     self.end_if_complete();
                 }
-                (Kind::Abort, payload) => return Err(MigrationError::Aborted(message::sentence(payload))),
+                (Kind::Abort, payload) => {
+                    return Err(MigrationError::AbortedBySource(message::sentence(payload)));
+                }
                 (kind, _) => return Err(MigrationError::Protocol(format!("{kind:?} among pages"))),
             }
         }
     }
 
     /// Places a page in memory. Returns whether the daemon has waited for it.
-    fn take_page(&self, run: &pages::Run<'_>, index: u64) -> Result<bool, MigrationError> {
-        let wild = |error: NoSuchPage| MigrationError::Protocol(error.to_string());
-        let address = run.address.checked_add(index * STEP).ok_or(NoSuchPage(run.address)).map_err(wild)?;
-        if !self.pages().arrives(address).map_err(wild)? {
+    fn place_page(&self, run: &pages::Run<'_>, index: u64) -> Result<bool, MigrationError> {
+        let invalid = |error: NoSuchPage| MigrationError::Protocol(error.to_string());
+        let address =
+            run.address.checked_add(index * STEP).ok_or(NoSuchPage(run.address)).map_err(invalid)?;
+        if !self.pages().receive(address).map_err(invalid)? {
             return Ok(false);
         }
         let from = usize::try_from(index * STEP).unwrap_or(usize::MAX);
@@ -288,16 +291,16 @@ impl Shared {
     }
 
     fn end_if_complete(&self) {
-        if self.pages().left() > 0 || std::mem::replace(&mut self.state().all_here, true) {
+        if self.pages().left() > 0 || std::mem::replace(&mut self.state().complete, true) {
             return;
         }
         if let Some(presence) = &self.presence {
             presence.complete();
         }
         self.ram.release(self.huge);
-        self.say(|state| state.given);
+        self.complete_if(|state| state.committed);
         let pages = self.pages();
-        let (waits, (zero, dropped)) = (pages.waits(), pages.others());
+        let (waits, (zero, dropped)) = (pages.wait_stats(), pages.others());
         tracing::info!(
             faults = waits.count,
             median_us = waits.median_us,
@@ -310,7 +313,7 @@ impl Shared {
     }
 
     /// Applies `change`. If it returns `true`, sends `Complete` to the source once, and ends the streams.
-    fn say(&self, change: impl FnOnce(&mut State) -> bool) {
+    fn complete_if(&self, change: impl FnOnce(&mut State) -> bool) {
         {
             let mut state = self.state();
             let due = change(&mut state) && !state.over;
@@ -321,7 +324,7 @@ impl Shared {
         }
         let complete = {
             let pages = self.pages();
-            let waits = pages.waits();
+            let waits = pages.wait_stats();
             Complete {
                 left: pages.left(),
                 faults: waits.count,
@@ -329,12 +332,12 @@ impl Shared {
                 worst_us: waits.worst_us,
             }
         };
-        let said = message::encode(&complete).and_then(|payload| {
-            let mut wishes = self.wishes.lock().unwrap_or_else(PoisonError::into_inner);
-            let (connection, sender) = &mut *wishes;
+        let sent = message::encode(&complete).and_then(|payload| {
+            let mut requests = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
+            let (connection, sender) = &mut *requests;
             sender.send(connection, Kind::Complete, &[&payload]).map_err(MigrationError::stream("written"))
         });
-        if let Err(error) = said {
+        if let Err(error) = sent {
             tracing::warn!(
                 error = line(&error),
                 "The source could not be notified that the post-copy is over"
@@ -344,21 +347,21 @@ impl Shared {
     }
 
     /// A stream is lost. If pages are still missing, they can't be fetched any more.
-    fn lose(&self, error: MigrationError) {
-        let State { given, all_here, over } = {
+    fn handle_loss(&self, error: MigrationError) {
+        let State { committed, complete, over } = {
             let mut state = self.state();
             let before = *state;
             state.over = true;
             before
         };
         self.stop.set();
-        if !over && all_here {
+        if !over && complete {
             tracing::warn!(
                 error = line(&error),
                 "The source could not be notified that the post-copy is over"
             );
         } else if !over {
-            (self.on_lost)(self.pages().left(), given, error);
+            (self.on_lost)(self.pages().left(), committed, error);
         }
     }
 }

@@ -8,7 +8,7 @@ use super::set::{NoSuchPage, PageSet};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
     /// The page is at the source: request it.
-    Ask,
+    Request,
     /// The page was never used: it is zero.
     Zero,
     /// The page was requested, or is being placed.
@@ -32,7 +32,7 @@ pub struct Incoming {
 
 /// Statistics of waits for pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Waits {
+pub struct WaitStats {
     /// Pages that a thread waited for.
     pub count: u64,
     /// Median wait in microseconds.
@@ -71,7 +71,7 @@ impl Incoming {
             std::collections::hash_map::Entry::Occupied(_) => Ok(Fault::Wait),
             std::collections::hash_map::Entry::Vacant(entry) => {
                 entry.insert(now);
-                Ok(Fault::Ask)
+                Ok(Fault::Request)
             }
         }
     }
@@ -81,7 +81,7 @@ impl Incoming {
     ///
     /// # Errors
     /// When the VM has no such page.
-    pub fn arrives(&mut self, address: u64) -> Result<bool, NoSuchPage> {
+    pub fn receive(&mut self, address: u64) -> Result<bool, NoSuchPage> {
         let wanted = self.missing.remove(address)?;
         if wanted {
             self.placing.insert(address);
@@ -111,12 +111,12 @@ impl Incoming {
     }
 
     /// Statistics of the waits so far. The time for this call grows with their number.
-    pub fn waits(&self) -> Waits {
+    pub fn wait_stats(&self) -> WaitStats {
         let mut waited = self.waited.clone();
         let middle = waited.len() / 2;
         let median_us = if waited.is_empty() { 0 } else { *waited.select_nth_unstable(middle).1 };
         let worst_us = self.waited.iter().copied().max().unwrap_or(0);
-        Waits { count: self.waited.len() as u64, median_us, worst_us }
+        WaitStats { count: self.waited.len() as u64, median_us, worst_us }
     }
 }
 
@@ -137,22 +137,22 @@ mod tests {
     }
 
     #[test]
-    fn a_page_is_asked_for_once_and_its_wait_is_measured() {
+    fn a_page_is_requested_once_and_its_wait_is_measured() {
         let mut incoming = Incoming::new(set([3, 4, 5]));
-        assert_eq!(incoming.fault(3 * STEP, 1_000), Ok(Fault::Ask));
+        assert_eq!(incoming.fault(3 * STEP, 1_000), Ok(Fault::Request));
         assert_eq!(incoming.fault(3 * STEP, 2_000), Ok(Fault::Wait));
         assert_eq!(incoming.fault(9 * STEP, 2_000), Ok(Fault::Zero));
-        assert_eq!(incoming.arrives(3 * STEP), Ok(true));
+        assert_eq!(incoming.receive(3 * STEP), Ok(true));
         assert_eq!(incoming.fault(3 * STEP, 3_000), Ok(Fault::Wait), "it must not become a zero page now");
         assert_eq!(incoming.left(), 3);
         incoming.placed(3 * STEP, 71_000);
         assert_eq!(incoming.fault(3 * STEP, 80_000), Ok(Fault::Zero), "placing it again finds it there");
-        assert_eq!(incoming.arrives(4 * STEP), Ok(true));
+        assert_eq!(incoming.receive(4 * STEP), Ok(true));
         assert_eq!(incoming.fault(4 * STEP, 100_000), Ok(Fault::Wait));
         incoming.placed(4 * STEP, 110_000);
-        assert_eq!(incoming.arrives(5 * STEP), Ok(true));
+        assert_eq!(incoming.receive(5 * STEP), Ok(true));
         incoming.placed(5 * STEP, 120_000);
-        assert_eq!(incoming.waits(), Waits { count: 2, median_us: 70, worst_us: 70 });
+        assert_eq!(incoming.wait_stats(), WaitStats { count: 2, median_us: 70, worst_us: 70 });
         assert_eq!((incoming.left(), incoming.others()), (0, (2, 0)));
     }
 
@@ -160,18 +160,18 @@ mod tests {
     #[test]
     fn pages_that_are_not_missing_are_dropped() {
         let mut incoming = Incoming::new(set([3]));
-        assert_eq!(incoming.arrives(3 * STEP), Ok(true));
-        assert_eq!(incoming.arrives(3 * STEP), Ok(false));
-        assert_eq!(incoming.arrives(7 * STEP), Ok(false));
-        assert_eq!(incoming.arrives(100 * STEP), Err(NoSuchPage(100 * STEP)));
-        assert_eq!(incoming.arrives(3 * STEP + 1), Err(NoSuchPage(3 * STEP + 1)));
+        assert_eq!(incoming.receive(3 * STEP), Ok(true));
+        assert_eq!(incoming.receive(3 * STEP), Ok(false));
+        assert_eq!(incoming.receive(7 * STEP), Ok(false));
+        assert_eq!(incoming.receive(100 * STEP), Err(NoSuchPage(100 * STEP)));
+        assert_eq!(incoming.receive(3 * STEP + 1), Err(NoSuchPage(3 * STEP + 1)));
         assert_eq!((incoming.left(), incoming.others()), (1, (0, 2)));
     }
 
     #[derive(Debug, Clone)]
     enum Step {
-        Touch(u64),
-        Come(u64),
+        Access(u64),
+        Receive(u64),
     }
 
     proptest! {
@@ -180,21 +180,21 @@ mod tests {
         #[test]
         fn each_missing_page_is_placed_once(
             pages in prop::collection::btree_set(0u64..100, 0..100),
-            steps in prop::collection::vec(prop_oneof![(0u64..100).prop_map(Step::Touch), (0u64..104).prop_map(Step::Come)], 0..400),
+            steps in prop::collection::vec(prop_oneof![(0u64..100).prop_map(Step::Access), (0u64..104).prop_map(Step::Receive)], 0..400),
         ) {
             let mut incoming = Incoming::new(set(pages.iter().copied()));
-            let (mut placed, mut asked) = (BTreeSet::new(), BTreeSet::new());
-            let rest = pages.iter().copied().map(Step::Come);
+            let (mut placed, mut requested) = (BTreeSet::new(), BTreeSet::new());
+            let rest = pages.iter().copied().map(Step::Receive);
             for (now, step) in steps.into_iter().chain(rest).enumerate() {
                 let now = now as u64 * 1000;
                 match step {
-                    Step::Touch(page) => match incoming.fault(page * STEP, now) {
-                        Ok(Fault::Ask) => prop_assert!(pages.contains(&page) && !placed.contains(&page) && asked.insert(page)),
+                    Step::Access(page) => match incoming.fault(page * STEP, now) {
+                        Ok(Fault::Request) => prop_assert!(pages.contains(&page) && !placed.contains(&page) && requested.insert(page)),
                         Ok(Fault::Zero) => prop_assert!(!pages.contains(&page) || placed.contains(&page)),
-                        Ok(Fault::Wait) => prop_assert!(asked.contains(&page) && !placed.contains(&page)),
+                        Ok(Fault::Wait) => prop_assert!(requested.contains(&page) && !placed.contains(&page)),
                         Err(error) => prop_assert!(false, "{}", error),
                     },
-                    Step::Come(page) => match incoming.arrives(page * STEP) {
+                    Step::Receive(page) => match incoming.receive(page * STEP) {
                         Ok(true) => {
                             prop_assert!(pages.contains(&page) && placed.insert(page));
                             incoming.placed(page * STEP, now);
@@ -206,7 +206,7 @@ mod tests {
                 prop_assert_eq!(incoming.left(), (pages.len() - placed.len()) as u64);
             }
             prop_assert_eq!(placed, pages);
-            prop_assert_eq!(incoming.waits().count, asked.len() as u64);
+            prop_assert_eq!(incoming.wait_stats().count, requested.len() as u64);
             prop_assert!(incoming.waiting.is_empty());
         }
     }

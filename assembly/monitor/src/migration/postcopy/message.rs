@@ -14,11 +14,11 @@ use crate::migration::error::MigrationError;
 use crate::migration::pages::PAGE;
 
 /// Limit for the words of a bitmap in a frame: 1 MiB describes 32 GiB of memory.
-const MOST_WORDS: usize = 1 << 17;
+const MAX_BITMAP_WORDS: usize = 1 << 17;
 /// Limit in bytes for a `Missing` frame.
-pub const MOST_MISSING: usize = 8 + 8 * MOST_WORDS;
+pub const MAX_MISSING_BYTES: usize = 8 + 8 * MAX_BITMAP_WORDS;
 /// Limit for the pages that one frame requests.
-pub const MOST_WANTED: usize = 64;
+pub const MAX_WANTED_PAGES: usize = 64;
 
 /// The payload of `Complete`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -37,11 +37,11 @@ pub struct Complete {
 pub fn encode_missing(set: &PageSet) -> impl Iterator<Item = Vec<u8>> + '_ {
     set.sets().iter().flat_map(|set| {
         set.bitmap
-            .chunks(MOST_WORDS)
+            .chunks(MAX_BITMAP_WORDS)
             .zip(0u64..)
             .filter(|(words, _)| words.iter().any(|word| *word != 0))
             .map(|(words, number)| {
-                let start = set.start + number * (MOST_WORDS * 64 * PAGE) as u64;
+                let start = set.start + number * (MAX_BITMAP_WORDS * 64 * PAGE) as u64;
                 let mut bytes = start.to_le_bytes().to_vec();
                 words.iter().for_each(|word| bytes.extend_from_slice(&word.to_le_bytes()));
                 bytes
@@ -74,7 +74,7 @@ pub fn encode_wanted(pages: &[u64]) -> Vec<u8> {
 /// # Errors
 /// When the payload is invalid.
 pub fn decode_wanted(payload: &[u8]) -> Result<Vec<u64>, MigrationError> {
-    let pages = words(payload).filter(|pages| (1..=MOST_WANTED).contains(&pages.len()));
+    let pages = words(payload).filter(|pages| (1..=MAX_WANTED_PAGES).contains(&pages.len()));
     pages.ok_or_else(|| MigrationError::Protocol(format!("a request for pages in {} bytes", payload.len())))
 }
 
@@ -100,7 +100,7 @@ mod tests {
         }
         let frames: Vec<_> = encode_missing(&set).collect();
         assert_eq!(frames.len(), 3);
-        assert!(frames.iter().all(|frame| frame.len() <= MOST_MISSING));
+        assert!(frames.iter().all(|frame| frame.len() <= MAX_MISSING_BYTES));
         let mut back = PageSet::empty(&RANGES);
         frames.iter().for_each(|frame| decode_missing(frame, &mut back).unwrap());
         assert_eq!(back, set);
@@ -126,7 +126,7 @@ mod tests {
         }
         assert_eq!(set.count(), 0);
         assert!(decode_wanted(&[]).is_err() && decode_wanted(&[0; 7]).is_err());
-        assert!(decode_wanted(&vec![0; 8 * MOST_WANTED + 8]).is_err());
+        assert!(decode_wanted(&vec![0; 8 * MAX_WANTED_PAGES + 8]).is_err());
         assert_eq!(decode_wanted(&encode_wanted(&[5, 9])).unwrap(), [5, 9]);
     }
 

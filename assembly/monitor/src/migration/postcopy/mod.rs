@@ -30,7 +30,6 @@
 //! also maps the RAM of VMs with RDMA NICs, must not block. [`presence`] shows it which pages are present, and receives its requests for
 //! others.
 
-pub mod departing;
 pub mod fetching;
 pub mod incoming;
 pub mod message;
@@ -38,8 +37,9 @@ pub mod outgoing;
 pub mod presence;
 pub mod serving;
 pub mod set;
+pub mod source;
 
 /// The first version of the protocol with post-copy.
-pub const SINCE: u16 = 3;
+pub const POSTCOPY_MIN_VERSION: u16 = 3;
 /// Least number of streams: for control frames, for requested pages, and for pushed pages.
-pub const LEAST_STREAMS: usize = 3;
+pub const POSTCOPY_MIN_STREAMS: usize = 3;

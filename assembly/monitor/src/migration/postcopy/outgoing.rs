@@ -10,14 +10,14 @@ pub struct Outgoing {
     left: PageSet,
     /// Address where the next push starts to search.
     at: u64,
-    asked: u64,
+    requested: u64,
     pushed: u64,
 }
 
 impl Outgoing {
     /// With all pages of `left` to send.
     pub fn new(left: PageSet) -> Self {
-        Self { left, at: 0, asked: 0, pushed: 0 }
+        Self { left, at: 0, requested: 0, pushed: 0 }
     }
 
     /// The destination requests a page. `true`: the caller must send it now. `false`: it was sent already, or was never missing, and the
@@ -25,18 +25,18 @@ impl Outgoing {
     ///
     /// # Errors
     /// When the VM has no such page.
-    pub fn ask(&mut self, address: u64) -> Result<bool, NoSuchPage> {
+    pub fn request(&mut self, address: u64) -> Result<bool, NoSuchPage> {
         let send = self.left.remove(address)?;
         if send {
-            self.asked += 1;
+            self.requested += 1;
             self.at = address.saturating_add(PAGE as u64);
         }
         Ok(send)
     }
 
-    /// Selects up to `most` pages to push: address of the first, and their number. `None` when all pages were sent.
-    pub fn push(&mut self, most: usize) -> Option<(u64, usize)> {
-        let (start, pages) = self.left.run(self.at, most)?;
+    /// Selects up to `max_pages` pages to push: address of the first, and their number. `None` when all pages were sent.
+    pub fn push(&mut self, max_pages: usize) -> Option<(u64, usize)> {
+        let (start, pages) = self.left.run(self.at, max_pages)?;
         for page in 0..pages as u64 {
             // `run` found the page in the set.
             let _ = self.left.remove(start + page * PAGE as u64);
@@ -53,7 +53,7 @@ impl Outgoing {
 
     /// Numbers of requested pages and of pushed pages that were sent.
     pub fn sent(&self) -> (u64, u64) {
-        (self.asked, self.pushed)
+        (self.requested, self.pushed)
     }
 }
 
@@ -75,14 +75,14 @@ mod tests {
 
     /// A requested page is sent at once; the push then continues behind it, and later from the start.
     #[test]
-    fn what_is_asked_for_goes_first_and_the_push_follows_it() {
+    fn requested_pages_are_sent_first_and_pushes_continue_behind_them() {
         let mut outgoing = Outgoing::new(set([1, 2, 3, 50, 51, 52, 53, 90]));
         assert_eq!(outgoing.push(2), Some((STEP, 2)));
-        assert_eq!(outgoing.ask(51 * STEP), Ok(true));
-        assert_eq!(outgoing.ask(51 * STEP), Ok(false), "it is on its way");
-        assert_eq!(outgoing.ask(70 * STEP), Ok(false), "it never was here");
-        assert_eq!(outgoing.ask(STEP + 1), Err(NoSuchPage(STEP + 1)));
-        assert_eq!(outgoing.ask(200 * STEP), Err(NoSuchPage(200 * STEP)));
+        assert_eq!(outgoing.request(51 * STEP), Ok(true));
+        assert_eq!(outgoing.request(51 * STEP), Ok(false), "it is on its way");
+        assert_eq!(outgoing.request(70 * STEP), Ok(false), "it never was here");
+        assert_eq!(outgoing.request(STEP + 1), Err(NoSuchPage(STEP + 1)));
+        assert_eq!(outgoing.request(200 * STEP), Err(NoSuchPage(200 * STEP)));
         let pushed: Vec<_> = std::iter::from_fn(|| outgoing.push(64)).collect();
         assert_eq!(pushed, [(52 * STEP, 2), (90 * STEP, 1), (3 * STEP, 1), (50 * STEP, 1)]);
         assert_eq!((outgoing.left(), outgoing.sent()), (0, (1, 7)));
@@ -91,18 +91,18 @@ mod tests {
     proptest! {
         /// For any requests and pushes in any order, each page is sent exactly once.
         #[test]
-        fn each_page_leaves_once(pages in prop::collection::btree_set(0u64..200, 0..200), steps in prop::collection::vec((0u64..210, 1usize..70), 0..300)) {
+        fn each_page_is_sent_once(pages in prop::collection::btree_set(0u64..200, 0..200), steps in prop::collection::vec((0u64..210, 1usize..70), 0..300)) {
             let mut outgoing = Outgoing::new(set(pages.iter().copied()));
             let mut left = BTreeSet::new();
             let mut take = |start: u64, count: usize| (start / STEP..).take(count).all(|page| left.insert(page));
-            for (page, most) in steps {
-                match outgoing.ask(page * STEP) {
+            for (page, max_pages) in steps {
+                match outgoing.request(page * STEP) {
                     Ok(true) => prop_assert!(take(page * STEP, 1)),
                     Ok(false) => {}
                     Err(_) => prop_assert!(page >= 200),
                 }
-                if let Some((start, count)) = outgoing.push(most % 5 + 1) {
-                    prop_assert!(count <= most % 5 + 1 && take(start, count));
+                if let Some((start, count)) = outgoing.push(max_pages % 5 + 1) {
+                    prop_assert!(count <= max_pages % 5 + 1 && take(start, count));
                 }
             }
             while let Some((start, count)) = outgoing.push(64) {

@@ -58,14 +58,14 @@ struct Range {
 pub struct Presence {
     file: OwnedFd,
     ranges: Vec<Range>,
-    wishes: OwnedFd,
+    requests: OwnedFd,
     /// The daemon's end of the socket for requests.
-    wisher: OwnedFd,
+    daemon_socket: OwnedFd,
     arrivals: OwnedFd,
     /// Pages that the daemon waits for.
     wanted: Mutex<HashSet<u64>>,
     /// The daemon has the map.
-    used: AtomicBool,
+    is_shared: AtomicBool,
 }
 
 impl Presence {
@@ -87,22 +87,22 @@ impl Presence {
             offset += bitmap_size(size);
         }
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let (wishes, wisher) = socketpair(AddressFamily::UNIX, SocketType::STREAM, flags, None)
+        let (requests, daemon_socket) = socketpair(AddressFamily::UNIX, SocketType::STREAM, flags, None)
             .map_err(refused("given a pair of sockets"))?;
         let arrivals = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(refused("given an eventfd"))?;
         Ok(Self {
             file,
             ranges: all,
-            wishes,
-            wisher,
+            requests,
+            daemon_socket,
             arrivals,
             wanted: Mutex::default(),
-            used: AtomicBool::new(false),
+            is_shared: AtomicBool::new(false),
         })
     }
 
-    /// Marks all pages but `missing` as present. To be called before [`Presence::tell`].
+    /// Marks all pages but `missing` as present. To be called before [`Presence::share`].
     pub fn fill(&self, missing: &[DirtyPages]) {
         for range in &self.ranges {
             let missing = missing.iter().find(|set| set.start == range.address);
@@ -113,21 +113,21 @@ impl Presence {
         }
     }
 
-    /// Passes the map to the daemon by `tell`. Its arguments are the ranges (address, bytes, offset of the bitmap), the file with
+    /// Passes the map to the daemon by `share`. Its arguments are the ranges (address, bytes, offset of the bitmap), the file with
     /// bitmaps, the socket and the eventfd.
-    pub fn tell<E>(
+    pub fn share<E>(
         &self,
-        tell: impl FnOnce(&[(u64, u64, u64)], BorrowedFd<'_>, BorrowedFd<'_>, BorrowedFd<'_>) -> Result<(), E>,
+        share: impl FnOnce(&[(u64, u64, u64)], BorrowedFd<'_>, BorrowedFd<'_>, BorrowedFd<'_>) -> Result<(), E>,
     ) -> Result<(), E> {
         let ranges: Vec<_> =
             self.ranges.iter().map(|range| (range.address, range.size, range.offset)).collect();
-        self.used.store(true, Ordering::Release);
-        tell(&ranges, self.file.as_fd(), self.wisher.as_fd(), self.arrivals.as_fd())
+        self.is_shared.store(true, Ordering::Release);
+        share(&ranges, self.file.as_fd(), self.daemon_socket.as_fd(), self.arrivals.as_fd())
     }
 
     /// Readable when the daemon requests pages.
     pub fn fd(&self) -> BorrowedFd<'_> {
-        self.wishes.as_fd()
+        self.requests.as_fd()
     }
 
     fn wanted(&self) -> MutexGuard<'_, HashSet<u64>> {
@@ -138,18 +138,18 @@ impl Presence {
     ///
     /// # Errors
     /// When the socket fails.
-    pub fn wishes(&self, into: &mut Vec<u64>) -> io::Result<()> {
+    pub fn take_requests(&self, into: &mut Vec<u64>) -> io::Result<()> {
         let mut bytes = [0; 4096];
         loop {
-            let read = match rustix::io::read(&self.wishes, &mut bytes) {
+            let read = match rustix::io::read(&self.requests, &mut bytes) {
                 Ok(0) | Err(Errno::AGAIN) => return Ok(()),
                 Err(Errno::INTR) => continue,
                 Ok(read) => read,
                 Err(error) => return Err(error.into()),
             };
             // The daemon writes each request in one piece.
-            for wish in bytes.get(..read).unwrap_or_default().as_chunks::<8>().0 {
-                let (address, pages) = wished(*wish);
+            for request in bytes.get(..read).unwrap_or_default().as_chunks::<8>().0 {
+                let (address, pages) = wished(*request);
                 let pages = (0..pages).filter_map(|index| address.checked_add(index * STEP));
                 into.extend(pages.filter(|page| self.is_missing(*page)));
             }
@@ -173,24 +173,24 @@ impl Presence {
         if let Some((range, index)) = self.find(page) {
             range.bitmap.set(index);
         }
-        self.used.load(Ordering::Acquire) && self.wanted().remove(&page)
+        self.is_shared.load(Ordering::Acquire) && self.wanted().remove(&page)
     }
 
     /// Signals the daemon that pages it has waited for are present.
-    pub fn came(&self) {
+    pub fn notify(&self) {
         if let Some(range) = self.ranges.first() {
             range.bitmap.came();
         }
-        self.ring();
+        self.signal();
     }
 
     /// Marks all pages as present, and signals the daemon.
     pub fn complete(&self) {
         self.ranges.iter().for_each(|range| range.bitmap.complete());
-        self.ring();
+        self.signal();
     }
 
-    fn ring(&self) {
+    fn signal(&self) {
         // A full counter means that a signal is pending already.
         let _ = rustix::io::write(&self.arrivals, &1_u64.to_ne_bytes());
     }
@@ -215,7 +215,7 @@ mod tests {
     /// The daemon's side and this one: the daemon requests each page that it lacks once, and finds it when it was placed. Requests for
     /// present pages, or outside RAM, have no effect.
     #[test]
-    fn a_daemon_asks_and_finds() {
+    fn a_daemon_requests_pages_and_finds_them() {
         let ranges = [(0, 100 * STEP), (1 << 32, 70 * STEP)];
         let presence = Presence::new(&ranges).unwrap();
         let set = |start, pages: &[u64]| DirtyPages {
@@ -231,29 +231,29 @@ mod tests {
         };
         presence.fill(&[set(0, &[3, 99]), set(1 << 32, &[0, 64])]);
         let memory = MappedMemory::default().with(ram(0, 100)).unwrap().with(ram(1 << 32, 70)).unwrap();
-        let told = presence.tell(|ranges, bitmap, wishes, _| {
-            let wishes = Arc::new(wishes.try_clone_to_owned().unwrap());
+        let shared = presence.share(|ranges, bitmap, requests, _| {
+            let requests = Arc::new(requests.try_clone_to_owned().unwrap());
             for &(address, size, offset) in ranges {
                 let bitmap = Bitmap::map(&bitmap, offset, size).unwrap();
-                memory.set_late((address, size), bitmap, Arc::clone(&wishes)).unwrap();
+                memory.set_late((address, size), bitmap, Arc::clone(&requests)).unwrap();
             }
             Ok::<_, ()>(())
         });
-        told.unwrap();
+        shared.unwrap();
         memory.write(4 * STEP, &[1; 8192]).unwrap();
         assert!(memory.awaits(0, 100 * STEP, false) && memory.awaits(1 << 32, 70 * STEP, false));
         let mut wanted = Vec::new();
-        presence.wishes(&mut wanted).unwrap();
+        presence.take_requests(&mut wanted).unwrap();
         wanted.sort_unstable();
         assert_eq!(wanted, [3 * STEP, 99 * STEP, 1 << 32, (1 << 32) + 64 * STEP]);
-        rustix::io::write(&presence.wisher, &dma::arriving::wish(4 * STEP, 3)).unwrap();
-        rustix::io::write(&presence.wisher, &dma::arriving::wish(1 << 40, 4096)).unwrap();
+        rustix::io::write(&presence.daemon_socket, &dma::arriving::wish(4 * STEP, 3)).unwrap();
+        rustix::io::write(&presence.daemon_socket, &dma::arriving::wish(1 << 40, 4096)).unwrap();
         let mut none = Vec::new();
-        presence.wishes(&mut none).unwrap();
+        presence.take_requests(&mut none).unwrap();
         assert!(none.is_empty(), "{none:?}");
         assert!(presence.placed(3 * STEP) && !presence.placed(3 * STEP) && !presence.placed(5 * STEP));
         let before = memory.arrivals();
-        presence.came();
+        presence.notify();
         assert_ne!(memory.arrivals(), before);
         memory.store_u32(3 * STEP, 1).unwrap();
         assert!(memory.store_u32(99 * STEP, 1).is_err());

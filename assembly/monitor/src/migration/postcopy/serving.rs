@@ -12,16 +12,16 @@ use super::outgoing::Outgoing;
 use super::set::PageSet;
 use crate::migration::connection::{Connection, Stop};
 use crate::migration::error::{MigrationError, line};
-use crate::migration::frame::{Kind, MOST_PAGES, Receiver, Sender};
+use crate::migration::frame::{Kind, MAX_PAGES_PER_FRAME, Receiver, Sender};
 use crate::migration::message;
 use crate::migration::pages::{PAGE, send_run};
 
 /// Time-out for the destination's `Complete`, once all pages were sent.
-pub(super) const LAST_WORD: Duration = Duration::from_secs(60);
+pub(super) const COMPLETE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Interval of progress reports.
-const EVERY: Duration = Duration::from_millis(250);
+const REPORT_INTERVAL: Duration = Duration::from_millis(250);
 /// The request stream may be silent for any time.
-const FOREVER: Duration = Duration::MAX;
+const NO_TIMEOUT: Duration = Duration::MAX;
 
 /// A stream after its `End` frame.
 pub struct Stream {
@@ -48,11 +48,11 @@ struct Shared {
 
 /// Progress of sending.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Served {
+pub struct ServingProgress {
     /// Pages that weren't sent yet.
     pub left: u64,
     /// Pages that were sent on request.
-    pub asked: u64,
+    pub requested: u64,
     /// Pages that were pushed.
     pub pushed: u64,
     /// Bytes sent.
@@ -69,7 +69,7 @@ impl Shared {
     }
 
     /// Records the end; only the first one counts.
-    fn over(&self, how: Result<Complete, MigrationError>) {
+    fn finish(&self, how: Result<Complete, MigrationError>) {
         let mut end = self.end();
         if end.is_none() {
             *end = Some(how);
@@ -82,7 +82,7 @@ impl Shared {
     fn wait_for_end(&self) {
         let mut end = self.end();
         while end.is_none() && !self.stop.is_set() {
-            end = self.ended.wait_timeout(end, EVERY).unwrap_or_else(PoisonError::into_inner).0;
+            end = self.ended.wait_timeout(end, REPORT_INTERVAL).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
@@ -98,12 +98,12 @@ impl Shared {
 
     fn push(&self, stream: &mut Stream) -> Result<(), MigrationError> {
         loop {
-            let Some((start, pages)) = self.pages().push(MOST_PAGES) else { return Ok(()) };
+            let Some((start, pages)) = self.pages().push(MAX_PAGES_PER_FRAME) else { return Ok(()) };
             self.send(stream, start, pages)?;
         }
     }
 
-    fn answer(&self, mut stream: Stream) -> Result<Complete, MigrationError> {
+    fn serve_requests(&self, mut stream: Stream) -> Result<Complete, MigrationError> {
         let mut receiver = Receiver::new();
         loop {
             let wanted = match receiver.receive(&mut stream.connection)? {
@@ -114,7 +114,7 @@ impl Shared {
                 }
             };
             for page in wanted {
-                let send = self.pages().ask(page);
+                let send = self.pages().request(page);
                 if send.map_err(|error| MigrationError::Protocol(format!("a request for {error}")))? {
                     self.send(&mut stream, page, 1)?;
                 }
@@ -124,16 +124,15 @@ impl Shared {
 }
 
 impl Serving {
-    /// Sends the pages `left` of memory that doesn't change any more. The stream `wishes` carries requests and their pages, `others` the
-    /// pushed pages.
+    /// Sends the pages `left` of memory that doesn't change any more. `request_stream` carries requests and the pages for them.
     ///
     /// # Errors
     /// When the host refuses a thread.
     pub fn begin(
         memory: GuestMemorySpace,
         left: PageSet,
-        wishes: Stream,
-        others: Vec<Stream>,
+        request_stream: Stream,
+        push_streams: Vec<Stream>,
     ) -> Result<Self, MigrationError> {
         let shared = Arc::new(Shared {
             memory,
@@ -144,16 +143,16 @@ impl Serving {
             bytes: AtomicU64::new(0),
         });
         let mut serving = Self { shared, threads: Vec::new() };
-        serving.spawn("wishes", wishes, |shared, mut stream| {
-            stream.connection.set_patience(FOREVER);
-            let end = shared.answer(stream);
-            shared.over(end);
+        serving.spawn("page-requests", request_stream, |shared, mut stream| {
+            stream.connection.set_timeout(NO_TIMEOUT);
+            let end = shared.serve_requests(stream);
+            shared.finish(end);
         })?;
-        for stream in others {
+        for stream in push_streams {
             serving.spawn("push", stream, |shared, mut stream| match shared.push(&mut stream) {
                 // The stream stays open until everything is over: the destination would treat its end as a loss.
                 Ok(()) => shared.wait_for_end(),
-                Err(error) => shared.over(Err(error)),
+                Err(error) => shared.finish(Err(error)),
             })?;
         }
         Ok(serving)
@@ -173,32 +172,42 @@ impl Serving {
     }
 
     /// Progress of sending.
-    pub fn served(&self) -> Served {
+    pub fn progress(&self) -> ServingProgress {
         let pages = self.shared.pages();
-        let (asked, pushed) = pages.sent();
-        Served { left: pages.left(), asked, pushed, bytes: self.shared.bytes.load(Ordering::Relaxed) }
+        let (requested, pushed) = pages.sent();
+        ServingProgress {
+            left: pages.left(),
+            requested,
+            pushed,
+            bytes: self.shared.bytes.load(Ordering::Relaxed),
+        }
     }
 
-    /// Waits until the destination has everything, or ends without it. Calls `tell` with the progress at intervals.
+    /// Waits until the destination has everything, or ends without it. Calls `report` with the progress at intervals.
     ///
     /// # Errors
     /// When the connection to the destination is lost, or it sends invalid data.
-    pub fn wait(&self, tell: &mut dyn FnMut(Served)) -> Result<Complete, MigrationError> {
+    pub fn wait(&self, report: &mut dyn FnMut(ServingProgress)) -> Result<Complete, MigrationError> {
         let mut since = Instant::now();
         let mut end = self.shared.end();
         loop {
             if let Some(ended) = end.take() {
                 return ended;
             }
-            end = self.shared.ended.wait_timeout(end, EVERY).unwrap_or_else(PoisonError::into_inner).0;
-            let served = self.served();
-            if served.left > 0 {
+            end = self
+                .shared
+                .ended
+                .wait_timeout(end, REPORT_INTERVAL)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+            let progress = self.progress();
+            if progress.left > 0 {
                 since = Instant::now();
-            } else if since.elapsed() > LAST_WORD {
-                let late = std::io::Error::from(std::io::ErrorKind::TimedOut);
-                return Err(MigrationError::stream("heard of, once all pages were sent")(late));
+            } else if since.elapsed() > COMPLETE_TIMEOUT {
+                let timed_out = std::io::Error::from(std::io::ErrorKind::TimedOut);
+                return Err(MigrationError::stream("heard of, once all pages were sent")(timed_out));
             }
-            tell(served);
+            report(progress);
         }
     }
 }

@@ -122,10 +122,10 @@ impl PageSet {
         Ok(())
     }
 
-    /// The first run of pages at or after an address, or else the first run of the set: address, and number of pages, at most `most`.
-    pub fn run(&self, from: u64, most: usize) -> Option<(u64, usize)> {
+    /// The first run of pages at or after an address, or else the first run of the set: address, and number of pages, at most `max_pages`.
+    pub fn run(&self, from: u64, max_pages: usize) -> Option<(u64, usize)> {
         let first = self.next(from).or_else(|| self.next(0))?;
-        let more = (1..most).take_while(|index| {
+        let more = (1..max_pages).take_while(|index| {
             let page = (*index as u64).checked_mul(STEP).and_then(|offset| first.checked_add(offset));
             page.is_some_and(|page| self.contains(page) == Ok(true))
         });
@@ -159,7 +159,7 @@ mod tests {
 
     /// Pages behind a range's end for which its bitmap has room, in the hole between ranges, unaligned, and far away.
     #[test]
-    fn only_pages_of_the_ranges_are_taken() {
+    fn only_pages_of_the_ranges_are_accepted() {
         let mut set = PageSet::empty(&RANGES);
         for (address, good) in
             [(0, 1), (99 * 4096, 1), (100 * 4096, 0), (4095, 0), (0x100_0000 + 69 * 4096, 1), (0xff_f000, 0)]
@@ -187,7 +187,7 @@ mod tests {
 
         /// After any additions and removals, the set equals a `BTreeSet`: members, count, and runs from any address.
         #[test]
-        fn it_is_a_set(steps in prop::collection::vec((page(), any::<bool>()), 0..200), from in page(), most in 1usize..80) {
+        fn it_is_a_set(steps in prop::collection::vec((page(), any::<bool>()), 0..200), from in page(), max_pages in 1usize..80) {
             let (mut set, mut model) = (PageSet::empty(&RANGES), BTreeSet::new());
             for (page, add) in steps {
                 if add {
@@ -199,10 +199,10 @@ mod tests {
             }
             let first = model.range(from..).next().or_else(|| model.first()).copied();
             let expected = first.map(|first| {
-                let length = (0..most as u64).take_while(|index| model.contains(&(first + index * 4096))).count();
+                let length = (0..max_pages as u64).take_while(|index| model.contains(&(first + index * 4096))).count();
                 (first, length)
             });
-            prop_assert_eq!(set.run(from, most), expected);
+            prop_assert_eq!(set.run(from, max_pages), expected);
             let all: Vec<u64> = set.sets().iter().flat_map(|set| set.pages().collect::<Vec<_>>()).collect();
             prop_assert_eq!(all, model.into_iter().collect::<Vec<_>>());
         }

@@ -76,7 +76,7 @@ fn what_was_sealed_is_opened() {
 
 /// Sides with different configurations report it, each in a sentence.
 #[test]
-fn sides_of_two_minds_are_told() {
+fn sides_with_different_keys_get_an_error() {
     let refused = |source: Option<u8>, destination: Option<u8>| {
         let (source, destination) = (source.map(key), destination.map(key));
         let [(_, here), (_, there)] = shake(source.as_ref(), destination.as_ref());
@@ -96,7 +96,7 @@ fn sides_of_two_minds_are_told() {
 
 /// A recorded handshake can't be replayed to the destination.
 #[test]
-fn a_recorded_handshake_leads_nowhere() {
+fn a_replayed_handshake_is_refused() {
     let recorded = {
         let (a, mut b) = UnixStream::pair().unwrap();
         let mut a = over(a);
@@ -118,7 +118,7 @@ fn a_recorded_handshake_leads_nowhere() {
 
 /// A sender and a receiver share a stream, each in its own thread. The connection that has passed on its sending side can't send.
 #[test]
-fn sending_can_be_given_away() {
+fn the_sending_half_can_be_split_off() {
     let (mut a, mut b) = pair();
     a.write_all(b"one").unwrap();
     let mut sender = a.sender(Stop::default(), Duration::from_secs(5)).unwrap();

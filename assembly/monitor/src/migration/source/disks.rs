@@ -5,28 +5,28 @@ use std::time::{Duration, Instant};
 
 use control_api::migration::MigrationPhase;
 
-use super::{Departure, throttled};
+use super::{OutgoingMigration, throttled};
 use crate::migration::error::MigrationError;
 use crate::migration::frame::Kind;
 use crate::migration::message;
-use crate::migration::mirror::SINCE;
-use crate::migration::mirror::leaving::Mirroring;
-use crate::migration::mirror::message::Answer;
+use crate::migration::mirror::MIRROR_MIN_VERSION;
+use crate::migration::mirror::message::MirrorReply;
+use crate::migration::mirror::source::MirrorSource;
 use crate::migration::pages::PAGE;
 use crate::migration::policy::{Decision, Policy, RoundEnd};
 
-impl Departure<'_> {
+impl OutgoingMigration<'_> {
     /// Asks the destination whether it accepts the disks to copy, before the migration begins.
-    pub(super) fn ask_for_disks(&mut self, version: u16) -> Result<(), MigrationError> {
-        let Some(names) = self.wish.take() else { return Ok(()) };
-        let mut mirror = Mirroring::new(self.machine.disks(), &names)?;
-        if version < SINCE {
-            return Err(MigrationError::NoMirrorThere(version));
+    pub(super) fn request_mirror(&mut self, version: u16) -> Result<(), MigrationError> {
+        let Some(names) = self.mirror_request.take() else { return Ok(()) };
+        let mut mirror = MirrorSource::new(self.machine.disks(), &names)?;
+        if version < MIRROR_MIN_VERSION {
+            return Err(MigrationError::DestinationLacksMirror(version));
         }
-        let wish = message::encode(&mirror.wish(!names.is_empty()))?;
-        self.control()?.send(Kind::Mirror, &wish)?;
-        let answer: Answer = message::decode(&self.answer(Kind::Mirror)?, "an answer about disks")?;
-        mirror.agreed(&answer);
+        let request = message::encode(&mirror.request(!names.is_empty()))?;
+        self.control()?.send(Kind::Mirror, &request)?;
+        let answer: MirrorReply = message::decode(&self.answer(Kind::Mirror)?, "an answer about disks")?;
+        mirror.handle_reply(&answer);
         self.mirror = (!mirror.is_empty()).then_some(mirror);
         Ok(())
     }
@@ -36,7 +36,7 @@ impl Departure<'_> {
     pub(super) fn copy_disks(&mut self) -> Result<(), MigrationError> {
         let Some(mirror) = &mut self.mirror else { return Ok(()) };
         mirror.begin()?;
-        self.watch.disk_left(mirror.left());
+        self.reporter.report_disk_left(mirror.left());
         let machine = self.machine;
         throttled(machine, |throttle| self.disk_rounds_until_little(true, throttle))
     }
@@ -60,7 +60,7 @@ impl Departure<'_> {
         loop {
             let number = u32::try_from(self.timeline.rounds.len()).unwrap_or(u32::MAX - 1) + 1;
             let held = throttle.load(Ordering::Acquire);
-            self.watch.update(|progress| {
+            self.reporter.update(|progress| {
                 progress.phase = MigrationPhase::Copying;
                 progress.round = number;
                 progress.throttle_percent = held;
@@ -71,7 +71,7 @@ impl Departure<'_> {
             if std::mem::take(&mut first) {
                 self.limit_from = Instant::now();
             }
-            let left = self.look_at_disks()?;
+            let left = self.collect_disk_writes()?;
             let bytes = self.note_round(began, &sent, 0, held, false);
             let end = RoundEnd {
                 number,
@@ -81,25 +81,25 @@ impl Departure<'_> {
                 dirtied: left / PAGE as u64,
                 elapsed: self.limit_from.elapsed(),
             };
-            self.watch.update(|progress| {
+            self.reporter.update(|progress| {
                 progress.bytes_per_second = end.rate();
                 progress.predicted_pause_ms =
                     u64::try_from(end.predicted_pause().as_millis()).unwrap_or(u64::MAX);
             });
             match policy.decide(&end, held) {
                 Decision::Stop | Decision::PostCopy => return Ok(()),
-                Decision::Again(next) => throttle.store(next, Ordering::Release),
-                Decision::GiveUp => return Err(self.not_converging(0, left)),
+                Decision::NextRound(next) => throttle.store(next, Ordering::Release),
+                Decision::Abort => return Err(self.not_converging(0, left)),
             }
         }
     }
 
     /// Adds the guest's writes to what is left to copy; returns the bytes left.
-    pub(super) fn look_at_disks(&mut self) -> Result<u64, MigrationError> {
+    pub(super) fn collect_disk_writes(&mut self) -> Result<u64, MigrationError> {
         let Some(mirror) = &mut self.mirror else { return Ok(0) };
-        mirror.look()?;
+        mirror.collect_writes()?;
         let left = mirror.left();
-        self.watch.disk_left(left);
+        self.reporter.report_disk_left(left);
         Ok(left)
     }
 

@@ -5,27 +5,27 @@ use std::time::{Duration, Instant};
 
 use control_api::migration::{MigrationPhase, MigrationTimeline, PostCopyTimeline};
 
-use super::{Departure, LAST_WORDS, Stopped, milliseconds};
+use super::{OutgoingMigration, REFUSAL_TIMEOUT, Stopped, milliseconds};
+use crate::migration::daemon::{DOUBT_AFTER, Daemon, DecisionWait, MigrationOutcome};
 use crate::migration::error::{MigrationError, line};
 use crate::migration::frame::Kind;
 use crate::migration::message;
-use crate::migration::postcopy::departing::PostCopy;
-use crate::migration::served::{DOUBT_AFTER, Daemon, Verdict, Waits};
+use crate::migration::postcopy::source::PostCopy;
 
-impl Departure<'_> {
+impl OutgoingMigration<'_> {
     /// The destination is ready: commits the migration.
     pub(super) fn commit(mut self, stopped: Instant) -> Result<MigrationTimeline, MigrationError> {
-        if !self.watch.commit() {
-            return self.undo(MigrationError::Cancelled, Some(stopped));
+        if !self.reporter.commit() {
+            return self.roll_back(MigrationError::Cancelled, Some(stopped));
         }
         let committing = Instant::now();
-        self.watch.update(|progress| progress.phase = MigrationPhase::Committing);
+        self.reporter.update(|progress| progress.phase = MigrationPhase::Committing);
         if self.machine.daemon().is_some() {
             return self.commit_by_daemon(committing, stopped);
         }
         if let Err(error) = self.control().and_then(|control| control.send(Kind::Go, &[])) {
             // The destination can't decode a frame that wasn't sent completely.
-            return self.undo(error, Some(stopped));
+            return self.roll_back(error, Some(stopped));
         }
         let running = self.answer(Kind::Running);
         match (running, self.post_copy.take()) {
@@ -42,23 +42,25 @@ impl Departure<'_> {
         stopped: Instant,
     ) -> Result<MigrationTimeline, MigrationError> {
         // A destination that has all pages runs the guest: its `Complete` shows that, if the daemon doesn't answer.
-        let patience = self.post_copy.is_some().then_some(DOUBT_AFTER);
-        match self.decision(Daemon::outcome, patience) {
-            Ok(Verdict::RunsThere) => self.moved(committing, stopped),
-            Ok(Verdict::RunsHere) => {
-                self.undo(MigrationError::GivenUp("it runs here".to_owned()), Some(stopped))
+        let timeout = self.post_copy.is_some().then_some(DOUBT_AFTER);
+        match self.decision(Daemon::await_decision, timeout) {
+            Ok(MigrationOutcome::RunsThere) => self.moved(committing, stopped),
+            Ok(MigrationOutcome::RunsHere) => {
+                self.roll_back(MigrationError::Aborted("it runs here".to_owned()), Some(stopped))
             }
-            Ok(Verdict::GivenUp(reason)) => self.undo(MigrationError::GivenUp(reason), Some(stopped)),
+            Ok(MigrationOutcome::Aborted(reason)) => {
+                self.roll_back(MigrationError::Aborted(reason), Some(stopped))
+            }
             Err(error) => match self.post_copy.take() {
                 None => Err(self.doubt(error)),
-                Some(post_copy) => match post_copy.serve(self.watch, self.timeline.bytes) {
+                Some(post_copy) => match post_copy.serve(self.reporter, self.timeline.bytes) {
                     Ok(served) => Ok(self.served(served, committing, stopped)),
-                    Err(lost) => match self.decision(Daemon::outcome, None) {
-                        Ok(Verdict::GivenUp(reason)) => {
-                            self.undo(MigrationError::GivenUp(reason), Some(stopped))
+                    Err(lost) => match self.decision(Daemon::await_decision, None) {
+                        Ok(MigrationOutcome::Aborted(reason)) => {
+                            self.roll_back(MigrationError::Aborted(reason), Some(stopped))
                         }
-                        Ok(Verdict::RunsThere) => Err(self.lost(lost)),
-                        Ok(Verdict::RunsHere) => Err(self.doubt(error)),
+                        Ok(MigrationOutcome::RunsThere) => Err(self.lost(lost)),
+                        Ok(MigrationOutcome::RunsHere) => Err(self.doubt(error)),
                         Err(error) => Err(self.doubt(error)),
                     },
                 },
@@ -66,20 +68,20 @@ impl Departure<'_> {
         }
     }
 
-    /// Waits for the daemon's decision, without a time limit or up to `patience`. The VM becomes in doubt when the decision is unknown
+    /// Waits for the daemon's decision, without a time limit or up to `timeout`. The VM becomes in doubt when the decision is unknown
     /// for a while.
     fn decision(
         &self,
-        ask: impl Fn(&Daemon, &Waits<'_>) -> Result<Verdict, MigrationError>,
-        patience: Option<Duration>,
-    ) -> Result<Verdict, MigrationError> {
+        request: impl Fn(&Daemon, &DecisionWait<'_>) -> Result<MigrationOutcome, MigrationError>,
+        timeout: Option<Duration>,
+    ) -> Result<MigrationOutcome, MigrationError> {
         let none = || MigrationError::Protocol("nothing: there is no daemon".to_owned());
-        let (machine, watch) = (self.machine, self.watch);
+        let (machine, reporter) = (self.machine, self.reporter);
         let (began, in_doubt) = (Instant::now(), Cell::new(false));
-        let doubtful = |reason: &str| {
+        let on_doubt = |reason: &str| {
             in_doubt.set(true);
-            machine.stay_in_doubt();
-            watch.update(|progress| {
+            machine.set_in_doubt();
+            reporter.update(|progress| {
                 progress.phase = MigrationPhase::InDoubt;
                 progress.problem = Some(format!(
                     "The decision about the migration isn't known: {reason}. The VM stays stopped here, in doubt, until it is; see `causeway cluster vms`"
@@ -87,9 +89,9 @@ impl Departure<'_> {
             });
         };
         // The user may resume a VM in doubt.
-        let gone_on = || in_doubt.get() && !machine.stands();
-        let is_over = || gone_on() || patience.is_some_and(|patience| began.elapsed() > patience);
-        ask(machine.daemon().ok_or_else(none)?, &Waits { doubtful: &doubtful, is_over: &is_over })
+        let resumed = || in_doubt.get() && !machine.is_stopped();
+        let is_over = || resumed() || timeout.is_some_and(|timeout| began.elapsed() > timeout);
+        request(machine.daemon().ok_or_else(none)?, &DecisionWait { on_doubt: &on_doubt, is_over: &is_over })
     }
 
     /// The guest runs at the destination.
@@ -130,7 +132,7 @@ impl Departure<'_> {
     ) -> Result<MigrationTimeline, MigrationError> {
         self.timeline.commit_ms = milliseconds(committing.elapsed());
         self.timeline.pause_ms = milliseconds(stopped.elapsed());
-        match (post_copy.serve(self.watch, self.timeline.bytes), doubt) {
+        match (post_copy.serve(self.reporter, self.timeline.bytes), doubt) {
             (Ok(post_copy), _) => {
                 self.timeline.total_ms = milliseconds(self.began.elapsed());
                 self.timeline.bytes += post_copy.bytes;
@@ -150,7 +152,7 @@ impl Departure<'_> {
 
     /// It isn't known where the guest runs.
     fn doubt(&mut self, error: MigrationError) -> MigrationError {
-        self.machine.stay_in_doubt();
+        self.machine.set_in_doubt();
         self.machine.stop_logging();
         MigrationError::InDoubt(Box::new(error))
     }
@@ -165,13 +167,13 @@ impl Departure<'_> {
 
     /// Rolls back: resumes the guest here, and returns the cause. If the coordinator has committed already, the VM has migrated although
     /// this side failed.
-    pub(super) fn undo(
+    pub(super) fn roll_back(
         mut self,
         error: MigrationError,
         stopped: Stopped,
     ) -> Result<MigrationTimeline, MigrationError> {
-        let late = self.post_copy.as_ref().map(PostCopy::left);
-        let error = self.give_up(error);
+        let unsent = self.post_copy.as_ref().map(PostCopy::left);
+        let error = self.abort(error);
         let daemon = self.machine.daemon().filter(|_| self.begun);
         match (daemon, stopped) {
             (None, _) => {}
@@ -184,24 +186,24 @@ impl Departure<'_> {
                 }
             }
             // The coordinator may have decided already.
-            (Some(_), Some(stopped)) => match self.decision(Daemon::give_up, None) {
-                Ok(Verdict::GivenUp(_) | Verdict::RunsHere) => {}
-                Ok(Verdict::RunsThere) => {
-                    let Some(left) = late else { return self.moved(Instant::now(), stopped) };
+            (Some(_), Some(stopped)) => match self.decision(Daemon::abort, None) {
+                Ok(MigrationOutcome::Aborted(_) | MigrationOutcome::RunsHere) => {}
+                Ok(MigrationOutcome::RunsThere) => {
+                    let Some(left) = unsent else { return self.moved(Instant::now(), stopped) };
                     return Err(self.lost(MigrationError::LostDestination { left, source: Box::new(error) }));
                 }
                 Err(unknown) => return Err(self.doubt(unknown)),
             },
         }
-        Err(self.go_on(error, stopped))
+        Err(self.resume_source(error, stopped))
     }
 
-    fn go_on(&mut self, error: MigrationError, stopped: Stopped) -> MigrationError {
-        let gone_on = stopped.map_or(Ok(()), |_| self.machine.go_on());
+    fn resume_source(&mut self, error: MigrationError, stopped: Stopped) -> MigrationError {
+        let resumed = stopped.map_or(Ok(()), |_| self.machine.rollback());
         // Dirty logging slows the guest down.
         self.machine.stop_logging();
         if let Some(stopped) = stopped {
-            if let Err(also) = gone_on {
+            if let Err(also) = resumed {
                 tracing::error!(error = line(&also), "The VM can't be resumed after a failed migration");
                 return also;
             }
@@ -213,14 +215,14 @@ impl Departure<'_> {
 
     /// Ends the streams, and finds the cause to report. The streams of a cancelled migration fail because of the cancel, and a
     /// destination that closed one may have sent its reason.
-    pub(super) fn give_up(&mut self, error: MigrationError) -> MigrationError {
+    pub(super) fn abort(&mut self, error: MigrationError) -> MigrationError {
         let cancelled = self.stop.is_set();
         let error = match error {
             _ if cancelled => match self.stop.reason() {
-                Some(reason) => MigrationError::GivenUp(reason.to_owned()),
+                Some(reason) => MigrationError::Aborted(reason.to_owned()),
                 None => MigrationError::Cancelled,
             },
-            error @ MigrationError::Stream { .. } => self.last_words().unwrap_or(error),
+            error @ MigrationError::Stream { .. } => self.receive_refusal().unwrap_or(error),
             error => error,
         };
         if !cancelled {
@@ -238,9 +240,9 @@ impl Departure<'_> {
         error
     }
 
-    fn last_words(&mut self) -> Option<MigrationError> {
+    fn receive_refusal(&mut self) -> Option<MigrationError> {
         let control = self.streams.first_mut()?;
-        control.connection.set_patience(LAST_WORDS);
+        control.connection.set_timeout(REFUSAL_TIMEOUT);
         match self.answers.receive(&mut control.connection) {
             Ok((Kind::Refused, payload)) => Some(MigrationError::Refused(message::sentence(payload))),
             _ => None,

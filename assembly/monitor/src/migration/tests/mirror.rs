@@ -11,11 +11,11 @@ use virtio_devices::device::VirtioDevice;
 use virtio_devices::queue::Ring;
 use virtio_devices_testbed::{MockDriver, MockInterrupt, RINGS, memory};
 
-use super::post_copy::{Peer, late_destination_with, late_request, same_but_for_use, uffd, use_all};
+use super::post_copy::{Peer, postcopy_destination_with, postcopy_request, same_but_for_use, uffd, use_all};
 use super::*;
 use crate::migration::frame::Kind;
 use crate::migration::message::{self, Accepted};
-use crate::migration::mirror::message::{Answer, Wish};
+use crate::migration::mirror::message::{MirrorReply, MirrorRequest};
 
 const HEADER: u64 = 0x1000;
 const STATUS: u64 = 0x1800;
@@ -119,7 +119,7 @@ impl Disks {
         machine
     }
 
-    fn arriving(&self) -> Block {
+    fn image(&self) -> Block {
         open(&self.there, |config| config.claim = false)
     }
 
@@ -135,11 +135,11 @@ fn mirrored(request: MigrationRequest) -> MigrationRequest {
 /// A destination with disks.
 struct WithDisks(Vec<DiskContent>);
 
-impl Devices for WithDisks {
+impl DestinationDevices for WithDisks {
     fn host(&self) -> Result<Option<String>, MigrationError> {
         Ok(None)
     }
-    fn take(&self, number: u32, _: &[u8]) -> Result<(), MigrationError> {
+    fn receive_state(&self, number: u32, _: &[u8]) -> Result<(), MigrationError> {
         Err(MigrationError::Protocol(format!("state of device {number}")))
     }
     fn post_copy(&self) -> Result<(), MigrationError> {
@@ -151,24 +151,24 @@ impl Devices for WithDisks {
 }
 
 /// Acts as a monitor: receives the VM, locks its disk, and runs it after the commit.
-fn arrive(ends: Vec<OwnedFd>, key: Option<&ClusterKey>, to: &GuestRam, mut disk: Block) -> There {
+fn run_destination(ends: Vec<OwnedFd>, key: Option<&ClusterKey>, to: &GuestRam, mut disk: Block) -> There {
     let stop = Stop::default();
     let devices = WithDisks(vec![disk.content()]);
     let taken = Streams::over(ends, key, &stop)
-        .and_then(|streams| streams.take(&shape(), &to.memory(), &devices, &stop));
-    let (mut landing, _) = match taken {
+        .and_then(|streams| streams.receive(&shape(), &to.memory(), &devices, &stop));
+    let (mut incoming, _) = match taken {
         Ok(taken) => taken,
         Err(error) => return There::No(super::super::error::line(&error)),
     };
     if let Err(error) = disk.take_over() {
         let reason = super::super::error::line(&error);
-        landing.refuse(&reason);
+        incoming.refuse(&reason);
         return There::No(reason);
     }
-    match landing.ready() {
+    match incoming.ready() {
         Ok(()) => {
             disk.content().in_use();
-            let _ = landing.running();
+            let _ = incoming.running();
             There::Runs
         }
         Err(error) => There::No(super::super::error::line(&error)),
@@ -185,13 +185,13 @@ fn go_with(
 ) -> Outcome {
     let to = &ram(MIB);
     let (a, b, carried) = wires(streams, limit);
-    let watch = Watch::default();
-    let stop = watch.begin("there", None).unwrap();
+    let reporter = ProgressReporter::default();
+    let stop = reporter.begin("there", None).unwrap();
     let (here, there) = std::thread::scope(|scope| {
         let key = key_of(request);
-        let arriving = scope.spawn(move || arrive(b, key.as_ref(), to, disk));
-        let here = migrate(machine, a, request, &watch, &stop);
-        (here, arriving.join().unwrap())
+        let destination_thread = scope.spawn(move || run_destination(b, key.as_ref(), to, disk));
+        let here = migrate(machine, a, request, &reporter, &stop);
+        (here, destination_thread.join().unwrap())
     });
     Outcome { here, there, same: same(&machine.ram, to), carried: carried.load(Ordering::SeqCst) }
 }
@@ -199,12 +199,12 @@ fn go_with(
 /// The guest writes in each round, and a thread writes all the time. Both images are equal when the guest runs there. Old content is
 /// gone, holes are holes, and the timeline has the copied bytes.
 #[test]
-fn a_disk_goes_along_while_its_guest_writes() {
+fn a_disk_is_mirrored_while_its_guest_writes() {
     let bytes = (6 << 20) + 512 * 3;
     for (streams, encrypted) in [(1, false), (3, false), (2, true)] {
         let disks = Disks::new(bytes, bytes);
         let machine = disks.machine(3, vec![(0..900).collect(), vec![1, 2, 700], vec![0, 2]]);
-        let asked = mirrored(if encrypted { sealed(request(300, 60)) } else { request(300, 60) });
+        let requested = mirrored(if encrypted { sealed(request(300, 60)) } else { request(300, 60) });
         let over = AtomicBool::new(false);
         let (outcome, all) = std::thread::scope(|scope| {
             scope.spawn(|| {
@@ -218,7 +218,7 @@ fn a_disk_goes_along_while_its_guest_writes() {
                     std::thread::sleep(Duration::from_micros(300));
                 }
             });
-            let outcome = go_with(&machine, disks.arriving(), streams, u64::MAX, &asked);
+            let outcome = go_with(&machine, disks.image(), streams, u64::MAX, &requested);
             over.store(true, Ordering::SeqCst);
             let all = disks.driver.lock().unwrap().done;
             (outcome, all)
@@ -251,24 +251,24 @@ fn wherever_the_streams_are_cut_the_source_keeps_its_disk() {
         let file = std::fs::File::open(&disks.there).unwrap();
         rustix::fs::fsetxattr(&file, "user.causeway.try", b"1", rustix::fs::XattrFlags::empty()).is_ok()
     };
-    for asked in [mirrored(request(300, 60)), mirrored(sealed(request(300, 60)))] {
+    for requested in [mirrored(request(300, 60)), mirrored(sealed(request(300, 60)))] {
         let disks = Disks::new(bytes, bytes);
-        let whole = go_with(&disks.machine(1, vec![vec![3]]), disks.arriving(), 2, u64::MAX, &asked);
+        let whole = go_with(&disks.machine(1, vec![vec![3]]), disks.image(), 2, u64::MAX, &requested);
         whole.here.unwrap();
         let (whole, mut stays, mut begun) = (whole.carried, 0, 0);
         for cut in (0..whole).filter(|cut| *cut + 150 > whole || cut % 1499 == 0) {
             let disks = Disks::new(bytes, bytes);
             let machine = disks.machine(1, vec![vec![3]]);
-            let outcome = go_with(&machine, disks.arriving(), 2, cut, &asked);
-            let life = machine.life.load(Ordering::SeqCst);
+            let outcome = go_with(&machine, disks.image(), 2, cut, &requested);
+            let run_state = machine.run_state.load(Ordering::SeqCst);
             match (outcome.here, outcome.there) {
-                (Ok(_), There::Runs) => assert!(life == 1 && disks.equal()),
+                (Ok(_), There::Runs) => assert!(run_state == 1 && disks.equal()),
                 (Err(MigrationError::InDoubt(_)), there) => {
-                    assert_eq!(life, 2, "cut {cut}: {there:?}");
+                    assert_eq!(run_state, 2, "cut {cut}: {there:?}");
                     assert!(disks.equal());
                 }
                 (Err(_), There::No(reason)) => {
-                    assert_eq!(life, 0, "cut {cut}");
+                    assert_eq!(run_state, 0, "cut {cut}");
                     assert!(!reason.is_empty());
                     stays += 1;
                     // The source's disk still works.
@@ -297,15 +297,16 @@ fn disks_that_cannot_be_copied_are_named() {
         mirror: Some(names.iter().map(|name| (*name).to_owned()).collect()),
         ..request(300, 60)
     };
-    let refused = |machine: &StandIn, there: Block, asked: &MigrationRequest, expected: &str| {
-        let error = super::super::error::line(&go_with(machine, there, 2, u64::MAX, asked).here.unwrap_err());
+    let refused = |machine: &StandIn, there: Block, requested: &MigrationRequest, expected: &str| {
+        let error =
+            super::super::error::line(&go_with(machine, there, 2, u64::MAX, requested).here.unwrap_err());
         assert!(error.contains(expected), "{error}");
         assert_eq!(machine.stops.load(Ordering::SeqCst), 0);
     };
     let disks = Disks::new(bytes, 2 << 20);
     let machine = disks.machine(1, vec![]);
-    refused(&machine, disks.arriving(), &named(&[]), "at the destination 2097152; they must be the same");
-    refused(&machine, disks.arriving(), &named(&["disk7"]), "no disk disk7; its disks are: disk0");
+    refused(&machine, disks.image(), &named(&[]), "at the destination 2097152; they must be the same");
+    refused(&machine, disks.image(), &named(&["disk7"]), "no disk disk7; its disks are: disk0");
 
     let disks = Disks::new(bytes, bytes);
     let machine = disks.machine(1, vec![]);
@@ -315,9 +316,9 @@ fn disks_that_cannot_be_copied_are_named() {
     refused(&machine, other, &named(&["disk0"]), "no disk disk0 at the destination");
     let mut bare = disks.machine(1, vec![]);
     bare.disks.clear();
-    refused(&bare, disks.arriving(), &named(&[]), "no disk that its guest may write");
+    refused(&bare, disks.image(), &named(&[]), "no disk that its guest may write");
     bare.disks = vec![open(&disks.there, |config| config.read_only = true).content()];
-    refused(&bare, disks.arriving(), &named(&["disk0"]), "disk0 is read-only: nothing in it changes");
+    refused(&bare, disks.image(), &named(&["disk0"]), "disk0 is read-only: nothing in it changes");
     assert_eq!(std::fs::read(&disks.there).unwrap()[0], 0xDD, "nothing was written");
 }
 
@@ -327,8 +328,8 @@ fn a_shared_disk_is_not_copied_onto_itself() {
     let disks = Disks::new(1 << 20, 1 << 20);
     let machine = disks.machine(1, vec![]);
     let same = || open(&disks.here, |config| config.claim = false);
-    let asked = MigrationRequest { mirror: Some(vec!["disk0".to_owned()]), ..request(300, 60) };
-    let error = go_with(&machine, same(), 2, u64::MAX, &asked).here.unwrap_err();
+    let requested = MigrationRequest { mirror: Some(vec!["disk0".to_owned()]), ..request(300, 60) };
+    let error = go_with(&machine, same(), 2, u64::MAX, &requested).here.unwrap_err();
     let error = super::super::error::line(&error);
     assert!(error.contains("is in use by another virtual machine"), "{error}");
     assert_eq!(machine.stops.load(Ordering::SeqCst), 0);
@@ -364,7 +365,7 @@ fn small_file_system(bytes: u64) -> Option<(Child, PathBuf)> {
 
 /// A destination without room for the guest's writes reports that, and the source resumes the guest.
 #[test]
-fn a_full_disk_at_the_destination_is_said() {
+fn a_full_disk_at_the_destination_is_reported() {
     let bytes = 8 << 20;
     let Some((mut child, path)) = small_file_system(bytes) else {
         facilities::missing(
@@ -386,7 +387,7 @@ fn a_full_disk_at_the_destination_is_said() {
         let outcome = go_with(&machine, there, streams, u64::MAX, &mirrored(request(300, 60)));
         let error = super::super::error::line(&outcome.here.unwrap_err());
         assert!(error.contains("refuses") && error.contains("No space left on device"), "{error}");
-        assert_eq!((machine.stops.load(Ordering::SeqCst), machine.life.load(Ordering::SeqCst)), (0, 0));
+        assert_eq!((machine.stops.load(Ordering::SeqCst), machine.run_state.load(Ordering::SeqCst)), (0, 0));
         disks.driver.lock().unwrap().request();
     }
     child.kill().unwrap();
@@ -396,7 +397,7 @@ fn a_full_disk_at_the_destination_is_said() {
 /// A guest that writes its disk faster than it is copied is throttled, and stays at the source when the time limit has passed. The limit
 /// starts at the end of the first copy.
 #[test]
-fn a_guest_that_writes_its_disk_too_fast_is_held_back_and_then_left() {
+fn a_guest_that_writes_its_disk_too_fast_is_throttled_and_then_stays_at_the_source() {
     let disks = Disks::new(2 << 20, 2 << 20);
     let machine = disks.machine(0, vec![]);
     let over = AtomicBool::new(false);
@@ -406,13 +407,13 @@ fn a_guest_that_writes_its_disk_too_fast_is_held_back_and_then_left() {
                 disks.driver.lock().unwrap().request();
             }
         });
-        let outcome = go_with(&machine, disks.arriving(), 1, u64::MAX, &mirrored(request(0, 1)));
+        let outcome = go_with(&machine, disks.image(), 1, u64::MAX, &mirrored(request(0, 1)));
         over.store(true, Ordering::SeqCst);
         outcome
     });
     let error = outcome.here.unwrap_err();
     assert!(matches!(error, MigrationError::DisksNotConverging { seconds: 1, left: 1.., .. }), "{error}");
-    assert!(machine.held.load(Ordering::SeqCst) > 0);
+    assert!(machine.throttled_us.load(Ordering::SeqCst) > 0);
     assert_eq!(machine.stops.load(Ordering::SeqCst), 0);
 }
 
@@ -422,8 +423,8 @@ fn a_cancel_ends_the_copy_of_disks() {
     let disks = Disks::new(2 << 20, 2 << 20);
     let machine = disks.machine(0, vec![]);
     let (a, b, _) = wires(2, u64::MAX);
-    let (to, watch) = (ram(MIB), Watch::default());
-    let stop = watch.begin("there", None).unwrap();
+    let (to, reporter) = (ram(MIB), ProgressReporter::default());
+    let stop = reporter.begin("there", None).unwrap();
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -431,47 +432,49 @@ fn a_cancel_ends_the_copy_of_disks() {
                 disks.driver.lock().unwrap().request();
             }
         });
-        let (to, there) = (&to, disks.arriving());
-        let arriving = scope.spawn(move || arrive(b, None, to, there));
-        let (machine, watch) = (&machine, &watch);
-        let moving = scope.spawn(move || migrate(machine, a, &mirrored(request(0, 0)), watch, &stop));
-        while watch.progress().is_some_and(|progress| progress.round < 2 || progress.disk_bytes_left == 0) {
+        let (to, there) = (&to, disks.image());
+        let destination_thread = scope.spawn(move || run_destination(b, None, to, there));
+        let (machine, reporter) = (&machine, &reporter);
+        let source_thread =
+            scope.spawn(move || migrate(machine, a, &mirrored(request(0, 0)), reporter, &stop));
+        while reporter.progress().is_some_and(|progress| progress.round < 2 || progress.disk_bytes_left == 0)
+        {
             std::thread::sleep(Duration::from_millis(1));
         }
-        watch.cancel().unwrap();
-        assert!(matches!(moving.join().unwrap(), Err(MigrationError::Cancelled)));
-        assert!(matches!(arriving.join().unwrap(), There::No(_)));
+        reporter.cancel().unwrap();
+        assert!(matches!(source_thread.join().unwrap(), Err(MigrationError::Cancelled)));
+        assert!(matches!(destination_thread.join().unwrap(), There::No(_)));
         over.store(true, Ordering::SeqCst);
     });
-    assert_eq!((machine.stops.load(Ordering::SeqCst), machine.life.load(Ordering::SeqCst)), (0, 0));
+    assert_eq!((machine.stops.load(Ordering::SeqCst), machine.run_state.load(Ordering::SeqCst)), (0, 0));
     disks.driver.lock().unwrap().request();
     assert_eq!(disks.source.take_written().unwrap().covered(), 0);
 }
 
 /// With post-copy the disk is complete before the guest runs there; its memory follows.
 #[test]
-fn with_post_copy_disks_are_whole_before_the_guest_goes() {
+fn with_post_copy_disks_are_complete_before_the_switchover() {
     for after in [0, 1] {
         let Some(uffd) = uffd() else { return };
         let disks = Disks::new(2 << 20, 2 << 20);
         let machine = disks.machine(2, vec![(0..900).collect(), (5..700).collect()]);
         let to = ram(MIB);
         let (a, b, _) = wires(3, u64::MAX);
-        let watch = Watch::default();
-        let stop = watch.begin("there", None).unwrap();
-        let asked = mirrored(MigrationRequest { downtime_ms: 12, ..late_request(after) });
+        let reporter = ProgressReporter::default();
+        let stop = reporter.begin("there", None).unwrap();
+        let requested = mirrored(MigrationRequest { downtime_ms: 12, ..postcopy_request(after) });
         let timeline = std::thread::scope(|scope| {
-            let (to, there) = (&to, disks.arriving());
+            let (to, there) = (&to, disks.image());
             let equal = || disks.equal();
-            let arriving = scope.spawn(move || {
+            let destination_thread = scope.spawn(move || {
                 let content = there.content();
-                late_destination_with(uffd, to, &[content], (b, None), |ram| {
+                postcopy_destination_with(uffd, to, &[content], (b, None), |ram| {
                     assert!(equal(), "the guest runs, and its disk isn't whole");
                     use_all(ram);
                 })
             });
-            let timeline = migrate(&machine, a, &asked, &watch, &stop).unwrap();
-            arriving.join().unwrap().unwrap().unwrap();
+            let timeline = migrate(&machine, a, &requested, &reporter, &stop).unwrap();
+            destination_thread.join().unwrap().unwrap().unwrap();
             timeline
         });
         assert!(same_but_for_use(&machine.ram, &to));
@@ -486,20 +489,20 @@ fn an_older_destination_is_named() {
     let disks = Disks::new(1 << 20, 1 << 20);
     let machine = disks.machine(1, vec![]);
     let (a, b, _) = wires(1, u64::MAX);
-    let watch = Watch::default();
-    let stop = watch.begin("there", None).unwrap();
+    let reporter = ProgressReporter::default();
+    let stop = reporter.begin("there", None).unwrap();
     std::thread::scope(|scope| {
         scope.spawn(move || {
             let mut control = Peer::over(b.into_iter().next().unwrap());
             control.expect(Kind::Hello);
             control.expect(Kind::Offer);
             // A sign of life is no answer.
-            control.send(Kind::Alive, &[]);
+            control.send(Kind::Keepalive, &[]);
             control.send(Kind::Accepted, &message::encode(&Accepted { version: 3, host: None }).unwrap());
             let said = message::sentence(&control.expect(Kind::Abort));
             assert!(said.contains("version 3"), "{said}");
         });
-        let error = migrate(&machine, a, &mirrored(request(300, 60)), &watch, &stop).unwrap_err();
+        let error = migrate(&machine, a, &mirrored(request(300, 60)), &reporter, &stop).unwrap_err();
         assert!(error.to_string().contains("move the VM without --mirror"), "{error}");
     });
     assert_eq!((machine.stops.load(Ordering::SeqCst), machine.logging.load(Ordering::SeqCst)), (0, 0));
@@ -508,9 +511,9 @@ fn an_older_destination_is_named() {
 /// A hostile source sends pieces of disks without a request, of disks that don't exist, beyond their ends, or not all of one. Each is
 /// refused with a sentence, and an incomplete image stays marked.
 #[test]
-fn a_source_that_lies_is_refused() {
-    use crate::migration::message::{End, Hello, OLDEST, VERSION};
-    use crate::migration::mirror::message::{WishedDisk, header};
+fn a_hostile_source_is_refused() {
+    use crate::migration::message::{End, Hello, OLDEST_VERSION, VERSION};
+    use crate::migration::mirror::message::{RequestedDisk, header};
     let bytes = 1 << 20;
     let piece = |disk, offset: u64, length: u64| header(disk, true, offset, length).to_vec();
     let cases: [(bool, Vec<Vec<u8>>, &str); 6] = [
@@ -526,61 +529,64 @@ fn a_source_that_lies_is_refused() {
         let (a, b, _) = wires(1, u64::MAX);
         let to = ram(MIB);
         std::thread::scope(|scope| {
-            let (to, there) = (&to, disks.arriving());
-            let arriving = scope.spawn(move || arrive(b, None, to, there));
+            let (to, there) = (&to, disks.image());
+            let destination_thread = scope.spawn(move || run_destination(b, None, to, there));
             let mut control = Peer::over(a.into_iter().next().unwrap());
-            let hello = Hello { version: VERSION, oldest: OLDEST, stream: 0, streams: 1, migration: [1; 16] };
+            let hello =
+                Hello { version: VERSION, oldest: OLDEST_VERSION, stream: 0, streams: 1, migration: [1; 16] };
             control.send(Kind::Hello, &hello.encode());
             control.send(Kind::Offer, &message::encode(&shape()).unwrap());
             control.expect(Kind::Accepted);
             if asks {
-                let disk = WishedDisk { name: "disk0".to_owned(), bytes, device: false, named: true };
-                control.send(Kind::Mirror, &message::encode(&Wish { disks: vec![disk] }).unwrap());
-                let answer: Answer = message::decode(&control.expect(Kind::Mirror), "an answer").unwrap();
+                let disk = RequestedDisk { name: "disk0".to_owned(), bytes, device: false, named: true };
+                control.send(Kind::Mirror, &message::encode(&MirrorRequest { disks: vec![disk] }).unwrap());
+                let answer: MirrorReply =
+                    message::decode(&control.expect(Kind::Mirror), "an answer").unwrap();
                 assert!(answer.shared.is_empty());
             }
             for block in blocks {
                 control.send(Kind::Block, &block);
             }
             control.send_if_heard(Kind::State, STATE);
-            control.send_if_heard(Kind::End, &message::encode(&End { pages: 0, standing_us: None }).unwrap());
-            let There::No(reason) = arriving.join().unwrap() else { panic!("{expected}") };
+            control.send_if_heard(Kind::End, &message::encode(&End { pages: 0, blackout_us: None }).unwrap());
+            let There::No(reason) = destination_thread.join().unwrap() else { panic!("{expected}") };
             assert!(reason.contains(expected), "{reason}");
         });
-        assert!(disks.arriving().take_over().is_err() == asks, "{expected}");
+        assert!(disks.image().take_over().is_err() == asks, "{expected}");
     }
 }
 
 /// A round doesn't wait for a further stream that has ended without its share. The missing part is detected at the end.
 #[test]
 fn a_stream_that_ends_early_is_not_waited_for() {
-    use crate::migration::message::{End, Hello, OLDEST, VERSION};
-    use crate::migration::mirror::message::WishedDisk;
+    use crate::migration::message::{End, Hello, OLDEST_VERSION, VERSION};
+    use crate::migration::mirror::message::RequestedDisk;
     let bytes = 1 << 20;
     let disks = Disks::new(bytes, bytes);
     let (a, b, _) = wires(2, u64::MAX);
     let to = ram(MIB);
     std::thread::scope(|scope| {
-        let (to, there) = (&to, disks.arriving());
-        let arriving = scope.spawn(move || arrive(b, None, to, there));
+        let (to, there) = (&to, disks.image());
+        let destination_thread = scope.spawn(move || run_destination(b, None, to, there));
         let mut ends: Vec<Peer> = a.into_iter().map(Peer::over).collect();
         for (end, stream) in ends.iter_mut().zip(0..) {
-            let hello = Hello { version: VERSION, oldest: OLDEST, stream, streams: 2, migration: [1; 16] };
+            let hello =
+                Hello { version: VERSION, oldest: OLDEST_VERSION, stream, streams: 2, migration: [1; 16] };
             end.send(Kind::Hello, &hello.encode());
         }
         let [control, other] = &mut ends[..] else { panic!() };
         control.send(Kind::Offer, &message::encode(&shape()).unwrap());
         control.expect(Kind::Accepted);
-        let disk = WishedDisk { name: "disk0".to_owned(), bytes, device: false, named: true };
-        control.send(Kind::Mirror, &message::encode(&Wish { disks: vec![disk] }).unwrap());
+        let disk = RequestedDisk { name: "disk0".to_owned(), bytes, device: false, named: true };
+        control.send(Kind::Mirror, &message::encode(&MirrorRequest { disks: vec![disk] }).unwrap());
         control.expect(Kind::Mirror);
-        let end = message::encode(&End { pages: 0, standing_us: None }).unwrap();
+        let end = message::encode(&End { pages: 0, blackout_us: None }).unwrap();
         other.send(Kind::End, &end);
         control.send(Kind::Settle, &[]);
         control.expect(Kind::Settled);
         control.send(Kind::State, STATE);
         control.send(Kind::End, &end);
-        let There::No(reason) = arriving.join().unwrap() else { panic!() };
+        let There::No(reason) = destination_thread.join().unwrap() else { panic!() };
         assert!(reason.contains("0 of the 1048576 bytes of disk0 only"), "{reason}");
     });
 }

@@ -26,13 +26,13 @@ pub(super) fn uffd() -> Option<Userfault> {
 }
 
 /// A destination that accepts post-copy.
-struct Late<'a>(&'a GuestRam, &'a [DiskContent]);
+struct PostCopyDevices<'a>(&'a GuestRam, &'a [DiskContent]);
 
-impl Devices for Late<'_> {
+impl DestinationDevices for PostCopyDevices<'_> {
     fn host(&self) -> Result<Option<String>, MigrationError> {
         Ok(None)
     }
-    fn take(&self, number: u32, _: &[u8]) -> Result<(), MigrationError> {
+    fn receive_state(&self, number: u32, _: &[u8]) -> Result<(), MigrationError> {
         Err(MigrationError::Protocol(format!("state of device {number}")))
     }
     fn post_copy(&self) -> Result<(), MigrationError> {
@@ -47,17 +47,17 @@ impl Devices for Late<'_> {
 pub(super) type Lost = Result<Report, (u64, bool, String)>;
 
 /// Receives the VM, runs `guest` on its memory after the commit, and waits for the last page or the loss.
-fn late_destination(
+fn postcopy_destination(
     uffd: Userfault,
     to: &GuestRam,
     ends: (Vec<OwnedFd>, Option<ClusterKey>),
     guest: impl FnOnce(&GuestRam),
 ) -> Result<Lost, MigrationError> {
-    late_destination_with(uffd, to, &[], ends, guest)
+    postcopy_destination_with(uffd, to, &[], ends, guest)
 }
 
 /// The same with disks to fill.
-pub(super) fn late_destination_with(
+pub(super) fn postcopy_destination_with(
     uffd: Userfault,
     to: &GuestRam,
     disks: &[DiskContent],
@@ -66,28 +66,29 @@ pub(super) fn late_destination_with(
 ) -> Result<Lost, MigrationError> {
     let stop = Stop::default();
     let streams = Streams::over(ends, key.as_ref(), &stop)?;
-    let (mut landing, state) = streams.take(&shape(), &to.memory(), &Late(to, disks), &stop)?;
+    let (mut incoming, state) =
+        streams.receive(&shape(), &to.memory(), &PostCopyDevices(to, disks), &stop)?;
     assert_eq!(state, STATE);
-    let Some(rest) = landing.take_rest() else {
-        landing.ready()?;
+    let Some(rest) = incoming.take_remaining() else {
+        incoming.ready()?;
         guest(to);
-        let _ = landing.running();
-        let waits = crate::migration::postcopy::incoming::Waits::default();
+        let _ = incoming.running();
+        let waits = crate::migration::postcopy::incoming::WaitStats::default();
         return Ok(Ok(Report { left: 0, waits, zero: 0, dropped: 0, over: true }));
     };
     let ram = PostCopyRam::new(uffd, to.regions().to_vec(), rest.missing.sets()).unwrap();
     let (tell, lost) = mpsc::channel();
     let tell = Mutex::new(tell);
-    let on_lost = move |left, given, error: MigrationError| {
-        let _ = tell.lock().unwrap().send((left, given, crate::migration::error::line(&error)));
+    let on_lost = move |left, committed, error: MigrationError| {
+        let _ = tell.lock().unwrap().send((left, committed, crate::migration::error::line(&error)));
     };
     let fetching = Fetching::begin(rest, ram, None, false, Box::new(on_lost))?;
-    if let Err(error) = landing.ready() {
+    if let Err(error) = incoming.ready() {
         fetching.abandon();
         return Err(error);
     }
     fetching.commit();
-    let _ = landing.running();
+    let _ = incoming.running();
     guest(to);
     loop {
         let report = fetching.report();
@@ -100,7 +101,7 @@ pub(super) fn late_destination_with(
     }
 }
 
-pub(super) fn late_request(after: u32) -> MigrationRequest {
+pub(super) fn postcopy_request(after: u32) -> MigrationRequest {
     MigrationRequest { post_copy_after: Some(after), ..request(0, 60) }
 }
 
@@ -123,7 +124,7 @@ pub(super) fn same_but_for_use(from: &GuestRam, to: &GuestRam) -> bool {
 /// A guest with many pages runs before any of them is present, or after rounds that don't converge. It finds all contents, including
 /// pages that were sent and then changed. Each missing page is sent once, and writes at the destination aren't overwritten.
 #[test]
-fn a_guest_runs_before_its_memory_is_there() {
+fn a_guest_runs_before_its_memory_is_present() {
     let many: Vec<Vec<u64>> = vec![(0..900).collect(), (5..700).collect()];
     let few: Vec<Vec<u64>> = vec![vec![0, 1, 2, 3], vec![0, 1], vec![1], vec![2, 900]];
     // Six pages are used at first. Nine hundred after six don't converge, so there is no second round.
@@ -138,18 +139,19 @@ fn a_guest_runs_before_its_memory_is_there() {
         let machine = StandIn::new(writes.clone());
         let to = ram(MIB);
         let (a, b, _) = wires(streams, u64::MAX);
-        let watch = Watch::default();
-        let stop = watch.begin("there", None).unwrap();
+        let reporter = ProgressReporter::default();
+        let stop = reporter.begin("there", None).unwrap();
         let (timeline, report) = std::thread::scope(|scope| {
             // Cases with more than the least number of streams are encrypted.
-            let asked = if streams > 3 { sealed(late_request(after)) } else { late_request(after) };
-            let key = key_of(&asked);
+            let requested =
+                if streams > 3 { sealed(postcopy_request(after)) } else { postcopy_request(after) };
+            let key = key_of(&requested);
             let to = &to;
-            let arriving = scope.spawn(move || late_destination(uffd, to, (b, key), use_all));
-            let timeline = migrate(&machine, a, &asked, &watch, &stop).unwrap();
-            (timeline, arriving.join().unwrap().unwrap().unwrap())
+            let destination_thread = scope.spawn(move || postcopy_destination(uffd, to, (b, key), use_all));
+            let timeline = migrate(&machine, a, &requested, &reporter, &stop).unwrap();
+            (timeline, destination_thread.join().unwrap().unwrap().unwrap())
         });
-        assert_eq!(machine.life.load(Ordering::SeqCst), 1);
+        assert_eq!(machine.run_state.load(Ordering::SeqCst), 1);
         assert!(same_but_for_use(&machine.ram, &to), "after {after} rounds over {streams} streams");
         let post = timeline.post_copy.unwrap();
         assert_eq!((timeline.rounds.len(), post.missing_pages), (rounds, missing));
@@ -168,13 +170,13 @@ fn what_converges_needs_no_post_copy() {
     let machine = StandIn::new(vec![vec![3], vec![4]]);
     let to = ram(MIB);
     let (a, b, _) = wires(3, u64::MAX);
-    let watch = Watch::default();
-    let stop = watch.begin("there", None).unwrap();
-    let wish = MigrationRequest { downtime_ms: 300, ..late_request(5) };
+    let reporter = ProgressReporter::default();
+    let stop = reporter.begin("there", None).unwrap();
+    let requested = MigrationRequest { downtime_ms: 300, ..postcopy_request(5) };
     let timeline = std::thread::scope(|scope| {
-        let arriving = scope.spawn(|| late_destination(uffd, &to, (b, None), |_| {}));
-        let timeline = migrate(&machine, a, &wish, &watch, &stop).unwrap();
-        arriving.join().unwrap().unwrap().unwrap();
+        let destination_thread = scope.spawn(|| postcopy_destination(uffd, &to, (b, None), |_| {}));
+        let timeline = migrate(&machine, a, &requested, &reporter, &stop).unwrap();
+        destination_thread.join().unwrap().unwrap().unwrap();
         timeline
     });
     assert!(timeline.post_copy.is_none() && same(&machine.ram, &to));
@@ -189,13 +191,13 @@ fn a_connection_that_is_lost_is_reported_for_what_it_is() {
         let machine = StandIn::new(vec![(0..900).collect()]);
         let to = ram(MIB);
         let (a, b, carried) = wires(3, limit);
-        let watch = Watch::default();
-        let stop = watch.begin("there", None).unwrap();
+        let reporter = ProgressReporter::default();
+        let stop = reporter.begin("there", None).unwrap();
         let (here, there) = std::thread::scope(|scope| {
             // The guest accesses no page: a thread that waits for a lost page would block forever.
-            let arriving = scope.spawn(|| late_destination(uffd, &to, (b, None), |_| {}));
-            let here = migrate(&machine, a, &late_request(0), &watch, &stop);
-            (here, arriving.join().unwrap())
+            let destination_thread = scope.spawn(|| postcopy_destination(uffd, &to, (b, None), |_| {}));
+            let here = migrate(&machine, a, &postcopy_request(0), &reporter, &stop);
+            (here, destination_thread.join().unwrap())
         });
         Some((here, there, machine, carried.load(Ordering::SeqCst)))
     };
@@ -206,27 +208,30 @@ fn a_connection_that_is_lost_is_reported_for_what_it_is() {
         (0..whole).filter(|cut| *cut < 1500 && cut % 23 == 0 || *cut + 100 > whole || cut % 80_021 == 0)
     {
         let Some((here, there, machine, _)) = go(cut) else { return };
-        let life = machine.life.load(Ordering::SeqCst);
+        let run_state = machine.run_state.load(Ordering::SeqCst);
         match (here, there) {
-            (Err(MigrationError::LostDestination { .. }), Ok(Err((left, given, error)))) => {
-                assert!(life == 1 && given && left > 0 && !error.is_empty(), "cut {cut}: {left} {given}");
+            (Err(MigrationError::LostDestination { .. }), Ok(Err((left, committed, error)))) => {
+                assert!(
+                    run_state == 1 && committed && left > 0 && !error.is_empty(),
+                    "cut {cut}: {left} {committed}"
+                );
                 seen.insert("lost");
             }
             (Err(MigrationError::InDoubt(_)), _) => {
-                assert_eq!(life, 2);
+                assert_eq!(run_state, 2);
                 seen.insert("doubt");
             }
             // All pages were received, and the cut hit `Complete` or the end of the streams.
             (Err(MigrationError::LostDestination { .. }) | Ok(_), Ok(Ok(report))) => {
-                assert_eq!((report.left, life), (0, 1), "cut {cut}");
+                assert_eq!((report.left, run_state), (0, 1), "cut {cut}");
                 seen.insert("all");
             }
             (Err(_), Err(_)) => {
-                assert_eq!(life, 0, "cut {cut}");
+                assert_eq!(run_state, 0, "cut {cut}");
                 seen.insert("stays");
             }
-            (Err(_), Ok(Err((_, given, _)))) if life == 0 => assert!(!given, "cut {cut}"),
-            (here, there) => panic!("cut {cut}: {here:?}, {there:?}, life {life}"),
+            (Err(_), Ok(Err((_, committed, _)))) if run_state == 0 => assert!(!committed, "cut {cut}"),
+            (here, there) => panic!("cut {cut}: {here:?}, {there:?}, life {run_state}"),
         }
     }
     assert!(seen.contains("stays") && seen.contains("lost"), "{seen:?}");
@@ -235,17 +240,17 @@ fn a_connection_that_is_lost_is_reported_for_what_it_is() {
 /// Destinations without support: one sends the reason; one of an unsupported version is detected from its answer. The guest isn't
 /// disturbed.
 #[test]
-fn a_destination_that_cannot_is_noticed_before_the_guest_is_disturbed() {
+fn an_incapable_destination_is_detected_before_the_guest_is_stopped() {
     let machine = StandIn::new(vec![]);
-    let outcome = super::go(&machine, &shape(), 3, u64::MAX, &late_request(0), Ok(()));
+    let outcome = super::go(&machine, &shape(), 3, u64::MAX, &postcopy_request(0), Ok(()));
     let error = outcome.here.unwrap_err().to_string();
     assert!(error.contains("refuses") && error.contains("there is no userfaultfd"), "{error}");
-    let outcome = super::go(&machine, &shape(), 2, u64::MAX, &late_request(0), Ok(()));
+    let outcome = super::go(&machine, &shape(), 2, u64::MAX, &postcopy_request(0), Ok(()));
     assert!(outcome.here.unwrap_err().to_string().contains("it takes 3 streams"));
 
     let (a, b, _) = wires(3, u64::MAX);
-    let watch = Watch::default();
-    let stop = watch.begin("there", None).unwrap();
+    let reporter = ProgressReporter::default();
+    let stop = reporter.begin("there", None).unwrap();
     std::thread::scope(|scope| {
         scope.spawn(move || {
             let mut control =
@@ -257,10 +262,10 @@ fn a_destination_that_cannot_is_noticed_before_the_guest_is_disturbed() {
             Sender::new().send(&mut control, Kind::Accepted, &[&accepted]).unwrap();
             let _ = receiver.receive(&mut control);
         });
-        let error = migrate(&machine, a, &late_request(0), &watch, &stop).unwrap_err().to_string();
+        let error = migrate(&machine, a, &postcopy_request(0), &reporter, &stop).unwrap_err().to_string();
         assert!(error.contains("version 2, which was not offered"), "{error}");
     });
-    assert_eq!((machine.stops.load(Ordering::SeqCst), machine.life.load(Ordering::SeqCst)), (0, 0));
+    assert_eq!((machine.stops.load(Ordering::SeqCst), machine.run_state.load(Ordering::SeqCst)), (0, 0));
 }
 
 /// One side's end of a stream, for a hostile peer.
@@ -300,20 +305,20 @@ fn page_frame(address: u64, byte: u8) -> Vec<u8> {
 /// A hostile source: pages that aren't missing, and repeated pages with other contents, are dropped, and the guest's writes stay. A page
 /// outside RAM ends the migration as a loss, with the number of missing pages.
 #[test]
-fn a_source_that_lies_cannot_overwrite_the_guest() {
-    for wild in [None, Some(4u64 << 20), Some(u64::MAX - 4095), Some(77)] {
+fn a_hostile_source_cannot_overwrite_the_guest() {
+    for hostile in [None, Some(4u64 << 20), Some(u64::MAX - 4095), Some(77)] {
         let Some(uffd) = uffd() else { return };
         let to = ram(MIB);
         let (a, b, _) = wires(3, u64::MAX);
         std::thread::scope(|scope| {
             let read = |page: u64| to.memory().memory().read_obj::<u8>(GuestAddress(page * 4096)).unwrap();
-            let (go_on, wait) = mpsc::channel();
+            let (written, wait) = mpsc::channel();
             let to = &to;
-            let arriving = scope.spawn(move || {
-                late_destination(uffd, to, (b, None), move |ram| {
+            let destination_thread = scope.spawn(move || {
+                postcopy_destination(uffd, to, (b, None), move |ram| {
                     // The write waits for page 5; page 6 is never accessed.
                     ram.memory().memory().write_obj(0xEEu8, GuestAddress(5 * 4096 + 9)).unwrap();
-                    go_on.send(()).unwrap();
+                    written.send(()).unwrap();
                 })
             });
             let mut ends: Vec<Peer> = a.into_iter().map(Peer::over).collect();
@@ -321,7 +326,7 @@ fn a_source_that_lies_cannot_overwrite_the_guest() {
                 let hello = Hello { version: 3, oldest: 2, stream, streams: 3, migration: [9; 16] };
                 end.send(Kind::Hello, &hello.encode());
             }
-            let [control, wishes, push] = &mut ends[..] else { panic!() };
+            let [control, requests, push] = &mut ends[..] else { panic!() };
             control.send(Kind::Offer, &message::encode(&shape()).unwrap());
             control.expect(Kind::Accepted);
             control.send(Kind::Postcopy, &[]);
@@ -329,34 +334,34 @@ fn a_source_that_lies_cannot_overwrite_the_guest() {
             // Pages 5 and 6 are missing.
             control.send(Kind::Missing, &[0u64.to_le_bytes(), 0b110_0000u64.to_le_bytes()].concat());
             control.send(Kind::State, STATE);
-            let none = message::encode(&End { pages: 0, standing_us: None }).unwrap();
+            let none = message::encode(&End { pages: 0, blackout_us: None }).unwrap();
             control.send(Kind::End, &none);
-            wishes.send(Kind::End, &none);
+            requests.send(Kind::End, &none);
             push.send(Kind::End, &none);
             control.expect(Kind::Ready);
             control.send(Kind::Go, &[]);
             control.expect(Kind::Running);
-            assert_eq!(decode_wanted(&wishes.expect(Kind::Want)).unwrap(), [5 * 4096]);
+            assert_eq!(decode_wanted(&requests.expect(Kind::Want)).unwrap(), [5 * 4096]);
             push.send(Kind::Pages, &page_frame(100 * 4096, 0xBB));
-            wishes.send(Kind::Pages, &page_frame(5 * 4096, 1));
+            requests.send(Kind::Pages, &page_frame(5 * 4096, 1));
             wait.recv().unwrap();
-            wishes.send(Kind::Pages, &page_frame(5 * 4096, 2));
-            match wild {
+            requests.send(Kind::Pages, &page_frame(5 * 4096, 2));
+            match hostile {
                 None => {
                     push.send(Kind::Pages, &page_frame(6 * 4096, 3));
-                    let complete: Complete = message::decode(&wishes.expect(Kind::Complete), "it").unwrap();
+                    let complete: Complete = message::decode(&requests.expect(Kind::Complete), "it").unwrap();
                     assert_eq!((complete.left, complete.faults), (0, 1));
-                    let report = arriving.join().unwrap().unwrap().unwrap();
+                    let report = destination_thread.join().unwrap().unwrap().unwrap();
                     assert!((1..=2).contains(&report.dropped), "{report:?}");
                     assert_eq!((read(5), read(6), read(100)), (1, 3, 0));
                     let written = to.memory().memory().read_obj::<u8>(GuestAddress(5 * 4096 + 9)).unwrap();
                     assert_eq!(written, 0xEE);
                 }
-                Some(wild) => {
-                    push.send(Kind::Pages, &page_frame(wild, 3));
-                    let (left, given, error) = arriving.join().unwrap().unwrap().unwrap_err();
+                Some(hostile) => {
+                    push.send(Kind::Pages, &page_frame(hostile, 3));
+                    let (left, committed, error) = destination_thread.join().unwrap().unwrap().unwrap_err();
                     // Page 6; also page 5, while its placement isn't recorded although its waiter has seen it.
-                    assert!((1..=2).contains(&left) && given, "{left}");
+                    assert!((1..=2).contains(&left) && committed, "{left}");
                     assert!(error.contains("isn't RAM") || error.contains("can't be"), "{error}");
                 }
             }
@@ -366,18 +371,18 @@ fn a_source_that_lies_cannot_overwrite_the_guest() {
 
 /// A hostile destination: invalid page requests cause a rollback before the source has committed, and a loss after it.
 #[test]
-fn a_destination_that_lies_is_noticed() {
-    for wish in [vec![4u64 << 20], vec![1], vec![]] {
+fn a_hostile_destination_is_detected() {
+    for requested in [vec![4u64 << 20], vec![1], vec![]] {
         let machine = StandIn::new(vec![(0..900).collect()]);
         let (a, b, _) = wires(3, u64::MAX);
-        let watch = Watch::default();
-        let stop = watch.begin("there", None).unwrap();
+        let reporter = ProgressReporter::default();
+        let stop = reporter.begin("there", None).unwrap();
         std::thread::scope(|scope| {
-            let wish = &wish;
+            let requested = &requested;
             scope.spawn(move || {
                 let mut ends: Vec<Peer> = b.into_iter().map(Peer::over).collect();
                 ends.iter_mut().for_each(|end| drop(end.expect(Kind::Hello)));
-                let [control, wishes, _push] = &mut ends[..] else { panic!() };
+                let [control, requests, _push] = &mut ends[..] else { panic!() };
                 control.expect(Kind::Offer);
                 let accepted = message::encode(&Accepted { version: 3, host: None }).unwrap();
                 control.send(Kind::Accepted, &accepted);
@@ -389,34 +394,34 @@ fn a_destination_that_lies_is_noticed() {
                 control.expect(Kind::End);
                 control.expect(Kind::Go);
                 control.send(Kind::Running, &[]);
-                let bytes: Vec<u8> = wish.iter().flat_map(|page| page.to_le_bytes()).collect();
-                wishes.send(Kind::Want, &bytes);
+                let bytes: Vec<u8> = requested.iter().flat_map(|page| page.to_le_bytes()).collect();
+                requests.send(Kind::Want, &bytes);
                 // Until the source has detected it.
-                while wishes.receiver.receive(&mut wishes.connection).is_ok() {}
+                while requests.receiver.receive(&mut requests.connection).is_ok() {}
             });
-            let error = migrate(&machine, a, &late_request(0), &watch, &stop).unwrap_err();
+            let error = migrate(&machine, a, &postcopy_request(0), &reporter, &stop).unwrap_err();
             let text = crate::migration::error::line(&error);
             assert!(matches!(error, MigrationError::LostDestination { .. }), "{text}");
             assert!(text.contains("a request for"), "{text}");
         });
-        assert_eq!(machine.life.load(Ordering::SeqCst), 1, "the guest isn't run here again");
+        assert_eq!(machine.run_state.load(Ordering::SeqCst), 1, "the guest isn't run here again");
     }
 }
 
 /// The stream breaks when everything but the post-copy pages was received, and the daemon reports that the VM has migrated: it is lost,
 /// not in doubt.
 #[test]
-fn a_source_that_has_lost_its_late_pages_is_in_no_doubt() {
+fn a_source_whose_destination_is_lost_after_the_commit_is_not_in_doubt() {
     use control_api::host::proto::move_vm_reply::State;
 
     let answers = [State::Copy, State::Stop, State::Stop, State::Moved].map(|state| Ok((state, "")));
-    let (said, _) = super::with_a_daemon::daemon(answers.to_vec());
+    let (scripted, _) = super::with_a_daemon::daemon(answers.to_vec());
     let mut machine = StandIn::new(vec![(0..900).collect()]);
-    machine.daemon = Some(said);
+    machine.daemon = Some(scripted);
     machine.devices = Mutex::new(vec![Vec::new()]);
     let (a, b, _) = wires(3, u64::MAX);
-    let watch = Watch::default();
-    let stop = watch.begin("there", None).unwrap();
+    let reporter = ProgressReporter::default();
+    let stop = reporter.begin("there", None).unwrap();
     let error = std::thread::scope(|scope| {
         scope.spawn(move || {
             let mut ends: Vec<Peer> = b.into_iter().map(Peer::over).collect();
@@ -432,10 +437,10 @@ fn a_source_that_has_lost_its_late_pages_is_in_no_doubt() {
             while !matches!(control.receiver.receive(&mut control.connection).unwrap(), (Kind::State, _)) {}
             drop((control, ends));
         });
-        migrate(&machine, a, &late_request(1), &watch, &stop).unwrap_err()
+        migrate(&machine, a, &postcopy_request(1), &reporter, &stop).unwrap_err()
     });
     let text = crate::migration::error::line(&error);
     assert!(matches!(error, MigrationError::LostDestination { left: 1.., .. }), "{text}");
     assert_eq!(machine.doubts.load(Ordering::SeqCst), 0);
-    assert_eq!(machine.life.load(Ordering::SeqCst), 1, "the guest isn't run here again");
+    assert_eq!(machine.run_state.load(Ordering::SeqCst), 1, "the guest isn't run here again");
 }

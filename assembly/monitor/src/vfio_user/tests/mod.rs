@@ -45,7 +45,7 @@ impl Connector for Arc<Prepared> {
         "a test".to_owned()
     }
 
-    fn has_arrived(&self) {}
+    fn migration_committed(&self) {}
 }
 
 /// 1 MiB at 0 and 1 MiB at 4 GiB, in one file.
@@ -274,7 +274,7 @@ fn the_server_signals_kvms_eventfds_and_a_masked_ones_signal_shows_as_pending() 
 }
 
 #[test]
-fn intx_is_asserted_until_the_guest_looks_and_again_while_the_device_wants() {
+fn intx_is_asserted_until_an_access_and_again_while_the_device_needs_service() {
     let served = serve(TestDevice::new());
     let line = FakeLine::new();
     served.function.attach_intx(line.clone());

@@ -145,7 +145,7 @@ impl Drop for Daemon {
 }
 
 #[test]
-fn both_functions_come_from_one_request_and_come_back_from_another() {
+fn both_functions_connect_with_one_request_and_reconnect_with_another() {
     let folder = tempfile::tempdir().unwrap();
     let (first, second) = (TestDevice::new(), TestDevice::new());
     let daemon = Daemon::start(folder.path(), 1, [&first, &second]);

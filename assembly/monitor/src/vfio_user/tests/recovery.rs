@@ -57,7 +57,7 @@ fn a_device_fails_with_its_server_and_works_with_the_next() {
 }
 
 #[test]
-fn a_machine_reset_and_configuration_go_on_without_a_server() {
+fn machine_reset_and_configuration_work_without_a_server() {
     let mut served = serve(TestDevice::new());
     served.write_command(COMMAND_BUS_MASTER);
     served.kill();

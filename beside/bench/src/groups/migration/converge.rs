@@ -29,11 +29,11 @@ use machine::memory::{RamLayout, RamOptions};
 use machine::slots::DirtyPages;
 use monitor::migration::MigrationError;
 use monitor::migration::connection::Stop;
-use monitor::migration::destination::{Devices, Streams};
-use monitor::migration::progress::Watch;
-use monitor::migration::served::{Daemon, Verdict, Waits};
+use monitor::migration::daemon::{Daemon, DecisionWait, MigrationOutcome};
+use monitor::migration::destination::{DestinationDevices, Streams};
+use monitor::migration::progress::ProgressReporter;
 use monitor::migration::shape::Shape;
-use monitor::migration::source::{Departing, migrate};
+use monitor::migration::source::{SourceMachine, migrate};
 use serde::Serialize;
 use vfio_user_protocol::client::Client;
 use vfio_user_protocol::migration::DeviceState;
@@ -149,7 +149,7 @@ impl Mover {
     }
 }
 
-impl Departing for Mover {
+impl SourceMachine for Mover {
     fn shape(&self) -> Shape {
         shape()
     }
@@ -181,8 +181,8 @@ impl Departing for Mover {
     fn settle(&self) -> Result<(), MigrationError> {
         Ok(())
     }
-    fn hold_back(&self, _: Duration) {}
-    fn hold_back_peers(&self, percent: u8) -> Result<(), MigrationError> {
+    fn throttle(&self, _: Duration) {}
+    fn throttle_peers(&self, percent: u8) -> Result<(), MigrationError> {
         let held = self.monitor.rdma.hold_back(percent);
         held.map_err(MigrationError::machine("kept from being written by peers"))?;
         if let Ok(mut most) = self.most_held.lock() {
@@ -194,7 +194,7 @@ impl Departing for Mover {
         self.each("stopped", |client| client.set_device_state(DeviceState::StopCopy))?;
         Ok(vec![0])
     }
-    fn go_on(&self) -> Result<(), MigrationError> {
+    fn rollback(&self) -> Result<(), MigrationError> {
         self.each("resumed", |client| client.set_device_state(DeviceState::Running))
     }
     fn daemon(&self) -> Option<&Daemon> {
@@ -211,9 +211,9 @@ impl Departing for Mover {
     fn disks(&self) -> &[DiskContent] {
         &[]
     }
-    fn stay_in_doubt(&self) {}
+    fn set_in_doubt(&self) {}
 
-    fn stands(&self) -> bool {
+    fn is_stopped(&self) -> bool {
         true
     }
 }
@@ -224,11 +224,11 @@ struct There {
     begun: AtomicBool,
 }
 
-impl Devices for There {
+impl DestinationDevices for There {
     fn host(&self) -> Result<Option<String>, MigrationError> {
         Ok(Some("h3".to_owned()))
     }
-    fn take(&self, number: u32, data: &[u8]) -> Result<(), MigrationError> {
+    fn receive_state(&self, number: u32, data: &[u8]) -> Result<(), MigrationError> {
         let failed = || MigrationError::machine("given its state");
         let all = clients(&self.monitor);
         if !self.begun.swap(true, Ordering::SeqCst) {
@@ -258,7 +258,7 @@ fn arrive(
     let (stop, ram) = (Stop::default(), ram()?);
     let there = There { monitor, begun: AtomicBool::new(false) };
     let streams = Streams::over(ends, None, &stop)?;
-    let (mut landing, _) = streams.take(&shape(), &ram.memory(), &there, &stop)?;
+    let (mut incoming, _) = streams.receive(&shape(), &ram.memory(), &there, &stop)?;
     let (memory, mut page) = (ram.memory().memory().clone(), [0; PAGE]);
     for at in (0..RAM).step_by(PAGE) {
         memory.read_slice(&mut page, GuestAddress(at))?;
@@ -267,11 +267,11 @@ fn arrive(
     for client in clients(&there.monitor) {
         client.set_device_state(DeviceState::Stop)?;
     }
-    landing.restored()?;
+    incoming.restored()?;
     let daemon = Daemon::new(socket.to_owned(), "a".to_owned());
-    let doubtful = |why: &str| eprintln!("The migration's end isn't known: {why}");
-    match daemon.arrived(&Waits { doubtful: &doubtful, is_over: &|| false })? {
-        Verdict::RunsHere => {}
+    let on_doubt = |why: &str| eprintln!("The migration's end isn't known: {why}");
+    match daemon.vote(&DecisionWait { on_doubt: &on_doubt, is_over: &|| false })? {
+        MigrationOutcome::RunsHere => {}
         other => bail!("The VM was to run at its destination: {other:?}"),
     }
     for client in clients(&there.monitor) {
@@ -281,7 +281,7 @@ fn arrive(
         rustix::io::write(vector, &1_u64.to_ne_bytes())?;
     }
     // The source's daemon may have notified it already, and it may have closed the connection.
-    let _ = landing.running();
+    let _ = incoming.running();
     Ok((machine, there))
 }
 
@@ -472,11 +472,11 @@ pub fn converge() -> anyhow::Result<Sample> {
                 together: Vec::new(),
                 key: None,
             };
-            let (watch, socket) = (Watch::default(), h3.socket());
-            let stop = watch.begin("h3", None).context("a migration is under way")?;
+            let (reporter, socket) = (ProgressReporter::default(), h3.socket());
+            let stop = reporter.begin("h3", None).context("a migration is under way")?;
             let arriving = scope.spawn(move || arrive(socket, theirs, landing_place, its_place));
             let (from, began) = (complete.load(Ordering::Relaxed), Instant::now());
-            let timeline: MigrationTimeline = migrate(&mover, ours, &request, &watch, &stop)?;
+            let timeline: MigrationTimeline = migrate(&mover, ours, &request, &reporter, &stop)?;
             let until = complete.load(Ordering::Relaxed);
             let there = arriving.join().map_err(|_| anyhow!("the destination panicked"))??;
             let after = steady();

@@ -17,16 +17,16 @@ use super::event::Event;
 use super::machine::Machine;
 use crate::description::VmDescription;
 use crate::migration::MigrationError;
+use crate::migration::daemon::Daemon;
 use crate::migration::error::line;
 use crate::migration::postcopy::fetching::Fetching;
-use crate::migration::served::Daemon;
-use crate::migration::service::Movable;
+use crate::migration::service::Migratable;
 use crate::migration::shape::{self, Shape};
-use crate::migration::source::Departing;
+use crate::migration::source::SourceMachine;
 use crate::migration::state::{SavedDevices, SavedMachine, SavedPlace};
 
 /// How long the source waits, after an abort, for the destination to unlock the disks.
-const LETTING_GO: Duration = Duration::from_secs(10);
+const DISK_UNLOCK_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The host daemon that serves a VM's RDMA NICs.
 pub fn daemon_of(description: &VmDescription) -> Option<Daemon> {
@@ -35,7 +35,7 @@ pub fn daemon_of(description: &VmDescription) -> Option<Daemon> {
 }
 
 /// A machine, and its run state before the hand-over.
-pub struct MovingMachine {
+pub struct MigratingMachine {
     machine: Arc<Machine>,
     was_running: std::sync::atomic::AtomicBool,
     /// The daemon of the VM's RDMA NICs.
@@ -44,7 +44,7 @@ pub struct MovingMachine {
     fetching: Option<Fetching>,
 }
 
-impl MovingMachine {
+impl MigratingMachine {
     /// For a machine that may migrate.
     pub fn new(machine: Arc<Machine>, fetching: Option<Fetching>) -> Self {
         let daemon = daemon_of(&machine.description);
@@ -86,9 +86,9 @@ impl MovingMachine {
         Ok(saved)
     }
 
-    fn take_back(&self) -> Result<(), Error> {
+    fn roll_back(&self) -> Result<(), Error> {
         let machine = &self.machine;
-        if !self.stands() {
+        if !self.is_stopped() {
             return Ok(());
         }
         for function in &machine.devices.served {
@@ -97,8 +97,8 @@ impl MovingMachine {
                 tracing::warn!(error = line(&error), "A device could not be resumed with the VM");
             }
         }
-        let until = Instant::now() + LETTING_GO;
-        while let Err(error) = machine.take_disks() {
+        let until = Instant::now() + DISK_UNLOCK_TIMEOUT;
+        while let Err(error) = machine.lock_disks() {
             if Instant::now() >= until {
                 // The user may retry with `resume`.
                 *machine.state() = VmState::Paused;
@@ -129,7 +129,7 @@ fn save(machine: &Machine, running: bool) -> Result<SavedMachine, Error> {
         }
     }
     // The vCPUs are paused and make no more requests.
-    let asked = machine.events.asked();
+    let asked = machine.events.pending_request();
     Ok(SavedMachine {
         version: SavedMachine::version_for(asked),
         running,
@@ -157,7 +157,7 @@ fn merge(all: &mut Vec<DirtyPages>, more: DirtyPages) {
     }
 }
 
-impl Departing for MovingMachine {
+impl SourceMachine for MigratingMachine {
     fn shape(&self) -> Shape {
         self.machine.shape.clone()
     }
@@ -216,26 +216,26 @@ impl Departing for MovingMachine {
         settled.map_err(MigrationError::machine("made durable"))
     }
 
-    fn hold_back(&self, time: Duration) {
+    fn throttle(&self, time: Duration) {
         // The lock stays held, so that a concurrent pause or reset waits and isn't undone.
         let state = self.machine.state();
         if *state != VmState::Running {
             return;
         }
-        let held = self.machine.vcpus.pause().and_then(|()| {
+        let throttled = self.machine.vcpus.pause().and_then(|()| {
             std::thread::sleep(time);
             // A guest with a pending reset must not run before it.
-            if self.machine.events.asked().is_some() { Ok(()) } else { self.machine.vcpus.resume() }
+            if self.machine.events.pending_request().is_some() { Ok(()) } else { self.machine.vcpus.resume() }
         });
-        if let Err(error) = held {
+        if let Err(error) = throttled {
             tracing::warn!(error = line(&error), "The vCPUs could not be throttled");
         }
     }
 
-    fn hold_back_peers(&self, percent: u8) -> Result<(), MigrationError> {
+    fn throttle_peers(&self, percent: u8) -> Result<(), MigrationError> {
         for function in self.machine.devices.served.iter().filter(|_| self.daemon.is_some()) {
-            let held = function.hold_back_peers(percent);
-            held.map_err(MigrationError::machine("kept from being written by peers"))?;
+            let throttled = function.throttle_peers(percent);
+            throttled.map_err(MigrationError::machine("kept from being written by peers"))?;
         }
         Ok(())
     }
@@ -246,8 +246,8 @@ impl Departing for MovingMachine {
         encoded.map_err(MigrationError::machine("written down"))
     }
 
-    fn go_on(&self) -> Result<(), MigrationError> {
-        self.take_back().map_err(MigrationError::machine("resumed"))
+    fn rollback(&self) -> Result<(), MigrationError> {
+        self.roll_back().map_err(MigrationError::machine("resumed"))
     }
 
     fn daemon(&self) -> Option<&Daemon> {
@@ -279,20 +279,20 @@ impl Departing for MovingMachine {
         &self.machine.devices.disks
     }
 
-    fn stay_in_doubt(&self) {
+    fn set_in_doubt(&self) {
         let mut state = self.machine.state();
         if *state == VmState::HandingOver {
             *state = VmState::InDoubt;
         }
     }
 
-    fn stands(&self) -> bool {
+    fn is_stopped(&self) -> bool {
         matches!(*self.machine.state(), VmState::HandingOver | VmState::InDoubt)
     }
 }
 
-impl Movable for MovingMachine {
-    fn immovable(&self) -> Option<String> {
+impl Migratable for MigratingMachine {
+    fn migration_blockers(&self) -> Option<String> {
         let state = *self.machine.state();
         if self.daemon.is_some() && state != VmState::Running {
             return Some(format!(
@@ -304,7 +304,7 @@ impl Movable for MovingMachine {
                 "its memory, of which {left} pages have yet to come from where it was before; try again then"
             ));
         }
-        shape::immovable(&self.machine.description)
+        shape::migration_blockers(&self.machine.description)
     }
 
     fn lost(&self, error: MigrationError) {

@@ -9,23 +9,23 @@ use machine::slots::DirtyPages;
 use super::message::encode_missing;
 use super::serving::{Serving, Stream};
 use super::set::PageSet;
-use super::{LEAST_STREAMS, SINCE};
+use super::{POSTCOPY_MIN_STREAMS, POSTCOPY_MIN_VERSION};
 use crate::migration::connection::Connection;
 use crate::migration::error::MigrationError;
 use crate::migration::frame::Sender;
-use crate::migration::progress::Watch;
+use crate::migration::progress::ProgressReporter;
 
 /// Checks whether a migration may end in post-copy, with this version of the destination and this number of streams.
 ///
 /// # Errors
 /// The reason why it may not.
-pub fn allowed(version: u16, streams: usize) -> Result<(), MigrationError> {
-    if version < SINCE {
-        return Err(MigrationError::OldDestination(version));
+pub fn check_support(version: u16, streams: usize) -> Result<(), MigrationError> {
+    if version < POSTCOPY_MIN_VERSION {
+        return Err(MigrationError::DestinationLacksPostcopy(version));
     }
-    if streams < LEAST_STREAMS {
+    if streams < POSTCOPY_MIN_STREAMS {
         let text = format!(
-            "it takes {LEAST_STREAMS} streams (for control frames, requested pages and pushed pages), not {streams}"
+            "it takes {POSTCOPY_MIN_STREAMS} streams (for control frames, requested pages and pushed pages), not {streams}"
         );
         return Err(MigrationError::NoPostcopy(text));
     }
@@ -33,7 +33,7 @@ pub fn allowed(version: u16, streams: usize) -> Result<(), MigrationError> {
 }
 
 /// Reason: RDMA NICs of an older daemon exclude post-copy.
-pub const DAEMON: &str = "the VM has RDMA NICs, and this host's daemon, which maps their VM's memory as well, is of a version that doesn't wait for pages that are still to come; start a newer one, or move it without --post-copy";
+pub const DAEMON_TOO_OLD: &str = "the VM has RDMA NICs, and this host's daemon, which maps their VM's memory as well, is of a version that doesn't wait for pages that are still to come; start a newer one, or move it without --post-copy";
 
 /// Memory that is sent after the switchover.
 pub struct PostCopy {
@@ -61,11 +61,11 @@ impl PostCopy {
 
     /// Pages that weren't sent.
     pub fn left(&self) -> u64 {
-        self.serving.as_ref().map_or(self.pages, |serving| serving.served().left)
+        self.serving.as_ref().map_or(self.pages, |serving| serving.progress().left)
     }
 
     /// Payloads of the `Missing` frames.
-    pub fn announcement(&self) -> Vec<Vec<u8>> {
+    pub fn missing_frames(&self) -> Vec<Vec<u8>> {
         encode_missing(&self.missing).collect()
     }
 
@@ -79,10 +79,10 @@ impl PostCopy {
         streams: Vec<(Connection, Sender)>,
     ) -> Result<(), MigrationError> {
         let mut streams = streams.into_iter().map(|(connection, sender)| Stream { connection, sender });
-        let wishes = streams.next().filter(|_| self.pages > 0);
-        if let Some(wishes) = wishes {
+        let request_stream = streams.next().filter(|_| self.pages > 0);
+        if let Some(request_stream) = request_stream {
             let missing = std::mem::replace(&mut self.missing, PageSet::empty(&[]));
-            self.serving = Some(Serving::begin(memory, missing, wishes, streams.collect())?);
+            self.serving = Some(Serving::begin(memory, missing, request_stream, streams.collect())?);
         }
         Ok(())
     }
@@ -91,14 +91,18 @@ impl PostCopy {
     ///
     /// # Errors
     /// When the connection to the destination is lost.
-    pub fn serve(&self, watch: &Watch, before: u64) -> Result<PostCopyTimeline, MigrationError> {
+    pub fn serve(
+        &self,
+        reporter: &ProgressReporter,
+        before: u64,
+    ) -> Result<PostCopyTimeline, MigrationError> {
         let began = Instant::now();
-        let tell = |left, asked, bytes| {
-            watch.update(|progress| {
-                progress.phase = MigrationPhase::PostCopy;
-                progress.pages_left = left;
-                progress.pages_asked_for = asked;
-                progress.bytes_sent = before + bytes;
+        let report = |left, requested, bytes| {
+            reporter.update(|status| {
+                status.phase = MigrationPhase::PostCopy;
+                status.pages_left = left;
+                status.pages_asked_for = requested;
+                status.bytes_sent = before + bytes;
             });
         };
         let mut timeline = PostCopyTimeline {
@@ -113,17 +117,17 @@ impl PostCopy {
             fault_worst_us: 0,
         };
         if let Some(serving) = &self.serving {
-            let now = serving.served();
-            tell(now.left, now.asked, now.bytes);
+            let now = serving.progress();
+            report(now.left, now.requested, now.bytes);
             let complete =
-                serving.wait(&mut |now| tell(now.left, now.asked, now.bytes)).map_err(|source| {
-                    let left = serving.served().left;
+                serving.wait(&mut |now| report(now.left, now.requested, now.bytes)).map_err(|source| {
+                    let left = serving.progress().left;
                     MigrationError::LostDestination { left, source: Box::new(source) }
                 })?;
-            let served = serving.served();
-            timeline.asked_pages = served.asked;
-            timeline.pushed_pages = served.pushed;
-            timeline.bytes = served.bytes;
+            let progress = serving.progress();
+            timeline.asked_pages = progress.requested;
+            timeline.pushed_pages = progress.pushed;
+            timeline.bytes = progress.bytes;
             timeline.left_pages = complete.left;
             timeline.faults = complete.faults;
             timeline.fault_median_us = complete.median_us;
@@ -140,13 +144,17 @@ mod tests {
 
     /// Each reason against post-copy is reported before the guest is stopped, in a sentence of its own.
     #[test]
-    fn what_post_copy_needs_is_said() {
-        assert!(allowed(SINCE, LEAST_STREAMS).is_ok());
+    fn missing_requirements_are_reported() {
+        assert!(check_support(POSTCOPY_MIN_VERSION, POSTCOPY_MIN_STREAMS).is_ok());
         for (version, streams, expected) in [
-            (SINCE - 1, 3, "speaks version 2 of the migration's protocol, which doesn't know post-copy"),
-            (SINCE, 2, "it takes 3 streams"),
+            (
+                POSTCOPY_MIN_VERSION - 1,
+                3,
+                "speaks version 2 of the migration's protocol, which doesn't know post-copy",
+            ),
+            (POSTCOPY_MIN_VERSION, 2, "it takes 3 streams"),
         ] {
-            let error = allowed(version, streams).unwrap_err().to_string();
+            let error = check_support(version, streams).unwrap_err().to_string();
             assert!(error.contains(expected), "{error}");
         }
     }

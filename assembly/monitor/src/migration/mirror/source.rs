@@ -6,20 +6,20 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use control_api::migration::MirroredDisk;
 use virtio_devices::block::{BlockError, Buffer, CHUNK, Chunks, DiskContent};
 
-use super::message::{Answer, MOST_CONTENTS, Wish, WishedDisk, header};
+use super::message::{MAX_CONTENTS_BYTES, MirrorReply, MirrorRequest, RequestedDisk, header};
 use crate::migration::error::MigrationError;
 use crate::migration::frame::{Kind, Sender};
 use crate::migration::pages::{PAGE, is_zero};
 
 /// Disks are distributed over the streams in pieces of this many bytes.
-pub const PIECE: u64 = 1 << 20;
+pub const PIECE_BYTES: u64 = 1 << 20;
 
 fn read(error: BlockError) -> MigrationError {
     MigrationError::machine("read from its disks")(error)
 }
 
 /// One disk.
-struct Leaving {
+struct OutgoingDisk {
     /// Index in the request.
     number: u32,
     content: DiskContent,
@@ -30,12 +30,12 @@ struct Leaving {
 }
 
 /// The disks of one migration. Dropping it ends the logging of writes.
-pub struct Mirroring {
-    disks: Vec<Leaving>,
+pub struct MirrorSource {
+    disks: Vec<OutgoingDisk>,
     begun: bool,
 }
 
-impl Mirroring {
+impl MirrorSource {
     /// Selects the disks that the user requested: the named ones, or all that the guest may write.
     ///
     /// # Errors
@@ -63,7 +63,7 @@ impl Mirroring {
         if chosen.is_empty() {
             return no("it has no disk that its guest may write".to_owned());
         }
-        let disks = (0..).zip(chosen).map(|(number, content)| Leaving {
+        let disks = (0..).zip(chosen).map(|(number, content)| OutgoingDisk {
             number,
             content: content.clone(),
             left: Chunks::default(),
@@ -75,18 +75,18 @@ impl Mirroring {
 
     /// The request to the destination.
     #[must_use]
-    pub fn wish(&self, named: bool) -> Wish {
-        let disk = |disk: &Leaving| WishedDisk {
+    pub fn request(&self, named: bool) -> MirrorRequest {
+        let disk = |disk: &OutgoingDisk| RequestedDisk {
             name: disk.content.name().to_owned(),
             bytes: disk.content.bytes(),
             device: disk.content.is_device(),
             named,
         };
-        Wish { disks: self.disks.iter().map(disk).collect() }
+        MirrorRequest { disks: self.disks.iter().map(disk).collect() }
     }
 
     /// Handles the destination's answer: removes shared disks.
-    pub fn agreed(&mut self, answer: &Answer) {
+    pub fn handle_reply(&mut self, answer: &MirrorReply) {
         for (number, reason) in &answer.shared {
             let reason = crate::migration::message::sentence(reason.as_bytes());
             if let Some(disk) = self.disks.iter().find(|disk| disk.number == *number) {
@@ -120,7 +120,7 @@ impl Mirroring {
     ///
     /// # Errors
     /// When the writes aren't known.
-    pub fn look(&mut self) -> Result<(), MigrationError> {
+    pub fn collect_writes(&mut self) -> Result<(), MigrationError> {
         for disk in &mut self.disks {
             disk.left.add(&disk.content.take_written().map_err(read)?);
         }
@@ -134,22 +134,22 @@ impl Mirroring {
     }
 
     /// Makes a round of everything that is left. The caller must send it completely.
-    pub fn round(&mut self) -> Round {
-        let part = |disk: &mut Leaving| {
+    pub fn round(&mut self) -> DiskRound {
+        let part = |disk: &mut OutgoingDisk| {
             let bytes = disk.content.bytes();
             let chunks = std::mem::replace(&mut disk.left, Chunks::none(bytes));
             disk.copied += chunks.covered();
             let (number, content) = (disk.number, disk.content.clone());
-            Part { number, content, chunks, present: disk.present.take() }
+            RoundPart { number, content, chunks, present: disk.present.take() }
         };
         let left = self.left();
-        Round { parts: self.disks.iter_mut().map(part).collect(), left: AtomicU64::new(left) }
+        DiskRound { parts: self.disks.iter_mut().map(part).collect(), left: AtomicU64::new(left) }
     }
 
     /// Summary for the timeline.
     #[must_use]
     pub fn summary(&self) -> Vec<MirroredDisk> {
-        let one = |disk: &Leaving| MirroredDisk {
+        let one = |disk: &OutgoingDisk| MirroredDisk {
             name: disk.content.name().to_owned(),
             bytes: disk.content.bytes(),
             copied: disk.copied,
@@ -158,7 +158,7 @@ impl Mirroring {
     }
 }
 
-impl Drop for Mirroring {
+impl Drop for MirrorSource {
     fn drop(&mut self) {
         if self.begun {
             self.disks.iter().for_each(|disk| disk.content.end_noting());
@@ -167,7 +167,7 @@ impl Drop for Mirroring {
 }
 
 /// One disk's part of a round.
-struct Part {
+struct RoundPart {
     number: u32,
     content: DiskContent,
     chunks: Chunks,
@@ -175,12 +175,12 @@ struct Part {
 }
 
 /// A round, which all streams send in parallel.
-pub struct Round {
-    parts: Vec<Part>,
+pub struct DiskRound {
+    parts: Vec<RoundPart>,
     left: AtomicU64,
 }
 
-impl Round {
+impl DiskRound {
     /// Bytes that no stream has sent yet.
     #[must_use]
     pub fn left(&self) -> u64 {
@@ -199,18 +199,19 @@ impl Round {
         to: &mut impl Write,
         after: &mut dyn FnMut(u64),
     ) -> Result<(), MigrationError> {
-        let mut buffer = Buffer::new(MOST_CONTENTS);
+        let mut buffer = Buffer::new(MAX_CONTENTS_BYTES);
         for part in &self.parts {
-            let mine = |chunk: &u64| (chunk * CHUNK / PIECE + u64::from(part.number)) % streams == stream;
+            let mine =
+                |chunk: &u64| (chunk * CHUNK / PIECE_BYTES + u64::from(part.number)) % streams == stream;
             let mut chunks = part.chunks.iter().filter(mine).peekable();
             while let Some(first) = chunks.next() {
                 let hole = |chunk| part.present.as_ref().is_some_and(|present| !present.contains(chunk));
                 let is_hole = hole(first);
                 // At most a piece of hole or a buffer of data, and never beyond the piece's end.
-                let most = if is_hole { PIECE } else { MOST_CONTENTS as u64 } / CHUNK;
+                let most = if is_hole { PIECE_BYTES } else { MAX_CONTENTS_BYTES as u64 } / CHUNK;
                 let mut end = first + 1;
                 while end - first < most
-                    && !(end * CHUNK).is_multiple_of(PIECE)
+                    && !(end * CHUNK).is_multiple_of(PIECE_BYTES)
                     && hole(end) == is_hole
                     && chunks.next_if_eq(&end).is_some()
                 {
@@ -219,11 +220,11 @@ impl Round {
                 let start = first * CHUNK;
                 let bytes = (end * CHUNK).min(part.content.bytes()) - start;
                 if is_hole {
-                    frame(part.number, start, bytes, None, sender, to)?;
+                    send_frame(part.number, start, bytes, None, sender, to)?;
                 } else {
-                    let run = buffer.first(usize::try_from(bytes).unwrap_or(MOST_CONTENTS));
+                    let run = buffer.first(usize::try_from(bytes).unwrap_or(MAX_CONTENTS_BYTES));
                     part.content.read(start, run).map_err(read)?;
-                    stretches(part.number, start, run, sender, to)?;
+                    send_blocks(part.number, start, run, sender, to)?;
                 }
                 self.left.fetch_sub(bytes, Ordering::Relaxed);
                 after(sender.bytes());
@@ -233,7 +234,7 @@ impl Round {
     }
 }
 
-fn frame(
+fn send_frame(
     disk: u32,
     offset: u64,
     bytes: u64,
@@ -247,7 +248,7 @@ fn frame(
 }
 
 /// Sends bytes of a disk as runs of zero blocks and of data blocks, in units of 4 KiB.
-fn stretches(
+fn send_blocks(
     disk: u32,
     start: u64,
     run: &[u8],
@@ -260,7 +261,7 @@ fn stretches(
         let end = (at + same.len() * PAGE).min(run.len());
         let bytes = &run[at..end];
         let contents = (same.first() == Some(&false)).then_some(bytes);
-        frame(disk, start + at as u64, bytes.len() as u64, contents, sender, to)?;
+        send_frame(disk, start + at as u64, bytes.len() as u64, contents, sender, to)?;
         at = end;
     }
     Ok(())

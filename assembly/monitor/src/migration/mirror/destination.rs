@@ -6,27 +6,27 @@ use std::time::Duration;
 
 use virtio_devices::block::{BlockError, Chunks, DiskContent};
 
-use super::message::{Answer, Block, Wish, WishedDisk, parse};
+use super::message::{Block, MirrorReply, MirrorRequest, RequestedDisk, parse};
 use crate::migration::connection::Stop;
 use crate::migration::error::{MigrationError, line};
 
 /// Limit in bytes for data that is only in the host's page cache. Beyond it the thread waits for this host's storage, and so does the
 /// source.
-const UNSETTLED: u64 = 64 << 20;
+const MAX_UNSYNCED_BYTES: u64 = 64 << 20;
 /// Interval at which a waiting thread checks whether it is to stop.
-const LOOK_EVERY: Duration = Duration::from_millis(50);
+const STOP_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// One disk.
-struct Arriving {
+struct IncomingDisk {
     content: DiskContent,
-    unsettled: AtomicU64,
+    unsynced: AtomicU64,
     /// Chunks of which any byte was received.
     touched: Mutex<Chunks>,
 }
 
 /// The disks of an incoming VM; `None` for one that is shared with the source. All streams' threads use it.
-pub struct Filling {
-    disks: Vec<Option<Arriving>>,
+pub struct MirrorDestination {
+    disks: Vec<Option<IncomingDisk>>,
     /// By stream: number of rounds whose share was received.
     settled: Mutex<Vec<u64>>,
     changed: Condvar,
@@ -36,51 +36,52 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn filled(error: BlockError) -> MigrationError {
-    MigrationError::NotMirrored(Box::new(error))
+fn write_failed(error: BlockError) -> MigrationError {
+    MigrationError::MirrorWriteFailed(Box::new(error))
 }
 
-impl Filling {
+impl MirrorDestination {
     /// Answers the source's request for a number of streams, and prepares the images. The error says why a disk can't be copied.
     ///
     /// # Errors
     /// With the name of the disk that can't be filled.
-    pub fn agree(
-        wish: &Wish,
+    pub fn accept(
+        request: &MirrorRequest,
         disks: &[DiskContent],
         streams: usize,
-    ) -> Result<(Self, Answer), MigrationError> {
-        let (mut ours, mut shared): (Vec<Option<Arriving>>, Vec<(u32, String)>) = (Vec::new(), Vec::new());
+    ) -> Result<(Self, MirrorReply), MigrationError> {
+        let (mut ours, mut shared): (Vec<Option<IncomingDisk>>, Vec<(u32, String)>) =
+            (Vec::new(), Vec::new());
         let mut seen: Vec<&str> = Vec::new();
-        for (number, wished) in (0..).zip(&wish.disks) {
-            let content = find(wished, disks)?;
+        for (number, requested) in (0..).zip(&request.disks) {
+            let content = find(requested, disks)?;
             if seen.contains(&content.name()) {
                 return Err(MigrationError::Protocol(format!("two disks {}", content.name())));
             }
             seen.push(content.name());
-            match begin(wished, content)? {
+            match begin(requested, content)? {
                 None => {
                     tracing::info!(
-                        disk = wished.name,
+                        disk = requested.name,
                         path = %content.path().display(),
-                        bytes = wished.bytes,
+                        bytes = requested.bytes,
                         "The disk is filled from the source's"
                     );
-                    ours.push(Some(Arriving {
+                    ours.push(Some(IncomingDisk {
                         content: content.clone(),
-                        unsettled: AtomicU64::new(0),
+                        unsynced: AtomicU64::new(0),
                         touched: Mutex::new(Chunks::none(content.bytes())),
                     }));
                 }
                 Some(reason) => {
-                    tracing::info!(disk = wished.name, reason, "The disk is shared with the source");
+                    tracing::info!(disk = requested.name, reason, "The disk is shared with the source");
                     shared.push((number, reason));
                     ours.push(None);
                 }
             }
         }
         let settled = Mutex::new(vec![0; streams]);
-        Ok((Self { disks: ours, settled, changed: Condvar::new() }, Answer { shared }))
+        Ok((Self { disks: ours, settled, changed: Condvar::new() }, MirrorReply { shared }))
     }
 
     /// Writes a frame's bytes to the image.
@@ -90,31 +91,33 @@ impl Filling {
     pub fn apply(&self, payload: &[u8]) -> Result<(), MigrationError> {
         let Block { disk, offset, bytes, contents } = parse(payload)?;
         let number = usize::try_from(disk).unwrap_or(usize::MAX);
-        let Some(Some(arriving)) = self.disks.get(number) else {
+        let Some(Some(incoming)) = self.disks.get(number) else {
             return Err(MigrationError::Protocol(format!(
                 "a piece of disk {disk}, which isn't to be filled"
             )));
         };
-        let content = &arriving.content;
+        let content = &incoming.content;
         if offset.checked_add(bytes).is_none_or(|end| end > content.bytes()) {
             let text =
                 format!("{bytes} bytes at {offset} of {}, which has {}", content.name(), content.bytes());
             return Err(MigrationError::Protocol(text));
         }
         match contents {
-            Some(contents) => content.fill(offset, contents).map_err(filled)?,
-            None => content.fill_zeroes(offset, bytes).map_err(filled)?,
+            Some(contents) => content.fill(offset, contents).map_err(write_failed)?,
+            None => content.fill_zeroes(offset, bytes).map_err(write_failed)?,
         }
-        locked(&arriving.touched).insert(offset, bytes);
-        if contents.is_some() && arriving.unsettled.fetch_add(bytes, Ordering::Relaxed) + bytes >= UNSETTLED {
-            arriving.unsettled.store(0, Ordering::Relaxed);
-            content.sync().map_err(filled)?;
+        locked(&incoming.touched).insert(offset, bytes);
+        if contents.is_some()
+            && incoming.unsynced.fetch_add(bytes, Ordering::Relaxed) + bytes >= MAX_UNSYNCED_BYTES
+        {
+            incoming.unsynced.store(0, Ordering::Relaxed);
+            content.sync().map_err(write_failed)?;
         }
         Ok(())
     }
 
     /// A further stream's share of a round was received.
-    pub fn said(&self, stream: usize) {
+    pub fn round_received(&self, stream: usize) {
         if let Some(count) = locked(&self.settled).get_mut(stream) {
             *count = count.saturating_add(1);
         }
@@ -122,7 +125,7 @@ impl Filling {
     }
 
     /// A further stream has ended: later rounds don't wait for it.
-    pub fn ended(&self, stream: usize) {
+    pub fn stream_ended(&self, stream: usize) {
         if let Some(count) = locked(&self.settled).get_mut(stream) {
             *count = u64::MAX;
         }
@@ -144,8 +147,11 @@ impl Filling {
                 let aborted = std::io::Error::from(std::io::ErrorKind::ConnectionAborted);
                 return Err(MigrationError::stream("read to the end of a round")(aborted));
             }
-            settled =
-                self.changed.wait_timeout(settled, LOOK_EVERY).unwrap_or_else(PoisonError::into_inner).0;
+            settled = self
+                .changed
+                .wait_timeout(settled, STOP_POLL_INTERVAL)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
         }
         drop(settled);
         self.sync()
@@ -153,8 +159,8 @@ impl Filling {
 
     fn sync(&self) -> Result<(), MigrationError> {
         self.disks.iter().flatten().try_for_each(|disk| {
-            disk.unsettled.store(0, Ordering::Relaxed);
-            disk.content.sync().map_err(filled)
+            disk.unsynced.store(0, Ordering::Relaxed);
+            disk.content.sync().map_err(write_failed)
         })
     }
 
@@ -179,7 +185,7 @@ impl Filling {
     }
 
     /// Logs which images are incomplete, after a migration that failed.
-    pub fn say_incomplete(&self) {
+    pub fn warn_incomplete(&self) {
         for disk in self.disks.iter().flatten() {
             tracing::warn!(
                 disk = disk.content.name(),
@@ -191,22 +197,22 @@ impl Filling {
 }
 
 /// Finds the disk for a request, and checks that it can be filled.
-fn find<'a>(wished: &WishedDisk, disks: &'a [DiskContent]) -> Result<&'a DiskContent, MigrationError> {
+fn find<'a>(requested: &RequestedDisk, disks: &'a [DiskContent]) -> Result<&'a DiskContent, MigrationError> {
     let no = |text: String| Err(MigrationError::NoMirror(text));
-    let name = crate::migration::message::sentence(wished.name.as_bytes());
-    let Some(content) = disks.iter().find(|disk| disk.name() == wished.name) else {
+    let name = crate::migration::message::sentence(requested.name.as_bytes());
+    let Some(content) = disks.iter().find(|disk| disk.name() == requested.name) else {
         return no(format!("there is no disk {name} at the destination"));
     };
     if content.read_only() {
         return no(format!("{name} is read-only at the destination"));
     }
-    if content.bytes() != wished.bytes {
+    if content.bytes() != requested.bytes {
         let path = content.path().display();
         return no(format!(
             "{name} has {} bytes at the source and its image {path} at the destination {}; they must be the same (for a file that is to be filled: truncate -s {} {path})",
-            wished.bytes,
+            requested.bytes,
             content.bytes(),
-            wished.bytes
+            requested.bytes
         ));
     }
     Ok(content)
@@ -214,7 +220,7 @@ fn find<'a>(wished: &WishedDisk, disks: &'a [DiskContent]) -> Result<&'a DiskCon
 
 /// Locks an image and marks it as incomplete. Returns a reason if the image is the source's own. Such an image must not be written,
 /// because the copied data is older than its content.
-fn begin(wished: &WishedDisk, content: &DiskContent) -> Result<Option<String>, MigrationError> {
+fn begin(requested: &RequestedDisk, content: &DiskContent) -> Result<Option<String>, MigrationError> {
     let unsure = |reason: &str| {
         let path = content.path().display();
         MigrationError::NoMirror(format!(
@@ -223,15 +229,17 @@ fn begin(wished: &WishedDisk, content: &DiskContent) -> Result<Option<String>, M
             content.name()
         ))
     };
-    if wished.device && content.is_device() && !wished.named {
+    if requested.device && content.is_device() && !requested.named {
         return Err(unsure("it is a block device at both ends"));
     }
     match content.lock() {
-        Ok(false) if !wished.named => return Err(unsure("its file system has no locks that would show it")),
+        Ok(false) if !requested.named => {
+            return Err(unsure("its file system has no locks that would show it"));
+        }
         Ok(_) => {}
-        Err(error @ BlockError::Locked { .. }) if !wished.named => return Ok(Some(line(&error))),
-        Err(error) => return Err(filled(error)),
+        Err(error @ BlockError::Locked { .. }) if !requested.named => return Ok(Some(line(&error))),
+        Err(error) => return Err(write_failed(error)),
     }
-    content.begin_filling().map_err(filled)?;
+    content.begin_filling().map_err(write_failed)?;
     Ok(None)
 }

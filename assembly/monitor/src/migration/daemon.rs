@@ -37,42 +37,42 @@ pub const DOUBT_AFTER: Duration = Duration::from_secs(60);
 /// Time-out for withdrawing from a migration whose guest was never stopped: the monitor repeats its report to the daemon until then.
 const WITHDRAWAL_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time-out for the other VMs of a group to request their migration. Shorter than the destination's time-out for the source.
-const GATHERING: Duration = Duration::from_secs(45);
+const GROUP_BEGIN_TIMEOUT: Duration = Duration::from_secs(45);
 /// Time-out for the request to stop a VM that doesn't wait for other VMs.
-pub(super) const BEGINNING: Duration = Duration::from_secs(120);
+pub(super) const STOP_REQUEST_TIMEOUT: Duration = Duration::from_secs(120);
 const DECISION_RETRY_INTERVAL: Duration = Duration::from_millis(200);
 /// Interval at which the monitor asks the daemon, while memory is copied, whether the migration was aborted.
-const LOOK_EVERY: Duration = Duration::from_secs(1);
+const STATUS_POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// How a migration ended, for one of its sides.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Verdict {
+pub enum MigrationOutcome {
     /// The VM runs on this side's host.
     RunsHere,
     /// The VM runs on the other side's host.
     RunsThere,
     /// The migration was aborted, for this reason: the VM runs at the source.
-    GivenUp(String),
+    Aborted(String),
 }
 
 /// Whether the guest must be stopped.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Turn {
+pub enum StopPermission {
     /// Now: the peers' queue pairs are suspended.
     Now,
     /// Not yet: other VMs of the group aren't ready.
-    Later,
+    NotYet,
     /// Not before this VM, a peer, has migrated.
-    Behind(String),
+    After(String),
 }
 
 /// Sends a step to the daemon; returns its reply.
-type Asked = dyn Fn(&Step) -> Result<MoveVmReply, HostError> + Send + Sync;
+type SendStep = dyn Fn(&Step) -> Result<MoveVmReply, HostError> + Send + Sync;
 
 /// Callbacks during a wait for the decision.
-pub struct Waits<'a> {
+pub struct DecisionWait<'a> {
     /// Called once, when the VM becomes in doubt, with the reason why no decision is known.
-    pub doubtful: &'a dyn Fn(&str),
+    pub on_doubt: &'a dyn Fn(&str),
     /// Whether to end the wait: the user has ended or resumed the VM.
     pub is_over: &'a dyn Fn() -> bool,
 }
@@ -81,12 +81,12 @@ pub struct Waits<'a> {
 pub struct Daemon {
     client: HostClient,
     vm: String,
-    answer: Box<Asked>,
+    answer: Box<SendStep>,
     /// The daemon's last report of the epoch in which the VM runs, or is to run, on this host; 0: none yet.
     epoch: AtomicU64,
     doubt_after: Duration,
     /// Interval of requests where the daemon answers at once.
-    again: Duration,
+    retry_interval: Duration,
 }
 
 impl std::fmt::Debug for Daemon {
@@ -99,7 +99,7 @@ fn refused(error: HostError) -> MigrationError {
     MigrationError::Daemon(Box::new(error))
 }
 
-fn odd(state: State) -> MigrationError {
+fn unexpected(state: State) -> MigrationError {
     MigrationError::Protocol(format!("{state:?} as the daemon's answer, which doesn't fit"))
 }
 
@@ -108,15 +108,15 @@ impl Daemon {
     #[must_use]
     pub fn new(socket: PathBuf, vm: String) -> Self {
         let client = HostClient::new(socket);
-        let (asked, name) = (client.clone(), vm.clone());
-        let answer = move |step: &Step| asked.move_vm(&name, step.clone());
-        let (epoch, doubt_after, again) = (AtomicU64::new(0), DOUBT_AFTER, DECISION_RETRY_INTERVAL);
-        Self { client, vm, answer: Box::new(answer), epoch, doubt_after, again }
+        let (sender, name) = (client.clone(), vm.clone());
+        let answer = move |step: &Step| sender.move_vm(&name, step.clone());
+        let (epoch, doubt_after, retry_interval) = (AtomicU64::new(0), DOUBT_AFTER, DECISION_RETRY_INTERVAL);
+        Self { client, vm, answer: Box::new(answer), epoch, doubt_after, retry_interval }
     }
 
     /// A daemon with a test's answers; a VM is in doubt as soon as an answer has no decision.
     #[cfg(test)]
-    pub fn answering(
+    pub fn with_answers(
         answer: impl Fn(&Step) -> Result<(State, String), HostError> + Send + Sync + 'static,
     ) -> Self {
         let answer = move |step: &Step| {
@@ -125,11 +125,11 @@ impl Daemon {
             Ok(MoveVmReply { state: state.into(), reason, epoch: 3, waits_for, ..MoveVmReply::default() })
         };
         let (client, vm, epoch) = (HostClient::new("nowhere"), String::new(), AtomicU64::new(0));
-        let (doubt_after, again) = (Duration::ZERO, Duration::ZERO);
-        Self { client, vm, answer: Box::new(answer), epoch, doubt_after, again }
+        let (doubt_after, retry_interval) = (Duration::ZERO, Duration::ZERO);
+        Self { client, vm, answer: Box::new(answer), epoch, doubt_after, retry_interval }
     }
 
-    fn ask(&self, step: &Step) -> Result<MoveVmReply, HostError> {
+    fn send_step(&self, step: &Step) -> Result<MoveVmReply, HostError> {
         let reply = (self.answer)(step)?;
         if reply.epoch != 0 {
             self.epoch.store(reply.epoch, Ordering::SeqCst);
@@ -137,8 +137,8 @@ impl Daemon {
         Ok(reply)
     }
 
-    fn say(&self, step: &Step) -> Result<(State, String), HostError> {
-        let reply = self.ask(step)?;
+    fn request(&self, step: &Step) -> Result<(State, String), HostError> {
+        let reply = self.send_step(step)?;
         Ok((State::try_from(reply.state).unwrap_or(State::Pending), reply.reason))
     }
 
@@ -160,10 +160,10 @@ impl Daemon {
     /// # Errors
     /// When it is refused, with the reason.
     pub fn begin(&self, host: &str) -> Result<(), MigrationError> {
-        match self.say(&Step::Begin(host.to_owned())).map_err(refused)? {
+        match self.request(&Step::Begin(host.to_owned())).map_err(refused)? {
             (State::Copy, _) => Ok(()),
-            (State::Stays, reason) => Err(MigrationError::GivenUp(reason)),
-            (other, _) => Err(odd(other)),
+            (State::Stays, reason) => Err(MigrationError::Aborted(reason)),
+            (other, _) => Err(unexpected(other)),
         }
     }
 
@@ -180,22 +180,23 @@ impl Daemon {
         cancelled: &dyn Fn() -> bool,
     ) -> Result<(), MigrationError> {
         let step = Step::BeginTogether(BeginTogether { host: host.to_owned(), vms: vms.to_vec(), attempt });
-        let until = Instant::now() + GATHERING;
+        let until = Instant::now() + GROUP_BEGIN_TIMEOUT;
         loop {
-            let error = match self.say(&step) {
+            let error = match self.request(&step) {
                 Ok((State::Copy, _)) => return Ok(()),
-                Ok((State::Stays, reason)) => return Err(MigrationError::GivenUp(reason)),
+                Ok((State::Stays, reason)) => return Err(MigrationError::Aborted(reason)),
                 Ok((State::Pending, _)) if cancelled() => MigrationError::Cancelled,
                 Ok((State::Pending, _)) if Instant::now() < until => continue,
-                Ok((State::Pending, reason)) => {
-                    MigrationError::GivenUp(format!("after {} s it still {reason}", GATHERING.as_secs()))
-                }
-                Ok((other, _)) => odd(other),
+                Ok((State::Pending, reason)) => MigrationError::Aborted(format!(
+                    "after {} s it still {reason}",
+                    GROUP_BEGIN_TIMEOUT.as_secs()
+                )),
+                Ok((other, _)) => unexpected(other),
                 Err(error @ HostError::Refused { .. }) => return Err(refused(error)),
                 Err(error) => refused(error),
             };
             // The migration may have begun in the meantime.
-            if let Err(unknown) = self.say(&Step::Broken(true)) {
+            if let Err(unknown) = self.request(&Step::Broken(true)) {
                 tracing::warn!(
                     error = line(&unknown),
                     "The host's daemon could not be notified that the VM doesn't migrate"
@@ -209,7 +210,7 @@ impl Daemon {
     pub fn watched<T>(&self, stop: &Stop, work: impl FnOnce() -> T) -> T {
         let over = AtomicBool::new(false);
         std::thread::scope(|scope| {
-            let watcher = scope.spawn(|| self.watch(stop, &over));
+            let watcher = scope.spawn(|| self.watch_for_abort(stop, &over));
             let result = work();
             over.store(true, Ordering::Release);
             watcher.thread().unpark();
@@ -217,8 +218,8 @@ impl Daemon {
         })
     }
 
-    fn watch(&self, stop: &Stop, over: &AtomicBool) {
-        let mut next = Instant::now() + LOOK_EVERY;
+    fn watch_for_abort(&self, stop: &Stop, over: &AtomicBool) {
+        let mut next = Instant::now() + STATUS_POLL_INTERVAL;
         while !over.load(Ordering::Acquire) {
             let left = next.saturating_duration_since(Instant::now());
             if !left.is_zero() {
@@ -226,10 +227,10 @@ impl Daemon {
                 continue;
             }
             // An error is ignored here: the next step meets it as well.
-            if let Ok((State::Stays | State::Unknown, reason)) = self.say(&Step::Look(true)) {
-                return stop.give_up(reason);
+            if let Ok((State::Stays | State::Unknown, reason)) = self.request(&Step::Look(true)) {
+                return stop.abort(reason);
             }
-            next = Instant::now() + LOOK_EVERY;
+            next = Instant::now() + STATUS_POLL_INTERVAL;
         }
     }
 
@@ -237,14 +238,14 @@ impl Daemon {
     ///
     /// # Errors
     /// When the migration was aborted.
-    pub fn may_stop(&self) -> Result<Turn, MigrationError> {
-        let reply = self.ask(&Step::Converged(true)).map_err(refused)?;
+    pub fn may_stop(&self) -> Result<StopPermission, MigrationError> {
+        let reply = self.send_step(&Step::Converged(true)).map_err(refused)?;
         match State::try_from(reply.state).unwrap_or(State::Pending) {
-            State::Stop => Ok(Turn::Now),
-            State::Stays | State::Unknown => Err(MigrationError::GivenUp(reply.reason)),
-            State::Copy if !reply.waits_for.is_empty() => Ok(Turn::Behind(reply.waits_for)),
-            State::Copy | State::Pending => Ok(Turn::Later),
-            other => Err(odd(other)),
+            State::Stop => Ok(StopPermission::Now),
+            State::Stays | State::Unknown => Err(MigrationError::Aborted(reply.reason)),
+            State::Copy if !reply.waits_for.is_empty() => Ok(StopPermission::After(reply.waits_for)),
+            State::Copy | State::Pending => Ok(StopPermission::NotYet),
+            other => Err(unexpected(other)),
         }
     }
 
@@ -253,7 +254,7 @@ impl Daemon {
     /// # Errors
     /// When the report can't be sent.
     pub fn stopped(&self) -> Result<(), MigrationError> {
-        self.say(&Step::Stopped(true)).map(drop).map_err(refused)
+        self.request(&Step::Stopped(true)).map(drop).map_err(refused)
     }
 
     /// Before the whole VM is received: registers with the daemon which VM migrates here, so that the decision can be found even after a
@@ -261,9 +262,9 @@ impl Daemon {
     ///
     /// # Errors
     /// When the daemon can't be reached, or the migration was aborted.
-    pub fn look(&self) -> Result<(), MigrationError> {
-        match self.say(&Step::Look(true)).map_err(refused)? {
-            (State::Stays | State::Unknown, reason) => Err(MigrationError::GivenUp(reason)),
+    pub fn register(&self) -> Result<(), MigrationError> {
+        match self.request(&Step::Look(true)).map_err(refused)? {
+            (State::Stays | State::Unknown, reason) => Err(MigrationError::Aborted(reason)),
             _ => Ok(()),
         }
     }
@@ -271,25 +272,25 @@ impl Daemon {
     /// The whole VM was received: votes, and waits for the decision without a time limit.
     ///
     /// # Errors
-    /// When the VM's devices are lost, or `waits` ends the wait.
-    pub fn arrived(&self, waits: &Waits<'_>) -> Result<Verdict, MigrationError> {
-        self.decided(Side::Destination, Step::Arrived(true), waits)
+    /// When the VM's devices are lost, or `wait` ends the wait.
+    pub fn vote(&self, wait: &DecisionWait<'_>) -> Result<MigrationOutcome, MigrationError> {
+        self.repeat_until_decided(Side::Destination, Step::Arrived(true), wait)
     }
 
     /// The rest was sent: waits for the decision without a time limit.
     ///
     /// # Errors
-    /// As [`Daemon::arrived`].
-    pub fn outcome(&self, waits: &Waits<'_>) -> Result<Verdict, MigrationError> {
-        self.decided(Side::Source, Step::Wait(true), waits)
+    /// As [`Daemon::vote`].
+    pub fn await_decision(&self, wait: &DecisionWait<'_>) -> Result<MigrationOutcome, MigrationError> {
+        self.repeat_until_decided(Side::Source, Step::Wait(true), wait)
     }
 
     /// This side fails while its guest is stopped. Reports that, and waits for the decision, which may have been made already.
     ///
     /// # Errors
-    /// As [`Daemon::arrived`].
-    pub fn give_up(&self, waits: &Waits<'_>) -> Result<Verdict, MigrationError> {
-        self.decided(Side::Source, Step::Broken(true), waits)
+    /// As [`Daemon::vote`].
+    pub fn abort(&self, wait: &DecisionWait<'_>) -> Result<MigrationOutcome, MigrationError> {
+        self.repeat_until_decided(Side::Source, Step::Broken(true), wait)
     }
 
     /// This side fails, and its guest was never stopped: a commit can't have happened. Reports that.
@@ -300,15 +301,15 @@ impl Daemon {
         let until = Instant::now() + WITHDRAWAL_TIMEOUT;
         let mut step = Step::Broken(true);
         loop {
-            match self.say(&step) {
+            match self.request(&step) {
                 Ok((State::Stays | State::Unknown | State::Runs | State::Moved | State::Failed, _)) => {
                     return Ok(());
                 }
                 Ok(_) if Instant::now() < until => step = Step::Wait(true),
-                Ok((state, _)) => return Err(odd(state)),
+                Ok((state, _)) => return Err(unexpected(state)),
                 Err(error @ HostError::Refused { .. }) => return Err(refused(error)),
                 Err(error) if Instant::now() >= until => return Err(refused(error)),
-                Err(_) => std::thread::sleep(self.again),
+                Err(_) => std::thread::sleep(self.retry_interval),
             }
         }
     }
@@ -332,25 +333,32 @@ impl Daemon {
         reply.peers.into_iter().map(pause).collect()
     }
 
-    fn decided(&self, side: Side, first: Step, waits: &Waits<'_>) -> Result<Verdict, MigrationError> {
+    fn repeat_until_decided(
+        &self,
+        side: Side,
+        first: Step,
+        wait: &DecisionWait<'_>,
+    ) -> Result<MigrationOutcome, MigrationError> {
         let began = Instant::now();
         let (mut step, mut in_doubt) = (first, false);
         loop {
-            if (waits.is_over)() {
-                return Err(MigrationError::NotAwaited);
+            if (wait.is_over)() {
+                return Err(MigrationError::WaitEnded);
             }
             let (answer, mut reason) = self.answer(&step);
-            let mut what = next(side, answer);
+            let mut next_step = next(side, answer);
             // The service may have declared this source's host dead and the VM lost. Then no decision is sent to it, and the monitor asks
             // the service.
-            if what == Next::AskTheService || what == Next::AskAgain && in_doubt && side == Side::Source {
+            if next_step == Next::AskTheService
+                || next_step == Next::AskAgain && in_doubt && side == Side::Source
+            {
                 let claimed = self.claim(side);
-                (what, reason) = (after_claim(side, claimed.0), claimed.1);
+                (next_step, reason) = (after_claim(side, claimed.0), claimed.1);
             }
-            match what {
-                Next::Runs => return Ok(Verdict::RunsHere),
-                Next::Moved => return Ok(Verdict::RunsThere),
-                Next::GivenUp => return Ok(Verdict::GivenUp(reason)),
+            match next_step {
+                Next::Runs => return Ok(MigrationOutcome::RunsHere),
+                Next::Moved => return Ok(MigrationOutcome::RunsThere),
+                Next::GivenUp => return Ok(MigrationOutcome::Aborted(reason)),
                 Next::Lost => {
                     let text = "the VM's RDMA NICs don't work at the destination; its daemon's log says why";
                     return Err(MigrationError::Protocol(text.to_owned()));
@@ -363,10 +371,10 @@ impl Daemon {
                     reason,
                     "The decision about the migration isn't known; the VM stays stopped, in doubt, and the request is repeated"
                 );
-                (waits.doubtful)(&reason);
+                (wait.on_doubt)(&reason);
             }
             if answer != Answer::Pending {
-                std::thread::sleep(self.again);
+                std::thread::sleep(self.retry_interval);
             }
             if matches!(step, Step::Broken(_)) && answer != Answer::Silent {
                 step = Step::Wait(true);
@@ -376,7 +384,7 @@ impl Daemon {
 
     /// The daemon's answer to a step, and its reason.
     fn answer(&self, step: &Step) -> (Answer, String) {
-        match self.say(step) {
+        match self.request(step) {
             Ok((state, reason)) => {
                 let answer = match state {
                     State::Runs => Answer::Runs,

@@ -30,12 +30,12 @@ struct Saved {
 
 /// A function whose VM is incoming: accepts its state.
 #[derive(Debug, Clone)]
-pub struct Arriving {
+pub struct IncomingFunction {
     name: String,
     client: Arc<Client>,
 }
 
-impl Arriving {
+impl IncomingFunction {
     /// Name of the function.
     pub fn name(&self) -> &str {
         &self.name
@@ -47,24 +47,24 @@ impl Arriving {
     }
 
     /// Passes on a part of the state.
-    pub fn take(&self, data: &[u8]) -> Result<(), ClientError> {
+    pub fn write_state(&self, data: &[u8]) -> Result<(), ClientError> {
         self.client.write_migration_data(data)
     }
 
     /// Whether the server supports post-copy, in which memory is still not present.
-    pub fn can_be_late(&self) -> Result<bool, ClientError> {
+    pub fn supports_postcopy(&self) -> Result<bool, ClientError> {
         self.client.can_be_late()
     }
 
     /// A part of guest memory is not present: see [`Client::late_memory`].
-    pub fn late_memory(
+    pub fn set_postcopy_memory(
         &self,
         ranges: &[(u64, u64, u64)],
         bitmap: BorrowedFd<'_>,
-        wishes: BorrowedFd<'_>,
+        requests: BorrowedFd<'_>,
         arrivals: BorrowedFd<'_>,
     ) -> Result<bool, ClientError> {
-        self.client.late_memory(ranges, bitmap, wishes, arrivals)
+        self.client.late_memory(ranges, bitmap, requests, arrivals)
     }
 
     /// The state is complete: the server checks it.
@@ -83,7 +83,7 @@ impl OpenedFunction {
     ///
     /// # Errors
     /// If the server refuses, or its device doesn't support migration.
-    pub fn arriving(&mut self, ram: &[DmaRange]) -> Result<Arriving, VfioUserError> {
+    pub fn connect_incoming(&mut self, ram: &[DmaRange]) -> Result<IncomingFunction, VfioUserError> {
         let server = |source: ClientError| VfioUserError::Server {
             target: self.connector.target(),
             source: source.into(),
@@ -101,7 +101,7 @@ impl OpenedFunction {
             mapped.map_err(server)?;
         }
         self.mapped = true;
-        Ok(Arriving { name: self.name.clone(), client: Arc::clone(&self.client) })
+        Ok(IncomingFunction { name: self.name.clone(), client: Arc::clone(&self.client) })
     }
 }
 
@@ -205,9 +205,9 @@ impl VfioUserFunction {
     ///
     /// # Errors
     /// If the server refuses or is lost.
-    pub fn hold_back_peers(&self, percent: u8) -> Result<(), FunctionError> {
-        let held = self.client()?.hold_back(percent);
-        held.map(drop).map_err(|error| self.failed("let peers write less", error))
+    pub fn throttle_peers(&self, percent: u8) -> Result<(), FunctionError> {
+        let throttled = self.client()?.hold_back(percent);
+        throttled.map(drop).map_err(|error| self.failed("let peers write less", error))
     }
 
     /// Pages that the server has written since the last call: for each range of RAM its address, and a bit per page.
@@ -228,8 +228,8 @@ impl VfioUserFunction {
 
     /// The guest runs here now. Makes the thread process earlier events of the server. Signals every vector once, since interrupts of the
     /// blackout may have been lost. Later connections are those of a VM that has arrived.
-    pub fn has_arrived(&self) {
-        self.inner.connector.has_arrived();
+    pub fn migration_committed(&self) {
+        self.inner.connector.migration_committed();
         for vector in &self.inner.vectors {
             if let Some(fd) = vector.fd() {
                 // A full counter means that the vector is signaled already.
