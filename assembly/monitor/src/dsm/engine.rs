@@ -16,13 +16,13 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::time::{ClockId, clock_gettime};
 
 use super::DsmError;
-use super::ahead::Helpers;
 use super::checkpoint::Step;
 use super::hot::HotPages;
 use super::link::{Control, Link};
 use super::pages::LivePages;
+use super::prefetch::PrefetchContexts;
 use super::report::{Phase, Stalls};
-use super::spanning::Trouble;
+use super::spanning::FaultInjection;
 use super::vcpus::Slot;
 use crate::payload::Stopper;
 
@@ -65,9 +65,9 @@ pub(super) struct Counts {
     pub(super) emulated: u64,
     pub(super) not_emulated: u64,
     /// Pages that were prefetched.
-    pub(super) ahead: u64,
-    /// Prefetched pages that were revoked soon ([`super::ahead::SOON`]).
-    pub(super) in_vain: u64,
+    pub(super) prefetched: u64,
+    /// Prefetched pages that were revoked soon ([`super::prefetch::EARLY_REVOCATION_NS`]).
+    pub(super) prefetched_in_vain: u64,
     /// Time that vCPUs stalled for pages that this node had had before, and for trapped stores, ns.
     pub(super) waited_again_ns: u64,
     /// Time that vCPUs stalled for pages that this node had never had, ns.
@@ -77,15 +77,15 @@ pub(super) struct Counts {
 /// Messages that are batched: several events are processed under one lock, and their messages leave in one write per link.
 #[derive(Debug, Default)]
 pub(super) struct Outbox {
-    holds: bool,
+    batching: bool,
     /// Nodes with batched messages.
     to: NodeSet,
 }
 
 impl Outbox {
-    /// Batches messages until [`Engine::send_held`].
-    pub(super) fn hold(&mut self) {
-        self.holds = true;
+    /// Batches messages until [`Engine::flush_batched`].
+    pub(super) fn batch(&mut self) {
+        self.batching = true;
     }
 }
 
@@ -101,14 +101,14 @@ pub(super) struct Core {
     pub(super) phase: Phase,
     pub(super) stopping: bool,
     /// vCPUs are leaving the guest for a checkpoint: they hold no pages.
-    pub(super) holding: bool,
+    pub(super) suspending: bool,
     /// vCPUs have left the guest for a checkpoint.
-    pub(super) standing: bool,
+    pub(super) suspended: bool,
     /// A vCPU has ended the VM.
     pub(super) ending: bool,
     /// When to kick vCPUs again, ns, and which.
     pub(super) rekick: Vec<(u64, usize)>,
-    pub(super) helpers: Helpers,
+    pub(super) prefetch_contexts: PrefetchContexts,
     /// Pages for which tests have requested a mode.
     pub(super) advised: BTreeSet<Page>,
     actions: Vec<Action>,
@@ -119,7 +119,7 @@ pub(super) struct Core {
 }
 
 /// Called once, on any thread, with the reason for which the VM can't continue.
-pub(super) type Tell = Box<dyn Fn(&str) + Send + Sync>;
+pub(super) type FailureHandler = Box<dyn Fn(&str) + Send + Sync>;
 
 /// One node of a VM that spans hosts.
 pub(super) struct Engine {
@@ -133,9 +133,9 @@ pub(super) struct Engine {
     pub(super) wake: OwnedFd,
     outcome: Mutex<Option<Outcome>>,
     /// Called at once when the VM can't continue.
-    pub(super) on_failure: OnceLock<Tell>,
+    pub(super) on_failure: OnceLock<FailureHandler>,
     /// Notified when the outcome is known, and when reports and `Parked` arrive. Used with `peer_states`.
-    pub(super) news: Condvar,
+    pub(super) peer_states_changed: Condvar,
     peer_states: Mutex<PeerStates>,
     /// On node 0, the sink of the guest's console.
     console: Mutex<Option<Box<dyn Write + Send>>>,
@@ -146,7 +146,7 @@ pub(super) struct Engine {
     /// The service threads must end.
     pub(super) quit: AtomicBool,
     /// Fault injection, for tests.
-    pub(super) trouble: Trouble,
+    pub(super) fault_injection: FaultInjection,
 }
 
 /// Reports and states of other nodes.
@@ -161,7 +161,7 @@ pub(super) struct PeerStates {
     /// Nodes that are ready to run.
     pub(super) ready: BTreeSet<u8>,
     /// Nodes whose link has ended.
-    pub(super) gone: BTreeSet<u8>,
+    pub(super) disconnected: BTreeSet<u8>,
 }
 
 /// The calling thread's ID.
@@ -181,7 +181,7 @@ impl Engine {
         me: u8,
         links: Vec<Option<Link>>,
         vcpus: usize,
-        trouble: Trouble,
+        fault_injection: FaultInjection,
         steps: SyncSender<(u8, Step)>,
     ) -> Result<Self, DsmError> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
@@ -195,13 +195,13 @@ impl Engine {
             wake,
             outcome: Mutex::new(None),
             on_failure: OnceLock::new(),
-            news: Condvar::new(),
+            peer_states_changed: Condvar::new(),
             peer_states: Mutex::default(),
             console: Mutex::new(None),
             console_bytes: AtomicU64::new(0),
             steps,
             quit: AtomicBool::new(false),
-            trouble,
+            fault_injection,
         })
     }
 
@@ -216,11 +216,11 @@ impl Engine {
             hot: HotPages::default(),
             phase: Phase::default(),
             stopping: false,
-            holding: false,
-            standing: false,
+            suspending: false,
+            suspended: false,
             ending: false,
             rekick: Vec::new(),
-            helpers: Helpers::default(),
+            prefetch_contexts: PrefetchContexts::default(),
             advised: BTreeSet::new(),
             actions: Vec::new(),
             bytes: Vec::new(),
@@ -262,12 +262,12 @@ impl Engine {
     }
 
     /// Waits until the states of other nodes change, or `timeout` passes.
-    pub(super) fn await_news<'a>(
+    pub(super) fn wait_for_peer_states<'a>(
         &self,
         states: MutexGuard<'a, PeerStates>,
         timeout: Duration,
     ) -> MutexGuard<'a, PeerStates> {
-        self.news.wait_timeout(states, timeout).unwrap_or_else(PoisonError::into_inner).0
+        self.peer_states_changed.wait_timeout(states, timeout).unwrap_or_else(PoisonError::into_inner).0
     }
 
     pub(super) fn links(&self) -> impl Iterator<Item = &Link> {
@@ -279,14 +279,14 @@ impl Engine {
     }
 
     /// Wakes the faults thread.
-    pub(super) fn poke(&self) {
+    pub(super) fn wake_faults_thread(&self) {
         // A full counter means that a wakeup is pending.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 
     pub(super) fn send_control(&self, node: u8, control: &Control) {
         if self.link(node).is_some_and(|link| link.send_control(control)) {
-            self.poke();
+            self.wake_faults_thread();
         }
     }
 
@@ -303,27 +303,27 @@ impl Engine {
         }
         *known = Some(outcome.clone());
         drop(known);
-        let tell = match &outcome {
+        let notification = match &outcome {
             Outcome::Exit(code) => Some(Control::Exit(*code)),
             Outcome::Failed { text, here: true } => Some(Control::Failed(text.clone())),
             Outcome::Failed { here: false, .. } => None,
         };
-        if let Some(control) = tell {
+        if let Some(control) = notification {
             for link in self.links() {
                 link.send_control(&control);
             }
         }
         // Before stopping the vCPUs, which may take a while.
-        if let (Outcome::Failed { text, here }, Some(tell)) = (&outcome, self.on_failure.get())
+        if let (Outcome::Failed { text, here }, Some(on_failure)) = (&outcome, self.on_failure.get())
             && (*here || self.me == 0)
         {
-            tell(text);
+            on_failure(text);
         }
         if let Some(machine) = self.machine.get() {
             machine.stopper.stop();
         }
-        self.tell_news();
-        self.poke();
+        self.notify_peer_states();
+        self.wake_faults_thread();
         self.wake_checkpoints();
     }
 
@@ -334,10 +334,10 @@ impl Engine {
     }
 
     /// Wakes the threads that wait for states of other nodes.
-    pub(super) fn tell_news(&self) {
+    pub(super) fn notify_peer_states(&self) {
         // Under the lock, so that no thread is between its check and its wait.
         let _states = self.peer_states();
-        self.news.notify_all();
+        self.peer_states_changed.notify_all();
     }
 
     /// Ends the VM for a reason that this node found.
@@ -353,7 +353,7 @@ impl Engine {
         for changed in &self.changed {
             changed.notify_all();
         }
-        self.poke();
+        self.wake_faults_thread();
     }
 
     /// Passes an event to the protocol, and performs the actions.
@@ -374,9 +374,9 @@ impl Engine {
             core.actions = actions;
             next = more.pop();
         }
-        self.fetch_next(core);
-        if !core.outbox.holds {
-            core.pages.carry_out();
+        self.prefetch_next_parts(core);
+        if !core.outbox.batching {
+            core.pages.apply_changes();
         }
         if let Some(text) = core.pages.refused.take() {
             self.fail(text);
@@ -384,7 +384,7 @@ impl Engine {
         let deadline = core.node.deadline();
         if deadline.is_some_and(|at| core.armed.is_none_or(|armed| at < armed)) {
             core.armed = deadline;
-            self.poke();
+            self.wake_faults_thread();
         }
     }
 
@@ -394,9 +394,9 @@ impl Engine {
             recorder.get_mut().action(now(), &action);
         }
         if let Action::Resume { vcpu } | Action::Trap { vcpu, .. } | Action::Kick { vcpu } = action
-            && let Some(helper) = Self::helper(core, vcpu)
+            && let Some(context) = Self::prefetch_context(core, vcpu)
         {
-            Self::helped(core, helper);
+            Self::end_context(core, context);
             more.push(Event::Retired { vcpu });
             return;
         }
@@ -407,7 +407,7 @@ impl Engine {
                 let Some(slot) = core.vcpus.get_mut(index) else { return };
                 slot.operating = false;
                 if let Some(fault) = slot.fault.take() {
-                    if !std::mem::replace(&mut slot.examined, false) {
+                    if !std::mem::replace(&mut slot.sampled, false) {
                         // The sample is of an earlier instruction.
                         slot.snapshot = None;
                     }
@@ -430,7 +430,7 @@ impl Engine {
                     slot.trapped_at = fault.at;
                     core.counts.count_wait(&fault, now());
                 }
-                self.summon(core, index);
+                self.kick_vcpu(core, index);
             }
             Action::Completed { vcpu, old } => {
                 let index = usize::from(vcpu);
@@ -447,13 +447,13 @@ impl Engine {
             Action::Kick { vcpu } => {
                 let index = usize::from(vcpu);
                 let Some(slot) = core.vcpus.get_mut(index) else { return };
-                if slot.ended || core.holding {
+                if slot.ended || core.suspending {
                     more.push(Event::Retired { vcpu });
                     return;
                 }
                 slot.kick = true;
-                slot.looks = 0;
-                self.summon(core, index);
+                slot.samples = 0;
+                self.kick_vcpu(core, index);
             }
             // The vCPU faults again by itself.
             Action::Wounded { .. } => {}
@@ -467,23 +467,23 @@ impl Engine {
         let count = core.counts.sent.entry(message.body.name()).or_default();
         *count = (count.0 + 1, count.1 + bytes);
         let Some(link) = self.link(message.to.0) else { return };
-        if core.outbox.holds {
+        if core.outbox.batching {
             core.outbox.to = core.outbox.to.with(NodeSet::one(message.to));
             link.put_off(&core.bytes);
         } else if link.send(&core.bytes) {
-            self.poke();
+            self.wake_faults_thread();
         }
     }
 
     /// Sends what was batched since [`Outbox::hold`], in one write per link.
-    pub(super) fn send_held(&self, core: &mut Core) {
-        core.pages.carry_out();
+    pub(super) fn flush_batched(&self, core: &mut Core) {
+        core.pages.apply_changes();
         if let Some(text) = core.pages.refused.take() {
             self.fail(text);
         }
         for node in std::mem::take(&mut core.outbox).to.iter() {
             if self.link(node.0).is_some_and(Link::flush) {
-                self.poke();
+                self.wake_faults_thread();
             }
         }
     }
@@ -495,7 +495,7 @@ impl Engine {
     }
 
     /// Kicks a vCPU out of the guest, or wakes it where it waits outside.
-    pub(super) fn summon(&self, core: &mut Core, vcpu: usize) {
+    pub(super) fn kick_vcpu(&self, core: &mut Core, vcpu: usize) {
         let Some(slot) = core.vcpus.get(vcpu) else { return };
         if slot.outside {
             self.notify(vcpu);

@@ -6,12 +6,12 @@ use dsm::{Mode, Node, Page};
 use serde_json::{Value, json};
 
 /// Pages in a report.
-const TOLD: usize = 24;
+const MAX_REPORTED_PAGES: usize = 24;
 /// Distinct offsets, and instructions, that are counted per page: the first ones.
-const PLACES: usize = 4;
-/// One fault in `SAMPLED` on a page has its instruction sampled, beginning with the first. A sample costs an exit of the vCPU and another
-/// fault.
-const SAMPLED: u64 = 16;
+const MAX_PLACES_PER_PAGE: usize = 4;
+/// One fault in `SAMPLE_ONE_IN` on a page has its instruction sampled, beginning with the first. A sample costs an exit of the vCPU and
+/// another fault.
+const SAMPLE_ONE_IN: u64 = 16;
 
 /// Statistics of one page.
 #[derive(Debug, Default)]
@@ -31,7 +31,7 @@ pub(super) struct HotPages(HashMap<Page, Hot>);
 fn count<T: PartialEq>(places: &mut Vec<(T, u64)>, place: T) {
     if let Some(known) = places.iter_mut().find(|known| known.0 == place) {
         known.1 += 1;
-    } else if places.len() < PLACES {
+    } else if places.len() < MAX_PLACES_PER_PAGE {
         places.push((place, 1));
     }
 }
@@ -49,8 +49,8 @@ impl HotPages {
     }
 
     /// Whether the instruction of the page's latest fault should be sampled.
-    pub(super) fn asks_for_instruction(&self, page: Page) -> bool {
-        self.0.get(&page).is_some_and(|hot| (hot.reads + hot.writes) % SAMPLED == 1)
+    pub(super) fn needs_instruction_sample(&self, page: Page) -> bool {
+        self.0.get(&page).is_some_and(|hot| (hot.reads + hot.writes) % SAMPLE_ONE_IN == 1)
     }
 
     /// Counts the instruction of a fault.
@@ -74,7 +74,7 @@ impl HotPages {
     pub(super) fn to_json(&self, node: &Node) -> Value {
         let mut all: Vec<_> = self.0.iter().collect();
         all.sort_by_key(|(page, hot)| (std::cmp::Reverse(hot.waited_ns), **page));
-        let told = all.into_iter().take(TOLD).map(|(page, hot)| {
+        let reported = all.into_iter().take(MAX_REPORTED_PAGES).map(|(page, hot)| {
             let mode = match node.mode(*page) {
                 Mode::Invalidate => "invalidate",
                 Mode::Update => "update",
@@ -92,6 +92,6 @@ impl HotPages {
                 "instructions": hot.instructions,
             })
         });
-        told.collect()
+        reported.collect()
     }
 }

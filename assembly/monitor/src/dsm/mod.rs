@@ -30,17 +30,17 @@
 //! The loss of a node ends the VM on all nodes, since a part of memory is gone. See docs/design/dsm.md.
 
 mod address;
-mod ahead;
 mod checkpoint;
 mod compute;
 mod engine;
-mod follow;
 mod hot;
 mod identity;
 mod instruction;
 mod join;
 mod link;
+mod markov;
 mod pages;
+mod prefetch;
 mod rdma;
 mod report;
 mod service;
@@ -56,7 +56,7 @@ pub use address::{AddressError, NodeAddress};
 pub use checkpoint::{CheckpointError, Checkpoints};
 pub use ibverbs::{Absent as NoRdma, Found as RdmaDevice, devices as rdma_devices};
 pub use rdma::NoDevice;
-pub use spanning::{Ended, NodeSettings, SpanningVm, Trouble};
+pub use spanning::{Ended, FaultInjection, NodeSettings, SpanningVm};
 
 /// Sets the times and thresholds of `policy` for a monitor.
 ///

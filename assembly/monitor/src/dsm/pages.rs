@@ -10,13 +10,13 @@ use dsm::trace::{Entry, Recorder};
 use dsm::{Access, Page, Pages, wire};
 use machine::memory::shared::{PageRights, SharedRam};
 
-use super::ahead::SOON;
 use super::engine::now;
+use super::prefetch::EARLY_REVOCATION_NS;
 
 /// The protocol's view of guest memory.
 ///
-/// It applies changes of rights to runs of consecutive pages, at [`LivePages::carry_out`], before messages leave and the engine's lock is
-/// released. Two kinds of changes may wait until then. The first gives vCPUs more rights to a page, since no vCPU has been notified. The
+/// It applies changes of rights to runs of consecutive pages, at [`LivePages::apply_changes`], before messages leave and the engine's lock
+/// is released. Two kinds of changes may wait until then. The first gives vCPUs more rights to a page, since no vCPU has been notified. The
 /// second drops a read-only copy, since no node has been notified.
 pub(super) struct LivePages {
     pub(super) ram: Arc<SharedRam>,
@@ -27,15 +27,15 @@ pub(super) struct LivePages {
     /// Pages for which these two may differ.
     changed: Vec<Page>,
     /// Pages that other nodes are about to get copies of, ascending. If one becomes read-only, consecutive ones do so in the same call.
-    wanted: Vec<Page>,
+    requested_copies: Vec<Page>,
     /// Pages that the guest here has lost, or lost the right to write. A fault on one isn't its first fetch.
     lost: Vec<bool>,
     /// Whether vCPUs here have requested each page to read, and to write.
-    asked: Vec<[bool; 2]>,
+    requested: Vec<[bool; 2]>,
     /// Pages that were prefetched, with the time of arrival, ns.
-    pub(super) ahead: HashMap<Page, u64>,
-    /// Prefetched pages that were revoked within [`SOON`].
-    pub(super) in_vain: Vec<Page>,
+    pub(super) prefetched: HashMap<Page, u64>,
+    /// Prefetched pages that were revoked within [`EARLY_REVOCATION_NS`].
+    pub(super) prefetched_in_vain: Vec<Page>,
     /// The host refused a change, so the VM can't continue: the reason.
     pub(super) refused: Option<String>,
     /// The recording for the simulator, if requested. In a cell, since `read` records, too.
@@ -58,11 +58,11 @@ impl LivePages {
             rights: vec![PageRights::None; pages],
             real: vec![PageRights::None; pages],
             changed: Vec::new(),
-            wanted: Vec::new(),
+            requested_copies: Vec::new(),
             lost: vec![false; pages],
-            asked: vec![[false; 2]; pages],
-            ahead: HashMap::new(),
-            in_vain: Vec::new(),
+            requested: vec![[false; 2]; pages],
+            prefetched: HashMap::new(),
+            prefetched_in_vain: Vec::new(),
             refused: None,
             recorder: record.then(RefCell::default),
         }
@@ -90,37 +90,37 @@ impl LivePages {
     }
 
     /// Notes that a vCPU requested a page.
-    pub(super) fn is_asked_for(&mut self, page: Page, write: bool) {
-        if let Some(asked) = usize::try_from(page).ok().and_then(|page| self.asked.get_mut(page)) {
-            asked[usize::from(write)] = true;
+    pub(super) fn note_request(&mut self, page: Page, write: bool) {
+        if let Some(requested) = usize::try_from(page).ok().and_then(|page| self.requested.get_mut(page)) {
+            requested[usize::from(write)] = true;
         }
     }
 
     /// Whether a neighbor's fault may predict one of this page: vCPUs here requested it before, or it was never here.
-    pub(super) fn may_be_wanted(&self, page: Page, write: bool) -> bool {
+    pub(super) fn is_predictable(&self, page: Page, write: bool) -> bool {
         let Ok(index) = usize::try_from(page) else { return false };
         let new = self.rights.get(index) == Some(&PageRights::None) && !self.was_lost(page);
-        new || self.asked.get(index).is_some_and(|asked| asked[usize::from(write)])
+        new || self.requested.get(index).is_some_and(|requested| requested[usize::from(write)])
     }
 
     fn real(&self, page: Page) -> PageRights {
         usize::try_from(page).ok().and_then(|page| self.real.get(page)).copied().unwrap_or(PageRights::None)
     }
 
-    fn said(&self, page: Page) -> PageRights {
+    fn target(&self, page: Page) -> PageRights {
         usize::try_from(page).ok().and_then(|page| self.rights.get(page)).copied().unwrap_or(PageRights::None)
     }
 
     /// Sets the pages that other nodes request copies of now.
-    pub(super) fn are_wanted(&mut self, pages: impl Iterator<Item = Page>) {
-        self.wanted.clear();
-        self.wanted.extend(pages);
-        self.wanted.sort_unstable();
-        self.wanted.dedup();
+    pub(super) fn set_requested(&mut self, pages: impl Iterator<Item = Page>) {
+        self.requested_copies.clear();
+        self.requested_copies.extend(pages);
+        self.requested_copies.sort_unstable();
+        self.requested_copies.dedup();
     }
 
     /// Applies the changes of rights that have waited.
-    pub(super) fn carry_out(&mut self) {
+    pub(super) fn apply_changes(&mut self) {
         if self.changed.is_empty() {
             return;
         }
@@ -128,9 +128,9 @@ impl LivePages {
         changed.sort_unstable();
         let mut run = 0..0;
         for page in changed.drain(..) {
-            let (from, to) = (self.real(page), self.said(page));
-            let goes_on = run.end == page && (self.real(run.start), self.said(run.start)) == (from, to);
-            if from == to || goes_on {
+            let (from, to) = (self.real(page), self.target(page));
+            let continues = run.end == page && (self.real(run.start), self.target(run.start)) == (from, to);
+            if from == to || continues {
                 run.end += u64::from(from != to);
                 continue;
             }
@@ -143,7 +143,7 @@ impl LivePages {
 
     /// Applies the changes of consecutive pages that all have the same rights now and in the protocol.
     fn change(&mut self, pages: Range<Page>) {
-        self.set(pages.clone(), self.real(pages.start), self.said(pages.start));
+        self.set(pages.clone(), self.real(pages.start), self.target(pages.start));
     }
 
     fn set(&mut self, pages: Range<Page>, from: PageRights, to: PageRights) {
@@ -158,14 +158,14 @@ impl LivePages {
         }
     }
 
-    /// Makes a page read-only, with the consecutive pages that other nodes request. (`carry_out` makes those writable again that weren't
-    /// granted.)
-    fn close(&mut self, page: Page) {
+    /// Makes a page read-only, with the consecutive pages that other nodes request. (`apply_changes` makes those writable again that
+    /// weren't granted.)
+    fn write_protect(&mut self, page: Page) {
         let closes =
-            |other: &Page| self.real(*other) == PageRights::Write && self.said(*other) == PageRights::Write;
+            |other: &Page| self.real(*other) == PageRights::Write && self.target(*other) == PageRights::Write;
         let mut run = page..page + 1;
-        if let Ok(at) = self.wanted.binary_search(&page) {
-            let (before, after) = self.wanted.split_at(at);
+        if let Ok(at) = self.requested_copies.binary_search(&page) {
+            let (before, after) = self.requested_copies.split_at(at);
             let behind =
                 after.iter().skip(1).zip(run.end..).take_while(|(one, next)| *one == next && closes(one));
             run.end += behind.count() as u64;
@@ -177,7 +177,7 @@ impl LivePages {
     }
 
     pub(super) fn wake(&mut self, page: Page) {
-        self.carry_out();
+        self.apply_changes();
         let result = self.ram.wake(page);
         self.note("given back to those who wait for it", page, result);
     }
@@ -203,9 +203,9 @@ impl Pages for LivePages {
         if let Some(recorder) = &mut self.recorder {
             recorder.get_mut().write(page, wire::PAGE_SIZE, offset, bytes);
         }
-        if self.real(page) > self.said(page) {
+        if self.real(page) > self.target(page) {
             // The page is about to be dropped: the guest must not see the write.
-            self.carry_out();
+            self.apply_changes();
         }
         let result = self.ram.write(page, offset, bytes);
         self.note("written", page, result);
@@ -219,16 +219,16 @@ impl Pages for LivePages {
             && let Some(lost) = usize::try_from(page).ok().and_then(|page| self.lost.get_mut(page))
         {
             *lost = true;
-            if let Some(came) = self.ahead.remove(&page)
-                && now().saturating_sub(came) < SOON
+            if let Some(fetched_at) = self.prefetched.remove(&page)
+                && now().saturating_sub(fetched_at) < EARLY_REVOCATION_NS
             {
-                self.in_vain.push(page);
+                self.prefetched_in_vain.push(page);
             }
         }
         let real = self.real(page);
         match (real, to) {
             // At once: stores to this page would be lost, or would change a page while it is sent.
-            (PageRights::Write, PageRights::Read) => self.close(page),
+            (PageRights::Write, PageRights::Read) => self.write_protect(page),
             (PageRights::Write, PageRights::None) => self.set(page..page + 1, real, to),
             _ => self.changed.push(page),
         }

@@ -43,9 +43,9 @@ fn so(pages: &LivePages, page: Page) -> PageRights {
 }
 
 /// With any sequence of changes, a page is never writable without the protocol's permission. A write to a page that is about to be dropped
-/// first drops it. After `carry_out` all rights are those of the protocol.
+/// first drops it. After `apply_changes` all rights are those of the protocol.
 #[test]
-fn rights_are_never_more_to_write_and_come_to_what_was_said() {
+fn write_rights_are_never_exceeded_and_reach_the_target() {
     let Some((_ram, mut pages)) = live() else { return };
     let mut random = 1_u64;
     let mut below = |most: u64| {
@@ -57,16 +57,16 @@ fn rights_are_never_more_to_write_and_come_to_what_was_said() {
         let page = some.start + below(20);
         match below(16) {
             0 => {
-                pages.carry_out();
+                pages.apply_changes();
                 for page in some.clone() {
-                    assert_eq!(so(&pages, page), pages.said(page), "page {page:#x}, turn {turn}");
+                    assert_eq!(so(&pages, page), pages.target(page), "page {page:#x}, turn {turn}");
                 }
             }
-            1 => pages.are_wanted(some.clone().filter(|_| below(4) > 0)),
+            1 => pages.set_requested(some.clone().filter(|_| below(4) > 0)),
             2 => pages.wake(page),
             3 => {
                 pages.write(page, 8, &turn.to_le_bytes());
-                assert!(so(&pages, page) <= pages.said(page), "what is to be gone isn't seen to change");
+                assert!(so(&pages, page) <= pages.target(page), "what is to be gone isn't seen to change");
             }
             4 => {
                 let mut content = Vec::new();
@@ -83,7 +83,7 @@ fn rights_are_never_more_to_write_and_come_to_what_was_said() {
         }
         for page in some.clone() {
             let writable = so(&pages, page) == PageRights::Write;
-            assert!(!writable || pages.said(page) == PageRights::Write, "page {page:#x}, turn {turn}");
+            assert!(!writable || pages.target(page) == PageRights::Write, "page {page:#x}, turn {turn}");
         }
         assert_eq!(pages.refused, None);
     }
@@ -91,26 +91,26 @@ fn rights_are_never_more_to_write_and_come_to_what_was_said() {
 
 /// Pages that other nodes request become read-only together. One that isn't granted is writable again afterwards.
 #[test]
-fn wanted_pages_are_closed_together() {
+fn requested_pages_are_write_protected_together() {
     let Some((_ram, mut pages)) = live() else { return };
     let all = FIRST..FIRST + 8;
     all.clone().for_each(|page| pages.protect(page, Access::Write));
     assert!(all.clone().all(|page| so(&pages, page) == PageRights::None), "not before it is carried out");
-    pages.carry_out();
+    pages.apply_changes();
     assert!(all.clone().all(|page| so(&pages, page) == PageRights::Write));
-    let wanted = || (FIRST + 1..FIRST + 4).chain(FIRST + 5..FIRST + 7);
-    pages.are_wanted(wanted());
+    let requested_copies = || (FIRST + 1..FIRST + 4).chain(FIRST + 5..FIRST + 7);
+    pages.set_requested(requested_copies());
     pages.protect(FIRST + 2, Access::Read);
     let closed = |pages: &LivePages| -> Vec<Page> {
         all.clone().filter(|page| so(pages, *page) == PageRights::Read).map(|page| page - FIRST).collect()
     };
     assert_eq!(closed(&pages), [1, 2, 3]);
     pages.protect(FIRST + 1, Access::Read);
-    pages.carry_out();
+    pages.apply_changes();
     assert_eq!(closed(&pages), [1, 2], "the third wasn't given away");
-    assert!(all.clone().all(|page| so(&pages, page) == pages.said(page)));
+    assert!(all.clone().all(|page| so(&pages, page) == pages.target(page)));
     // A page that no node requests changes alone.
-    pages.are_wanted(std::iter::empty());
+    pages.set_requested(std::iter::empty());
     pages.protect(FIRST + 6, Access::Read);
     assert_eq!(closed(&pages), [1, 2, 6]);
 }

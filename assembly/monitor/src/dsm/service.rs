@@ -15,10 +15,10 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::time::Timespec;
 
 use super::DsmError;
-use super::ahead::is_there;
 use super::engine::{Core, Engine, Outcome, now};
 use super::link::{Control, Frame, Incoming, Link};
-use super::vcpus::{MOST_GRANTED, Pending};
+use super::prefetch::needs_no_fetch;
+use super::vcpus::{MAX_GRANTED_PAGES, Pending};
 
 /// Interval of heartbeats on each link. Each wakes a thread on both sides, which costs the vCPU of the same core some 100 µs.
 const HEARTBEAT_INTERVAL_NS: u64 = 100_000_000;
@@ -114,11 +114,11 @@ impl Engine {
             if !faults.is_empty()
                 && let Some(core) = &mut *self.lock()
             {
-                core.outbox.hold();
+                core.outbox.batch();
                 for fault in faults.drain(..) {
                     self.on_fault(core, fault);
                 }
-                self.send_held(core);
+                self.flush_batched(core);
             }
         }
     }
@@ -163,7 +163,7 @@ impl Engine {
             let Some(slot) = core.vcpus.get_mut(vcpu) else { continue };
             if !slot.ended {
                 slot.kick = true;
-                self.summon(core, vcpu);
+                self.kick_vcpu(core, vcpu);
             }
         }
         core.armed = core.node.deadline();
@@ -201,7 +201,7 @@ impl Engine {
     }
 
     fn on_fault(&self, core: &mut Core, event: PageFault) {
-        if core.standing {
+        if core.suspended {
             // The vCPU has left the guest for a checkpoint, and faults again when it runs.
             return;
         }
@@ -226,33 +226,33 @@ impl Engine {
         if known || slot.trap.is_some() || slot.operating || core.stopping {
             return;
         }
-        if self.trouble.mixed_modes && event.page % 2 == 1 && core.advised.insert(event.page) {
+        if self.fault_injection.mixed_modes && event.page % 2 == 1 && core.advised.insert(event.page) {
             self.step(core, Event::Advise { page: event.page, mode: Mode::Update });
         }
-        if core.vcpus.get(index).is_some_and(|slot| slot.granted.len() >= MOST_GRANTED) {
+        if core.vcpus.get(index).is_some_and(|slot| slot.granted.len() >= MAX_GRANTED_PAGES) {
             // Pages that are here at once are granted without a sample of registers.
             self.retired(core, index);
         }
-        core.pages.is_asked_for(event.page, event.write);
+        core.pages.note_request(event.page, event.write);
         core.hot.fault(event.page, event.offset, event.write);
         let Core { vcpus, node, .. } = core;
         let Some(slot) = vcpus.get_mut(index) else { return };
-        let foreseen = slot.foresight.fault(event.page, event.write, |want| is_there(node, want));
+        let prediction = slot.prefetcher.fault(event.page, event.write, |want| needs_no_fetch(node, want));
         slot.fault = Some(Pending { page: event.page, write: event.write, upgrade, again, at: now() });
-        slot.examined = false;
+        slot.sampled = false;
         let Ok(vcpu) = Vcpu::try_from(index) else { return };
         self.step(core, Event::Fault { vcpu, page: event.page, fault });
-        self.fetch_ahead(core, foreseen, event.write);
+        self.prefetch(core, prediction, event.write);
         // The protocol asks for the vCPU's earlier pages when other nodes request them. Until then it sleeps in userfaultfd, the fastest
         // way back.
-        let waits = core.vcpus.get(index).is_some_and(|slot| slot.fault.is_some() && !slot.examined);
-        if waits && core.hot.asks_for_instruction(event.page) {
-            self.summon(core, index);
+        let waits = core.vcpus.get(index).is_some_and(|slot| slot.fault.is_some() && !slot.sampled);
+        if waits && core.hot.needs_instruction_sample(event.page) {
+            self.kick_vcpu(core, index);
         }
     }
 
     fn read_link(&self, link: &Link) {
-        match self.trouble.slow_link {
+        match self.fault_injection.slow_link {
             Some((from, to, time)) if (from, to) == (link.peer, self.me) => {
                 let (late, frames) = mpsc::channel::<(Instant, Frame)>();
                 std::thread::scope(|scope| {
@@ -311,7 +311,7 @@ impl Engine {
     }
 
     fn link_ended(&self, link: &Link, error: &io::Error) {
-        self.peer_states().gone.insert(link.peer);
+        self.peer_states().disconnected.insert(link.peer);
         if self.outcome().is_none() {
             let (peer, address) = (link.peer, &link.address);
             let overflow = link.overflow().map(|bytes| {
@@ -332,19 +332,19 @@ impl Engine {
             }));
         }
         link.close();
-        self.tell_news();
+        self.notify_peer_states();
     }
 
     fn on_messages(&self, link: &Link, messages: Vec<dsm::Message>) {
         let mut refused = None;
         let mut locked = self.lock();
         if let Some(core) = &mut *locked {
-            core.outbox.hold();
+            core.outbox.batch();
             // Most requests are granted at once.
             let copies = messages.iter().filter(
                 |message| matches!(&message.body, Body::Request(request) if request.intent != Intent::Write),
             );
-            core.pages.are_wanted(copies.map(|message| message.page));
+            core.pages.set_requested(copies.map(|message| message.page));
         }
         for message in messages {
             let what = message.body.name();
@@ -361,7 +361,7 @@ impl Engine {
             }
         }
         if let Some(core) = &mut *locked {
-            self.send_held(core);
+            self.flush_batched(core);
         }
         drop(locked);
         if let Some(what) = refused
@@ -414,7 +414,7 @@ impl Engine {
                 return;
             }
         }
-        self.tell_news();
+        self.notify_peer_states();
     }
 
     fn write_all(&self, mut bytes: &[u8]) -> io::Result<()> {

@@ -16,23 +16,23 @@ use machine::exits::ExitSnapshot;
 use machine::vcpu::{GuestRegisters, VcpuError};
 use serde_json::Value;
 
-use super::ahead::HELPERS;
 use super::checkpoint::{self, Checkpoints, List, Listed, Member, Plan, Restored, Step};
 use super::engine::{Engine, Machine, Outcome, PeerStates};
 use super::identity::{Identified, compatibility};
 use super::join::{Hello, device_of, join};
 use super::link::{Control, Link};
+use super::prefetch::MAX_PREFETCH_CONTEXTS;
 use super::{CheckpointError, DsmError, NodeAddress, RdmaDevice, service, top};
 use crate::payload::{PayloadBuilder, PayloadError, PayloadVm, Whole, vcpus_of};
 
 /// Time that node 0 waits at the end for reports of nodes that still send heartbeats.
-const LAST_WORDS: Duration = Duration::from_secs(1);
+const FINAL_REPORTS_TIMEOUT: Duration = Duration::from_secs(1);
 /// Time that other nodes wait at the end for node 0, which may be waiting for one of them, while it still sends heartbeats.
-const LONGEST_END: Duration = Duration::from_secs(3);
+const OTHER_NODES_END_TIMEOUT: Duration = Duration::from_secs(3);
 /// Interval at which a node that waits for others checks whether the VM has ended.
-const LOOK: Duration = Duration::from_millis(100);
+const END_POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Limit of unprocessed checkpoint messages. Correct nodes send one at a time.
-const MOST_STEPS: usize = 256;
+const MAX_QUEUED_STEPS: usize = 256;
 
 /// Settings that make a payload VM one node of several.
 #[derive(Debug, Clone)]
@@ -56,12 +56,12 @@ pub struct NodeSettings {
     /// Resume from the last checkpoint in this folder, instead of starting the program.
     pub restart: Option<PathBuf>,
     /// Fault injection, for tests; none by default.
-    pub trouble: Trouble,
+    pub fault_injection: FaultInjection,
 }
 
 /// Fault injection, for tests. No program offers it.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Trouble {
+pub struct FaultInjection {
     /// A bug of the protocol to inject.
     pub plant: Plant,
     /// Pages with odd numbers become write-update at their first fault. For policies that change no modes.
@@ -153,7 +153,7 @@ impl Write for RemoteConsole {
         if let Some(link) = self.0.link(0)
             && link.send_patiently(&Control::Console(bytes.to_vec()))
         {
-            self.0.poke();
+            self.0.wake_faults_thread();
         }
         Ok(bytes.len())
     }
@@ -194,11 +194,11 @@ impl SpanningVm {
         let config = Config {
             me: NodeId(settings.node),
             nodes,
-            vcpus: u16::try_from(here.len()).unwrap_or(u16::MAX).saturating_add(HELPERS),
+            vcpus: u16::try_from(here.len()).unwrap_or(u16::MAX).saturating_add(MAX_PREFETCH_CONTEXTS),
             stride: pages.div_ceil(nodes.into()),
             pages,
             policy: settings.policy,
-            plant: settings.trouble.plant,
+            plant: settings.fault_injection.plant,
         };
         config.check()?;
         let identified = Identified { definition: builder.definition(), nodes, policy: settings.policy };
@@ -208,8 +208,9 @@ impl SpanningVm {
         let hello = Hello { node: settings.node, nodes, digest, rdma: device.is_some() };
         let (last, first) = Self::checkpoints_of(settings, identity, nodes)?;
         let links = join(hello, &settings.addresses, device.as_ref(), settings.key.as_ref())?;
-        let (sender, steps) = sync_channel(MOST_STEPS);
-        let engine = Arc::new(Engine::new(settings.node, links, here.len(), settings.trouble, sender)?);
+        let (sender, steps) = sync_channel(MAX_QUEUED_STEPS);
+        let engine =
+            Arc::new(Engine::new(settings.node, links, here.len(), settings.fault_injection, sender)?);
         let threads = service::start(&engine)?;
         let seat = Seat { engine: Arc::clone(&engine), nodes: wide, first: here.start };
         let (builder, console) = if settings.node == 0 {
@@ -317,7 +318,7 @@ impl SpanningVm {
             list.nodes.first().cloned().ok_or_else(|| CheckpointError::None(folder.to_owned()))?
         } else {
             loop {
-                match steps.recv_timeout(LOOK) {
+                match steps.recv_timeout(END_POLL_INTERVAL) {
                     Ok((0, Step::Restore(listed))) if listed.node == engine.me => break listed,
                     Err(RecvTimeoutError::Timeout) if engine.outcome().is_none() => {}
                     _ => {
@@ -400,7 +401,7 @@ impl SpanningVm {
         let mut states = engine.peer_states();
         // A node that never becomes ready is lost by its silence, which ends the VM.
         while states.ready.len() < needed && engine.outcome().is_none() {
-            states = engine.await_news(states, Duration::from_secs(1));
+            states = engine.wait_for_peer_states(states, Duration::from_secs(1));
         }
         drop(states);
         if engine.me == 0 {
@@ -424,7 +425,7 @@ impl SpanningVm {
                 engine.fail(PayloadError::AllParked { vcpus: self.vcpus }.to_string());
                 return;
             }
-            states = engine.await_news(states, Duration::from_secs(1));
+            states = engine.wait_for_peer_states(states, Duration::from_secs(1));
         }
     }
 
@@ -433,12 +434,12 @@ impl SpanningVm {
     fn collect_reports(&self, own: Value) -> BTreeMap<u8, Value> {
         let engine = &self.engine;
         // After a failure no reports are needed, and a node that is cut off would be waited for in vain.
-        let patience = match engine.outcome() {
-            Some(Outcome::Exit(_)) if engine.me == 0 => LAST_WORDS,
-            Some(Outcome::Exit(_)) => LONGEST_END,
+        let timeout = match engine.outcome() {
+            Some(Outcome::Exit(_)) if engine.me == 0 => FINAL_REPORTS_TIMEOUT,
+            Some(Outcome::Exit(_)) => OTHER_NODES_END_TIMEOUT,
             _ => Duration::ZERO,
         };
-        let until = Instant::now() + patience;
+        let until = Instant::now() + timeout;
         if engine.me != 0 {
             engine.send_control(0, &Control::Report(own.to_string().into_bytes()));
         }
@@ -451,10 +452,10 @@ impl SpanningVm {
             if left.is_zero() {
                 break;
             }
-            states = engine.await_news(states, left);
+            states = engine.wait_for_peer_states(states, left);
         }
         if let Some(Outcome::Exit(code)) = engine.outcome() {
-            self.miss(code, &states);
+            self.warn_missing_nodes(code, &states);
         }
         let parse = |(node, bytes): (&u8, &Vec<u8>)| Some((*node, serde_json::from_slice(bytes).ok()?));
         let mut reports: BTreeMap<u8, Value> = states.reports.iter().filter_map(parse).collect();
@@ -466,11 +467,11 @@ impl SpanningVm {
     fn awaits(&self, link: &Link, states: &PeerStates) -> bool {
         let needed =
             if self.engine.me == 0 { !states.reports.contains_key(&link.peer) } else { link.peer == 0 };
-        needed && !states.gone.contains(&link.peer)
+        needed && !states.disconnected.contains(&link.peer)
     }
 
     /// Logs the nodes that may not have learned of the program's end. The program's result stays valid.
-    fn miss(&self, code: u32, states: &PeerStates) {
+    fn warn_missing_nodes(&self, code: u32, states: &PeerStates) {
         for link in self.engine.links() {
             let (peer, address) = (link.peer, &link.address);
             if self.awaits(link, states) {
@@ -502,7 +503,7 @@ fn end_threads(engine: &Engine, threads: Vec<JoinHandle<()>>) {
         link.close();
     }
     engine.quit.store(true, Ordering::Relaxed);
-    engine.poke();
+    engine.wake_faults_thread();
     for thread in threads {
         if thread.join().is_err() {
             tracing::error!("A thread of the shared memory panicked; this is a bug");

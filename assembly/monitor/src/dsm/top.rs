@@ -71,7 +71,7 @@ fn answer(engine: &Engine, mut stream: UnixStream) -> io::Result<()> {
         if left.is_zero() {
             break;
         }
-        states = engine.await_news(states, left);
+        states = engine.wait_for_peer_states(states, left);
     }
     let parsed = states.answers.values().filter_map(|answer| serde_json::from_slice(answer).ok());
     let all: Vec<Value> = std::iter::once(own).chain(parsed).collect();

@@ -12,22 +12,22 @@ use dsm::{Access, Event, Mode, Operation, Page, Vcpu, wire};
 use machine::vcpu::GuestRegisters;
 use machine::x86::kvm_regs;
 
-use super::ahead::Foresight;
 use super::engine::{Core, Engine, now, this_thread};
+use super::prefetch::Prefetcher;
 use super::{instruction, window};
 
 /// Samples of unchanged registers after which an instruction counts as retired, if it can't be emulated. A loop that polls a value returns
 /// to the same registers although it retires instructions. But a locked access across a page's end takes the CPU milliseconds, and a vCPU
 /// without a CPU makes no progress. So each pause is twice the previous one: 13 ms in all, with a hold of 0.1 ms.
-const LOOKS: u32 = 8;
+const MAX_SAMPLES: u32 = 8;
 /// Pause before the second sample, without an earlier one, ns: enough for the vCPU to enter the guest.
-const FIRST_PAUSE: u64 = 25_000;
+const FIRST_SAMPLE_DELAY_NS: u64 = 25_000;
 /// Pause of a vCPU whose page changes its mode.
-const PAUSE: Duration = Duration::from_micros(500);
+const MODE_CHANGE_PAUSE: Duration = Duration::from_micros(500);
 /// Granted pages from which on a vCPU has retired an instruction, since no instruction needs as many. Gather and scatter need most: 16
 /// elements on two pages each, and two pages of code (Intel SDM, volume 2). Which instructions have retired is unknown without a sample, so
 /// all grants end. This happens at most once per instruction, which needs fewer pages again.
-pub(super) const MOST_GRANTED: usize = 40;
+pub(super) const MAX_GRANTED_PAGES: usize = 40;
 /// Bytes of the longest instruction.
 pub(super) const MAX_INSTRUCTION_BYTES: usize = 15;
 
@@ -50,7 +50,7 @@ pub(super) struct Slot {
     /// The fault that the vCPU waits for.
     pub(super) fault: Option<Pending>,
     /// The registers were sampled since that fault.
-    pub(super) examined: bool,
+    pub(super) sampled: bool,
     /// Registers at the last sample of an instruction that needed a page.
     pub(super) snapshot: Option<kvm_regs>,
     /// The page at which the vCPU's instruction is trapped: it is to be decoded and emulated.
@@ -67,13 +67,13 @@ pub(super) struct Slot {
     pub(super) granted: Vec<Page>,
     /// Other nodes request pages that the vCPU was granted.
     pub(super) kick: bool,
-    pub(super) looks: u32,
+    pub(super) samples: u32,
     /// The vCPU is in `before_run`.
     pub(super) outside: bool,
     /// The vCPU doesn't run any more.
     pub(super) ended: bool,
     /// The vCPU's prefetchers.
-    pub(super) foresight: Foresight,
+    pub(super) prefetcher: Prefetcher,
 }
 
 type Locked<'a> = MutexGuard<'a, Option<Core>>;
@@ -91,15 +91,15 @@ impl Engine {
             && let Some(slot) = core.vcpus.get_mut(index)
         {
             if let Some(page) = slot.trap.take() {
-                locked = self.carry_out(locked, index, page, registers);
+                locked = self.emulate(locked, index, page, registers);
             } else if slot.fault.is_some() {
-                if std::mem::replace(&mut slot.examined, true) {
+                if std::mem::replace(&mut slot.sampled, true) {
                     locked = self.wait(locked, index);
                 } else {
-                    self.examine(core, index, registers);
+                    self.sample_waiting(core, index, registers);
                 }
             } else if std::mem::take(&mut slot.kick) {
-                self.look(core, index, registers);
+                self.sample_granted(core, index, registers);
             } else {
                 break;
             }
@@ -115,7 +115,7 @@ impl Engine {
     }
 
     /// Samples a vCPU that waits for a page: has the instruction retired that pages were granted for before?
-    fn examine(&self, core: &mut Core, index: usize, registers: &dyn GuestRegisters) {
+    fn sample_waiting(&self, core: &mut Core, index: usize, registers: &dyn GuestRegisters) {
         let Some(found) = self.registers(registers) else { return };
         let needs = needs(core, index, &found);
         let Some(slot) = core.vcpus.get_mut(index) else { return };
@@ -132,7 +132,7 @@ impl Engine {
     }
 
     /// Samples a vCPU whose granted pages other nodes request: has the instruction retired?
-    fn look(&self, core: &mut Core, index: usize, registers: &dyn GuestRegisters) {
+    fn sample_granted(&self, core: &mut Core, index: usize, registers: &dyn GuestRegisters) {
         let Some(found) = self.registers(registers) else { return };
         let needs = needs(core, index, &found);
         let Some(slot) = core.vcpus.get_mut(index) else { return };
@@ -148,17 +148,17 @@ impl Engine {
             return;
         }
         let Some(slot) = core.vcpus.get_mut(index) else { return };
-        if !moved && slot.looks < LOOKS {
+        if !moved && slot.samples < MAX_SAMPLES {
             let hold = core.node.config().policy.hold_ns.max(10_000);
             // The first sample only records the registers.
             let pause = if before.is_none() {
-                hold.min(FIRST_PAUSE)
+                hold.min(FIRST_SAMPLE_DELAY_NS)
             } else {
-                hold << slot.looks.saturating_sub(1).min(LOOKS)
+                hold << slot.samples.saturating_sub(1).min(MAX_SAMPLES)
             };
-            slot.looks += 1;
+            slot.samples += 1;
             core.rekick.push((now().saturating_add(pause), index));
-            self.poke();
+            self.wake_faults_thread();
             return;
         }
         core.counts.unproven += u64::from(!moved);
@@ -204,7 +204,7 @@ impl Engine {
 
     /// Emulates the instruction that was trapped at a write-update page, and further ones by window emulation. If it isn't supported,
     /// requests write-invalidate for the page.
-    fn carry_out<'a>(
+    fn emulate<'a>(
         &self,
         mut locked: Locked<'a>,
         index: usize,
@@ -226,7 +226,7 @@ impl Engine {
         let Some(trapped) = instruction::decode(&bytes, &found).filter(fits) else {
             core.counts.not_emulated += 1;
             self.step(core, Event::Advise { page, mode: Mode::Invalidate });
-            return self.wait_a_little(locked, index);
+            return self.wait_for_mode_change(locked, index);
         };
         let Some(mut since) = core.vcpus.get(index).map(|slot| slot.trapped_at) else { return locked };
         let (mut trapped, begun, mut retired) = (trapped, since, false);
@@ -239,7 +239,7 @@ impl Engine {
             let done = now();
             core.counts.emulated += 1;
             core.hot.trapped(trapped.page, done.saturating_sub(std::mem::replace(&mut since, done)));
-            if behind == window::STORES || core.stopping || core.holding {
+            if behind == window::STORES || core.stopping || core.suspending {
                 break;
             }
             let Some((registers, next)) = window::next_store(core, &found) else { break };
@@ -247,7 +247,7 @@ impl Engine {
             (found, trapped) = (registers, next);
         }
         if let Some(core) = &mut *locked {
-            self.send_held(core);
+            self.flush_batched(core);
         }
         // If the page's mode has changed meanwhile, or the VM ends, no instruction has retired.
         if retired && let Some(core) = &mut *locked {
@@ -275,10 +275,10 @@ impl Engine {
         slot.completed = None;
         let operation = trapped.operation.clone();
         // Messages of consecutive stores leave together, unless this one must wait: each message that arrives alone wakes a thread.
-        core.outbox.hold();
+        core.outbox.batch();
         self.step(core, Event::Operate { vcpu, page: trapped.page, operation });
         if core.vcpus.get(index).is_some_and(|slot| slot.operating) {
-            self.send_held(core);
+            self.flush_batched(core);
         }
         if let Some(slot) = core.vcpus.get_mut(index)
             && slot.operating
@@ -303,9 +303,11 @@ impl Engine {
     }
 
     /// Waits a little, so that other nodes can change a page's mode.
-    fn wait_a_little<'a>(&self, locked: Locked<'a>, index: usize) -> Locked<'a> {
+    fn wait_for_mode_change<'a>(&self, locked: Locked<'a>, index: usize) -> Locked<'a> {
         match self.changed.get(index) {
-            Some(changed) => changed.wait_timeout(locked, PAUSE).unwrap_or_else(PoisonError::into_inner).0,
+            Some(changed) => {
+                changed.wait_timeout(locked, MODE_CHANGE_PAUSE).unwrap_or_else(PoisonError::into_inner).0
+            }
             None => locked,
         }
     }
@@ -335,9 +337,9 @@ fn needs(core: &Core, index: usize, regs: &kvm_regs) -> Needs {
     }
 }
 
-/// Up to `most` bytes at a code address, from pages that are readable here now; `None` if the first page isn't.
-pub(super) fn code(core: &Core, rip: u64, most: usize) -> Option<Vec<u8>> {
-    let mut bytes = vec![0; most];
+/// Up to `max_bytes` bytes at a code address, from pages that are readable here now; `None` if the first page isn't.
+pub(super) fn code(core: &Core, rip: u64, max_bytes: usize) -> Option<Vec<u8>> {
+    let mut bytes = vec![0; max_bytes];
     let size = wire::PAGE_SIZE as u64;
     let offset = usize::try_from(rip % size).ok()?;
     let readable = |page| core.node.access(page) >= Access::Read;
@@ -346,7 +348,7 @@ pub(super) fn code(core: &Core, rip: u64, most: usize) -> Option<Vec<u8>> {
         return None;
     }
     let mut len = core.pages.code(page, offset, &mut bytes)?;
-    if len < most && readable(page + 1) {
+    if len < max_bytes && readable(page + 1) {
         len += core.pages.code(page + 1, 0, bytes.get_mut(len..)?)?;
     }
     bytes.truncate(len);

@@ -6,7 +6,7 @@ use crate::programs::{Output, programs};
 use dsm::{Plant, Policy};
 use litmus::model::{Order, Outcome, outcomes};
 use litmus::{Test, Variant, corpus, fill};
-use monitor::dsm::{NodeAddress, NodeSettings, SpanningVm, Trouble};
+use monitor::dsm::{FaultInjection, NodeAddress, NodeSettings, SpanningVm};
 use monitor::payload::PayloadVm;
 use payload_litmus::table::Placement;
 use serde_json::Value;
@@ -41,7 +41,7 @@ fn policy() -> Policy {
 }
 
 /// Runs a file on all nodes; returns its output.
-fn run(file: &[u8], trouble: Trouble, arguments: &[&str]) -> String {
+fn run(file: &[u8], fault_injection: FaultInjection, arguments: &[&str]) -> String {
     let folder = tempfile::tempdir().unwrap();
     let address = |node: u8| format!("unix:{}", folder.path().join(node.to_string()).display());
     let addresses: Vec<NodeAddress> = (0..NODES).map(|node| address(node).parse().unwrap()).collect();
@@ -59,7 +59,7 @@ fn run(file: &[u8], trouble: Trouble, arguments: &[&str]) -> String {
                 record: false,
                 checkpoints: None,
                 restart: None,
-                trouble,
+                fault_injection,
             };
             scope.spawn(move || {
                 let ended = SpanningVm::join(builder, &settings).unwrap().run().unwrap();
@@ -71,9 +71,14 @@ fn run(file: &[u8], trouble: Trouble, arguments: &[&str]) -> String {
 }
 
 /// Returns the outcomes that x86-TSO forbids, their number, and the number of runs with threads on different nodes.
-fn forbidden(program: &[u8], test: &Test, trouble: Trouble, arguments: &[&str]) -> (Vec<Outcome>, u64, u64) {
+fn forbidden(
+    program: &[u8],
+    test: &Test,
+    fault_injection: FaultInjection,
+    arguments: &[&str],
+) -> (Vec<Outcome>, u64, u64) {
     let variant = Variant { test, placement: Placement::Pages };
-    let text = run(&fill(program, &[variant]).unwrap(), trouble, arguments);
+    let text = run(&fill(program, &[variant]).unwrap(), fault_injection, arguments);
     let line: Value = serde_json::from_str(text.trim()).unwrap_or_else(|error| panic!("{error}: {text}"));
     assert_eq!(line["nodes"].as_u64(), Some(NODES.into()), "{text}");
     let allowed = outcomes(test, Order::Tso, variant.memory());
@@ -98,8 +103,8 @@ fn forbidden(program: &[u8], test: &Test, trouble: Trouble, arguments: &[&str]) 
 fn forbidden_with(program: &[u8], plant: Plant, late: u8) -> u64 {
     let test = corpus::all().unwrap().into_iter().find(|test| test.name == "SB+mfences").unwrap();
     let arguments = ["iterations=768", "round=64", "meeting=clock", "interval=5M"];
-    let trouble = Trouble { plant, mixed_modes: true, slow_link: Some((0, late, SLOW)) };
-    let (found, times, apart) = forbidden(program, &test, trouble, &arguments);
+    let fault_injection = FaultInjection { plant, mixed_modes: true, slow_link: Some((0, late, SLOW)) };
+    let (found, times, apart) = forbidden(program, &test, fault_injection, &arguments);
     eprintln!("{plant:?}, slow link to node {late}: {times} of {apart} forbidden: {found:?}");
     assert_eq!(apart, 768);
     times

@@ -5,7 +5,7 @@ use bench::programs::Programs;
 use dsm::Policy;
 use dsm_testbed::sim::replay::replay;
 use dsm_testbed::sim::retrace::retrace;
-use monitor::dsm::{Ended, NodeAddress, NodeSettings, SpanningVm, Trouble, tuned};
+use monitor::dsm::{Ended, FaultInjection, NodeAddress, NodeSettings, SpanningVm, tuned};
 use monitor::payload::PayloadVm;
 
 /// Latency of a simulated message in nanoseconds: below any live one.
@@ -30,7 +30,7 @@ fn record(programs: &Programs, program: &str, policy: Policy, arguments: &[&str]
                 record: true,
                 checkpoints: None,
                 restart: None,
-                trouble: Trouble::default(),
+                fault_injection: FaultInjection::default(),
             };
             scope.spawn(move || SpanningVm::join(builder, &settings).unwrap().run().unwrap())
         };

@@ -13,7 +13,7 @@ use control_api::discovery;
 use dsm::Policy;
 use machine::memory::shared::SharedRam;
 use monitor::description::{HugePages, Payload, SandboxMode, VmDescription};
-use monitor::dsm::{Checkpoints, NodeAddress, NodeSettings, RdmaDevice, SpanningVm, Trouble};
+use monitor::dsm::{Checkpoints, FaultInjection, NodeAddress, NodeSettings, RdmaDevice, SpanningVm};
 use monitor::payload::process_status;
 use monitor::sandbox::{NodePlaces, Sandbox, ThreadKind, privileges_used, raise_limits_for_rdma};
 use rustix::process::{Pid, WaitId, WaitIdOptions, waitid};
@@ -47,11 +47,11 @@ pub struct Span {
 }
 
 /// Default interval of checkpoints in seconds.
-const CHECKPOINT_EVERY: f64 = 10.0;
+const DEFAULT_CHECKPOINT_INTERVAL_S: f64 = 10.0;
 
 /// Returns the command line's checkpoint options.
 fn checkpoints(args: &mut RunArgs) -> anyhow::Result<Option<Checkpoints>> {
-    let seconds = args.checkpoint_every.take().unwrap_or(CHECKPOINT_EVERY);
+    let seconds = args.checkpoint_every.take().unwrap_or(DEFAULT_CHECKPOINT_INTERVAL_S);
     let Some(folder) = args.checkpoint.take() else { return Ok(None) };
     let every = Duration::try_from_secs_f64(seconds).ok().filter(|every| *every >= Duration::from_millis(10));
     let every = every
@@ -128,10 +128,10 @@ pub fn run(
         bail!("--hugepages: memory that nodes share moves in pages of 4 KiB; leave it out");
     }
     let builder = payload::builder(description, program)?;
-    let mut others = Others::default();
+    let mut children = ChildNodes::default();
     let (node, addresses) = match &span.place {
         Some((node, addresses)) => (*node, addresses.clone()),
-        None => (0, others.start(&description.name, span.nodes)?),
+        None => (0, children.start(&description.name, span.nodes)?),
     };
     let settings = NodeSettings {
         node,
@@ -142,10 +142,10 @@ pub fn run(
         record: false,
         checkpoints: span.checkpoints.clone(),
         restart: span.restart.clone(),
-        trouble: Trouble::default(),
+        fault_injection: FaultInjection::default(),
     };
     let builder = builder.userfault(SharedRam::userfault()?);
-    let settings = confine(description, settings, others.folder.is_some())?;
+    let settings = confine(description, settings, children.folder.is_some())?;
     // With RDMA there are none: see `NodePlaces::rdma`.
     let privileged = description.sandbox == SandboxMode::On && settings.device.is_none();
     let builder = if privileged { builder.on_thread_start(privileges_used) } else { builder };
@@ -161,7 +161,7 @@ pub fn run(
         failure::report(&anyhow!(text.to_owned()), json);
     });
     let ended = vm.run()?;
-    others.end();
+    children.end();
     // The failing component has already printed the cause.
     let Ok(code) = ended.outcome else { return Ok(ExitCode::FAILURE) };
     if json && node == 0 {
@@ -257,12 +257,12 @@ pub fn top_socket(name: &str) -> PathBuf {
 
 /// Nodes 1 and up of a VM whose nodes are all on this host.
 #[derive(Default)]
-struct Others {
+struct ChildNodes {
     children: Vec<Child>,
     folder: Option<PathBuf>,
 }
 
-impl Others {
+impl ChildNodes {
     /// Starts the nodes; returns the addresses of all nodes.
     fn start(&mut self, name: &str, nodes: u8) -> anyhow::Result<Vec<NodeAddress>> {
         let runtime = discovery::runtime_directory();
@@ -314,7 +314,7 @@ impl Others {
     }
 }
 
-impl Drop for Others {
+impl Drop for ChildNodes {
     fn drop(&mut self) {
         self.end();
     }
@@ -325,7 +325,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_stopped_process_is_told_from_one_that_runs() {
+    fn a_stopped_process_is_distinguished_from_a_running_one() {
         let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
         let process = rustix::process::Pid::from_child(&child);
         assert!(!is_stopped(&child));

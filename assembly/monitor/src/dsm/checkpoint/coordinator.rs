@@ -13,14 +13,14 @@ use crate::dsm::spanning::chain;
 /// Timeout of each phase of a checkpoint, in which vCPUs leave the guest and messages arrive.
 const PHASE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Timeout of the phase that writes files, which may be large.
-const WRITING: Duration = Duration::from_secs(600);
+const WRITE_TIMEOUT: Duration = Duration::from_secs(600);
 /// Pause between two rounds of counts.
-const PAUSE: Duration = Duration::from_millis(1);
+const COUNT_INTERVAL: Duration = Duration::from_millis(1);
 /// Interval of checks for the VM's end during a checkpoint.
-const LOOK: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// The same between checkpoints. Other threads send [`Step::Look`] to wake this one at once. The interval is long: each wakeup costs the
 /// vCPU of the same core some 100 µs by cold caches.
-const IDLE: Duration = Duration::from_millis(500);
+const IDLE_POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Why a checkpoint was abandoned.
 enum Abandoned {
@@ -45,16 +45,16 @@ pub(in crate::dsm) struct Plan {
 pub(in crate::dsm) fn serve(member: &Member, steps: &Receiver<(u8, Step)>, plan: Plan) {
     if member.engine.me == 0 {
         let Plan { nodes, first, every } = plan;
-        Coordinator { member, steps, nodes, every, number: first, said: false }.work();
+        Coordinator { member, steps, nodes, every, number: first, failure_logged: false }.work();
     } else {
-        follow(member, steps);
+        serve_node_0(member, steps);
     }
 }
 
-fn follow(member: &Member, steps: &Receiver<(u8, Step)>) {
+fn serve_node_0(member: &Member, steps: &Receiver<(u8, Step)>) {
     let engine = &member.engine;
     while engine.outcome().is_none() {
-        let step = match steps.recv_timeout(IDLE) {
+        let step = match steps.recv_timeout(IDLE_POLL_INTERVAL) {
             Ok((_, Step::Look)) => continue,
             Ok((0, step)) => step,
             Err(RecvTimeoutError::Timeout) => continue,
@@ -98,7 +98,7 @@ struct Coordinator<'a> {
     /// Number of the next checkpoint.
     number: u64,
     /// The log already says that checkpoints fail.
-    said: bool,
+    failure_logged: bool,
 }
 
 impl Coordinator<'_> {
@@ -113,19 +113,19 @@ impl Coordinator<'_> {
     }
 
     fn checkpoint(&mut self) -> Result<(), String> {
-        let made = self.make();
+        let made = self.write_checkpoint();
         let complete = made.is_ok().then_some(self.number);
-        self.tell(&Step::Go(complete));
+        self.send_all(&Step::Go(complete));
         self.member.go(complete)?;
         match made {
             Ok(took) => {
-                self.said = false;
+                self.failure_logged = false;
                 tracing::info!(number = self.number, milliseconds = took.as_millis(), "Checkpoint written");
             }
             Err(Abandoned::Ending) => {}
-            Err(Abandoned::Because(reason)) if self.said => tracing::debug!("{reason}"),
+            Err(Abandoned::Because(reason)) if self.failure_logged => tracing::debug!("{reason}"),
             Err(Abandoned::Because(reason)) => {
-                self.said = true;
+                self.failure_logged = true;
                 tracing::warn!(
                     "No checkpoint could be written; the VM goes on, and the one before, if any, stays: {reason}"
                 );
@@ -143,14 +143,17 @@ impl Coordinator<'_> {
                 return true;
             }
             // A message is a late answer to an abandoned checkpoint, or `Look`.
-            if matches!(self.steps.recv_timeout(left.min(IDLE)), Err(RecvTimeoutError::Disconnected)) {
+            if matches!(
+                self.steps.recv_timeout(left.min(IDLE_POLL_INTERVAL)),
+                Err(RecvTimeoutError::Disconnected)
+            ) {
                 return false;
             }
         }
         false
     }
 
-    fn tell(&self, step: &Step) {
+    fn send_all(&self, step: &Step) {
         for node in 1..self.nodes {
             self.member.engine.send_control(node, &Control::Checkpoint(step.clone()));
         }
@@ -159,11 +162,11 @@ impl Coordinator<'_> {
     /// Collects an answer of each other node. `take` extracts the result from a matching answer.
     fn collect<T>(
         &self,
-        patience: Duration,
+        timeout: Duration,
         what: &str,
-        take: impl Fn(Step) -> Option<T>,
+        extract: impl Fn(Step) -> Option<T>,
     ) -> Result<BTreeMap<u8, T>, Abandoned> {
-        let until = Instant::now() + patience;
+        let until = Instant::now() + timeout;
         let mut answers = BTreeMap::new();
         while answers.len() < usize::from(self.nodes) - 1 {
             if self.member.engine.outcome().is_some() {
@@ -171,12 +174,12 @@ impl Coordinator<'_> {
             }
             if Instant::now() >= until {
                 let missing = (1..self.nodes).find(|node| !answers.contains_key(node)).unwrap_or(0);
-                let seconds = patience.as_secs();
+                let seconds = timeout.as_secs();
                 return Err(Abandoned::Because(format!("node {missing} has not {what} within {seconds} s")));
             }
             // Other messages are answers to an abandoned round.
-            if let Ok((peer, step)) = self.steps.recv_timeout(LOOK)
-                && let Some(answer) = take(step)
+            if let Ok((peer, step)) = self.steps.recv_timeout(POLL_INTERVAL)
+                && let Some(answer) = extract(step)
             {
                 answers.insert(peer, answer);
             }
@@ -185,10 +188,10 @@ impl Coordinator<'_> {
     }
 
     /// Quiesces all nodes, with nothing in flight. The caller must send `Go` in any case. Returns the sequencer.
-    fn stand_still(&self) -> Result<u8, Abandoned> {
+    fn suspend_nodes(&self) -> Result<u8, Abandoned> {
         let member = self.member;
         let number = self.number;
-        self.tell(&Step::Hold(number));
+        self.send_all(&Step::Hold(number));
         let own = member.hold();
         let mut still = self.collect(PHASE_TIMEOUT, "brought its vCPUs to a stop", |step| match step {
             Step::Still(of, answer) if of == number => Some(answer),
@@ -202,18 +205,18 @@ impl Coordinator<'_> {
     }
 
     /// Makes one checkpoint. The caller must send `Go` in any case.
-    fn make(&self) -> Result<Duration, Abandoned> {
+    fn write_checkpoint(&self) -> Result<Duration, Abandoned> {
         let begin = Instant::now();
         let member = self.member;
         let number = self.number;
-        let token = self.stand_still()?;
+        let token = self.suspend_nodes()?;
         // All console output of other nodes' vCPUs arrived before their counts.
         let console_bytes = member.engine.flush_console().map_err(|error| {
             Abandoned::Because(format!("what the guest wrote to its console can't be written: {error}"))
         })?;
-        self.tell(&Step::Save { number, token });
+        self.send_all(&Step::Save { number, token });
         let own = member.save(number, token);
-        let mut saved = self.collect(WRITING, "written its file", |step| match step {
+        let mut saved = self.collect(WRITE_TIMEOUT, "written its file", |step| match step {
             Step::Saved(of, answer) if of == number => Some(answer),
             _ => None,
         })?;
@@ -241,7 +244,7 @@ impl Coordinator<'_> {
         let until = Instant::now() + PHASE_TIMEOUT;
         let mut before: Option<Vec<Counted>> = None;
         for round in 0.. {
-            self.tell(&Step::Count(round));
+            self.send_all(&Step::Count(round));
             let own = self.member.count();
             let mut counts = self.collect(PHASE_TIMEOUT, "told what it has sent", |step| match step {
                 Step::Counted(of, counted) if of == round => Some(counted),
@@ -262,7 +265,7 @@ impl Coordinator<'_> {
                 }));
             }
             before = Some(counts);
-            std::thread::sleep(PAUSE);
+            std::thread::sleep(COUNT_INTERVAL);
         }
         Err(Abandoned::Ending)
     }
@@ -283,7 +286,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::dsm::Trouble;
+    use crate::dsm::FaultInjection;
     use crate::dsm::engine::Engine;
 
     fn counted(sent: u64, received: u64, idle: bool, token: bool) -> Counted {
@@ -294,10 +297,17 @@ mod tests {
     #[test]
     fn a_checkpoint_is_due_until_the_vm_ends() {
         let (sender, steps) = std::sync::mpsc::sync_channel(1);
-        let engine = Arc::new(Engine::new(0, vec![None, None], 1, Trouble::default(), sender).unwrap());
+        let engine =
+            Arc::new(Engine::new(0, vec![None, None], 1, FaultInjection::default(), sender).unwrap());
         let member = Member { engine: Arc::clone(&engine), folder: "unused".into(), identity: 0 };
-        let of =
-            |every| Coordinator { member: &member, steps: &steps, nodes: 2, every, number: 1, said: false };
+        let of = |every| Coordinator {
+            member: &member,
+            steps: &steps,
+            nodes: 2,
+            every,
+            number: 1,
+            failure_logged: false,
+        };
         assert!(of(Duration::ZERO).await_due() && of(Duration::from_millis(1)).await_due());
         std::thread::scope(|scope| {
             scope.spawn(|| engine.fail("for this test".to_owned()));

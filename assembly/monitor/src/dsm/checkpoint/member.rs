@@ -50,8 +50,8 @@ impl Member {
     pub(in crate::dsm) fn hold(&self) -> Result<(), String> {
         let machine = self.machine()?;
         if let Some(core) = &mut *self.engine.lock() {
-            core.holding = true;
-            self.engine.give_up_holds(core);
+            core.suspending = true;
+            self.engine.end_holds(core);
         }
         match machine.manager.pause() {
             Ok(()) => {}
@@ -60,7 +60,7 @@ impl Member {
             Err(error) => return Err(chain(&error)),
         }
         if let Some(core) = &mut *self.engine.lock() {
-            core.standing = true;
+            core.suspended = true;
         }
         Ok(())
     }
@@ -141,11 +141,11 @@ impl Member {
             file::remove_others(&self.folder, self.engine.me, number);
         }
         if let Some(core) = &mut *self.engine.lock() {
-            (core.holding, core.standing) = (false, false);
+            (core.suspending, core.suspended) = (false, false);
             for slot in &mut core.vcpus {
                 // Holds from before the checkpoint have ended.
                 slot.snapshot = None;
-                slot.looks = 0;
+                slot.samples = 0;
             }
         }
         match self.machine()?.manager.resume() {
@@ -159,7 +159,7 @@ impl Member {
 
 impl Engine {
     /// Ends all holds of this node's vCPUs. An instruction that still needs a page faults again.
-    fn give_up_holds(&self, core: &mut Core) {
+    fn end_holds(&self, core: &mut Core) {
         for index in 0..core.vcpus.len() {
             if let Some(slot) = core.vcpus.get_mut(index) {
                 slot.granted.clear();

@@ -12,11 +12,11 @@
 /// Bytes of a message's header.
 pub(super) const HEADER: usize = 8;
 /// Fewest receive buffers with which the flow control makes progress.
-pub(super) const FEWEST: u16 = 4;
+pub(super) const MIN_RECEIVE_BUFFERS: u16 = 4;
 /// Limit of received bytes that the reader hasn't consumed. Above it buffers aren't reposted, and the peer has to wait. (One more message
 /// may
 /// exceed it.)
-const MOST_ARRIVED: usize = 4 << 20;
+const MAX_ARRIVED_BYTES: usize = 4 << 20;
 
 /// Number and size of the buffers of one side.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -187,7 +187,7 @@ impl Flow {
 
     /// Whether the reader may poll more messages from the device.
     pub(super) fn has_room(&self) -> bool {
-        self.arrived.len() < MOST_ARRIVED
+        self.arrived.len() < MAX_ARRIVED_BYTES
     }
 
     /// Consumes received bytes, as many as fit. Returns their number.

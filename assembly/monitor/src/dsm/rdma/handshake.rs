@@ -11,7 +11,7 @@ use std::net::{Ipv6Addr, TcpStream};
 use std::sync::Arc;
 
 use super::device::Device;
-use super::flow::{FEWEST, HEADER, Shape};
+use super::flow::{HEADER, MIN_RECEIVE_BUFFERS, Shape};
 use super::pair::Pair;
 use super::queue_pair::Unconnected;
 
@@ -23,7 +23,7 @@ const READY: u8 = b'r';
 /// Limits for the peer's number of receive buffers, and for the bytes of one.
 const MAX_PEER_RECEIVES: Shape = Shape { count: 4096, size: 1 << 20 };
 /// Smallest receive buffer, bytes.
-const SMALLEST: u32 = 64;
+const MIN_BUFFER_BYTES: u32 = 64;
 /// Mask of the 24 bits of queue pair numbers and PSNs.
 const BITS_24: u32 = 0xff_ffff;
 
@@ -70,8 +70,8 @@ impl Offer {
         let right = (1..=BITS_24).contains(&offer.number)
             && offer.psn <= BITS_24
             && (1..=5).contains(&offer.mtu)
-            && (FEWEST..=MAX_PEER_RECEIVES.count).contains(&receives.count)
-            && (SMALLEST..=MAX_PEER_RECEIVES.size).contains(&receives.size)
+            && (MIN_RECEIVE_BUFFERS..=MAX_PEER_RECEIVES.count).contains(&receives.count)
+            && (MIN_BUFFER_BYTES..=MAX_PEER_RECEIVES.size).contains(&receives.size)
             && bytes[39] == 0;
         if !right {
             return Err(format!("its queue pair can't be: {offer:?}"));
@@ -93,7 +93,7 @@ fn shown(address: Ipv6Addr) -> std::net::IpAddr {
 }
 
 // A receive buffer holds a header and at least one more byte.
-const _: () = assert!(SMALLEST as usize > HEADER);
+const _: () = assert!(MIN_BUFFER_BYTES as usize > HEADER);
 
 /// Creates a queue pair, and connects it with the peer's over `stream`. `expected` is the peer's address. The stream's timeouts limit each
 /// answer.

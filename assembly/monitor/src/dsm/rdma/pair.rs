@@ -15,7 +15,7 @@ use super::flow::{Failure, Flow};
 use super::queue_pair::{BATCH, Objects, RECEIVES, Ready};
 
 /// Messages received in one poll, at most: a peer that sends endlessly must not delay this side's sends.
-const LOOK: usize = 2 * RECEIVES.count as usize;
+const MAX_MESSAGES_PER_POLL: usize = 2 * RECEIVES.count as usize;
 
 impl Ready {
     /// Adds the TCP connection, which closes when the peer's process ends.
@@ -68,7 +68,7 @@ impl State {
         }
         let mut taken = 0;
         let mut more = true;
-        while more && flow.has_room() && taken < LOOK {
+        while more && flow.has_room() && taken < MAX_MESSAGES_PER_POLL {
             let count = objects.poll(objects.receive_cq, &mut batch)?;
             taken += count;
             more = count == BATCH;

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use dsm::Policy;
-use monitor::dsm::{NodeAddress, NodeSettings, SpanningVm, Trouble, tuned};
+use monitor::dsm::{FaultInjection, NodeAddress, NodeSettings, SpanningVm, tuned};
 use monitor::payload::{PayloadVm, process_status};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::{Errno, retry_on_intr};
@@ -148,7 +148,7 @@ pub fn be(task: &str) -> anyhow::Result<()> {
             record: false,
             checkpoints: None,
             restart: None,
-            trouble: Trouble::default(),
+            fault_injection: FaultInjection::default(),
         };
         let ended = SpanningVm::join(builder, &settings)?.run()?;
         let code = ended.outcome.map_err(anyhow::Error::msg)?;
