@@ -23,7 +23,7 @@ use crate::output;
 /// Number of streams for a VM's memory without post-copy.
 pub const STREAMS: u8 = 2;
 /// Time-out of a connection to the destination.
-const CONNECT: Duration = Duration::from_secs(10);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Interval of progress messages about a disk.
 const DISK_MESSAGE_INTERVAL: Duration = Duration::from_secs(5);
 
@@ -43,13 +43,13 @@ pub fn migrate(args: &MigrateArgs, json: bool) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let to = args.to.as_deref().ok_or_else(|| anyhow!("--to: where to?"))?;
-    let to = &place(&args.transfer.daemon, &name, to)?;
+    let to = &resolve(&args.transfer.daemon, &name, to)?;
     let post_copy_after = if args.post_copy { Some(0) } else { args.post_copy_after };
     let streams = args.transfer.streams.unwrap_or(if post_copy_after.is_some() { 3 } else { STREAMS });
-    let monitor = ask(&args.transfer, to, connect(to, streams)?, post_copy_after, &[], &client)?;
-    let progress = match follow(&name, &monitor, json)? {
-        Followed::Refused(problem) => bail!("{problem}"),
-        Followed::Ended(progress) => *progress,
+    let monitor = request(&args.transfer, to, connect(to, streams)?, post_copy_after, &[], &client)?;
+    let progress = match follow_reports(&name, &monitor, json)? {
+        LastReport::Refused(problem) => bail!("{problem}"),
+        LastReport::Ended(progress) => *progress,
     };
     match (progress.phase, progress.timeline) {
         (MigrationPhase::Done, Some(timeline)) => {
@@ -67,17 +67,17 @@ pub fn migrate(args: &MigrateArgs, json: bool) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// Sends the request to the monitor, and returns the connection of its reports. `together`: the VMs that move with it,
+/// Sends the request to the monitor, and returns the connection of its reports. `group`: the VMs that move with it,
 /// including itself; empty if it moves alone.
 ///
 /// # Errors
 /// The monitor doesn't accept the request: the VM continues to run at the source.
-pub fn ask(
+pub fn request(
     transfer: &TransferArgs,
     to: &str,
     streams: Vec<TcpStream>,
     post_copy_after: Option<u32>,
-    together: &[String],
+    group: &[String],
     client: &Client,
 ) -> anyhow::Result<Packets> {
     let requests = socket_of(client.socket());
@@ -91,7 +91,7 @@ pub fn ask(
         max_throttle_percent: transfer.max_throttle,
         post_copy_after,
         mirror: transfer.mirror.clone(),
-        together: together.to_vec(),
+        together: group.to_vec(),
         key: key.map(|key| StreamKey(*key.bytes())),
     };
     let fds: Vec<_> = streams.iter().map(|stream| stream.as_fd()).collect();
@@ -101,7 +101,7 @@ pub fn ask(
 }
 
 /// A monitor's last report.
-pub enum Followed {
+pub enum LastReport {
     /// The migration wasn't started, for this reason.
     Refused(String),
     /// The final progress.
@@ -112,27 +112,27 @@ pub enum Followed {
 ///
 /// # Errors
 /// The monitor ended first: the outcome is unknown.
-pub fn follow(name: &str, monitor: &Packets, json: bool) -> anyhow::Result<Followed> {
+pub fn follow_reports(name: &str, monitor: &Packets, json: bool) -> anyhow::Result<LastReport> {
     let mut shown = None;
-    let mut said = Instant::now();
+    let mut reported = Instant::now();
     loop {
         let report =
             monitor.receive::<MigrationReport>().context("The VM's monitor broke off its reports")?;
         let progress = match report {
             None => bail!("The VM's monitor ended before the migration did; see its own log"),
-            Some((MigrationReport::Refused { problem }, _)) => return Ok(Followed::Refused(problem)),
+            Some((MigrationReport::Refused { problem }, _)) => return Ok(LastReport::Refused(problem)),
             Some((MigrationReport::Progress(progress), _)) => progress,
         };
         match progress.phase {
-            phase if phase.is_last() => return Ok(Followed::Ended(progress)),
+            phase if phase.is_last() => return Ok(LastReport::Ended(progress)),
             // A disk's first copy takes long, so its progress is printed.
             phase
                 if !json
                     && (shown != Some((phase, progress.round))
-                        || (progress.disk_bytes_left > 0 && said.elapsed() >= DISK_MESSAGE_INTERVAL)) =>
+                        || (progress.disk_bytes_left > 0 && reported.elapsed() >= DISK_MESSAGE_INTERVAL)) =>
             {
                 shown = Some((phase, progress.round));
-                said = Instant::now();
+                reported = Instant::now();
                 tracing::info!(
                     vm = name,
                     ?phase,
@@ -157,7 +157,7 @@ pub fn follow(name: &str, monitor: &Packets, json: bool) -> anyhow::Result<Follo
 ///
 /// # Errors
 /// The daemon doesn't answer, or no monitor waits there.
-pub fn place(daemon: &Path, vm: &str, to: &str) -> anyhow::Result<String> {
+pub fn resolve(daemon: &Path, vm: &str, to: &str) -> anyhow::Result<String> {
     if to.contains(':') {
         return Ok(to.to_owned());
     }
@@ -177,7 +177,7 @@ pub fn connect(to: &str, count: u8) -> anyhow::Result<Vec<TcpStream>> {
     let mut problem = anyhow!("--to: {to} has no address");
     for address in addresses {
         let open = || {
-            let stream = TcpStream::connect_timeout(&address, CONNECT)?;
+            let stream = TcpStream::connect_timeout(&address, CONNECT_TIMEOUT)?;
             // Responses during the blackout must not be delayed by Nagle's algorithm.
             stream.set_nodelay(true)?;
             Ok::<_, std::io::Error>(stream)
@@ -349,10 +349,10 @@ mod tests {
 
     /// A value without a port is a host's name, which requires a daemon.
     #[test]
-    fn a_host_is_asked_for_at_the_daemon() {
+    fn a_host_is_resolved_by_the_daemon() {
         let nowhere = Path::new("/nowhere/host.sock");
-        assert_eq!(place(nowhere, "a", "h2:7000").unwrap(), "h2:7000");
-        let error = format!("{:#}", place(nowhere, "a", "h2").unwrap_err());
+        assert_eq!(resolve(nowhere, "a", "h2:7000").unwrap(), "h2:7000");
+        let error = format!("{:#}", resolve(nowhere, "a", "h2").unwrap_err());
         assert!(error.starts_with("--to: h2 has no port, so it is the name of a host"), "{error}");
         assert!(error.contains("No host daemon answers at /nowhere/host.sock"), "{error}");
     }

@@ -16,25 +16,25 @@ use control_api::migration::{MigrationPhase, MigrationTimeline};
 use control_api::types::VmState;
 use serde_json::json;
 
-use super::migrate::{Followed, STREAMS, ask, connect, describe, follow, place};
+use super::migrate::{LastReport, STREAMS, connect, describe, follow_reports, request, resolve};
 use crate::cli::{DrainArgs, Member, MigrateArgs, TransferArgs};
 use crate::output;
 
 /// Interval at which the command checks whether it must cancel the other VMs' migrations.
-const LOOK: Duration = Duration::from_millis(200);
+const FAILURE_POLL_INTERVAL: Duration = Duration::from_millis(200);
 
 /// A VM that this command moves.
-struct Leaving {
+struct MigratingVm {
     name: String,
     client: Client,
     to: String,
 }
 
 /// The outcome for one VM.
-enum Ended {
+enum MemberOutcome {
     Moved(Box<MigrationTimeline>),
     /// It didn't move, for this reason.
-    Stays(String),
+    NotMoved(String),
     /// It is unknown where the VM runs.
     InDoubt(String),
 }
@@ -42,16 +42,16 @@ enum Ended {
 /// Migrates a group.
 pub fn migrate(args: &MigrateArgs, json: bool) -> anyhow::Result<ExitCode> {
     let names: Vec<String> = args.group.iter().map(|member| member.name.clone()).collect();
-    let leaving = places(&args.group, args.to.as_deref())?
+    let vms = destinations(&args.group, args.to.as_deref())?
         .into_iter()
         .map(|(name, to)| {
-            let to = place(&args.transfer.daemon, &name, &to)?;
+            let to = resolve(&args.transfer.daemon, &name, &to)?;
             let found = discovery::select(&discovery::runtime_directory(), Some(&name))?;
-            Ok(Leaving { client: found.client(), name, to })
+            Ok(MigratingVm { client: found.client(), name, to })
         })
         .collect::<anyhow::Result<Vec<_>>>()?;
-    let (ended, first) = together(&leaving, &names, &args.transfer, json)?;
-    finish(&leaving, &ended, first, json)
+    let (ended, first) = migrate_together(&vms, &names, &args.transfer, json)?;
+    finish(&vms, &ended, first, json)
 }
 
 /// Moves all VMs of this host. VMs with RDMA NICs move together, since they may be connected. Then the others move one
@@ -75,45 +75,45 @@ pub fn drain(args: &DrainArgs, json: bool) -> anyhow::Result<ExitCode> {
     }
     let members: Vec<Member> =
         here.iter().map(|(vm, _)| Member { name: vm.name.clone(), to: None }).collect();
-    let places = places(&members, Some(&args.to))?;
-    let leaving = here.into_iter().zip(places).map(|((vm, grouped), (name, to))| {
-        let to = place(&args.transfer.daemon, &name, &to)?;
-        Ok((Leaving { name, client: vm.client(), to }, grouped))
+    let destinations = destinations(&members, Some(&args.to))?;
+    let vms = here.into_iter().zip(destinations).map(|((vm, grouped), (name, to))| {
+        let to = resolve(&args.transfer.daemon, &name, &to)?;
+        Ok((MigratingVm { name, client: vm.client(), to }, grouped))
     });
-    let leaving = leaving.collect::<anyhow::Result<Vec<_>>>()?;
-    let (grouped, alone): (Vec<_>, Vec<_>) = leaving.into_iter().partition(|(_, grouped)| *grouped);
+    let vms = vms.collect::<anyhow::Result<Vec<_>>>()?;
+    let (grouped, alone): (Vec<_>, Vec<_>) = vms.into_iter().partition(|(_, grouped)| *grouped);
     let [grouped, alone] = [grouped, alone].map(|vms| vms.into_iter().map(|(vm, _)| vm).collect::<Vec<_>>());
     let names: Vec<String> = grouped.iter().map(|vm| vm.name.clone()).collect();
     let (mut ended, mut first) = if grouped.is_empty() {
         (Vec::new(), None)
     } else {
-        together(&grouped, &names, &args.transfer, json)?
+        migrate_together(&grouped, &names, &args.transfer, json)?
     };
     for vm in &alone {
-        let end = match (&first, ended.iter().all(|one| matches!(one, Ended::Moved(_)))) {
-            (None, true) => by_itself(vm, &args.transfer, json),
-            _ => Ended::Stays("it wasn't started, since another VM hasn't moved".to_owned()),
+        let end = match (&first, ended.iter().all(|one| matches!(one, MemberOutcome::Moved(_)))) {
+            (None, true) => migrate_alone(vm, &args.transfer, json),
+            _ => MemberOutcome::NotMoved("it wasn't started, since another VM hasn't moved".to_owned()),
         };
-        if let Ended::Stays(problem) = &end {
+        if let MemberOutcome::NotMoved(problem) = &end {
             first.get_or_insert_with(|| format!("VM {}: {problem}", vm.name));
         }
         ended.push(end);
     }
-    let leaving: Vec<Leaving> = grouped.into_iter().chain(alone).collect();
-    finish(&leaving, &ended, first, json)
+    let vms: Vec<MigratingVm> = grouped.into_iter().chain(alone).collect();
+    finish(&vms, &ended, first, json)
 }
 
 /// Moves a VM that isn't connected to others.
-fn by_itself(vm: &Leaving, transfer: &TransferArgs, json: bool) -> Ended {
+fn migrate_alone(vm: &MigratingVm, transfer: &TransferArgs, json: bool) -> MemberOutcome {
     match connect(&vm.to, transfer.streams.unwrap_or(STREAMS)) {
-        Ok(streams) => one(vm, streams, &[], transfer, json),
-        Err(error) => Ended::Stays(format!("{error:#}")),
+        Ok(streams) => migrate_one(vm, streams, &[], transfer, json),
+        Err(error) => MemberOutcome::NotMoved(format!("{error:#}")),
     }
 }
 
 /// Returns the destination of each member that this command moves: its own address, or one of consecutive ports of one
 /// host.
-fn places(group: &[Member], to: Option<&str>) -> anyhow::Result<Vec<(String, String)>> {
+fn destinations(group: &[Member], to: Option<&str>) -> anyhow::Result<Vec<(String, String)>> {
     for (at, member) in group.iter().enumerate() {
         if group.iter().take(at).any(|other| other.name == member.name) {
             bail!("--group names VM {} twice", member.name);
@@ -160,14 +160,14 @@ fn places(group: &[Member], to: Option<&str>) -> anyhow::Result<Vec<(String, Str
 ///
 /// # Errors
 /// Nothing was started.
-fn together(
-    leaving: &[Leaving],
+fn migrate_together(
+    vms: &[MigratingVm],
     group: &[String],
     transfer: &TransferArgs,
     json: bool,
-) -> anyhow::Result<(Vec<Ended>, Option<String>)> {
+) -> anyhow::Result<(Vec<MemberOutcome>, Option<String>)> {
     // A missing destination is detected before any monitor gets a request.
-    let streams: Vec<Vec<TcpStream>> = leaving
+    let streams: Vec<Vec<TcpStream>> = vms
         .iter()
         .map(|vm| {
             connect(&vm.to, transfer.streams.unwrap_or(STREAMS))
@@ -176,16 +176,16 @@ fn together(
         .collect::<anyhow::Result<_>>()?;
     // The first failure has the cause; the others only report an abort.
     let first = Mutex::new(None);
-    let ended: Vec<Ended> = std::thread::scope(|scope| {
+    let ended: Vec<MemberOutcome> = std::thread::scope(|scope| {
         let first = &first;
-        let moving: Vec<_> = leaving
+        let threads: Vec<_> = vms
             .iter()
             .zip(streams)
             .map(|(vm, streams)| {
                 scope.spawn(move || {
-                    let ended = one(vm, streams, group, transfer, json);
-                    if let Ended::Stays(problem) = &ended {
-                        note(first, &vm.name, problem);
+                    let ended = migrate_one(vm, streams, group, transfer, json);
+                    if let MemberOutcome::NotMoved(problem) = &ended {
+                        note_failure(first, &vm.name, problem);
                     }
                     ended
                 })
@@ -193,70 +193,70 @@ fn together(
             .collect();
         // After one VM has failed, the others must not wait for it. The cancellation is repeated for a VM whose monitor
         // hasn't started.
-        while moving.iter().any(|one| !one.is_finished()) {
-            if noted(first) {
-                for (vm, _) in leaving.iter().zip(&moving).filter(|(_, one)| !one.is_finished()) {
+        while threads.iter().any(|one| !one.is_finished()) {
+            if has_failed(first) {
+                for (vm, _) in vms.iter().zip(&threads).filter(|(_, one)| !one.is_finished()) {
                     // Refused if no migration is in progress or it is already decided.
                     let _ = vm.client.cancel_migration();
                 }
             }
-            std::thread::sleep(LOOK);
+            std::thread::sleep(FAILURE_POLL_INTERVAL);
         }
-        let panicked = || Ended::InDoubt("a thread of this command panicked".to_owned());
-        moving.into_iter().map(|one| one.join().unwrap_or_else(|_| panicked())).collect()
+        let panicked = || MemberOutcome::InDoubt("a thread of this command panicked".to_owned());
+        threads.into_iter().map(|one| one.join().unwrap_or_else(|_| panicked())).collect()
     });
     Ok((ended, first.into_inner().ok().flatten()))
 }
 
-fn note(first: &Mutex<Option<String>>, name: &str, problem: &str) {
+fn note_failure(first: &Mutex<Option<String>>, name: &str, problem: &str) {
     if let Ok(mut first) = first.lock() {
         first.get_or_insert_with(|| format!("VM {name}: {problem}"));
     }
 }
 
-fn noted(first: &Mutex<Option<String>>) -> bool {
+fn has_failed(first: &Mutex<Option<String>>) -> bool {
     first.lock().is_ok_and(|first| first.is_some())
 }
 
 /// Moves one of the VMs.
-fn one(
-    vm: &Leaving,
+fn migrate_one(
+    vm: &MigratingVm,
     streams: Vec<TcpStream>,
     group: &[String],
     transfer: &TransferArgs,
     json: bool,
-) -> Ended {
-    let monitor = match ask(transfer, &vm.to, streams, None, group, &vm.client) {
+) -> MemberOutcome {
+    let monitor = match request(transfer, &vm.to, streams, None, group, &vm.client) {
         Ok(monitor) => monitor,
-        Err(error) => return Ended::Stays(format!("{error:#}")),
+        Err(error) => return MemberOutcome::NotMoved(format!("{error:#}")),
     };
-    match follow(&vm.name, &monitor, json) {
-        Ok(Followed::Refused(problem)) => Ended::Stays(problem),
-        Ok(Followed::Ended(progress)) => match (progress.phase, progress.timeline) {
-            (MigrationPhase::Done, Some(timeline)) => Ended::Moved(Box::new(timeline)),
-            (MigrationPhase::InDoubt, _) => Ended::InDoubt(progress.problem.unwrap_or_default()),
-            _ => Ended::Stays(
+    match follow_reports(&vm.name, &monitor, json) {
+        Ok(LastReport::Refused(problem)) => MemberOutcome::NotMoved(problem),
+        Ok(LastReport::Ended(progress)) => match (progress.phase, progress.timeline) {
+            (MigrationPhase::Done, Some(timeline)) => MemberOutcome::Moved(Box::new(timeline)),
+            (MigrationPhase::InDoubt, _) => MemberOutcome::InDoubt(progress.problem.unwrap_or_default()),
+            _ => MemberOutcome::NotMoved(
                 progress.problem.unwrap_or_else(|| "the migration ended without a report".to_owned()),
             ),
         },
-        Err(error) => Ended::InDoubt(format!("{error:#}")),
+        Err(error) => MemberOutcome::InDoubt(format!("{error:#}")),
     }
 }
 
 /// Prints the outcome.
 fn finish(
-    leaving: &[Leaving],
-    ended: &[Ended],
+    vms: &[MigratingVm],
+    ended: &[MemberOutcome],
     first: Option<String>,
     json: bool,
 ) -> anyhow::Result<ExitCode> {
-    let moved = ended.iter().filter(|one| matches!(one, Ended::Moved(_))).count();
+    let moved = ended.iter().filter(|one| matches!(one, MemberOutcome::Moved(_))).count();
     if json {
-        let vms: Vec<_> = leaving.iter().zip(ended).map(|(vm, ended)| row(&vm.name, &vm.to, ended)).collect();
-        output::print_json(&json!({ "moved": moved == ended.len(), "vms": vms }))?;
+        let rows: Vec<_> = vms.iter().zip(ended).map(|(vm, ended)| row(&vm.name, &vm.to, ended)).collect();
+        output::print_json(&json!({ "moved": moved == ended.len(), "vms": rows }))?;
     } else {
-        for (vm, ended) in leaving.iter().zip(ended) {
-            if let Ended::Moved(timeline) = ended {
+        for (vm, ended) in vms.iter().zip(ended) {
+            if let MemberOutcome::Moved(timeline) = ended {
                 output::print(&describe(&vm.name, timeline))?;
             }
         }
@@ -264,11 +264,11 @@ fn finish(
     if moved == ended.len() {
         return Ok(ExitCode::SUCCESS);
     }
-    let doubt: Vec<String> = leaving
+    let doubt: Vec<String> = vms
         .iter()
         .zip(ended)
         .filter_map(|(vm, ended)| match ended {
-            Ended::InDoubt(problem) => Some(format!("VM {}: {problem}", vm.name)),
+            MemberOutcome::InDoubt(problem) => Some(format!("VM {}: {problem}", vm.name)),
             _ => None,
         })
         .collect();
@@ -292,11 +292,17 @@ fn finish(
     )))
 }
 
-fn row(name: &str, to: &str, ended: &Ended) -> serde_json::Value {
+fn row(name: &str, to: &str, ended: &MemberOutcome) -> serde_json::Value {
     match ended {
-        Ended::Moved(timeline) => json!({ "vm": name, "to": to, "state": "moved", "timeline": timeline }),
-        Ended::Stays(problem) => json!({ "vm": name, "to": to, "state": "stays", "problem": problem }),
-        Ended::InDoubt(problem) => json!({ "vm": name, "to": to, "state": "in-doubt", "problem": problem }),
+        MemberOutcome::Moved(timeline) => {
+            json!({ "vm": name, "to": to, "state": "moved", "timeline": timeline })
+        }
+        MemberOutcome::NotMoved(problem) => {
+            json!({ "vm": name, "to": to, "state": "stays", "problem": problem })
+        }
+        MemberOutcome::InDoubt(problem) => {
+            json!({ "vm": name, "to": to, "state": "in-doubt", "problem": problem })
+        }
     }
 }
 
@@ -315,19 +321,19 @@ mod tests {
     /// With one host, each member has a port of it. Otherwise each has its own address; another command moves a member
     /// without one.
     #[test]
-    fn each_member_has_its_place() {
-        let to = places(&group("a,b"), Some("[::1]:7000")).expect("places");
+    fn each_member_has_its_destination() {
+        let to = destinations(&group("a,b"), Some("[::1]:7000")).expect("places");
         assert_eq!(to, pairs(&[("a", "[::1]:7000"), ("b", "[::1]:7001")]));
-        let to = places(&group("a=h2:7000,b"), None).expect("places");
+        let to = destinations(&group("a=h2:7000,b"), None).expect("places");
         assert_eq!(to, pairs(&[("a", "h2:7000")]));
-        let to = places(&group("a,b"), Some("h2")).expect("places");
+        let to = destinations(&group("a,b"), Some("h2")).expect("places");
         assert_eq!(to, pairs(&[("a", "h2"), ("b", "h2")]));
     }
 
     #[test]
     fn what_is_no_group_is_refused_with_a_sentence() {
         let refused =
-            |text: &str, to: Option<&str>| places(&group(text), to).expect_err("refused").to_string();
+            |text: &str, to: Option<&str>| destinations(&group(text), to).expect_err("refused").to_string();
         assert!(refused("a,a", Some("h:1")).contains("VM a twice"));
         assert!(refused("a,b", None).contains("add --to"));
         assert!(refused("a=h:1,b", Some("h:2")).contains("use one of both"));
@@ -339,23 +345,23 @@ mod tests {
     /// One sentence names the VM and the reason, and the exit status isn't 0. A VM in doubt isn't reported as not
     /// moved.
     #[test]
-    fn a_failure_says_who_and_why() {
-        let leaving = ["a", "b"].map(|name| Leaving {
+    fn a_failure_names_the_vm_and_the_reason() {
+        let vms = ["a", "b"].map(|name| MigratingVm {
             name: name.to_owned(),
             client: Client::new("/nowhere"),
             to: "h:1".to_owned(),
         });
-        let stays = || Ended::Stays("no".to_owned());
-        let error = finish(&leaving, &[stays(), stays()], Some("VM b: no room".to_owned()), false)
+        let stays = || MemberOutcome::NotMoved("no".to_owned());
+        let error = finish(&vms, &[stays(), stays()], Some("VM b: no room".to_owned()), false)
             .expect_err("it failed");
         assert_eq!(format!("{error:#}"), "None of 2 VMs has moved, all run where they were: VM b: no room");
-        let doubt = Ended::InDoubt("not heard".to_owned());
-        let error = finish(&leaving, &[stays(), doubt], None, false).expect_err("it failed");
-        let said = format!("{error:#}");
+        let doubt = MemberOutcome::InDoubt("not heard".to_owned());
+        let error = finish(&vms, &[stays(), doubt], None, false).expect_err("it failed");
+        let text = format!("{error:#}");
         assert!(
-            said.starts_with("0 of 2 VMs are known to have moved, 1 run where they were; where 1 are"),
-            "{said}"
+            text.starts_with("0 of 2 VMs are known to have moved, 1 run where they were; where 1 are"),
+            "{text}"
         );
-        assert!(said.ends_with(": VM b: not heard"), "{said}");
+        assert!(text.ends_with(": VM b: not heard"), "{text}");
     }
 }

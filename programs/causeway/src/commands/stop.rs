@@ -10,7 +10,7 @@ use crate::cli::StopArgs;
 use crate::output;
 
 /// Interval at which the command checks whether the VM has ended.
-const LOOK_EVERY: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Stops a VM.
 pub fn stop(args: &StopArgs, json: bool) -> anyhow::Result<()> {
@@ -41,6 +41,6 @@ fn ends_within(client: &Client, timeout: Duration) -> bool {
         if start.elapsed() >= timeout {
             return false;
         }
-        std::thread::sleep(LOOK_EVERY);
+        std::thread::sleep(POLL_INTERVAL);
     }
 }

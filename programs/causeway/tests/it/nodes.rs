@@ -117,8 +117,8 @@ fn two_over_tcp() -> String {
 /// Nodes with the same key connect over encrypted links. A node with another key, or without one, is refused and gets
 /// the remedy.
 #[test]
-fn nodes_with_a_key_meet_and_others_stay_outside() {
-    let Some(programs) = programs("nodes_with_a_key_meet_and_others_stay_outside") else { return };
+fn nodes_with_the_same_key_connect_and_others_are_refused() {
+    let Some(programs) = programs("nodes_with_the_same_key_connect_and_others_are_refused") else { return };
     let runtime = runtime();
     let key = |name: &str| {
         let file = runtime.path().join(name);
@@ -153,8 +153,8 @@ fn nodes_with_a_key_meet_and_others_stay_outside() {
 /// Separately started nodes connect over TCP. Node 0's output and exit code are the VM's. A node with another program
 /// is refused with its name.
 #[test]
-fn nodes_that_are_started_apart_meet_over_tcp() {
-    let Some(programs) = programs("nodes_that_are_started_apart_meet_over_tcp") else { return };
+fn separately_started_nodes_connect_over_tcp() {
+    let Some(programs) = programs("separately_started_nodes_connect_over_tcp") else { return };
     let start = |runtime: &Path, node: &str, peers: &str, arguments: &[&str]| {
         let flags = ["--node", node, "--peers", peers];
         causeway(runtime, &programs.join("dsm_basic"), &flags, arguments).spawn().unwrap()
@@ -180,8 +180,8 @@ fn nodes_that_are_started_apart_meet_over_tcp() {
 
 /// While a VM runs, its hottest pages are reported with nodes and offsets, as text and as JSON.
 #[test]
-fn the_hottest_pages_are_told_while_it_runs() {
-    let Some(programs) = programs("the_hottest_pages_are_told_while_it_runs") else { return };
+fn the_hottest_pages_are_reported_while_it_runs() {
+    let Some(programs) = programs("the_hottest_pages_are_reported_while_it_runs") else { return };
     let runtime = runtime();
     let flags = ["--nodes", "2", "--name", "hot"];
     let (mut child, _) = endless_with(runtime.path(), programs, &flags, 2);
@@ -444,8 +444,8 @@ fn a_restart_from_the_last_checkpoint_comes_to_the_same_result() {
 
 /// Each unusable checkpoint directory yields one sentence, and no process remains.
 #[test]
-fn broken_foreign_and_missing_checkpoints_are_told() {
-    let Some(programs) = programs("broken_foreign_and_missing_checkpoints_are_told") else { return };
+fn broken_foreign_and_missing_checkpoints_are_reported() {
+    let Some(programs) = programs("broken_foreign_and_missing_checkpoints_are_reported") else { return };
     let runtime = runtime();
     let folder = kill_after_checkpoints(runtime.path(), programs, 1, Duration::ZERO);
     let place = folder.to_str().unwrap();
@@ -479,8 +479,8 @@ fn broken_foreign_and_missing_checkpoints_are_told() {
 /// A full directory doesn't disturb the VM. It reports the problem once, keeps the existing checkpoint, and reaches its
 /// result.
 #[test]
-fn a_full_disk_is_told_and_the_vm_goes_on() {
-    let Some(programs) = programs("a_full_disk_is_told_and_the_vm_goes_on") else { return };
+fn a_full_disk_is_reported_and_the_vm_continues() {
+    let Some(programs) = programs("a_full_disk_is_reported_and_the_vm_continues") else { return };
     if !rustix::process::geteuid().is_root() {
         facilities::missing(facilities::Facility::Root, "only root can mount a small file system");
         return;

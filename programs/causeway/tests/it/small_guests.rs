@@ -185,7 +185,7 @@ pub fn end(mut vm: Child) -> (ExitStatus, String) {
 
 /// A guest that resets at once is restarted with back-off. A signal ends the VM during the wait.
 #[test]
-fn a_guest_that_resets_at_once_is_held_back() {
+fn a_guest_that_resets_at_once_is_delayed() {
     if !has_kvm() {
         return;
     }
