@@ -41,14 +41,16 @@ const SHORT_MOVES: usize = 2;
 const WHILE: &str = "/run/moving";
 /// Number of connections between the guests, and operations of a round on one of them in one direction (rdma-exact.c).
 const CONNECTIONS: usize = 8;
+/// As [`CONNECTIONS`], for [`SHORT`]: fewer polls, so that emulated hosts have time for the migrations.
+const SHORT_CONNECTIONS: usize = 2;
 const EACH: u64 = 6;
 /// Time-out without progress.
 const STUCK: Duration = Duration::from_secs(400);
 
-fn command(m: &Member<'_>, rounds: u64, server: Option<&str>) -> String {
+fn command(m: &Member<'_>, connections: usize, rounds: u64, server: Option<&str>) -> String {
     let to = server.map_or_else(String::new, |server| format!("--while {WHILE} {server}"));
     format!(
-        "rdma-exact --device {} --gid {} --connections {CONNECTIONS} --count {rounds} {to}",
+        "rdma-exact --device {} --gid {} --connections {connections} --count {rounds} {to}",
         m.port.device, m.port.gid
     )
 }
@@ -77,7 +79,8 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let short = !options.only.is_empty() && options.wants(SHORT);
     let wanted = u64::from(options.count.unwrap_or(if short { SHORT_OPERATIONS } else { OPERATIONS }));
     let least_moves = if short { SHORT_MOVES } else { 1 };
-    let rounds = wanted.div_ceil(EACH * CONNECTIONS as u64 * 2);
+    let connections = if short { SHORT_CONNECTIONS } else { CONNECTIONS };
+    let rounds = wanted.div_ceil(EACH * connections as u64 * 2);
     let _service = talk::service(lab)?;
     let layout = Layout { cmdline: talk::SMALL, ..talk::layout(&[0, 1]) };
     let mut pair = Pair::place(lab, options, layout)?;
@@ -85,12 +88,12 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     if short {
         pair.a.sh(&format!("touch {WHILE}"))?;
     }
-    talk::detach(&pair.b, &command(&pair.b, rounds, None))?;
-    talk::detach(&pair.a, &command(&pair.a, rounds, Some(&pair.b.tcp)))?;
-    let (first, mut transports) = talk::connected_least(&pair.a, CONNECTIONS)?;
+    talk::detach(&pair.b, &command(&pair.b, connections, rounds, None))?;
+    talk::detach(&pair.a, &command(&pair.a, connections, rounds, Some(&pair.b.tcp)))?;
+    let (first, mut transports) = talk::connected_least(&pair.a, connections)?;
     report.check(
-        first.len() == CONNECTIONS,
-        format!("before the first move {first:?} are connected, not {CONNECTIONS} queue pairs"),
+        first.len() == connections,
+        format!("before the first move {first:?} are connected, not {connections} queue pairs"),
     );
     let (mut moves, mut errors, mut last) = (0_usize, 0_u32, (0, Instant::now()));
     while !(short && moves == SHORT_MOVES) && talk::works(&pair.a)? && talk::works(&pair.b)? {
