@@ -491,6 +491,9 @@ fn receive_stream(
         match receiver.receive(connection)? {
             (Kind::Pages, payload) => pages += pages::apply(payload, &memory)?,
             (Kind::Block, payload) => disks.mirror()?.apply(payload)?,
+            (Kind::Keepalive, _) if disks.stop.is_set() => {
+                return Err(MigrationError::stream("read")(io::ErrorKind::ConnectionAborted.into()));
+            }
             (Kind::Keepalive, _) => {}
             (Kind::Settle, _) => match &mut control {
                 Some(control) => control.settle(connection, disks)?,

@@ -1,5 +1,6 @@
 //! The source's side of a migration.
 
+mod answers;
 mod disks;
 mod ending;
 
@@ -257,28 +258,6 @@ impl OutgoingMigration<'_> {
         Ok(())
     }
 
-    /// Waits for one answer of the destination. While the destination shows that it works on it, this side lives as well.
-    fn answer(&mut self, wanted: Kind) -> Result<Vec<u8>, MigrationError> {
-        loop {
-            let none = || MigrationError::Protocol("nothing: there is no stream".to_owned());
-            let control = self.streams.first_mut().ok_or_else(none)?;
-            match self.answers.receive(&mut control.connection)? {
-                (Kind::Keepalive, _) => self.send_keepalives()?,
-                (kind, payload) if kind == wanted => return Ok(payload.to_vec()),
-                (Kind::Refused, payload) => return Err(MigrationError::Refused(message::sentence(payload))),
-                (other, _) => {
-                    return Err(MigrationError::Protocol(format!("{other:?} where {wanted:?} was to come")));
-                }
-            }
-        }
-    }
-
-    fn send_keepalives(&mut self) -> Result<(), MigrationError> {
-        let keepalive = self.keepalive;
-        let mut streams = self.streams.iter_mut();
-        streams.try_for_each(|stream| keepalive.send_if_silent(&mut stream.sender, &mut stream.connection))
-    }
-
     /// Copies disks and memory while the guest runs, until it must be stopped. Returns the rest of memory, and whether it is for
     /// post-copy.
     fn copy_running(&mut self) -> Result<(Vec<DirtyPages>, bool), MigrationError> {
@@ -454,12 +433,6 @@ impl OutgoingMigration<'_> {
             pages = dirty;
         }
         Ok((pages, false))
-    }
-
-    /// Makes devices' writes durable, however long that takes.
-    fn settle(&mut self) -> Result<(), MigrationError> {
-        let machine = self.machine;
-        self.keepalive.while_busy(|| machine.settle(), || self.send_keepalives())?
     }
 
     /// Sends the numbers of the not-present pages to the destination.

@@ -483,6 +483,28 @@ fn with_post_copy_disks_are_complete_before_the_switchover() {
     }
 }
 
+/// A destination that shows that it lives where it has nothing to flush can't hold the source: the guest stays there, and runs.
+#[test]
+fn keepalives_are_no_answer() {
+    let disks = Disks::new(1 << 20, 1 << 20);
+    let machine = disks.machine(1, vec![]);
+    let (a, b, _) = wires(1, u64::MAX);
+    let reporter = ProgressReporter::default();
+    let stop = reporter.begin("there", None).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            let mut control = Peer::over(b.into_iter().next().unwrap());
+            control.expect(Kind::Hello);
+            control.expect(Kind::Offer);
+            control.send(Kind::Keepalive, &[]);
+            control.expect(Kind::Abort);
+        });
+        let error = migrate(&machine, a, &request(300, 60), &reporter, &stop).unwrap_err().to_string();
+        assert!(error.contains("Keepalive where Accepted was to come"), "{error}");
+    });
+    assert_eq!(machine.stops.load(Ordering::SeqCst), 0);
+}
+
 /// An older destination gets no request: the user learns which version is needed before the migration begins.
 #[test]
 fn an_older_destination_is_named() {
@@ -496,8 +518,6 @@ fn an_older_destination_is_named() {
             let mut control = Peer::over(b.into_iter().next().unwrap());
             control.expect(Kind::Hello);
             control.expect(Kind::Offer);
-            // A sign of life is no answer.
-            control.send(Kind::Keepalive, &[]);
             control.send(Kind::Accepted, &message::encode(&Accepted { version: 3, host: None }).unwrap());
             let said = message::sentence(&control.expect(Kind::Abort));
             assert!(said.contains("version 3"), "{said}");

@@ -350,7 +350,7 @@ fn a_restarted_daemon_decides_nothing() {
     assert_eq!(steps.last(), Some(&Step::Claim(ClaimVm { epoch: 3, keeps: true })));
     let (here, machine, ..) = go(forgotten((State::Runs, "")));
     assert!(matches!(here, Err(MigrationError::Aborted(_))));
-    assert_eq!(machine.run_state.load(Ordering::SeqCst), 0, "it goes on here");
+    assert_eq!(machine.run_state.load(Ordering::SeqCst), 0, "the guest runs at its source");
 }
 
 /// This side fails after the stop, and the coordinator had committed: the VM has migrated.
