@@ -2,8 +2,8 @@
 //! may be decrypted. Data must arrive correctly, and no store may reach a window.
 //!
 //! ```text
-//!   10.81.0.1 mm0 ────────────── mm0 10.81.0.2               ESP in the network namespace of the device
-//!   10.81.5.1 mm0.5 ── VLAN 5 ── mm0.5 10.81.5.2, namespace  ESP in another one, whose device lies on mm0
+//!   10.81.0.1 mm0 ── mm0 10.81.0.2                                      ESP in the network namespace of the device
+//!   10.81.0.1 mm0 ── mm0, forwarded ── v0 ── v1 10.81.5.2, namespace    ESP in another one, as that of a container
 //! ```
 
 use crate::progress;
@@ -15,9 +15,9 @@ use anyhow::{Context, Result, bail};
 use serde_json::{Map, json};
 use std::time::Duration;
 
-/// Modules of the guest's kernel, unless built in: ESP with its GRO hook, its cipher and random number generator, and VLANs.
+/// Modules of the guest's kernel, unless built in: ESP with its GRO hook, its cipher and random number generator, and veth.
 pub(super) const MODULES: [&str; 8] =
-    ["sha512_generic", "drbg", "echainiv", "authenc", "xfrm_user", "esp4", "esp4_offload", "8021q"];
+    ["sha512_generic", "drbg", "echainiv", "authenc", "xfrm_user", "esp4", "esp4_offload", "veth"];
 /// File with the load order of the modules and their dependencies.
 pub(super) const MODULE_ORDER: &str = "esp.order";
 /// Bytes of a transfer: some hundred frames, decrypted by an emulated processor.
@@ -36,7 +36,7 @@ struct Net {
 
 const NETS: [Net; 2] = [
     Net { name: "same_namespace", addresses: ["10.81.0.1", "10.81.0.2"], inside: "" },
-    Net { name: "other_namespace", addresses: ["10.81.5.1", "10.81.5.2"], inside: "ip netns exec inner " },
+    Net { name: "other_namespace", addresses: ["10.81.0.1", "10.81.5.2"], inside: "ip netns exec inner " },
 ];
 
 impl Net {
@@ -117,16 +117,15 @@ fn grown(before: &Counts, after: &Counts, name: &str) -> Result<u64> {
 /// Transfers both ways by ESP, in the device's namespace and in another.
 pub(super) fn esp(a: &Member<'_>, b: &Member<'_>) -> Found {
     for member in [a, b] {
-        member.sh(&format!(
-            "set -e; {}; ip link add link mm0 name mm0.5 type vlan id 5",
-            load_modules(MODULE_ORDER)
-        ))?;
+        member.sh(&load_modules(MODULE_ORDER))?;
     }
-    a.sh("set -e; ip addr add 10.81.5.1/24 dev mm0.5; ip link set mm0.5 up")?;
     b.sh(&format!(
-        "set -e; ip netns add {NAMESPACE}; ip link set mm0.5 netns {NAMESPACE}; ip -n {NAMESPACE} addr add 10.81.5.2/24 dev mm0.5; \
-         ip -n {NAMESPACE} link set mm0.5 up"
+        "set -e; ip netns add {NAMESPACE}; ip link add v0 mtu $(cat /sys/class/net/mm0/mtu) type veth peer name v1 netns {NAMESPACE}; \
+         ip addr add 10.81.5.254/24 dev v0; ip link set v0 up; ip -n {NAMESPACE} link set v1 mtu $(cat /sys/class/net/mm0/mtu) up; \
+         ip -n {NAMESPACE} addr add 10.81.5.2/24 dev v1; ip -n {NAMESPACE} route add default via 10.81.5.254; \
+         echo 1 > /proc/sys/net/ipv4/ip_forward"
     ))?;
+    a.sh("ip route add 10.81.5.0/24 via 10.81.0.2")?;
     let mut found = Map::new();
     for net in &NETS {
         let stores = [a.discarded_stores()?, b.discarded_stores()?];
@@ -159,7 +158,7 @@ pub(super) fn esp(a: &Member<'_>, b: &Member<'_>) -> Found {
         }
         found.insert(net.name.to_owned(), line);
     }
-    b.sh(&format!("ip netns del {NAMESPACE}"))?;
-    a.sh("ip link del mm0.5")?;
+    b.sh(&format!("echo 0 > /proc/sys/net/ipv4/ip_forward; ip netns del {NAMESPACE}"))?;
+    a.sh("ip route del 10.81.5.0/24")?;
     Ok(found.into())
 }
