@@ -3,6 +3,7 @@
 
 mod cli;
 mod cluster;
+mod guests_in_doubt;
 mod moved_guests;
 mod nodes;
 mod nodes_contended;

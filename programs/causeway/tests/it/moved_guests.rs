@@ -34,7 +34,7 @@ unsafe extern "C" {
 }
 
 /// Reads a log until a line has all of these words.
-fn wait_for(log: &mut BufReader<ChildStderr>, words: &[&str]) {
+pub fn wait_for(log: &mut BufReader<ChildStderr>, words: &[&str]) {
     let mut all = String::new();
     loop {
         let mut line = String::new();
