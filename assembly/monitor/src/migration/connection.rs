@@ -137,11 +137,16 @@ impl Connection {
 }
 
 impl Socket {
-    /// Fails if the migration was stopped or the time-out has passed.
-    fn check(&self, since: Instant) -> io::Result<()> {
+    fn check_stop(&self) -> io::Result<()> {
         if self.stop.is_set() {
             return Err(io::Error::new(io::ErrorKind::ConnectionAborted, "the migration was stopped"));
         }
+        Ok(())
+    }
+
+    /// Fails if the migration was stopped or the time-out has passed.
+    fn check(&self, since: Instant) -> io::Result<()> {
+        self.check_stop()?;
         if since.elapsed() >= self.timeout {
             let text = format!("nothing moved for {} s", self.timeout.as_secs());
             return Err(io::Error::new(io::ErrorKind::TimedOut, text));
@@ -162,6 +167,8 @@ impl Read for Socket {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         let since = Instant::now();
         loop {
+            // A stop must also end a stream whose peer never pauses.
+            self.check_stop()?;
             match rustix::net::recv(&self.fd, &mut *into, RecvFlags::DONTWAIT) {
                 Ok((_, read)) => return Ok(read),
                 Err(Errno::AGAIN | Errno::INTR) => self.wait(PollFlags::IN, since)?,
@@ -176,9 +183,7 @@ impl Write for Socket {
         let since = Instant::now();
         loop {
             // A stop must also end a stream that is always writable.
-            if self.stop.is_set() {
-                self.wait(PollFlags::OUT, since)?;
-            }
+            self.check_stop()?;
             match rustix::net::send(&self.fd, from, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
                 Ok(written) => return Ok(written),
                 Err(Errno::AGAIN | Errno::INTR) => self.wait(PollFlags::OUT, since)?,
@@ -236,5 +241,18 @@ mod tests {
         stop.set();
         assert_eq!(connection.read(&mut [0]).unwrap_err().kind(), io::ErrorKind::ConnectionAborted);
         assert_eq!(connection.write(&[0]).unwrap_err().kind(), io::ErrorKind::ConnectionAborted);
+    }
+
+    /// A peer whose bytes never run out can't hold a stopped stream.
+    #[test]
+    fn a_stop_ends_reads_while_bytes_arrive() {
+        let (a, b) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();
+        let stop = Stop::default();
+        let mut peer = Connection::new(b, Stop::default(), Duration::from_secs(60));
+        let mut connection = Connection::new(a, stop.clone(), Duration::from_secs(60));
+        peer.write_all(&[1; 64]).unwrap();
+        assert_eq!(connection.read(&mut [0]).unwrap(), 1);
+        stop.set();
+        assert_eq!(connection.read(&mut [0]).unwrap_err().kind(), io::ErrorKind::ConnectionAborted);
     }
 }
