@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::io::{self, Write};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -178,29 +179,11 @@ impl SpanningVm {
     /// Connects to the other nodes, waits for those that haven't started, and builds this node's part of the VM. `builder` has the settings
     /// of the whole VM, the same on all nodes; only node 0's console is used. Nothing runs yet.
     pub fn join(builder: PayloadBuilder, settings: &NodeSettings) -> Result<Self, DsmError> {
-        let nodes = u8::try_from(settings.addresses.len()).unwrap_or(u8::MAX);
-        let vcpus = builder.definition().vcpus;
-        let wide = u32::from(nodes);
-        if !(2..=64).contains(&nodes) || settings.node >= nodes || vcpus < wide {
-            return Err(DsmError::Settings(format!(
-                "node {} of {nodes}, with {vcpus} vCPUs in all; choose 2 to 64 nodes and at least one vCPU for each",
-                settings.node
-            )));
-        }
+        let (config, here) = Self::configure(&builder, settings)?;
+        let Config { nodes, pages, .. } = config;
+        let (vcpus, wide) = (builder.definition().vcpus, u32::from(nodes));
         // The heap grows on all threads while pages are requested.
         crate::sandbox::use_one_arena();
-        let here = vcpus_of(settings.node.into(), wide, vcpus);
-        let pages = builder.highest_address().div_ceil(wire::PAGE_SIZE as u64);
-        let config = Config {
-            me: NodeId(settings.node),
-            nodes,
-            vcpus: u16::try_from(here.len()).unwrap_or(u16::MAX).saturating_add(MAX_PREFETCH_CONTEXTS),
-            stride: pages.div_ceil(nodes.into()),
-            pages,
-            policy: settings.policy,
-            plant: settings.fault_injection.plant,
-        };
-        config.check()?;
         let identified = Identified { definition: builder.definition(), nodes, policy: settings.policy };
         let identity = identified.identity();
         let digest = compatibility(identity, settings.checkpoints.is_some(), settings.restart.is_some());
@@ -264,6 +247,34 @@ impl SpanningVm {
             Checkpointing { member, steps, plan: Plan { nodes, first, every: checkpoints.every } }
         });
         Ok(Self { vm, engine, threads, nodes, vcpus, config, top: None, checkpointing })
+    }
+
+    /// Checks the settings. Returns this node's protocol configuration and its vCPUs.
+    fn configure(
+        builder: &PayloadBuilder,
+        settings: &NodeSettings,
+    ) -> Result<(Config, Range<u32>), DsmError> {
+        let nodes = u8::try_from(settings.addresses.len()).unwrap_or(u8::MAX);
+        let vcpus = builder.definition().vcpus;
+        if !(2..=64).contains(&nodes) || settings.node >= nodes || vcpus < u32::from(nodes) {
+            return Err(DsmError::Settings(format!(
+                "node {} of {nodes}, with {vcpus} vCPUs in all; choose 2 to 64 nodes and at least one vCPU for each",
+                settings.node
+            )));
+        }
+        let here = vcpus_of(settings.node.into(), nodes.into(), vcpus);
+        let pages = builder.highest_address().div_ceil(wire::PAGE_SIZE as u64);
+        let config = Config {
+            me: NodeId(settings.node),
+            nodes,
+            vcpus: u16::try_from(here.len()).unwrap_or(u16::MAX).saturating_add(MAX_PREFETCH_CONTEXTS),
+            stride: pages.div_ceil(nodes.into()),
+            pages,
+            policy: settings.policy,
+            plant: settings.fault_injection.plant,
+        };
+        config.check()?;
+        Ok((config, here))
     }
 
     /// On node 0, before anything starts: the checkpoint to resume from, if any, and the number of the next one.

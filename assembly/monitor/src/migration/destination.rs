@@ -303,6 +303,15 @@ impl Control<'_> {
     }
 }
 
+/// The pages that are still at the source, with the streams on which they are requested and arrive.
+fn remaining_pages(missing: PageSet, streams: Vec<Stream>) -> Option<RemainingPages> {
+    let mut streams = streams
+        .into_iter()
+        .map(|stream| fetching::Stream { connection: stream.connection, receiver: stream.receiver });
+    let requests = streams.next()?;
+    Some(RemainingPages { missing, requests, push_streams: streams.collect() })
+}
+
 impl IncomingMigration {
     /// Address of the source, for messages.
     pub fn source_address(&self) -> &str {
@@ -323,15 +332,8 @@ impl IncomingMigration {
         self.sender.send(&mut self.connection, kind, &[payload]).map_err(MigrationError::stream("written"))
     }
 
-    fn receive(
-        &mut self,
-        others: Vec<Stream>,
-        ours: &Shape,
-        memory: &GuestMemorySpace,
-        devices: &dyn DestinationDevices,
-        version: u16,
-        stop: &Stop,
-    ) -> Result<Vec<u8>, MigrationError> {
+    /// Receives the shape of the source's machine, and compares it with `ours`.
+    fn accept_offer(&mut self, ours: &Shape, streams: usize) -> Result<(), MigrationError> {
         let offered: Shape = match self.receiver.receive(&mut self.connection)? {
             (Kind::Offer, payload) => message::decode(payload, "a description")?,
             (kind, _) => {
@@ -341,17 +343,24 @@ impl IncomingMigration {
         if let Some(incompatibility) = ours.incompatibility(&offered) {
             return Err(MigrationError::Protocol(format!("a VM that can't run here: {incompatibility}")));
         }
-        tracing::info!(
-            vm = offered.name,
-            source = offered.program,
-            streams = others.len() + 1,
-            "A VM is being received"
-        );
-        let accepted = message::encode(&Accepted { version, host: devices.host()? })?;
-        self.send(Kind::Accepted, &accepted)?;
+        tracing::info!(vm = offered.name, source = offered.program, streams, "A VM is being received");
+        Ok(())
+    }
 
+    fn receive(
+        &mut self,
+        others: Vec<Stream>,
+        ours: &Shape,
+        memory: &GuestMemorySpace,
+        devices: &dyn DestinationDevices,
+        version: u16,
+        stop: &Stop,
+    ) -> Result<Vec<u8>, MigrationError> {
         let mut others = others;
         let streams = others.len() + 1;
+        self.accept_offer(ours, streams)?;
+        let accepted = message::encode(&Accepted { version, host: devices.host()? })?;
+        self.send(Kind::Accepted, &accepted)?;
         let mut control = Control {
             devices,
             sender: &mut self.sender,
@@ -402,16 +411,8 @@ impl IncomingMigration {
         let state =
             state.inspect_err(|_| mirror.get().into_iter().for_each(MirrorDestination::warn_incomplete))?;
         self.blackout = control.blackout;
-        if let Some(missing) = control.missing.filter(|missing| missing.count() > 0) {
-            let mut others = others
-                .into_iter()
-                .map(|stream| fetching::Stream { connection: stream.connection, receiver: stream.receiver });
-            self.remaining = others.next().map(|requests| RemainingPages {
-                missing,
-                requests,
-                push_streams: others.collect(),
-            });
-        }
+        let missing = control.missing.filter(|missing| missing.count() > 0);
+        self.remaining = missing.and_then(|missing| remaining_pages(missing, others));
         state.ok_or_else(|| MigrationError::Protocol("no state".to_owned()))
     }
 

@@ -1,7 +1,7 @@
 //! The thread of a NIC: waits for frames of its tap, or for its card's interrupt.
 
 use std::io;
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::sync_channel;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -136,6 +136,11 @@ impl Drop for Thread {
     }
 }
 
+/// Resets an eventfd. Its count doesn't matter.
+fn clear(eventfd: &OwnedFd) {
+    let _ = rustix::io::read(eventfd, &mut [0; 8]);
+}
+
 fn run(shared: &Shared, sources: &Sources, call: impl Fn(WakeCause) -> Next) {
     let mut interval = None;
     loop {
@@ -166,9 +171,7 @@ fn run(shared: &Shared, sources: &Sources, call: impl Fn(WakeCause) -> Next) {
         let was_lowered = sources.lowered.as_ref().filter(|_| others.next().is_some_and(is_readable));
         let was_signaled = others.any(is_readable);
         if woken {
-            let mut count = [0; 8];
-            // The count doesn't matter.
-            let _ = rustix::io::read(shared.wake.as_fd(), &mut count);
+            clear(&shared.wake);
         }
         if shared.stop.load(Ordering::SeqCst) {
             return;
@@ -182,9 +185,7 @@ fn run(shared: &Shared, sources: &Sources, call: impl Fn(WakeCause) -> Next) {
         }
         let mut what = Vec::new();
         if let Some(lowered) = was_lowered {
-            let mut count = [0; 8];
-            // The count doesn't matter.
-            let _ = rustix::io::read(lowered, &mut count);
+            clear(lowered);
             what.push(WakeCause::Lowered);
         }
         if ready.contains(PollFlags::IN) {

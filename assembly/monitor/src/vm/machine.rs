@@ -230,29 +230,32 @@ impl Chassis {
         Ok(machine)
     }
 
-    fn finish(
-        self,
-        sandbox: &Sandbox,
-        saved: Option<(&SavedInterruptController, &SavedDevices)>,
-        starts: impl FnOnce(&Self) -> Result<Vec<VcpuStart>, Error>,
-    ) -> Result<Machine, Error> {
-        let starts = starts(&self)?;
-        let mut configs = Vec::with_capacity(usize::from(self.description.cpus.count()));
-        for (index, start) in (0..self.topology.vcpus()).zip(starts) {
+    fn vcpu_configs(&self, starts: Vec<VcpuStart>) -> Result<Vec<VcpuConfig>, Error> {
+        let configure = |(index, start): (u32, VcpuStart)| {
             let pin_to = self
                 .description
                 .pinning
                 .get(usize::try_from(index).unwrap_or(usize::MAX))
                 .map(|list| list.iter().map(usize::from).collect())
                 .unwrap_or_default();
-            configs.push(VcpuConfig {
+            Ok(VcpuConfig {
                 id: self.topology.apic_id(index),
                 cpuid: guest_cpuid(&self.host, &self.topology, index, self.description.interrupts)?,
                 tells_tsc_frequency: true,
                 start,
                 pin_to,
-            });
-        }
+            })
+        };
+        (0..self.topology.vcpus()).zip(starts).map(configure).collect()
+    }
+
+    fn finish(
+        self,
+        sandbox: &Sandbox,
+        saved: Option<(&SavedInterruptController, &SavedDevices)>,
+        starts: impl FnOnce(&Self) -> Result<Vec<VcpuStart>, Error>,
+    ) -> Result<Machine, Error> {
+        let configs = self.vcpu_configs(starts(&self)?)?;
         let vcpu_events = self.events.clone();
         let vcpus = VcpuManager::start(
             &self.vm,

@@ -54,6 +54,7 @@ use self::reset_backoff::ResetBackoff;
 use crate::api::ApiListener;
 use crate::description::{OnReboot, VmDescription};
 use crate::migration::connection::Stop;
+use crate::migration::postcopy::fetching::Fetching;
 use crate::migration::progress::ProgressReporter;
 use crate::migration::service::RequestListener;
 use crate::sandbox::{END_SIGNALS, Sandbox, ThreadFilter, ThreadKind};
@@ -111,8 +112,7 @@ pub fn run(
             (machine, server, None)
         }
         Some((source, uffd)) => {
-            let stop = Stop::default();
-            let doubt = Arc::new(Doubt::default());
+            let (stop, doubt) = (Stop::default(), Arc::new(Doubt::default()));
             let waiting = WaitingControl::new(&chassis, guest, events.clone(), started, Arc::clone(&doubt));
             let control = Arc::new(SwitchableControl::new(waiting));
             let server = listener.serve(Arc::clone(&control) as _, prepare)?;
@@ -142,14 +142,24 @@ pub fn run(
         .map_err(|source| Error::Monitor { what: "start the thread that moves the VM", source })?;
     sandbox.thread_filter(ThreadKind::Main).apply()?;
 
-    let result = wait(&machine, &receiver);
+    let outcome = run_to_end(&machine, &receiver, fetching);
+    drop(service);
+    server.stop();
+    signals.close();
+    outcome
+}
+
+/// Waits for the VM's end, then ends its threads.
+fn run_to_end(
+    machine: &Machine,
+    receiver: &mpsc::Receiver<Event>,
+    fetching: Option<Fetching>,
+) -> Result<Outcome, Error> {
+    let result = wait(machine, receiver);
     let ended = machine.end();
     if let Some(fetching) = fetching {
         fetching.end();
     }
-    drop(service);
-    server.stop();
-    signals.close();
     let outcome = result?;
     ended?;
     Ok(outcome)

@@ -67,24 +67,38 @@ impl<P: Provider> Engine<P> {
             self.stash_receive(peer, receive);
             return Step::More;
         }
-        if let Some(key) = invalidate {
-            self.invalidate_remote(peer, key);
-        }
         self.account(at, peer, length, 0);
         if let Some(device) = self.device_mut(peer.device) {
             device.counters.rx_send_requests += 1;
+        }
+        self.complete_message(peer, &receive, length, request.solicited, immediate, invalidate);
+        Step::DONE
+    }
+
+    /// Completes the receive of a whole message.
+    #[inline]
+    fn complete_message(
+        &mut self,
+        peer: QpRef,
+        receive: &ReceiveRequest,
+        length: u64,
+        solicited: bool,
+        immediate: Option<[u8; 4]>,
+        invalidated: Option<u32>,
+    ) {
+        if let Some(key) = invalidated {
+            self.invalidate_remote(peer, key);
         }
         let received = Received {
             wr_id: receive.wr_id,
             operation: CompletedOperation::Receive,
             byte_len: message_len(length),
             immediate,
-            invalidated: invalidate,
+            invalidated,
             source: None,
             grh: None,
         };
-        self.complete_receive(peer, request.solicited, received);
-        Step::DONE
+        self.complete_receive(peer, solicited, received);
     }
 
     /// Handles a message that is longer than the receive.

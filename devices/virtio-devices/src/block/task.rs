@@ -234,12 +234,7 @@ impl Task {
                 });
             }
             Operation::GetId { data } => {
-                let len = usize::try_from(total_len(&data)).unwrap_or(usize::MAX).min(disk.serial.len());
-                queue::write(memory, &data, 0, &disk.serial[..len])?;
-                if total_len(&data) > disk.serial.len() as u64 {
-                    // There is a gap before the status byte, so `finish` reports only the bytes before the gap.
-                    task.writable = u32::try_from(ID_BYTES).unwrap_or(1).saturating_sub(1);
-                }
+                task.write_serial(&data, memory, disk)?;
                 return done(task, Status::Ok);
             }
             Operation::Refuse { status, reason } => {
@@ -248,6 +243,17 @@ impl Task {
             }
         }
         if task.steps.is_empty() { done(task, Status::Ok) } else { Ok(Start::Running(task)) }
+    }
+
+    /// Writes the disk's serial number into the guest's buffer, cut to its length.
+    fn write_serial(&mut self, data: &[Segment], memory: &GuestMemory, disk: &Disk) -> Result<(), RingError> {
+        let len = usize::try_from(total_len(data)).unwrap_or(usize::MAX).min(disk.serial.len());
+        queue::write(memory, data, 0, &disk.serial[..len])?;
+        if total_len(data) > disk.serial.len() as u64 {
+            // There is a gap before the status byte, so `finish` reports only the bytes before the gap.
+            self.writable = u32::try_from(ID_BYTES).unwrap_or(1).saturating_sub(1);
+        }
+        Ok(())
     }
 
     fn set_vecs(&mut self, vecs: GuestIoVecs, disk: &Disk) {

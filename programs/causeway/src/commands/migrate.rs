@@ -194,47 +194,18 @@ pub fn connect(to: &str, count: u8) -> anyhow::Result<Vec<TcpStream>> {
     Err(problem)
 }
 
+fn mib(bytes: u64) -> String {
+    format!("{:.1} MiB", Duration::from_micros(bytes).as_secs_f64() * 1e6 / 1_048_576.0)
+}
+
 /// Formats the timeline as a table.
 pub fn describe(name: &str, timeline: &MigrationTimeline) -> String {
     use std::fmt::Write as _;
 
     let mut text = String::new();
-    let mib =
-        |bytes: u64| format!("{:.1} MiB", Duration::from_micros(bytes).as_secs_f64() * 1e6 / 1_048_576.0);
     // Writing to a string can't fail.
     let _ = writeln!(text, "{name} runs at {} now", timeline.destination);
-    let _ = writeln!(
-        text,
-        "{:>6} {:>9} {:>10} {:>12} {:>9} {:>9}{}",
-        "round",
-        "took ms",
-        "pages",
-        "sent",
-        "dirtied",
-        "held %",
-        if timeline.disks.is_empty() {
-            String::new()
-        } else {
-            format!(" {:>13} {:>13}", "of disks", "written")
-        }
-    );
-    for (number, round) in (1..).zip(&timeline.rounds) {
-        let label = if round.stopped { "rest".to_owned() } else { format!("{number}") };
-        let disks = if timeline.disks.is_empty() {
-            String::new()
-        } else {
-            format!(" {:>13} {:>13}", mib(round.disk_bytes), mib(round.disk_bytes_dirtied))
-        };
-        let _ = writeln!(
-            text,
-            "{label:>6} {:>9} {:>10} {:>12} {:>9} {:>9}{disks}",
-            round.took_ms,
-            round.pages,
-            mib(round.bytes),
-            round.dirtied,
-            round.throttle_percent
-        );
-    }
+    describe_rounds(&mut text, timeline);
     for disk in &timeline.disks {
         let _ = writeln!(
             text,
@@ -278,6 +249,44 @@ pub fn describe(name: &str, timeline: &MigrationTimeline) -> String {
         }
     }
     text
+}
+
+/// Appends the table of pre-copy rounds.
+fn describe_rounds(text: &mut String, timeline: &MigrationTimeline) {
+    use std::fmt::Write as _;
+
+    let _ = writeln!(
+        text,
+        "{:>6} {:>9} {:>10} {:>12} {:>9} {:>9}{}",
+        "round",
+        "took ms",
+        "pages",
+        "sent",
+        "dirtied",
+        "held %",
+        if timeline.disks.is_empty() {
+            String::new()
+        } else {
+            format!(" {:>13} {:>13}", "of disks", "written")
+        }
+    );
+    for (number, round) in (1..).zip(&timeline.rounds) {
+        let label = if round.stopped { "rest".to_owned() } else { format!("{number}") };
+        let disks = if timeline.disks.is_empty() {
+            String::new()
+        } else {
+            format!(" {:>13} {:>13}", mib(round.disk_bytes), mib(round.disk_bytes_dirtied))
+        };
+        let _ = writeln!(
+            text,
+            "{label:>6} {:>9} {:>10} {:>12} {:>9} {:>9}{disks}",
+            round.took_ms,
+            round.pages,
+            mib(round.bytes),
+            round.dirtied,
+            round.throttle_percent
+        );
+    }
 }
 
 #[cfg(test)]
