@@ -12,6 +12,7 @@ use dsm::{Access, Action, Event, Fault, Message, Node, NodeSet, Page, wire};
 use machine::memory::GuestMemorySpace;
 use machine::memory::shared::SharedRam;
 use machine::vcpu::VcpuManager;
+use prefetch::NodePrefetcher;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::time::{ClockId, clock_gettime};
 
@@ -20,7 +21,6 @@ use super::checkpoint::Step;
 use super::hot::HotPages;
 use super::link::{Control, Link};
 use super::pages::LivePages;
-use super::prefetch::PrefetchContexts;
 use super::report::{Phase, Stalls};
 use super::spanning::FaultInjection;
 use super::vcpus::Slot;
@@ -108,7 +108,9 @@ pub(super) struct Core {
     pub(super) ending: bool,
     /// When to kick vCPUs again, ns, and which.
     pub(super) rekick: Vec<(u64, usize)>,
-    pub(super) prefetch_contexts: PrefetchContexts,
+    pub(super) prefetcher: NodePrefetcher,
+    /// Predicted pages are being requested.
+    pub(super) prefetching: bool,
     /// Pages for which tests have requested a mode.
     pub(super) advised: BTreeSet<Page>,
     actions: Vec<Action>,
@@ -220,7 +222,8 @@ impl Engine {
             suspended: false,
             ending: false,
             rekick: Vec::new(),
-            prefetch_contexts: PrefetchContexts::default(),
+            prefetcher: NodePrefetcher::new(machine.ids.len()),
+            prefetching: false,
             advised: BTreeSet::new(),
             actions: Vec::new(),
             bytes: Vec::new(),
@@ -374,7 +377,7 @@ impl Engine {
             core.actions = actions;
             next = more.pop();
         }
-        self.prefetch_next_parts(core);
+        self.prefetch(core);
         if !core.outbox.batching {
             core.pages.apply_changes();
         }
@@ -394,9 +397,8 @@ impl Engine {
             recorder.get_mut().action(now(), &action);
         }
         if let Action::Resume { vcpu } | Action::Trap { vcpu, .. } | Action::Kick { vcpu } = action
-            && let Some(context) = Self::prefetch_context(core, vcpu)
+            && Self::end_context(core, vcpu)
         {
-            Self::end_context(core, context);
             more.push(Event::Retired { vcpu });
             return;
         }

@@ -19,7 +19,7 @@
 //! | `engine` | the lock, and the execution of the protocol's actions |
 //! | `pages` | the protocol's view of guest memory |
 //! | `vcpus` | faults of vCPUs; whether an instruction has retired |
-//! | `ahead`, `streams`, `follow` | the prefetchers: rounds of regions; streams; followers |
+//! | `prefetch` | predicted pages ([`::prefetch`]) requested as faults of contexts |
 //! | `instruction` | the decoder of stores and atomics for emulation |
 //! | `compute`, `window` | emulation of instructions that compute and load; window emulation after a trapped store |
 //! | `service` | the faults thread: faults, time, heartbeats; the link threads |
@@ -38,14 +38,12 @@ mod identity;
 mod instruction;
 mod join;
 mod link;
-mod markov;
 mod pages;
 mod prefetch;
 mod rdma;
 mod report;
 mod service;
 mod spanning;
-mod streams;
 mod top;
 mod vcpus;
 mod window;

@@ -1,555 +1,78 @@
-//! The prefetcher: requests pages before a vCPU faults.
-//!
-//! | prefetcher | predicts |
-//! |---|---|
-//! | [`StreamPrefetcher`] | the next pages, for a vCPU that advances page by page in one or more places, such as matrix rows |
-//! | [`SpatialPrefetcher`] | the pages of a region that a vCPU requested in one round, in any order, at the start of the next round |
-//! | [`MarkovPrefetcher`] | a batch of `SpatialPrefetcher` that a vCPU starts soon after a fault |
-//!
-//! A prefetch context requests a page, or the right to write where a copy is here. The protocol treats it as a vCPU of this node whose
-//! instruction retires as soon as the page arrives. So messages, ages and holds are those of ordinary faults. A page that was fetched too
-//! early or in vain is granted away like any other.
-//!
-//! `SpatialPrefetcher` follows *Spatial Memory Streaming* (Somogyi and others, ISCA 2006), which prefetches cache lines.
+//! Prefetch: carries out the requests of [`::prefetch`] as faults of its contexts, whose numbers in the protocol follow those of the vCPUs.
 
-use std::collections::HashMap;
 use std::ops::Range;
 
-use dsm::{Event, Fault, Node, Page, Vcpu};
+use ::dsm::{Event, Fault, Node, Page, Vcpu};
+use ::prefetch::PageStates;
 
 use super::engine::{Core, Engine, now};
-use super::markov::{MarkovPrefetcher, PageRequest};
-use super::streams::StreamPrefetcher;
+use super::pages::LivePages;
 
-/// Prefetch contexts of a node: the limit of pages that are prefetched at the same time.
-pub(super) const MAX_PREFETCH_CONTEXTS: u16 = 128;
 /// A page revoked within this time after its prefetch may have been fetched in vain, ns.
 pub(super) const EARLY_REVOCATION_NS: u64 = 1_000_000;
-/// Pages of a stream that are requested at once. The next part is requested when the first page of this one arrives, while the vCPU uses
-/// pages.
-const STREAM_PART_PAGES: usize = 32;
-/// Pages of a region: 256 KiB.
-const REGION_PAGES: u64 = 64;
-/// Pages of a region in one round from which on all count as confirmed. Four in a row count, too; other pages must occur in two rounds.
-const DENSE_REGION_PAGES: u32 = 32;
-/// In each round, one page in `TEST_ONE_IN` isn't prefetched, as a test of whether the vCPU still requests it. After `MAX_CONFIRMATIONS`
-/// confirmations it is one in `REGION_PAGES`.
-const TEST_ONE_IN: u64 = 4;
-const MAX_CONFIRMATIONS: u32 = 8;
 
-/// Known pages from which on a batch is requested before its first fault. A single page may be about to be used by another node, for
-/// example a
-/// lock's.
-const MIN_BATCH_PAGES: u32 = 4;
-
-/// Prefetcher of one vCPU.
-#[derive(Debug, Default)]
-pub(super) struct Prefetcher {
-    streams: StreamPrefetcher,
-    read: SpatialPrefetcher,
-    written: SpatialPrefetcher,
-    markov: MarkovPrefetcher,
+/// The node's pages as the prefetcher sees them.
+struct View<'a> {
+    node: &'a Node,
+    pages: &'a LivePages,
 }
 
-impl Prefetcher {
-    /// Predicts from a fault on `page`. `is_present` tells whether a page needs no fetch.
-    pub(super) fn fault(
-        &mut self,
-        page: Page,
-        write: bool,
-        is_present: impl Fn(PageRequest) -> bool,
-    ) -> Prediction {
-        let (used, stream_pages) = self.streams.fault(page, write);
-        let rounds = if write { &mut self.written } else { &mut self.read };
-        used.clone().for_each(|page| rounds.requested(page));
-        let known = rounds.fault(page, |page| is_present((page, write)));
-        let mut known: Vec<PageRequest> = known.into_iter().map(|page| (page, write)).collect();
-        let (read, written) = (&self.read, &self.written);
-        let batch = |(page, write)| if write { written } else { read }.known(page) >= MIN_BATCH_PAGES;
-        if let Some((first, write)) = self.markov.fault((page, write), now(), batch) {
-            let rounds = if write { &mut self.written } else { &mut self.read };
-            let others = rounds.fault(first, |page| is_present((page, write)));
-            known.extend(std::iter::once(first).chain(others).map(|page| (page, write)));
-        }
-        let rounds = if write { &self.written } else { &self.read };
-        // A page that is left out as a test must be requested by the vCPU itself.
-        let stream_pages = stream_pages.filter(|page| !rounds.is_left_out(*page)).collect();
-        Prediction { used, known, stream_pages }
+impl PageStates for View<'_> {
+    /// Stores to a write-update page go to the sequencer, so they need no copy.
+    fn needs_fetch(&self, (page, write): (Page, bool)) -> bool {
+        let fault = if write { Fault::Write } else { Fault::Read };
+        page < self.node.config().pages
+            && !Engine::allows(self.node, page, fault)
+            && !self.node.mode(page).is_update()
     }
 
-    /// A page was revoked soon after its prefetch.
-    fn suspect(&mut self, page: Page) {
-        self.read.suspect(page);
-        self.written.suspect(page);
+    fn is_predictable(&self, (page, write): (Page, bool)) -> bool {
+        self.pages.is_predictable(page, write)
     }
-}
-
-/// Result of [`Prefetcher::fault`].
-#[derive(Debug, Default, PartialEq, Eq)]
-pub(super) struct Prediction {
-    /// Prefetched pages that the vCPU has used.
-    pub(super) used: Range<Page>,
-    /// Pages that the vCPU needed together with this one before, or soon after it.
-    known: Vec<PageRequest>,
-    /// Pages that follow in a stream.
-    stream_pages: Vec<Page>,
-}
-
-/// Pages that a vCPU requested together, to read or to write, by region. A round of a region ends when a page is requested a second time,
-/// since it was revoked meanwhile. With random accesses this happens soon, so rounds are short.
-#[derive(Debug, Default)]
-struct SpatialPrefetcher(HashMap<u64, Region>);
-
-/// State of a region, one bit per page.
-#[derive(Debug, Clone, Copy, Default)]
-struct Region {
-    /// Requested in this round by the vCPU.
-    requested: u64,
-    /// Prefetched when the round began.
-    fetched: u64,
-    /// Known, but left out in this round as a test.
-    left_out: u64,
-    /// Consecutive confirmations by such tests, up to [`MAX_CONFIRMATIONS`].
-    confirmations: u32,
-    /// Probably fetched in vain: to be tested in the next round, by the first page of each row.
-    suspected: u64,
-    /// Suspects whose rows are tested in this round.
-    tested: u64,
-    /// Left out as a test, and requested: no suspects any more.
-    proven: u64,
-    /// Needed in the previous round.
-    before: u64,
-    /// Pages to prefetch when the next round begins, unless they are here.
-    known: u64,
-    /// Known pages that were here when the round began: no other node has requested them.
-    idle: u64,
-    /// Number of rounds.
-    rounds: u32,
-}
-
-fn place(page: Page) -> (u64, u64) {
-    (page / REGION_PAGES, 1 << (page % REGION_PAGES))
-}
-
-/// The pages of a region whose bits are set, with their bits.
-fn pages(region: u64, bits: u64) -> impl Iterator<Item = (Page, u64)> {
-    let all = (0..REGION_PAGES).map(|at| (at, 1 << at)).filter(move |(_, bit)| bits & bit != 0);
-    all.map(move |(at, bit)| (region * REGION_PAGES + at, bit))
-}
-
-/// The bits of `pages` that are in a row with one of `some`.
-fn rows_with(pages: u64, some: u64) -> u64 {
-    (0..REGION_PAGES).fold(some & pages, |row, _| row | ((row << 1 | row >> 1) & pages))
-}
-
-/// The bits that belong to a row of four or more.
-fn rows(pages: u64) -> u64 {
-    let first = pages & (pages >> 1) & (pages >> 2) & (pages >> 3);
-    first | (first << 1) | (first << 2) | (first << 3)
-}
-
-impl SpatialPrefetcher {
-    /// Counts a page as requested or used.
-    fn requested(&mut self, page: Page) {
-        let (region, bit) = place(page);
-        self.0.entry(region).or_default().requested |= bit;
-    }
-
-    /// Whether a known page was left out when the round began, and hasn't been requested since.
-    fn is_left_out(&self, page: Page) -> bool {
-        let (region, bit) = place(page);
-        self.0.get(&region).is_some_and(|region| region.left_out & !region.requested & bit != 0)
-    }
-
-    /// Number of known pages in the page's region.
-    fn known(&self, page: Page) -> u32 {
-        self.0.get(&place(page).0).map_or(0, |region| region.known.count_ones())
-    }
-
-    /// Counts a request for `page`, and returns the pages to fetch with it. `is_present` tells which pages need no fetch. A page that is
-    /// here for two rounds is no longer known: when a region is filled and then shared in part, only that part stays known.
-    fn fault(&mut self, page: Page, is_present: impl Fn(Page) -> bool) -> Vec<Page> {
-        let (number, bit) = place(page);
-        let region = self.0.entry(number).or_default();
-        if (region.requested | region.fetched | region.idle) & bit == 0 {
-            region.requested |= bit;
-            return Vec::new();
-        }
-        let wanted = region.requested | region.fetched;
-        let dense = wanted.count_ones() >= DENSE_REGION_PAGES;
-        // The result of a test holds for the page's whole row.
-        let tested = region.left_out & region.tested;
-        region.proven |=
-            (region.left_out & region.requested) | rows_with(region.tested, tested & region.requested);
-        let in_vain = rows_with(region.tested, tested & !region.requested) & !region.requested;
-        let missed = (region.left_out & region.requested).count_ones();
-        region.confirmations = match region.left_out & !region.requested {
-            // Requested, not prefetched: this many pages are evidence of the program's pattern.
-            _ if region.requested.count_ones() >= DENSE_REGION_PAGES => MAX_CONFIRMATIONS,
-            _ if 2 * rows(region.requested).count_ones() >= region.requested.count_ones() => {
-                MAX_CONFIRMATIONS
-            }
-            0 => (region.confirmations + missed).min(MAX_CONFIRMATIONS),
-            unwanted if unwanted.count_ones() > missed => 0,
-            _ => region.confirmations / 2,
-        };
-        let confirmed = if dense { wanted } else { rows(wanted) | (wanted & region.before) };
-        let known = ((region.known & !region.left_out) | confirmed) & !in_vain;
-        let here = pages(number, known & !bit)
-            .filter(|(page, _)| is_present(*page))
-            .fold(0, |all, (_, bit)| all | bit);
-        region.known = known & !(here & region.idle);
-        region.idle = here & region.known;
-        region.before = wanted;
-        region.rounds = region.rounds.wrapping_add(1);
-        let one_in = if region.confirmations >= MAX_CONFIRMATIONS { REGION_PAGES } else { TEST_ONE_IN };
-        let left_out =
-            (0..REGION_PAGES).filter(|at| at.is_multiple_of(one_in)).fold(0, |bits, at| bits | 1_u64 << at);
-        // Steps of 27 spread the tests: pages of one row aren't left out in consecutive rounds.
-        let rotation = region.rounds.wrapping_mul(27) % 64;
-        let absent = region.known & !bit & !here;
-        region.tested = absent & region.suspected & !region.proven;
-        region.suspected = 0;
-        region.left_out = absent & (left_out.rotate_left(rotation) | region.tested & !(region.tested << 1));
-        region.fetched = absent & !region.left_out;
-        region.requested = bit;
-        pages(number, region.fetched).map(|(page, _)| page).collect()
-    }
-
-    /// Marks a page that was revoked soon after its prefetch. Such a page may be one that the vCPU read once before others wrote it, or one
-    /// that it didn't need. A test tells which: the page is left out once.
-    fn suspect(&mut self, page: Page) {
-        let (region, bit) = place(page);
-        if let Some(region) = self.0.get_mut(&region) {
-            region.suspected |= bit & !(region.proven | region.left_out & region.requested);
-        }
-    }
-}
-
-/// The prefetch contexts of a node.
-#[derive(Debug, Default)]
-pub(super) struct PrefetchContexts {
-    /// A bit for each context in use.
-    busy: u128,
-    /// The page of each context in use, and the context of each page.
-    waits: Vec<Page>,
-    pages: HashMap<Page, u16>,
-    /// Parts of streams to request when a page in flight arrives.
-    next_parts: HashMap<Page, Vec<PageRequest>>,
-    /// Parts of streams to request now.
-    next: Vec<Vec<PageRequest>>,
-}
-
-impl PrefetchContexts {
-    /// Whether a context fetches the page.
-    fn is_fetching(&self, page: Page) -> bool {
-        self.pages.contains_key(&page)
-    }
-
-    /// Assigns a free context to a page; none if all are in use.
-    fn begin(&mut self, page: Page) -> Option<u16> {
-        let context = (!self.busy).trailing_zeros();
-        if context >= u32::from(MAX_PREFETCH_CONTEXTS) {
-            return None;
-        }
-        self.busy |= 1 << context;
-        self.waits.resize(usize::from(MAX_PREFETCH_CONTEXTS), 0);
-        let context = u16::try_from(context).ok()?;
-        *self.waits.get_mut(usize::from(context))? = page;
-        self.pages.insert(page, context);
-        Some(context)
-    }
-
-    fn end(&mut self, context: u16) -> Option<Page> {
-        let bit = 1_u128.checked_shl(context.into()).filter(|bit| self.busy & bit != 0)?;
-        self.busy &= !bit;
-        let page = *self.waits.get(usize::from(context))?;
-        self.pages.remove(&page);
-        self.next.extend(self.next_parts.remove(&page));
-        Some(page)
-    }
-}
-
-/// Whether a page needs no fetch. Stores to a write-update page go to the sequencer, so they need no copy.
-pub(super) fn needs_no_fetch(node: &Node, (page, write): PageRequest) -> bool {
-    let fault = if write { Fault::Write } else { Fault::Read };
-    Engine::allows(node, page, fault) || node.mode(page).is_update()
 }
 
 impl Engine {
-    /// The context whose number in the protocol is `vcpu`; numbers of contexts follow those of vCPUs.
-    pub(super) fn prefetch_context(core: &Core, vcpu: Vcpu) -> Option<u16> {
-        usize::from(vcpu).checked_sub(core.vcpus.len()).and_then(|context| u16::try_from(context).ok())
+    /// Learns a vCPU's fault. What follows from it is requested at the end of the next [`Engine::step`].
+    pub(super) fn predict(core: &mut Core, index: usize, page: Page, write: bool) {
+        let Core { prefetcher, node, pages, counts, .. } = core;
+        for suspect in std::mem::take(&mut pages.prefetched_in_vain) {
+            counts.prefetched_in_vain += 1;
+            prefetcher.suspect(suspect);
+        }
+        let used: Range<Page> = prefetcher.fault(index, (page, write), now(), &View { node, pages });
+        used.for_each(|page| pages.note_request(page, write));
     }
 
-    /// A context's page has arrived, or other nodes request it: the context ends, since no instruction needs the page.
-    pub(super) fn end_context(core: &mut Core, context: u16) {
-        if let Some(page) = core.prefetch_contexts.end(context) {
+    /// Ends the context with this number in the protocol, if it is one: its page has arrived, or other nodes request it. Returns whether
+    /// it is a context.
+    pub(super) fn end_context(core: &mut Core, vcpu: Vcpu) -> bool {
+        let Some(context) = usize::from(vcpu).checked_sub(core.vcpus.len()) else { return false };
+        if let Some(page) = u16::try_from(context).ok().and_then(|context| core.prefetcher.arrived(context)) {
             core.counts.prefetched += 1;
             // A vCPU that has faulted on it meanwhile resumes by the protocol, or, if its fault hasn't been read, when it is.
             core.pages.prefetched.insert(page, now());
         }
+        true
     }
 
-    /// Requests predicted pages.
-    pub(super) fn prefetch(&self, core: &mut Core, prediction: Prediction, write: bool) {
-        for page in std::mem::take(&mut core.pages.prefetched_in_vain) {
-            core.counts.prefetched_in_vain += 1;
-            core.vcpus.iter_mut().for_each(|slot| slot.prefetcher.suspect(page));
-        }
-        for page in prediction.used {
-            core.pages.note_request(page, write);
-        }
-        for (page, write) in prediction.known {
-            self.prefetch_page(core, page, write);
-        }
-        // An operation that vCPUs here have never done to a page that they used isn't predicted from neighbors: another vCPU's part begins
-        // there.
-        let stream_pages =
-            prediction.stream_pages.into_iter().filter(|page| core.pages.is_predictable(*page, write));
-        let stream_pages = stream_pages.map(|page| (page, write)).collect();
-        self.prefetch_in_parts(core, stream_pages);
-    }
-
-    /// Requests the parts of streams that follow pages which have arrived.
-    pub(super) fn prefetch_next_parts(&self, core: &mut Core) {
-        while let Some(requests) = core.prefetch_contexts.next.pop() {
-            if !core.stopping && !core.suspending && !core.suspended {
-                self.prefetch_in_parts(core, requests);
-            }
-        }
-    }
-
-    /// Requests the first part of `requests`; the rest follows when the first page of that part arrives.
-    fn prefetch_in_parts(&self, core: &mut Core, mut requests: Vec<PageRequest>) {
-        requests.retain(|request| {
-            !needs_no_fetch(&core.node, *request) && !core.prefetch_contexts.is_fetching(request.0)
-        });
-        while !requests.is_empty() {
-            let next_parts = requests.split_off(requests.len().min(STREAM_PART_PAGES));
-            for (page, write) in &requests {
-                self.prefetch_page(core, *page, *write);
-            }
-            if let Some((page, _)) =
-                requests.iter().find(|(page, _)| core.prefetch_contexts.is_fetching(*page))
-            {
-                if !next_parts.is_empty() {
-                    core.prefetch_contexts.next_parts.insert(*page, next_parts);
-                }
-                return;
-            }
-            requests = next_parts;
-        }
-    }
-
-    fn prefetch_page(&self, core: &mut Core, page: Page, write: bool) {
-        if needs_no_fetch(&core.node, (page, write))
-            || page >= core.node.config().pages
-            || core.prefetch_contexts.is_fetching(page)
-        {
+    /// Requests predicted pages, unless the VM is stopping.
+    pub(super) fn prefetch(&self, core: &mut Core) {
+        if core.stopping || core.suspending || core.suspended {
+            core.prefetcher.cancel();
             return;
         }
-        let fault = if write { Fault::Write } else { Fault::Read };
-        let Some(context) = core.prefetch_contexts.begin(page) else { return };
-        let Ok(vcpu) = Vcpu::try_from(core.vcpus.len() + usize::from(context)) else { return };
-        self.step(core, Event::Fault { vcpu, page, fault });
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// The part behind a page in flight becomes due once, when the page arrives. Parts behind other pages stay.
-    #[test]
-    fn the_next_part_is_due_when_a_page_arrives() {
-        let mut prefetch_contexts = PrefetchContexts::default();
-        let [one, other] = [7, 9].map(|page| prefetch_contexts.begin(page).unwrap());
-        prefetch_contexts.next_parts.insert(7, vec![(8, false)]);
-        prefetch_contexts.next_parts.insert(9, vec![(10, true)]);
-        assert_eq!(prefetch_contexts.end(one), Some(7));
-        assert_eq!(std::mem::take(&mut prefetch_contexts.next), [vec![(8, false)]]);
-        assert_eq!(prefetch_contexts.end(one), None);
-        assert_eq!(prefetch_contexts.begin(7), Some(one));
-        assert_eq!(prefetch_contexts.end(one), Some(7));
-        assert!(prefetch_contexts.next.is_empty());
-        assert_eq!(prefetch_contexts.end(other), Some(9));
-        assert_eq!(prefetch_contexts.next, [vec![(10, true)]]);
-    }
-
-    /// Faults of a vCPU that uses `pages` in a round, starting with none of them, and the number of prefetched pages.
-    fn round(rounds: &mut SpatialPrefetcher, pages: impl Iterator<Item = Page>) -> (usize, usize) {
-        let (mut here, mut faults) = (std::collections::HashSet::new(), 0);
-        let mut fetched = 0;
-        for page in pages {
-            if !here.contains(&page) {
-                let more = rounds.fault(page, |page| here.contains(&page));
-                fetched += more.len();
-                here.extend(more);
-                here.insert(page);
-                faults += 1;
-            }
+        if std::mem::replace(&mut core.prefetching, true) {
+            // The outer call requests what follows from this one's.
+            return;
         }
-        (faults, fetched)
-    }
-
-    /// Pages are requested one by one in the first round, and by regions from then on, in any order. One page is left out in each round.
-    #[test]
-    fn repeated_pages_are_predicted() {
-        let mut rounds = SpatialPrefetcher::default();
-        assert_eq!(round(&mut rounds, 128..384), (256, 0));
-        for pass in 0..200 {
-            let pages = (0..256).map(|at| 128 + (at * 77 + pass * 31) % 256);
-            let (faults, fetched) = round(&mut rounds, pages);
-            assert!(faults <= 8 && fetched >= 248, "{pass}: {faults} {fetched}");
+        loop {
+            let Core { prefetcher, node, pages, vcpus, .. } = core;
+            let Some(request) = prefetcher.next(&View { node, pages }) else { break };
+            let fault = if request.write { Fault::Write } else { Fault::Read };
+            // The configuration counts the contexts among the vCPUs, so their numbers fit.
+            let Ok(vcpu) = Vcpu::try_from(vcpus.len() + usize::from(request.context)) else { break };
+            self.step(core, Event::Fault { vcpu, page: request.page, fault });
         }
-    }
-
-    /// A few pages of a region must occur twice before they are prefetched.
-    #[test]
-    fn a_few_pages_are_confirmed_first() {
-        let mut rounds = SpatialPrefetcher::default();
-        let all: Vec<_> = (0..64).map(|_| round(&mut rounds, [7, 9, 30].into_iter())).collect();
-        assert_eq!(all[..2], [(3, 0), (3, 0)]);
-        assert!(all[2..16].iter().map(|round| round.0).sum::<usize>() < 2 * 14, "{all:?}");
-        assert!(all[32..].iter().map(|round| round.0).sum::<usize>() <= 34, "{all:?}");
-        // The vCPU doesn't use page 30 any more. A test reveals it.
-        let later: Vec<_> = (0..128).map(|_| round(&mut rounds, [7, 9].into_iter()).1).collect();
-        assert!(later[64..].iter().all(|fetched| *fetched <= 1) && later[64..].contains(&1), "{later:?}");
-    }
-
-    /// Pages in a row are prefetched from the second round on.
-    #[test]
-    fn a_row_is_known_at_once() {
-        assert_eq!(rows(0b1110_0111_1011_1110), 0b0111_1011_1110);
-        assert_eq!((rows(0b1110_0111_0101), rows(u64::MAX), rows(15 << 60)), (0, u64::MAX, 15 << 60));
-        let mut rounds = SpatialPrefetcher::default();
-        let all: Vec<_> = (0..3).map(|_| round(&mut rounds, 70..78)).collect();
-        assert_eq!(all, [(8, 0), (1, 7), (1, 7)]);
-    }
-
-    /// A vCPU fills a region, and other nodes repeatedly take some of its pages. These are prefetched with the first of them. Pages that
-    /// stay here get no requests, which is no evidence against them.
-    #[test]
-    fn pages_that_stay_here_are_not_suspected() {
-        let mut rounds = SpatialPrefetcher::default();
-        assert_eq!(round(&mut rounds, 64..128), (64, 0));
-        let shared = 105..113;
-        for pass in 0..64 {
-            let mut taken: Vec<Page> = shared.clone().collect();
-            let (mut faults, mut fetched) = (0, 0);
-            for page in shared.clone() {
-                if taken.contains(&page) {
-                    let more = rounds.fault(page, |page| !taken.contains(&page));
-                    fetched += more.len();
-                    taken.retain(|other| *other != page && !more.contains(other));
-                    faults += 1;
-                }
-            }
-            assert_eq!(faults + fetched, 8);
-            assert!(faults <= 2, "{pass}: {faults}");
-        }
-        assert_eq!(rounds.0[&1].known, 0xff << (105 - 64), "the others are forgotten");
-        // Other nodes soon take pages a second time while the first page is still here: the next round begins with the first page again.
-        for first in [105, 106, 105, 105] {
-            let fetched = rounds.fault(first, |page| page == 105 && first != 105);
-            assert!(fetched.len() + 2 >= shared.clone().count(), "{first}: {fetched:?}");
-        }
-        // A page that other nodes take later must be requested once first.
-        assert!(!rounds.fault(105, |page| page != 80).contains(&80));
-    }
-
-    /// With random accesses, few pages are prefetched.
-    #[test]
-    fn random_accesses_are_hardly_predicted() {
-        let mut rounds = SpatialPrefetcher::default();
-        let mut random = 1_u64;
-        let (mut fetched, faults) = (0, 100_000);
-        for _ in 0..faults {
-            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            fetched += rounds.fault(random >> 54, |_| false).len();
-        }
-        assert!(fetched < faults / 2, "{fetched}");
-    }
-
-    /// A page that was revoked soon is left out once. If the vCPU requests it, it is prefetched from then on, however soon it is revoked.
-    /// If not, it
-    /// is never prefetched again.
-    #[test]
-    fn suspected_pages_are_tested() {
-        let mut rounds = SpatialPrefetcher::default();
-        for _ in 0..3 {
-            round(&mut rounds, 70..78);
-        }
-        rounds.suspect(72);
-        assert_eq!(round(&mut rounds, 70..78), (2, 6));
-        for _ in 0..3 {
-            rounds.suspect(72);
-            // In some rounds another page is left out as a test.
-            let (faults, fetched) = round(&mut rounds, 70..78);
-            assert!(faults + fetched == 8 && faults <= 2);
-            assert!(rounds.0[&1].fetched & 1 << 8 != 0, "page 72 wasn't fetched");
-        }
-        rounds.suspect(73);
-        for _ in 0..40 {
-            assert!(!rounds.fault(70, |_| false).contains(&73));
-        }
-    }
-
-    /// A stream doesn't fetch pages that a round leaves out.
-    #[test]
-    fn streams_leave_out_what_the_spatial_prefetcher_does() {
-        let mut prefetcher = Prefetcher::default();
-        let bits = |pages: Range<Page>| pages.map(place).fold(0, |all, (_, bit)| all | bit);
-        let begun = Region { known: bits(70..78), left_out: bits(73..74), ..Region::default() };
-        prefetcher.written.0.insert(1, begun);
-        let stream_pages: Vec<_> =
-            (70..73).map(|page| prefetcher.fault(page, true, |_| false).stream_pages).collect();
-        assert_eq!(stream_pages, [vec![], vec![], vec![74]]);
-        // The vCPU has requested it.
-        assert_eq!(prefetcher.fault(73, true, |_| false).stream_pages, [74]);
-        assert_eq!(prefetcher.fault(75, true, |_| false).stream_pages, [76, 77, 78, 79]);
-    }
-
-    /// If all pages of a row are revoked soon after their prefetch, one is left out as a test for all.
-    #[test]
-    fn a_row_is_tested_by_one_of_its_pages() {
-        assert_eq!(rows_with(0b1101_1100_1110, 0b0100_0010_0010), 0b1100_0000_1110);
-        let mut rounds = SpatialPrefetcher::default();
-        for _ in 0..3 {
-            round(&mut rounds, 70..78);
-        }
-        let mut faults = 0;
-        for _ in 0..8 {
-            (71..78).for_each(|page| rounds.suspect(page));
-            faults += round(&mut rounds, 70..78).0;
-        }
-        assert!((8 + 1..=8 + 3).contains(&faults), "one tried, and now and then one left out: {faults}");
-        // The vCPU doesn't use them any more.
-        let mut rounds = SpatialPrefetcher::default();
-        for _ in 0..3 {
-            round(&mut rounds, 70..78);
-        }
-        (71..78).for_each(|page| rounds.suspect(page));
-        assert_eq!(rounds.fault(70, |_| false).len(), 6);
-        assert!(rounds.fault(70, |_| false).is_empty());
-    }
-
-    /// Each page has one context, and each context one page.
-    #[test]
-    fn contexts_are_limited_and_reused() {
-        let mut prefetch_contexts = PrefetchContexts::default();
-        let all: Vec<_> = (0..u64::from(MAX_PREFETCH_CONTEXTS))
-            .map(|page| prefetch_contexts.begin(page).unwrap())
-            .collect();
-        assert!(
-            prefetch_contexts.begin(9999).is_none()
-                && prefetch_contexts.is_fetching(3)
-                && !prefetch_contexts.is_fetching(9999)
-        );
-        assert_eq!(prefetch_contexts.end(all[3]), Some(3));
-        assert_eq!(prefetch_contexts.end(all[3]), None);
-        assert!(!prefetch_contexts.is_fetching(3));
-        assert_eq!(prefetch_contexts.begin(9999), Some(all[3]));
+        core.prefetching = false;
     }
 }

@@ -17,7 +17,6 @@ use rustix::time::Timespec;
 use super::DsmError;
 use super::engine::{Core, Engine, Outcome, now};
 use super::link::{Control, Frame, Incoming, Link};
-use super::prefetch::needs_no_fetch;
 use super::vcpus::{MAX_GRANTED_PAGES, Pending};
 
 /// Interval of heartbeats on each link. Each wakes a thread on both sides, which costs the vCPU of the same core some 100 µs.
@@ -235,14 +234,12 @@ impl Engine {
         }
         core.pages.note_request(event.page, event.write);
         core.hot.fault(event.page, event.offset, event.write);
-        let Core { vcpus, node, .. } = core;
-        let Some(slot) = vcpus.get_mut(index) else { return };
-        let prediction = slot.prefetcher.fault(event.page, event.write, |want| needs_no_fetch(node, want));
+        Self::predict(core, index, event.page, event.write);
+        let Some(slot) = core.vcpus.get_mut(index) else { return };
         slot.fault = Some(Pending { page: event.page, write: event.write, upgrade, again, at: now() });
         slot.sampled = false;
         let Ok(vcpu) = Vcpu::try_from(index) else { return };
         self.step(core, Event::Fault { vcpu, page: event.page, fault });
-        self.prefetch(core, prediction, event.write);
         // The protocol asks for the vCPU's earlier pages when other nodes request them. Until then it sleeps in userfaultfd, the fastest
         // way back.
         let waits = core.vcpus.get(index).is_some_and(|slot| slot.fault.is_some() && !slot.sampled);

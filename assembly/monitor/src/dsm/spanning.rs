@@ -15,6 +15,7 @@ use dsm::trace::Entry;
 use dsm::{Config, Node, NodeId, Plant, Policy, wire};
 use machine::exits::ExitSnapshot;
 use machine::vcpu::{GuestRegisters, VcpuError};
+use prefetch::MAX_PREFETCH_CONTEXTS;
 use serde_json::Value;
 
 use super::checkpoint::{self, Checkpoints, List, Listed, Member, Plan, Restored, Step};
@@ -22,7 +23,6 @@ use super::engine::{Engine, Machine, Outcome, PeerStates};
 use super::identity::{Identified, compatibility};
 use super::join::{Hello, device_of, join};
 use super::link::{Control, Link};
-use super::prefetch::MAX_PREFETCH_CONTEXTS;
 use super::{CheckpointError, DsmError, NodeAddress, RdmaDevice, service, top};
 use crate::payload::{PayloadBuilder, PayloadError, PayloadVm, Whole, vcpus_of};
 

@@ -13,7 +13,6 @@ use machine::vcpu::GuestRegisters;
 use machine::x86::kvm_regs;
 
 use super::engine::{Core, Engine, now, this_thread};
-use super::prefetch::Prefetcher;
 use super::{instruction, window};
 
 /// Samples of unchanged registers after which an instruction counts as retired, if it can't be emulated. A loop that polls a value returns
@@ -72,8 +71,6 @@ pub(super) struct Slot {
     pub(super) outside: bool,
     /// The vCPU doesn't run any more.
     pub(super) ended: bool,
-    /// The vCPU's prefetchers.
-    pub(super) prefetcher: Prefetcher,
 }
 
 type Locked<'a> = MutexGuard<'a, Option<Core>>;

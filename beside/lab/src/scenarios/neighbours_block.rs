@@ -210,6 +210,7 @@ fn exits(trio: &Trio<'_>) -> Found {
 
 /// Removes the export under writes, and restores it: writes wait, and every byte is correct.
 fn export_away(trio: &Trio<'_>) -> Found {
+    trio.files.sh(&format!("echo 240000 > {CONFIG}/devices/d0/wait_ms"))?;
     let job = trio.files.start(
         "exec fio --name=v --filename=/dev/mmblk0 --rw=randwrite --bs=16k --size=16M --io_size=16M --verify=crc32c --verify_fatal=1 --direct=1 --ioengine=libaio \
          --iodepth=4 --rate=2m --eta=never --output-format=json",

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use dsm::Page;
+use crate::Page;
 
 /// Consecutive faults from which on a stream is prefetched.
 const MIN_STREAM_FAULTS: u32 = 3;
@@ -15,14 +15,14 @@ const MAX_STREAMS: usize = 64;
 
 /// Recent faults of one vCPU, by stream.
 #[derive(Debug, Default)]
-pub(super) struct StreamPrefetcher {
+pub(crate) struct StreamPrefetcher {
     /// Streams, the one with the latest fault last.
     known: Vec<Stream>,
 }
 
 impl StreamPrefetcher {
     /// Processes a fault. Returns the prefetched pages that the vCPU has used before it, and the pages to prefetch.
-    pub(super) fn fault(&mut self, page: Page, write: bool) -> (Range<Page>, Range<Page>) {
+    pub(crate) fn fault(&mut self, page: Page, write: bool) -> (Range<Page>, Range<Page>) {
         let mut stream = match self.known.iter().rposition(|stream| stream.continues_at(page, write)) {
             Some(at) => self.known.remove(at),
             None => {

@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 
-use dsm::Page;
+use crate::PageRequest;
 
 /// Longest time between two faults of which the second counts as a follower, ns.
 const MAX_FOLLOW_NS: u64 = 2_000_000;
@@ -15,9 +15,6 @@ const MIN_CONFIRMATIONS: u8 = 2;
 const TEST_ONE_IN: u8 = 8;
 /// Limit of remembered faults. At the limit, all are forgotten.
 const MAX_REMEMBERED_FAULTS: usize = 4096;
-
-/// A page and whether it is written.
-pub(super) type PageRequest = (Page, bool);
 
 /// The learned follower of a fault.
 #[derive(Debug, Clone, Copy)]
@@ -29,7 +26,7 @@ struct Next {
 
 /// The follower prefetcher of one vCPU.
 #[derive(Debug, Default)]
-pub(super) struct MarkovPrefetcher {
+pub(crate) struct MarkovPrefetcher {
     after: HashMap<PageRequest, Next>,
     /// The last fault, or its prefetched follower, and its time, ns.
     last: Option<(PageRequest, u64)>,
@@ -37,7 +34,7 @@ pub(super) struct MarkovPrefetcher {
 
 impl MarkovPrefetcher {
     /// Learns a fault. Returns its follower if the prefetcher relies on it and `is_worthwhile` accepts it.
-    pub(super) fn fault(
+    pub(crate) fn fault(
         &mut self,
         request: PageRequest,
         now: u64,
@@ -76,6 +73,7 @@ impl MarkovPrefetcher {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Page;
 
     const A: PageRequest = (1, true);
     const B: PageRequest = (20, false);
