@@ -2,6 +2,7 @@
 
 mod check;
 mod memory;
+mod prefetch;
 mod restart;
 
 use std::collections::VecDeque;
@@ -65,6 +66,8 @@ pub struct Budget {
     pub tokens: u8,
     /// All nodes are saved, while nothing is in flight, and restored.
     pub restarts: u8,
+    /// A node prefetches a page.
+    pub prefetches: u8,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -99,6 +102,8 @@ pub struct World {
     nodes: Vec<Node>,
     memories: Vec<Memory>,
     cpus: Vec<Cpu>,
+    /// The page that the context of each node fetches.
+    prefetched: Vec<Option<u8>>,
     /// Messages from each node to each node.
     links: Vec<VecDeque<Message>>,
     budget: Budget,
@@ -125,6 +130,8 @@ pub enum Step {
     Timer(usize),
     /// All nodes are saved and restored.
     Restart,
+    /// A node prefetches a page, to write it or only to read it.
+    Prefetch(usize, u8, bool),
 }
 
 impl World {
@@ -135,9 +142,10 @@ impl World {
     #[must_use]
     pub fn new(setup: &Setup) -> Self {
         let nodes = usize::from(setup.nodes);
-        let vcpus = |node: usize| setup.places.iter().filter(|place| usize::from(**place) == node).count();
+        let vcpus = |node: usize| prefetch::vcpus(setup, node);
+        let contexts = u16::from(setup.budget.prefetches > 0);
         let node = |me: u8| {
-            let vcpus = u16::try_from(vcpus(me.into()).max(1)).expect("few");
+            let vcpus = u16::try_from(vcpus(me.into())).expect("few").saturating_add(contexts).max(1);
             let config = Config::new(me, setup.nodes, setup.policy);
             let mut node =
                 Node::new(Config { vcpus, plant: setup.plant, ..config }).expect("a configuration");
@@ -164,6 +172,7 @@ impl World {
             nodes: (0..setup.nodes).map(node).collect(),
             memories: (0..nodes).map(memory).collect(),
             cpus: vec![cpu; setup.places.len()],
+            prefetched: vec![None; nodes],
             links: vec![VecDeque::new(); nodes * nodes],
             budget: setup.budget,
             verdict: None,
@@ -220,6 +229,9 @@ impl World {
         if self.budget.tokens > 0 {
             steps.extend((0..setup.nodes).map(Step::MoveToken));
         }
+        if self.budget.prefetches > 0 {
+            self.prefetches(steps);
+        }
         if self.budget.restarts > 0 && self.is_quiet() {
             steps.push(Step::Restart);
         }
@@ -267,6 +279,7 @@ impl World {
                 }
                 world.budget.tokens -= 1;
             }
+            Step::Prefetch(node, page, write) => world.prefetch(setup, node, page, write),
             Step::Restart => {
                 world.budget.restarts -= 1;
                 world.restart();
@@ -416,8 +429,16 @@ impl World {
             self.fail(format!("node {node} refused an event of correct nodes"));
         }
         let mut report = Vec::new();
+        let mut ended = Vec::new();
         for action in actions {
             match action {
+                Action::Resume { vcpu } | Action::Trap { vcpu, .. } | Action::Kick { vcpu }
+                    if self.end_context(setup, node, vcpu, !ended.is_empty()) =>
+                {
+                    ended.push(vcpu);
+                }
+                // A context has only the page that it waits for.
+                Action::Wounded { vcpu, .. } if usize::from(vcpu) == prefetch::vcpus(setup, node) => {}
                 Action::Send(message) => {
                     let link = node * self.nodes.len() + message.to.index();
                     self.links[link].push_back(message);
@@ -446,7 +467,8 @@ impl World {
                     let cpu = cpu_at(setup, node, vcpu);
                     self.cpus[cpu].held.retain(|(held, _)| Page::from(*held) != page);
                     self.cpus[cpu].wounds += 1;
-                    let (wounds, others) = (self.cpus[cpu].wounds, self.cpus.len() - 1);
+                    let wounds = self.cpus[cpu].wounds;
+                    let others = self.cpus.len() - 1 + usize::from(setup.budget.prefetches);
                     if wounds > WOUNDS_BY_EACH * others {
                         self.fail(format!(
                             "vCPU {cpu} lost pages {wounds} times in one instruction to {others} others"
@@ -466,6 +488,9 @@ impl World {
             if let Some(cpu) = lost {
                 self.fail(format!("vCPU {cpu} lost page {page} before its instruction retired"));
             }
+        }
+        for vcpu in ended {
+            self.feed(setup, node, Event::Retired { vcpu }, 0);
         }
         for cpu in report {
             // Pages of the present instruction may have arrived together with the kick. Then the monitor can report only when that

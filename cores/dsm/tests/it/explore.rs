@@ -15,7 +15,7 @@ use scenarios::{
     told_late, turns, two_pages, two_pages_and_stores,
 };
 
-const NOTHING: Budget = Budget { discards: 0, modes: 0, tokens: 0, restarts: 0 };
+const NOTHING: Budget = Budget { discards: 0, modes: 0, tokens: 0, restarts: 0, prefetches: 0 };
 
 fn holds(setup: Setup, most: usize) -> usize {
     let name = setup.litmus.name;
@@ -53,6 +53,25 @@ fn classics_hold_when_disturbed() {
             for name in ["SB+mfences", "MP", "WRC", "xadd three times"] {
                 holds(setup(classic(name, false), updates, budget), 12_000);
             }
+        }
+    }
+}
+
+/// The same while nodes prefetch any page at any moment.
+#[test]
+fn classics_hold_with_prefetch() {
+    let budgets = [
+        Budget { prefetches: 1, ..NOTHING },
+        Budget { prefetches: 3, ..NOTHING },
+        Budget { prefetches: 2, modes: 1, tokens: 1, discards: 1, ..NOTHING },
+        Budget { prefetches: 1, restarts: 1, ..NOTHING },
+    ];
+    for budget in budgets {
+        for updates in [&[][..], &[0]] {
+            for name in ["SB+mfences", "MP", "CoRR", "xadd three times"] {
+                holds(setup(classic(name, false), updates, budget), 12_000);
+            }
+            holds(setup(two_pages(), updates, budget), 12_000);
         }
     }
 }

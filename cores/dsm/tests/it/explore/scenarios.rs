@@ -149,7 +149,7 @@ pub fn crowd_of_copies() -> Litmus {
     )
 }
 
-const NOTHING: Budget = Budget { discards: 0, modes: 0, tokens: 0, restarts: 0 };
+const NOTHING: Budget = Budget { discards: 0, modes: 0, tokens: 0, restarts: 0, prefetches: 0 };
 
 /// All machines that the checker explores: first those too large to complete, then many small ones.
 pub fn all() -> Vec<Scenario> {
@@ -161,6 +161,11 @@ pub fn all() -> Vec<Scenario> {
         (", a page is discarded", Budget { discards: 1, ..NOTHING }),
         (", two modes change and the token moves", Budget { modes: 2, tokens: 1, ..NOTHING }),
         (", all are saved and restored", Budget { restarts: 1, ..NOTHING }),
+        (", two pages are prefetched", Budget { prefetches: 2, ..NOTHING }),
+        (
+            ", all of that and two prefetches",
+            Budget { modes: 2, tokens: 2, discards: 1, prefetches: 2, ..NOTHING },
+        ),
         (", all of that", Budget { modes: 2, tokens: 2, discards: 1, ..NOTHING }),
     ];
     for updates in [&[][..], &[0], &[0, 1]] {
