@@ -51,7 +51,7 @@ impl Summary {
 }
 
 /// Returns a percentile of ascending values, by nearest rank.
-fn percentile(sorted: &[f64], hundredths: usize) -> Option<f64> {
+pub(crate) fn percentile(sorted: &[f64], hundredths: usize) -> Option<f64> {
     let rank = (sorted.len() * hundredths).div_ceil(100).max(1);
     sorted.get(rank - 1).copied()
 }

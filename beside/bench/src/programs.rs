@@ -60,13 +60,23 @@ pub struct Programs {
 }
 
 impl Programs {
-    /// Builds them with the calling cargo into `target/payload`, if they are outdated.
+    /// Builds them, and the guest `rdma-echo`, with the calling cargo into `target/payload`, if they are outdated.
     pub fn build() -> anyhow::Result<Self> {
         let root = repository();
         let target = target().join("payload");
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
         let output = Command::new(&cargo)
-            .args(["build", "--quiet", "--release", "--locked", "-p", "payload-programs", "--manifest-path"])
+            .args([
+                "build",
+                "--quiet",
+                "--release",
+                "--locked",
+                "-p",
+                "payload-programs",
+                "-p",
+                "rdma-echo",
+                "--manifest-path",
+            ])
             .arg(root.join("guest/payload/Cargo.toml"))
             .arg("--target-dir")
             .arg(&target)

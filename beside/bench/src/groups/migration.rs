@@ -1,11 +1,13 @@
-//! Group `migration`: the cost of a migration for the HCA, in three engines of this process that communicate over the loopback
-//! interface. Measures its part of the blackout and its state, for 64 active queue pairs among many, with a region and a completion
+//! Group `migration`: the pause of a VM that moves between two hosts of this machine (`end_to_end`), and of that the HCA's share.
+//!
+//! The share is measured in three engines of this process that communicate over the loopback interface. Measures its part of the blackout and its state, for 64 active queue pairs among many, with a region and a completion
 //! queue each, and with bytes in flight. Also queue pairs migrated per second, and the redirection of connected peers.
 //!
-//! Peers are published figures of other systems on their hardware, and the same measurement here with few queue pairs or nothing in
-//! flight. The blackout should depend on neither.
+//! Peers of the whole pause are published figures of other systems on their hardware. The HCA's share is compared with its aim, and with
+//! the same measurement with few queue pairs or nothing in flight: it should depend on neither.
 
 mod converge;
+mod end_to_end;
 
 use anyhow::Context;
 use host_testbed::moving::Cluster;
@@ -26,8 +28,12 @@ const LEAVING: u32 = 10_000;
 /// Operations per direction on each of three connections, while three VMs migrate among three hosts.
 const MOVING_OPERATIONS: u64 = 150_000;
 
+/// Aim for the HCA's share of the blackout, in milliseconds.
+const SHARE_MS: f64 = 5.0;
 /// MigrRDMA's blackout with 16 queue pairs, in milliseconds (SIGCOMM 2025).
 const MIGRRDMA_MS: f64 = 150.0;
+/// The measured number of queue pairs that is compared with it, which isn't smaller.
+const MIGRRDMA_LIKE: u32 = 100;
 /// Device-assisted migration of a hardware NIC: restore of 100,000 queue pairs, in seconds.
 const DEVICE_ASSISTED_S: f64 = 2.5;
 /// Nomad (2006): minimum to free and reallocate resources, in milliseconds.
@@ -69,6 +75,14 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
     let against = |samples: &[Sample], peer: f64, of: &dyn Fn(&Sample) -> f64| Pairs {
         pairs: samples.iter().map(|sample| (of(sample), peer)).collect(),
     };
+    let missing = end_to_end::missing();
+    let end_to_end = match missing {
+        Some(reason) => {
+            eprintln!("bench: migration: the pause of a VM SKIPPED: {reason}");
+            Vec::new()
+        }
+        None => end_to_end::run(&mut figures, quick)?,
+    };
     let converged = converging(&mut figures, quick)?;
     let mut first = None;
     for &qps in many {
@@ -82,9 +96,9 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
                 &format!("HCA's share of the pause: {what}"),
                 "ms",
                 Better::Lower,
-                "MigrRDMA, 16 queue pairs (published)",
-                &against(&samples, MIGRRDMA_MS, &milliseconds),
-                Some(5.0 / MIGRRDMA_MS),
+                "the aim",
+                &against(&samples, SHARE_MS, &milliseconds),
+                Some(1.0),
             ))?;
             figures.add(Figure::new(
                 &format!("blackout_{name}_nomad"),
@@ -160,7 +174,12 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
     conditions.finish();
     let figures = figures.all;
     figures.first().context("Nothing was measured")?;
-    let details = serde_json::json!({ "beside_worst_us": worst, "converging": converged });
+    let details = serde_json::json!({
+        "end_to_end": end_to_end,
+        "end_to_end_skipped": missing,
+        "beside_worst_us": worst,
+        "converging": converged,
+    });
     Ok(Report { group: "migration", skipped: None, conditions, figures, details })
 }
 

@@ -9,12 +9,12 @@ use anyhow::{Context, bail};
 /// The hosts' addresses, in a separate network.
 pub const ADDRESSES: [Ipv4Addr; 2] = [Ipv4Addr::new(10, 77, 0, 1), Ipv4Addr::new(10, 77, 0, 2)];
 /// Prefix of the namespaces' names; the process ID follows.
-const PREFIX: &str = "cwbench";
+pub(super) const PREFIX: &str = "cwbench";
 /// Name of the link on both.
 pub const INTERFACE: &str = "eth0";
 
 /// Number of namespaces that this process has created: each name is used once.
-static MADE: AtomicU32 = AtomicU32::new(0);
+pub(super) static MADE: AtomicU32 = AtomicU32::new(0);
 
 /// The two namespaces. Dropping them removes them, and their link with them.
 #[derive(Debug)]
@@ -98,7 +98,7 @@ impl Drop for Link {
 }
 
 /// Removes namespaces of killed runs.
-fn remove_left_behind() {
+pub(super) fn remove_left_behind() {
     for entry in std::fs::read_dir("/run/netns").into_iter().flatten().flatten() {
         let name = entry.file_name().to_string_lossy().into_owned();
         let owner = name.strip_prefix(PREFIX).and_then(|rest| rest.split_once('-'));
@@ -111,7 +111,7 @@ fn remove_left_behind() {
     }
 }
 
-fn ip(arguments: &[&str]) -> anyhow::Result<()> {
+pub(super) fn ip(arguments: &[&str]) -> anyhow::Result<()> {
     let output = Command::new("ip")
         .args(arguments)
         .output()

@@ -4,12 +4,14 @@
 //! |---|---|
 //! | `process` | a child, its output, its processor time; a server and its client |
 //! | `link` | two network namespaces joined by a veth pair |
+//! | `network` | network namespaces on one bridge |
 //! | `tcp` | iperf3 and qperf over such a link |
 //! | `ucx` | UCX's benchmark, over shared memory or a link |
 //! | `memif` | DPDK's testpmd over shared memory |
 
 pub mod link;
 pub mod memif;
+pub mod network;
 pub mod process;
 pub mod tcp;
 pub mod ucx;

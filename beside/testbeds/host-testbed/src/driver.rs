@@ -356,6 +356,17 @@ impl Guest {
         self.post(monitor, at, wr_id, opcode::WRITE, transmute!(operands), part)
     }
 
+    /// Posts a SEND of a part of the buffer. `false` when the queue is full.
+    pub fn post_send(
+        &self,
+        monitor: &Monitor,
+        at: &Endpoint,
+        wr_id: u64,
+        part: std::ops::Range<u32>,
+    ) -> bool {
+        self.post(monitor, at, wr_id, opcode::SEND, [0; 48], part)
+    }
+
     /// Posts a fetch-and-add of 1; the old value goes to the eight bytes at `offset` of the buffer. `false` when the queue is full.
     pub fn post_fetch_add(
         &self,

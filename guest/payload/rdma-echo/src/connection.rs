@@ -4,8 +4,8 @@ use zerocopy::{FromBytes, FromZeros};
 
 use crate::abi::attributes::QueuePair;
 use crate::abi::commands::{
-    CqResponse, CreateContext, CreateCq, CreateMr, CreateQp, Handle, ModifyQp, MrResponse, QpResponse, mr_kind,
-    number, qp_kind,
+    CqResponse, CreateContext, CreateCq, CreateMr, CreateQp, Handle, ModifyQp, MrResponse, QpResponse,
+    mr_kind, number, qp_kind,
 };
 use crate::abi::completion::Entry;
 use crate::abi::doorbells;
@@ -171,7 +171,8 @@ impl Connection {
             operands: [0; 48],
         };
         write(at, header);
-        let sge = Sge { address: (self.buffer + PAGE).into(), length: MESSAGE.into(), lkey: self.lkey.into() };
+        let sge =
+            Sge { address: (self.buffer + PAGE).into(), length: MESSAGE.into(), lkey: self.lkey.into() };
         write(at + size_of::<SendHeader>() as u64, sge);
         store(ring + state::TX_TAIL, next(tail, SLOTS));
         doorbell(UAR, doorbells::QP, self.qp.0 | doorbells::QP_SEND);

@@ -91,7 +91,10 @@ impl Device {
     }
 
     fn request(&self, code: u32, body: impl IntoBytes + Immutable) {
-        write(self.command_slot, CommandHeader { response: 0.into(), command: code.into(), reserved: 0.into() });
+        write(
+            self.command_slot,
+            CommandHeader { response: 0.into(), command: code.into(), reserved: 0.into() },
+        );
         write(self.command_slot + commands::HEADER_SIZE as u64, body);
         self.write(registers::REQUEST, 0);
         if self.error() != 0 {

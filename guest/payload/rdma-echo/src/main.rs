@@ -1,7 +1,8 @@
-//! A guest that measures pauses: of its own program, and of its RDMA connection with a second such guest. It has no kernel: it drives the RDMA
-//! function from ring 3, by polling, and is controlled through the serial console. Group `migration` of `bench` runs it.
+//! A guest that measures pauses: of its own program, and of its RDMA connection with a peer, which may be a second such guest. It has no
+//! kernel: it drives the RDMA function from ring 3, by polling, and is controlled through the serial console. Group `migration` of `bench`
+//! runs it.
 //!
-//! The two guests send a message back and forth. Each notes the largest time between two passes of its loop, and between two completions.
+//! The two ends send a message back and forth. The guest notes the largest time between two passes of its loop, and between two completions.
 //!
 //! ```text
 //! request              response             meaning, all numbers hexadecimal
@@ -10,9 +11,10 @@
 //! c QPN LAST FIRST     C                    connects to the peer; FIRST 1 sends the first message
 //! z                    Z                    begins a measurement
 //! f                    F                    ends the measurement
-//! r                    R PASS COMPLETION MESSAGES BEGAN NOW
+//! r                    R PASS COMPLETION MESSAGES BEGAN
 //!                                           largest times in TSC ticks, messages received, beginning of the longest time between two
-//!                                           passes, present TSC
+//!                                           passes
+//! t                    T NOW                present TSC
 //! ```
 //! A guest that can't continue writes `E` with a reason.
 
@@ -74,14 +76,14 @@ impl Measured {
     }
 
     fn passed(&mut self, last: u64, now: u64) {
-        if !self.ended && now - last > self.pass {
-            (self.pass, self.began) = (now - last, last);
+        if !self.ended && now.saturating_sub(last) > self.pass {
+            (self.pass, self.began) = (now.saturating_sub(last), last);
         }
     }
 
     fn completed(&mut self, last: u64, now: u64) {
         if !self.ended {
-            self.completion = self.completion.max(now - last);
+            self.completion = self.completion.max(now.saturating_sub(last));
         }
     }
 }
@@ -129,7 +131,7 @@ fn exchange(line: &mut Line, device: &Device, connection: &Connection) -> ! {
                 connection.post_send(message);
             }
         }
-        if pass - last_look > CONSOLE_INTERVAL {
+        if pass.abs_diff(last_look) > CONSOLE_INTERVAL {
             last_look = pass;
             if let Some(request) = line.poll() {
                 answer(request, device, connection, &mut measured);
@@ -164,8 +166,9 @@ fn answer(
         }
         (b'r', _) => {
             let Measured { pass, began, completion, messages, .. } = *measured;
-            reply(b'R', &[pass, completion, messages, began, now()]);
+            reply(b'R', &[pass, completion, messages, began]);
         }
+        (b't', _) => reply(b'T', &[now()]),
         _ => fail("an unknown request"),
     }
 }
