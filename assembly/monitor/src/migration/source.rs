@@ -395,6 +395,10 @@ impl OutgoingMigration<'_> {
                 progress.throttle_percent = held;
             });
             let began = Instant::now();
+            if first {
+                // Before memory, so that the destination restores it while memory is copied, and not in the blackout.
+                self.send_devices()?;
+            }
             let sent = self.round(&pages, first)?;
             first = false;
             self.send_devices()?;

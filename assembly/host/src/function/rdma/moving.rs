@@ -18,7 +18,7 @@ use crate::migration::MigrationError;
 use crate::migration::stream::{Record, StreamError};
 use crate::transport::VmId;
 
-/// Number of objects saved at once: some 100 us of the engine's thread.
+/// Number of objects saved or restored at once: some 100 us of the engine's thread.
 const MOST_AT_ONCE: usize = 256;
 
 impl RdmaFunction {
@@ -153,6 +153,16 @@ impl RdmaFunction {
         self.remember(None);
     }
 
+    /// Restores objects. Each call waits for the engine's thread, so there is one call for many.
+    fn restore(&self, pieces: &mut Vec<Piece>) -> io::Result<()> {
+        if pieces.is_empty() {
+            return Ok(());
+        }
+        let pieces = std::mem::take(pieces);
+        self.gone("come here", self.with(move |worker, device| worker.take_pieces(device, pieces)))
+    }
+
+    /// Handles a record other than an object.
     fn record(&self, record: Record) -> io::Result<()> {
         let order = |what| Err(self.refused("come here", &StreamError::Order(what)));
         let begun = self.state().begun;
@@ -167,10 +177,6 @@ impl RdmaFunction {
                 }
                 self.state().begun = true;
                 Ok(())
-            }
-            Record::Piece(piece) if begun => {
-                let take = self.with(move |worker, device| worker.take_pieces(device, vec![piece]));
-                self.gone("come here", take)
             }
             Record::Total(total) if begun && self.state().expected.is_none() => {
                 self.state().expected = Some(total);
@@ -257,7 +263,20 @@ impl Migration for RdmaFunction {
             }
             stream.take(data).map_err(|error| self.refused("come here", &error))?
         };
-        records.into_iter().try_for_each(|record| self.record(record))
+        let mut pieces = Vec::new();
+        for record in records {
+            match record {
+                Record::Piece(piece) if self.state().begun => pieces.push(piece),
+                other => {
+                    self.restore(&mut pieces)?;
+                    self.record(other)?;
+                }
+            }
+            if pieces.len() == MOST_AT_ONCE {
+                self.restore(&mut pieces)?;
+            }
+        }
+        self.restore(&mut pieces)
     }
 
     fn start_logging(&self) -> io::Result<()> {
