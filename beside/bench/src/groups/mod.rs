@@ -40,7 +40,7 @@ pub const ALL: &[Group] = &[
     },
     Group {
         name: "migration",
-        about: "what a move costs the HCA: its share of the pause, its state, redirecting peers",
+        about: "the pause of a VM that moves between hosts; the HCA's share, its state, redirecting peers",
         run: migration::run,
     },
     Group {

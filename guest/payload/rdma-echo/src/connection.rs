@@ -13,7 +13,7 @@ use crate::abi::rings::state;
 use crate::abi::work::{ReceiveHeader, SendHeader, Sge, opcode, receive_slot, send_flags, send_slot};
 use crate::device::{Device, doorbell, uar_frame};
 use crate::fail;
-use crate::memory::{PAGE, Pages, load, read, store, write};
+use crate::memory::{PAGE, Pages, load, read, store, word, write};
 
 /// Slots of the send and of the receive queue.
 const SLOTS: u32 = 64;
@@ -54,7 +54,7 @@ pub struct Connection {
 
 /// The GID of a VM: the IPv4 address 10.80.0.`last`.
 pub fn gid(last: u64) -> [u8; 16] {
-    [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, 10, 80, 0, last as u8]
+    [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, 10, 80, 0, last.to_le_bytes()[0]]
 }
 
 fn place(pages: u64, slot: u32, size: u64) -> u64 {
@@ -93,7 +93,7 @@ impl Connection {
                 directory: pages.directory(ring, cq_pages).into(),
                 context: context.handle,
                 entries: ENTRIES.into(),
-                pages: (cq_pages as u32).into(),
+                pages: word(cq_pages).into(),
                 reserved: 0.into(),
             },
         );
@@ -196,6 +196,11 @@ impl Connection {
     }
 }
 
+/// A number of pages as 16 bits.
+fn half(pages: u64) -> u16 {
+    u16::try_from(pages).unwrap_or_else(|_| fail("a queue pair has too many pages"))
+}
+
 fn create_qp(directory: u64, pd: Handle, cq: u32) -> CreateQp {
     CreateQp {
         directory: directory.into(),
@@ -210,8 +215,8 @@ fn create_qp(directory: u64, pd: Handle, cq: u32) -> CreateQp {
         max_inline_data: 0.into(),
         lkey: 0.into(),
         access: 1.into(),
-        total_pages: (QP_PAGES as u16).into(),
-        send_pages: (SEND_PAGES as u16).into(),
+        total_pages: half(QP_PAGES).into(),
+        send_pages: half(SEND_PAGES).into(),
         max_atomic_argument: 0.into(),
         signal_all: 1,
         kind: qp_kind::RC,

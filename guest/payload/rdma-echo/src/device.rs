@@ -8,7 +8,7 @@ use crate::abi::rings::EVENT_RING_PAGES;
 use crate::abi::shared_region::{DriverPart, RingPages};
 use crate::abi::{commands, pci};
 use crate::fail;
-use crate::memory::{PAGE, Pages, load, read, store, write};
+use crate::memory::{PAGE, Pages, load, read, store, word, write};
 
 /// Configuration space of bus 0, 4 KiB per function.
 const ECAM: u64 = 0xe000_0000;
@@ -41,7 +41,7 @@ impl Device {
         let function = find();
         let bar = |number: u8| function + BAR0 + 4 * u64::from(number);
         store(function + COMMAND, 0);
-        store(bar(pci::UAR_BAR), UAR_ADDRESS as u32);
+        store(bar(pci::UAR_BAR), word(UAR_ADDRESS));
         store(bar(pci::UAR_BAR) + 4, 0);
         store(function + COMMAND, COMMAND_MEMORY | COMMAND_MASTER);
         let registers = u64::from(load(bar(pci::REGISTER_BAR)) & !0xf);
@@ -81,7 +81,7 @@ impl Device {
         };
         let region = pages.take(1);
         write(region, part);
-        self.write(registers::DSR_LOW, region as u32);
+        self.write(registers::DSR_LOW, word(region));
         self.write(registers::DSR_HIGH, 0);
         self.write(registers::INTERRUPT_MASK, u32::MAX);
         self.write(registers::CONTROL, control::ACTIVATE);

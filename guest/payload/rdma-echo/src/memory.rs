@@ -33,6 +33,11 @@ pub fn store(address: u64, value: u32) {
     unsafe { pointer::<u32>(address).write_volatile(value) };
 }
 
+/// Returns an address or size as 32 bits: this program's memory is below 4 GiB.
+pub fn word(address: u64) -> u32 {
+    u32::try_from(address).unwrap_or_else(|_| crate::fail("an address is beyond 4 GiB"))
+}
+
 /// Writes a structure.
 pub fn write<T: IntoBytes + Immutable>(address: u64, value: T) {
     // SAFETY: RAM that this program allocated.

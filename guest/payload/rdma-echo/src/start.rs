@@ -1,6 +1,6 @@
 //! From the monitor's entry in ring 0 to the program in ring 3.
 //!
-//! The program stays in ring 3: some hosts run ring 0 of a guest by emulation. Ring 0 executes about ten instructions. They load page tables
+//! The program stays in ring 3: some hosts run ring 0 of a guest by emulation. Ring 0 executes some thirty instructions. They load page tables
 //! that ring 3 may use (4 GiB, mapped one to one) and segments of ring 3, and enter it with I/O privilege level 3, for the console's ports.
 //! There are no interrupts. Any exception ends the VM, since there is no handler.
 
@@ -35,7 +35,7 @@ const fn directories() -> Directories {
     let mut entries = [0; 4 * ENTRIES];
     let mut index = 0;
     while index < entries.len() {
-        entries[index] = index as u64 * LARGE_PAGE_BYTES | PRESENT_WRITABLE_USER | LARGE;
+        entries[index] = (index as u64 * LARGE_PAGE_BYTES) | PRESENT_WRITABLE_USER | LARGE;
         index += 1;
     }
     Directories(entries)
@@ -47,25 +47,26 @@ struct Stack([u8; STACK_BYTES]);
 static mut STACK: Stack = Stack([0; STACK_BYTES]);
 
 /// Bytes of a task state segment without its I/O permission map.
-const TASK_STATE_BYTES: usize = 104;
+const TASK_STATE_BYTES: u16 = 104;
+const TASK_STATE_WORDS: usize = TASK_STATE_BYTES as usize / 2;
 /// Bytes of the map of all ports.
 const PORT_MAP_BYTES: usize = 8 << 10;
 
 /// A task state segment that permits ring 3 every port, also where ring 3's I/O privilege level is ignored. A byte of ones ends the map.
 #[repr(C, align(4096))]
 struct TaskState {
-    state: [u16; TASK_STATE_BYTES / 2],
+    state: [u16; TASK_STATE_WORDS],
     ports: [u8; PORT_MAP_BYTES],
     end: u8,
 }
 
-const TASK_STATE_LIMIT: usize = TASK_STATE_BYTES + PORT_MAP_BYTES;
+const TASK_STATE_LIMIT: usize = TASK_STATE_BYTES as usize + PORT_MAP_BYTES;
 
 static mut TASK_STATE: TaskState = TaskState {
     state: {
-        let mut state = [0; TASK_STATE_BYTES / 2];
+        let mut state = [0; TASK_STATE_WORDS];
         // Offset of the map.
-        state[TASK_STATE_BYTES / 2 - 1] = TASK_STATE_BYTES as u16;
+        state[TASK_STATE_WORDS - 1] = TASK_STATE_BYTES;
         state
     },
     ports: [0; PORT_MAP_BYTES],
