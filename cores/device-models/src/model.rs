@@ -66,6 +66,13 @@ pub struct Writes {
     pub released: Vec<(WindowId, Granted)>,
 }
 
+/// Windows of a write's checks.
+#[derive(Debug, Default)]
+struct Checked {
+    granted: Vec<(WindowId, Granted)>,
+    standing: Vec<(WindowId, Option<Granted>)>,
+}
+
 /// The result of a guest's read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reads {
@@ -235,35 +242,13 @@ impl Model {
             decided: firing.iter().any(|transition| !transition.checks.is_empty()),
             ..Writes::default()
         };
-        let mut standing: Vec<(WindowId, Option<Granted>)> = Vec::new();
-        if writes.decided {
-            let mut granted: Vec<(WindowId, Granted)> = Vec::new();
-            for check in firing.iter().flat_map(|transition| transition.checks) {
-                let view = View { graph: &self.graph, overlay: Some((reg, seen)), access, bases: &no_base };
-                if let Check::Standing(id) = check {
-                    standing.push((*id, check_standing(&self.device.windows[id.index()], &view, grants)));
-                    continue;
-                }
-                let verdict =
-                    run(self.device, check, &view, grants).map_err(|why| refusal(register.name, whole, &why));
-                match verdict {
-                    Ok(None) => {}
-                    Ok(Some(window)) => granted.push(window),
-                    Err(refusal) => {
-                        granted.into_iter().for_each(|(id, window)| self.release(id, window, grants));
-                        for (id, window) in
-                            standing.into_iter().filter_map(|(id, window)| Some((id, window?)))
-                        {
-                            self.release(id, window, grants);
-                        }
-                        return Err(refusal);
-                    }
-                }
-            }
-            for (id, window) in granted {
-                let before = self.windows[id.index()].replace(window);
-                writes.released.extend(before.map(|before| (id, before)));
-            }
+        let view = View { graph: &self.graph, overlay: Some((reg, seen)), access, bases: &no_base };
+        let checks = firing.iter().flat_map(|transition| transition.checks);
+        let Checked { granted, standing } =
+            self.check(checks, &view, grants).map_err(|why| refusal(register.name, whole, &why))?;
+        for (id, window) in granted {
+            let before = self.windows[id.index()].replace(window);
+            writes.released.extend(before.map(|before| (id, before)));
         }
         self.graph.set(reg, stored);
         for (id, window) in standing {
@@ -291,6 +276,36 @@ impl Model {
             writes.forward = None;
         }
         Ok(writes)
+    }
+
+    /// Carries out the checks of a write. If one fails, it returns the reason, and the windows of the others are released.
+    fn check<'c>(
+        &self,
+        checks: impl Iterator<Item = &'c Check>,
+        view: &View<'_>,
+        grants: &mut dyn Grants,
+    ) -> Result<Checked, String> {
+        let mut checked = Checked::default();
+        for check in checks {
+            if let Check::Standing(id) = check {
+                let window = check_standing(&self.device.windows[id.index()], view, grants);
+                checked.standing.push((*id, window));
+                continue;
+            }
+            match run(self.device, check, view, grants) {
+                Ok(None) => {}
+                Ok(Some(window)) => checked.granted.push(window),
+                Err(why) => {
+                    let standing =
+                        checked.standing.into_iter().filter_map(|(id, window)| Some((id, window?)));
+                    for (id, window) in checked.granted.into_iter().chain(standing) {
+                        self.release(id, window, grants);
+                    }
+                    return Err(why);
+                }
+            }
+        }
+        Ok(checked)
     }
 
     /// Releases windows that a write has left unused. Call it after the device has got that write.

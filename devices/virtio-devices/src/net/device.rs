@@ -217,6 +217,34 @@ impl Net {
         }
     }
 
+    /// Sets the backend's offloads and number of queue pairs.
+    fn configure_backend(&self, features: u64) -> Result<(), DeviceError> {
+        let offloads = {
+            let mut state = self.shared.state();
+            *state.offloads.get_or_insert(features & GUEST_OFFLOADS) & features
+        };
+        self.shared
+            .backend
+            .set_guest_offloads(offloads)
+            .map_err(|error| self.host(&format!("set the offloads {offloads:#x}"), error))?;
+        let pairs = if has(features, b::VIRTIO_NET_F_MQ) { self.shared.active_pairs() } else { 1 };
+        self.shared
+            .set_active_pairs(pairs)
+            .map_err(|error| self.host(&format!("activate {pairs} queue pairs"), error))
+    }
+
+    fn start_worker(
+        &mut self,
+        pair: PairWorker,
+        interrupt: &Arc<dyn VirtioInterrupt>,
+    ) -> Result<(), DeviceError> {
+        let name = format!("{}/{}", self.name, pair.index);
+        let worker = Worker::spawn(&name, Arc::clone(interrupt), pair, |pair, poller| pair.run(poller))
+            .map_err(|error| self.host(&format!("start the thread {name}"), error))?;
+        self.workers.push(worker);
+        Ok(())
+    }
+
     fn host(&self, what: &str, source: std::io::Error) -> DeviceError {
         DeviceError::Host { name: self.name.clone(), what: what.to_owned(), source }
     }
@@ -304,19 +332,7 @@ impl VirtioDevice for Net {
 
     fn activate(&mut self, activation: Activation) -> Result<(), DeviceError> {
         let Activation { memory, features, queues, interrupt } = activation;
-        let offloads = {
-            let mut state = self.shared.state();
-            *state.offloads.get_or_insert(features & GUEST_OFFLOADS) & features
-        };
-        self.shared
-            .backend
-            .set_guest_offloads(offloads)
-            .map_err(|error| self.host(&format!("set the offloads {offloads:#x}"), error))?;
-        let pairs = if has(features, b::VIRTIO_NET_F_MQ) { self.shared.active_pairs() } else { 1 };
-        self.shared
-            .set_active_pairs(pairs)
-            .map_err(|error| self.host(&format!("activate {pairs} queue pairs"), error))?;
-
+        self.configure_backend(features)?;
         // Without MQ the control queue follows the first pair (5.1.2).
         let served = if has(features, b::VIRTIO_NET_F_MQ) { self.pairs } else { 1 };
         let control_index = has(features, b::VIRTIO_NET_F_CTRL_VQ).then_some(2 * served);
@@ -377,10 +393,7 @@ impl VirtioDevice for Net {
         self.idle.extend(by_index.into_values());
         self.idle.extend(control);
         for pair in workers {
-            let name = format!("{}/{}", self.name, pair.index);
-            let worker = Worker::spawn(&name, Arc::clone(&interrupt), pair, |pair, poller| pair.run(poller))
-                .map_err(|error| self.host(&format!("start the thread {name}"), error))?;
-            self.workers.push(worker);
+            self.start_worker(pair, &interrupt)?;
         }
         if self.shared.state().announce && has(features, b::VIRTIO_NET_F_GUEST_ANNOUNCE) {
             interrupt.config();
