@@ -73,8 +73,8 @@ static mut TASK_STATE: TaskState = TaskState {
     end: 0xff,
 };
 
-/// Null, 64-bit code and data of ring 0 (selectors 0x10 and 0x18, as the monitor has them), data and 64-bit code of ring 3, and the task state
-/// segment, whose base the entry code fills in.
+/// Null, then code and data of ring 0 with the monitor's selectors, 0x10 and 0x18. Then data and code of ring 3, and the task state segment.
+/// The entry code fills in its base.
 static mut SEGMENTS: [u64; 8] = [
     0,
     0,
