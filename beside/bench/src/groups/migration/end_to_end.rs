@@ -242,6 +242,7 @@ fn add(figures: &mut Figures, moves: &Moves) -> anyhow::Result<()> {
         ("peer", "Peer's pause", |sample| sample.peer, |sample| sample.still_peer, None),
     ];
     for (of, who, sample, still, aim) in pauses {
+        report(&name(of), &sorted(moves, sample));
         figures.add(Figure::new(
             &name(of),
             &format!("{who}: {what}"),
@@ -276,6 +277,12 @@ fn add(figures: &mut Figures, moves: &Moves) -> anyhow::Result<()> {
     phases(figures, moves, &name)
 }
 
+/// Prints the median and the 99th percentile.
+fn report(name: &str, sorted: &[f64]) {
+    let at = |hundredths| percentile(sorted, hundredths).unwrap_or(f64::NAN);
+    eprintln!("bench: migration: {name}: p50 {:.2} ms, p99 {:.2} ms", at(50), at(99));
+}
+
 /// Adds the parts of the guest's pause.
 fn phases(figures: &mut Figures, moves: &Moves, name: &dyn Fn(&str) -> String) -> anyhow::Result<()> {
     let parts: [(&str, &str, Part); 6] = [
@@ -297,9 +304,7 @@ fn phases(figures: &mut Figures, moves: &Moves, name: &dyn Fn(&str) -> String) -
             &Pairs { pairs },
             None,
         ))?;
-        let sorted = sorted(moves, sample);
-        let at = |hundredths| percentile(&sorted, hundredths).unwrap_or(f64::NAN);
-        eprintln!("bench: migration: {}: p50 {:.2} ms, p99 {:.2} ms", name(of), at(50), at(99));
+        report(&name(of), &sorted(moves, sample));
     }
     Ok(())
 }
