@@ -1,10 +1,11 @@
-//! Facilities of the machine that tests need: KVM, root, programs of other packages.
+//! Facilities of the machine that tests need: KVM, root, programs of other packages. Also what test beds share: [`ports`], [`rng`].
 //!
 //! A test without a facility calls [`missing`] and returns. On a developer's machine that prints a line; if the facility is required,
 //! the test fails. `make test` requires every facility that `tools/setup` installs. So a missing package or a changed machine fails
 //! CI, instead of skipping tests.
 
 pub mod ports;
+pub mod rng;
 
 use std::fmt::Display;
 use std::io::Write as _;

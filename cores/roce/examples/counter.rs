@@ -20,7 +20,7 @@ use roce::{
     Arrival, Atomic, Batch, Config, Connection, Event, Kind, Memory, NoReceive, Received, Refusal, Remote,
     Request, Status, Unmoved,
 };
-use roce_testbed::Dice;
+use roce_testbed::SplitMix64;
 
 #[derive(Parser, Clone)]
 #[command(about = "Counts by fetch-and-add over a bad network")]
@@ -31,7 +31,7 @@ struct Arguments {
     /// Connections that add to the counter.
     #[arg(long, default_value_t = 4)]
     connections: usize,
-    /// Of the network's dice.
+    /// Seed of the network's random numbers.
     #[arg(long, default_value_t = 1)]
     seed: u64,
     /// Packets lost, in percent.
@@ -141,7 +141,7 @@ struct World {
     queue: BinaryHeap<Reverse<Happens>>,
     /// When each end is polled next, as far as the queue knows.
     looks: Vec<u64>,
-    dice: Dice,
+    rng: SplitMix64,
     now: u64,
     number: u64,
     sent: u64,
@@ -158,18 +158,18 @@ impl World {
 
     /// Sends a packet as netem does: it is lost, or arrives once or twice, after a delay or at once.
     fn carry(&mut self, to: usize, bytes: &[u8]) {
-        let percent = |dice: &mut Dice, parts: u32| dice.chance(parts * 10);
+        let percent = |rng: &mut SplitMix64, parts: u32| rng.chance(parts * 10);
         self.sent += 1;
-        if percent(&mut self.dice, self.arguments.loss) {
+        if percent(&mut self.rng, self.arguments.loss) {
             self.lost += 1;
             return;
         }
-        let copies = 1 + u32::from(percent(&mut self.dice, self.arguments.duplicate));
+        let copies = 1 + u32::from(percent(&mut self.rng, self.arguments.duplicate));
         for _ in 0..copies {
             let (delay, jitter) = (self.arguments.delay * 1000, self.arguments.jitter * 1000);
-            let micros = match percent(&mut self.dice, self.arguments.reorder) {
+            let micros = match percent(&mut self.rng, self.arguments.reorder) {
                 true => 1,
-                false => (delay + self.dice.below(2 * jitter + 1)).saturating_sub(jitter).max(1),
+                false => (delay + self.rng.below(2 * jitter + 1)).saturating_sub(jitter).max(1),
             };
             self.happens(self.now + u64::from(micros) * 1000, to, Some(bytes.to_vec()));
         }
@@ -246,7 +246,7 @@ fn main() -> ExitCode {
         posted: vec![0; arguments.connections],
         queue: BinaryHeap::new(),
         looks: vec![0; arguments.connections * 2],
-        dice: Dice::new(arguments.seed),
+        rng: SplitMix64::new(arguments.seed),
         now: 0,
         number: 0,
         sent: 0,

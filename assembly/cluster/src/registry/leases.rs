@@ -74,17 +74,17 @@ mod tests {
     /// The index says the same as a scan of all leases, whatever was renewed, removed and extended.
     #[test]
     fn the_next_lease_to_end_is_that_of_a_scan() {
-        let (mut leases, mut dice) = (Leases::default(), nomad_testbed::dice::Dice::new(3));
+        let (mut leases, mut rng) = (Leases::default(), facilities::rng::SplitMix64::new(3));
         let began = Instant::now();
         let mut ended = 0;
         for step in 0..4_000_u32 {
-            let (host, at) = (HostId(dice.between(1, 40)), began + Duration::from_millis(step.into()));
-            match dice.below(20) {
+            let (host, at) = (HostId(rng.between(1, 40)), began + Duration::from_millis(step.into()));
+            match rng.below(20) {
                 0 => leases.remove(host),
-                1 => leases.extend(Duration::from_millis(dice.below(9).into())),
+                1 => leases.extend(Duration::from_millis(rng.below(9).into())),
                 2 => leases.retain(|host| host.0 % 7 != 0),
                 3..8 => ended += u32::from(leases.take_over(at).is_some()),
-                _ => leases.renew(host, at + Duration::from_millis(dice.below(90).into())),
+                _ => leases.renew(host, at + Duration::from_millis(rng.below(90).into())),
             }
             assert_eq!(leases.next(), leases.until.values().copied().min(), "step {step}");
             assert_eq!(leases.in_order.len(), leases.until.len());

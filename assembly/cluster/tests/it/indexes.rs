@@ -7,8 +7,8 @@ use std::collections::BTreeSet;
 use changes::changes;
 use cluster::state::{AboutVm, Change, Nic, State};
 use cluster::{RedbStore, Store as _};
+use facilities::rng::SplitMix64;
 use nomad::{HostId, VmId};
-use nomad_testbed::dice::Dice;
 use proptest::prelude::*;
 
 const SEGMENTS: [&str; 2] = ["blue", "red"];
@@ -60,15 +60,15 @@ fn compare(state: &State) -> Result<(), TestCaseError> {
 }
 
 /// Other NICs of VMs that are there, with addresses that others have as well.
-fn readdressed(dice: &mut Dice) -> Change {
-    let vm = VmId(dice.between(1, 6));
-    let nic = |dice: &mut Dice| Nic {
-        segment: SEGMENTS[dice.below(2) as usize].to_owned(),
-        addresses: (0..dice.below(4)).map(|_| [u8::try_from(dice.below(9)).unwrap(); 16]).collect(),
+fn readdressed(rng: &mut SplitMix64) -> Change {
+    let vm = VmId(rng.between(1, 6));
+    let nic = |rng: &mut SplitMix64| Nic {
+        segment: SEGMENTS[rng.below(2) as usize].to_owned(),
+        addresses: (0..rng.below(4)).map(|_| [u8::try_from(rng.below(9)).unwrap(); 16]).collect(),
         mac: None,
     };
-    let nics = (0..dice.below(3)).map(|_| nic(dice)).collect();
-    Change::Vm(vm, AboutVm { name: VmId(dice.between(1, 6)).to_string(), nics })
+    let nics = (0..rng.below(3)).map(|_| nic(rng)).collect();
+    Change::Vm(vm, AboutVm { name: VmId(rng.between(1, 6)).to_string(), nics })
 }
 
 proptest! {
@@ -76,11 +76,11 @@ proptest! {
 
     #[test]
     fn indexes_say_what_scans_say(seed in any::<u64>()) {
-        let mut dice = Dice::new(seed);
+        let mut rng = SplitMix64::new(seed);
         let mut state = State::default();
         for (number, mut one) in changes(seed % 1_024, 200).into_iter().enumerate() {
-            if dice.chance(300) {
-                one.push(readdressed(&mut dice));
+            if rng.chance(300) {
+                one.push(readdressed(&mut rng));
             }
             for change in &one {
                 state.apply(change);

@@ -14,7 +14,7 @@ use cluster::{RedbStore, Server, ServerConfig, Store as _};
 use common::Says as _;
 use control_api::cluster::Service;
 use control_api::cluster::proto::Speaker;
-use nomad_testbed::dice::Dice;
+use facilities::rng::SplitMix64;
 
 struct Process {
     child: Child,
@@ -69,13 +69,13 @@ impl Acknowledged {
     }
 
     /// One random step. Whether it was answered.
-    fn step(&mut self, dice: &mut Dice, service: &Service, host: Speaker) -> bool {
-        let name = format!("vm{}", dice.below(6));
+    fn step(&mut self, rng: &mut SplitMix64, service: &Service, host: Speaker) -> bool {
+        let name = format!("vm{}", rng.below(6));
         let running: Vec<(String, (u32, u64))> =
             self.vms.iter().filter_map(|(name, vm)| Some((name.clone(), (*vm)?))).collect();
         let ids: Vec<u32> = running.iter().map(|(_, (id, _))| *id).collect();
-        match dice.below(5) {
-            0..=2 => match service.vm(host, &name, 0, u8::try_from(dice.below(200)).unwrap()) {
+        match rng.below(5) {
+            0..=2 => match service.vm(host, &name, 0, u8::try_from(rng.below(200)).unwrap()) {
                 Ok(vm) => {
                     let before = self.vms.insert(name, Some(vm)).flatten();
                     assert!(before.is_none_or(|before| before == vm), "{before:?} became {vm:?}");
@@ -84,8 +84,7 @@ impl Acknowledged {
                 Err(error) => answered(&error),
             },
             3 if !running.is_empty() => {
-                let (name, (id, epoch)) =
-                    &running[dice.below(u32::try_from(running.len()).unwrap()) as usize];
+                let (name, (id, epoch)) = &running[rng.below(u32::try_from(running.len()).unwrap()) as usize];
                 match service.end(host, *id, *epoch) {
                     Ok(()) => {
                         self.end(name, *id);
@@ -142,9 +141,9 @@ fn what_was_answered_is_there_after_each_step() {
     let mut process = Process::start(&path);
     let host = process.service.host("h1", 1, 0).unwrap();
     let mut acknowledged = Acknowledged::default();
-    let mut dice = Dice::new(3);
+    let mut rng = SplitMix64::new(3);
     for step in 0..40 {
-        assert!(acknowledged.step(&mut dice, &process.service, host), "step {step}");
+        assert!(acknowledged.step(&mut rng, &process.service, host), "step {step}");
         process.kill();
         assert_eq!(found(&path), without_ended(&acknowledged), "after step {step}");
         process = Process::start(&path);
@@ -171,12 +170,12 @@ fn a_kill_in_the_middle_loses_nothing_that_was_answered() {
         let stop = Arc::new(AtomicBool::new(false));
         let ended = Arc::clone(&stop);
         let client = std::thread::spawn(move || {
-            let (mut acknowledged, mut dice) = (Acknowledged::default(), Dice::new(round));
+            let (mut acknowledged, mut rng) = (Acknowledged::default(), SplitMix64::new(round));
             let mut before;
             let mut steps = 0;
             loop {
-                before = dice.clone();
-                if !acknowledged.step(&mut dice, &service, host) || ended.load(Ordering::SeqCst) {
+                before = rng.clone();
+                if !acknowledged.step(&mut rng, &service, host) || ended.load(Ordering::SeqCst) {
                     return (acknowledged, before, steps);
                 }
                 steps += 1;
@@ -185,7 +184,7 @@ fn a_kill_in_the_middle_loses_nothing_that_was_answered() {
         std::thread::sleep(Duration::from_millis(20 + 37 * (round % 8)));
         process.kill();
         stop.store(true, Ordering::SeqCst);
-        let (acknowledged, dice, answered) = client.join().unwrap();
+        let (acknowledged, rng, answered) = client.join().unwrap();
         steps += answered;
         let there = found(&path);
         if there == without_ended(&acknowledged) {
@@ -204,8 +203,8 @@ fn a_kill_in_the_middle_loses_nothing_that_was_answered() {
         // Or something that, said again to a new process, changes nothing.
         let process = Process::start(&path);
         assert_eq!(process.service.host("h1", 1, host.incarnation).unwrap(), host);
-        let (mut repeated, mut dice) = (acknowledged.clone(), dice);
-        assert!(repeated.step(&mut dice, &process.service, host));
+        let (mut repeated, mut rng) = (acknowledged.clone(), rng);
+        assert!(repeated.step(&mut rng, &process.service, host));
         process.kill();
         assert_eq!(found(&path), there, "round {round}");
         assert_eq!(without_ended(&repeated), there, "round {round}");

@@ -14,9 +14,9 @@ use cluster::state::{AboutVm, Change, Nic, State};
 use cluster::term::Term;
 use cluster::{KvStore, RedbStore, Store as _, StoreError};
 use cluster_testbed::{FakeKv, Fate};
+use facilities::rng::SplitMix64;
 use nomad::VmId;
 use nomad::coordinator::Record;
-use nomad_testbed::dice::Dice;
 use proptest::prelude::*;
 
 const PREFIX: &str = "/causeway";
@@ -86,15 +86,15 @@ proptest! {
     fn what_is_said_is_so(seed in any::<u64>()) {
         let kv = FakeKv::default();
         let mut store = open(&kv);
-        let mut dice = Dice::new(seed);
+        let mut rng = SplitMix64::new(seed);
         let mut expected = State::default();
         for (number, mut one) in changes(seed % 64, 80).into_iter().enumerate() {
-            if dice.chance(200) {
-                one.extend(many(dice.between(90, 350)));
+            if rng.chance(200) {
+                one.extend(many(rng.between(90, 350)));
             }
-            for _ in 0..dice.below(5) {
+            for _ in 0..rng.below(5) {
                 let fates = [Fate::Answered, Fate::RequestLost, Fate::AnswerLost, Fate::Late, Fate::Refused];
-                kv.fate(&[fates[dice.below(5) as usize]]);
+                kv.fate(&[fates[rng.below(5) as usize]]);
             }
             let mut with = expected.clone();
             for change in &one {
@@ -114,10 +114,10 @@ proptest! {
                 Err(other) => panic!("{other}"),
             }
             kv.calm();
-            if dice.chance(300) {
+            if rng.chance(300) {
                 kv.arrive();
             }
-            if dice.chance(200) || !store.term().holds() {
+            if rng.chance(200) || !store.term().holds() {
                 store = open(&kv);
             }
             prop_assert_eq!(store.state(), &expected, "change {}", number);

@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use changes::{after, changes};
 use cluster::state::Change;
 use cluster::{RedbStore, Store as _, StoreError};
-use nomad_testbed::dice::Dice;
+use facilities::rng::SplitMix64;
 
 /// A store that is opened after a record has all records up to it. All kinds of records occur.
 #[test]
@@ -41,7 +41,7 @@ fn what_is_written_is_read() {
 #[test]
 fn a_killed_process_leaves_whole_records() {
     let folder = tempfile::tempdir().unwrap();
-    let mut dice = Dice::new(1);
+    let mut rng = SplitMix64::new(1);
     for round in 0..12 {
         let path = folder.path().join(format!("{round}.redb"));
         let mut writer = Command::new(std::env::current_exe().unwrap())
@@ -52,7 +52,7 @@ fn a_killed_process_leaves_whole_records() {
             .spawn()
             .unwrap();
         let lines = BufReader::new(writer.stdout.take().unwrap()).lines();
-        let enough = usize::try_from(dice.between(1, 60)).unwrap();
+        let enough = usize::try_from(rng.between(1, 60)).unwrap();
         let mut said = 0;
         for line in lines.map_while(Result::ok) {
             if let Some(count) = line.strip_prefix("written ") {

@@ -16,7 +16,6 @@
 
 pub mod check;
 pub mod cluster;
-pub mod dice;
 pub mod engine;
 mod faults;
 pub mod monitors;

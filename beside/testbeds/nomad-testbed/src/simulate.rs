@@ -12,7 +12,7 @@ use nomad::config::{Config, Plant};
 use nomad::names::{HostId, MigrationId, Node, VmId};
 
 use super::cluster::{Cluster, Pending, Work};
-use super::dice::Dice;
+use facilities::rng::SplitMix64;
 
 pub use scenes::{Paths, Scene, run_slowly, run_with};
 
@@ -139,7 +139,7 @@ impl Report {
 
 struct Run {
     cluster: Cluster,
-    dice: Dice,
+    rng: SplitMix64,
     now: u64,
     count: u64,
     queue: BinaryHeap<Reverse<(u64, u64, Pending)>>,
@@ -167,10 +167,10 @@ struct Run {
 }
 
 impl Run {
-    fn new(dice: Dice, cluster: Cluster, out: Vec<Pending>) -> Self {
+    fn new(rng: SplitMix64, cluster: Cluster, out: Vec<Pending>) -> Self {
         Self {
             cluster,
-            dice,
+            rng,
             now: 0,
             count: 0,
             queue: BinaryHeap::new(),
@@ -204,8 +204,8 @@ impl Run {
     /// Puts what has come out in flight.
     fn schedule(&mut self) {
         for pending in std::mem::take(&mut self.out) {
-            let slow = self.delays > 0 && self.dice.chance(self.delays);
-            let mut between = |low: u32, high: u32| u64::from(self.dice.between(low, high));
+            let slow = self.delays > 0 && self.rng.chance(self.delays);
+            let mut between = |low: u32, high: u32| u64::from(self.rng.between(low, high));
             let after = match &pending {
                 Pending::Message(_) | Pending::Direct(_) | Pending::Data { .. } | Pending::Done { .. } => {
                     between(20, if slow { 60_000 } else { 150 })
@@ -218,9 +218,9 @@ impl Run {
                     u64::from(*after_ms) * 1_000
                 }
             };
-            if matches!(pending, Pending::Message(_) | Pending::Direct(_)) && self.dice.chance(self.repeats) {
+            if matches!(pending, Pending::Message(_) | Pending::Direct(_)) && self.rng.chance(self.repeats) {
                 self.report.repeated += 1;
-                let later = after + u64::from(self.dice.between(1, 100_000));
+                let later = after + u64::from(self.rng.between(1, 100_000));
                 self.push(later, pending.clone());
             }
             self.push(after, pending);
@@ -271,8 +271,8 @@ impl Run {
             served && (self.is_unserved(from) || self.is_unserved(to)) || self.is_cut(from) || self.is_cut(to)
         };
         let lost = ends.is_some_and(|(from, to)| from != to && away(from, to))
-            || ends.is_some() && self.dice.chance(self.losses)
-            || self.cluster.is_lost_freely(&pending) && self.dice.chance(500);
+            || ends.is_some() && self.rng.chance(self.losses)
+            || self.cluster.is_lost_freely(&pending) && self.rng.chance(500);
         match (&pending, ends) {
             (Pending::Direct(_), _) => self.report.direct += 1,
             (Pending::Message(_), Some((Node::Host(_), Node::Host(_)))) => self.report.passed_on += 1,
@@ -319,7 +319,7 @@ impl Run {
         for data in ready {
             let Pending::Data { vm, peer, .. } = &data else { continue };
             let last = self.sent.entry((*vm, *peer)).or_default();
-            if *last == 0 || self.now >= *last + RETRY_INTERVAL_US || self.dice.chance(300) {
+            if *last == 0 || self.now >= *last + RETRY_INTERVAL_US || self.rng.chance(300) {
                 *last = self.now.max(1);
                 self.out.push(data);
             }
@@ -375,11 +375,11 @@ impl Run {
     /// Which hosts reach each other directly: none, some, all, or it changes during the run.
     fn choose_paths(&mut self) {
         let pairs = self.cluster.pairs();
-        match self.dice.below(4) {
+        match self.rng.below(4) {
             0 => pairs.into_iter().for_each(|pair| self.cluster.sever(pair)),
             1 => {
                 for pair in pairs {
-                    if self.dice.chance(300) {
+                    if self.rng.chance(300) {
                         self.cluster.sever(pair);
                     }
                 }
@@ -391,11 +391,11 @@ impl Run {
 
     /// Direct paths break, and work again.
     fn sever(&mut self) {
-        if !self.dice.chance(self.severs) {
+        if !self.rng.chance(self.severs) {
             return;
         }
         let pairs = self.cluster.pairs();
-        let at = self.dice.below(u32::try_from(pairs.len().max(1)).unwrap_or(1)) as usize;
+        let at = self.rng.below(u32::try_from(pairs.len().max(1)).unwrap_or(1)) as usize;
         let Some(pair) = pairs.get(at) else { return };
         if !self.cluster.severed.remove(pair) {
             self.report.severed += 1;
@@ -495,37 +495,37 @@ fn config_of(seed: u64, plant: Plant, fan: u8) -> (Config, u64) {
 /// # Errors
 /// What is wrong.
 pub fn run(seed: u64, plant: Plant) -> Result<Report, String> {
-    let mut dice = Dice::new(seed);
-    let hosts = dice.between(2, 9);
-    let vms = dice.between(2, 8);
-    let fan = [0, 1, 2, 4][dice.below(4) as usize];
+    let mut rng = SplitMix64::new(seed);
+    let hosts = rng.between(2, 9);
+    let vms = rng.between(2, 8);
+    let fan = [0, 1, 2, 4][rng.below(4) as usize];
     let mut out = Vec::new();
     let (config, scale) = config_of(seed, plant, fan);
     let cluster = Cluster::new(hosts, 40, config, &mut out);
-    let mut run = Run::new(dice, cluster, out);
+    let mut run = Run::new(rng, cluster, out);
     run.schedule();
     // All hosts are known before the first VM.
     while run.step(5_000) {}
     let mut names = Vec::new();
     for vm in (1..=vms).map(VmId) {
-        let host = HostId(run.dice.between(1, hosts));
+        let host = HostId(run.rng.between(1, hosts));
         run.cluster.start_vm(vm, host, &mut run.out);
         names.push(vm);
     }
     let mut links = BTreeSet::new();
-    for _ in 0..run.dice.between(1, vms * 2) {
-        let (a, b) = (VmId(run.dice.between(1, vms)), VmId(run.dice.between(1, vms)));
+    for _ in 0..run.rng.between(1, vms * 2) {
+        let (a, b) = (VmId(run.rng.between(1, vms)), VmId(run.rng.between(1, vms)));
         if a != b && links.insert((a.min(b), a.max(b))) {
             run.cluster.link(a, b, &mut run.out);
         }
     }
     run.schedule();
-    run.losses = [0, 0, 5, 50, 150][run.dice.below(5) as usize];
-    run.repeats = [0, 0, 10, 100][run.dice.below(4) as usize];
-    run.delays = [0, 0, 10, 100][run.dice.below(4) as usize];
+    run.losses = [0, 0, 5, 50, 150][run.rng.below(5) as usize];
+    run.repeats = [0, 0, 10, 100][run.rng.below(4) as usize];
+    run.delays = [0, 0, 10, 100][run.rng.below(4) as usize];
     run.choose_paths();
-    let harms = [0, 0, 1, 1, 2, 4][run.dice.below(6) as usize];
-    let (mut migrate_at, mut harm_at) = (run.now, run.now + scale * u64::from(run.dice.between(1, 60_000)));
+    let harms = [0, 0, 1, 1, 2, 4][run.rng.below(6) as usize];
+    let (mut migrate_at, mut harm_at) = (run.now, run.now + scale * u64::from(run.rng.between(1, 60_000)));
     let (mut harms_left, mut cancel) = (harms, None::<(u64, MigrationId)>);
     while run.now < scale * FAULTS_END {
         let next = run.now + 500;
@@ -536,17 +536,17 @@ pub fn run(seed: u64, plant: Plant) -> Result<Report, String> {
         run.send();
         run.sever();
         if run.now >= migrate_at {
-            let moves = wishes(&mut run.dice, &names, &run.cluster, hosts);
+            let moves = wishes(&mut run.rng, &names, &run.cluster, hosts);
             let begun = run.cluster.migrate(&moves, &mut run.out);
-            if run.dice.chance(400) {
+            if run.rng.chance(400) {
                 // Another one at the same time, of peers as often as not.
-                let moves = wishes(&mut run.dice, &names, &run.cluster, hosts);
+                let moves = wishes(&mut run.rng, &names, &run.cluster, hosts);
                 run.cluster.migrate(&moves, &mut run.out);
             }
             run.schedule();
-            migrate_at = run.now + scale * u64::from(run.dice.between(1_000, 60_000));
-            if let Some(migration) = begun.filter(|_| run.dice.chance(80)) {
-                cancel = Some((run.now + u64::from(run.dice.between(1, 12_000)), migration));
+            migrate_at = run.now + scale * u64::from(run.rng.between(1_000, 60_000));
+            if let Some(migration) = begun.filter(|_| run.rng.chance(80)) {
+                cancel = Some((run.now + u64::from(run.rng.between(1, 12_000)), migration));
             }
         }
         if let Some((at, migration)) = cancel
@@ -558,39 +558,40 @@ pub fn run(seed: u64, plant: Plant) -> Result<Report, String> {
         }
         if run.now >= harm_at && harms_left > 0 {
             harms_left -= 1;
-            let node = match run.dice.below(4) {
+            let node = match run.rng.below(4) {
                 0 => Node::Coordinator,
-                _ => Node::Host(HostId(run.dice.between(1, hosts))),
+                _ => Node::Host(HostId(run.rng.between(1, hosts))),
             };
-            let harm = match run.dice.below(20) {
+            let harm = match run.rng.below(20) {
                 0 => Harm::Death,
                 1 | 2 => Harm::Renumber,
                 3..=10 => Harm::Kill,
                 11..=14 => Harm::Unserved,
                 _ => Harm::Partition,
             };
-            let for_how_long = scale * u64::from(run.dice.between(100, 300_000));
+            let for_how_long = scale * u64::from(run.rng.between(100, 300_000));
             run.harm(node, harm, if harm.lasts() == 0 { 0 } else { for_how_long });
-            harm_at = run.now + scale * u64::from(run.dice.between(1, 60_000));
+            harm_at = run.now + scale * u64::from(run.rng.between(1, 60_000));
         }
     }
     run.end()
 }
 
 /// A random group, or two VMs that change places.
-fn wishes(dice: &mut Dice, vms: &[VmId], cluster: &Cluster, hosts: u32) -> Vec<(VmId, HostId)> {
-    let pick = |dice: &mut Dice| vms.get(dice.below(u32::try_from(vms.len()).unwrap_or(1)) as usize).copied();
+fn wishes(rng: &mut SplitMix64, vms: &[VmId], cluster: &Cluster, hosts: u32) -> Vec<(VmId, HostId)> {
+    let pick =
+        |rng: &mut SplitMix64| vms.get(rng.below(u32::try_from(vms.len()).unwrap_or(1)) as usize).copied();
     let host = |vm: VmId| cluster.disk.vms.get(&vm).map(|owner| owner.host);
-    if dice.chance(300)
-        && let (Some(a), Some(b)) = (pick(dice), pick(dice))
+    if rng.chance(300)
+        && let (Some(a), Some(b)) = (pick(rng), pick(rng))
         && let (Some(at), Some(bt)) = (host(a), host(b))
     {
         return vec![(a, bt), (b, at)];
     }
     let mut group = BTreeMap::new();
-    for _ in 0..dice.between(1, 4) {
-        if let Some(vm) = pick(dice) {
-            group.insert(vm, HostId(dice.between(1, hosts)));
+    for _ in 0..rng.between(1, 4) {
+        if let Some(vm) = pick(rng) {
+            group.insert(vm, HostId(rng.between(1, hosts)));
         }
     }
     group.into_iter().filter(|(vm, to)| host(*vm) != Some(*to)).collect()

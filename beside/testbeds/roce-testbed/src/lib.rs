@@ -2,7 +2,6 @@
 //!
 //! A run is a function of its seed. `cores/roce/examples/simulate_connections.rs` runs many of them.
 
-mod dice;
 #[cfg(test)]
 mod explore;
 mod moving;
@@ -11,5 +10,5 @@ mod oracle;
 mod program;
 mod world;
 
-pub use dice::Dice;
+pub use facilities::rng::SplitMix64;
 pub use world::{Options, Report, Violation, run};

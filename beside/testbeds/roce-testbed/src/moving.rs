@@ -26,8 +26,8 @@ impl World {
             }
         }
         let open = self.links[link as usize].flows.iter().any(|flow| !flow.is_done());
-        if open && self.dice.chance(900) {
-            let after = u64::from(self.dice.below(100_000_000 / self.faults.saves.max(1) / 100));
+        if open && self.rng.chance(900) {
+            let after = u64::from(self.rng.below(100_000_000 / self.faults.saves.max(1) / 100));
             self.schedule(after, link, 0, Event::Save);
         }
     }

@@ -14,17 +14,17 @@ impl World {
             (partition.endpoint == a || partition.endpoint == b)
                 && (partition.from..partition.until).contains(&now)
         });
-        if parted || self.dice.chance(faults.loss) {
+        if parted || self.rng.chance(faults.loss) {
             self.report.lost += 1;
             self.tell("lost", link, 1 - from, bytes);
             self.disturb(link);
             return;
         }
-        let copies = 1 + u32::from(self.dice.chance(faults.duplication));
+        let copies = 1 + u32::from(self.rng.chance(faults.duplication));
         for copy in 0..copies {
-            let mut delay = 1_000 + u64::from(self.dice.below(faults.jitter + 1));
-            if self.dice.chance(faults.reordering) {
-                delay += u64::from(self.dice.below(15_000));
+            let mut delay = 1_000 + u64::from(self.rng.below(faults.jitter + 1));
+            if self.rng.chance(faults.reordering) {
+                delay += u64::from(self.rng.below(15_000));
             }
             debug_assert!(delay < MOST_DELAY);
             let arrival = self.now + delay;
@@ -36,7 +36,7 @@ impl World {
                 self.tell("disturbed", link, 1 - from, bytes);
                 self.disturb(link);
             }
-            let marked = self.dice.chance(faults.marking);
+            let marked = self.rng.chance(faults.marking);
             let packet = self.free.pop().unwrap_or_else(|| {
                 self.packets.push(Vec::new());
                 (self.packets.len() - 1) as u32

@@ -5,9 +5,9 @@ use roce::memory::{Atomic, Memory, Received, ReceivedOperation, Remote};
 use roce::request::Kind;
 use roce::status::{Event, NoReceive, Refusal, Status, Unmoved};
 
-use super::dice::Dice;
 use super::program::{KEY, Op, RECEIVE, WORDS, byte, index_of};
 use super::world::MOST_LATE;
+use facilities::rng::SplitMix64;
 
 /// One direction of a connection: the requests of one end, their completions there, and their execution at the other end.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
@@ -97,7 +97,7 @@ pub(super) struct End<'a> {
 /// Not-present memory, and until when.
 pub(super) struct Late<'a> {
     pub until: &'a mut u64,
-    pub dice: &'a mut Dice,
+    pub rng: &'a mut SplitMix64,
     /// Probability that an access finds it not present, in parts of 1000.
     pub chance: u32,
 }
@@ -106,8 +106,8 @@ impl End<'_> {
     /// Whether this access finds its memory not present.
     fn is_late(&mut self) -> bool {
         let Some(late) = &mut self.late else { return false };
-        if *late.until <= self.now && late.dice.chance(late.chance) {
-            *late.until = self.now + 1 + u64::from(late.dice.below(MOST_LATE));
+        if *late.until <= self.now && late.rng.chance(late.chance) {
+            *late.until = self.now + 1 + u64::from(late.rng.below(MOST_LATE));
         }
         let is_late = *late.until > self.now;
         if is_late {

@@ -9,7 +9,7 @@ use roce::packet::DEFAULT_PKEY;
 use roce::request::{Kind, Request};
 use roce::status::Status;
 
-use super::dice::Dice;
+use facilities::rng::SplitMix64;
 
 /// Bytes of every receive.
 pub(super) const RECEIVE: u32 = 4096;
@@ -61,8 +61,8 @@ pub(super) struct Faults {
 }
 
 impl Faults {
-    pub(super) fn roll(dice: &mut Dice) -> Self {
-        let mut some = |most: u32, parts: u32| if dice.chance(parts) { dice.between(1, most) } else { 0 };
+    pub(super) fn roll(rng: &mut SplitMix64) -> Self {
+        let mut some = |most: u32, parts: u32| if rng.chance(parts) { rng.between(1, most) } else { 0 };
         Self {
             loss: some(150, 700),
             duplication: some(100, 500),
@@ -73,26 +73,26 @@ impl Faults {
             migrations: some(3, 250),
             saves: some(100, 300),
             late_receives: some(700, 600),
-            kill: dice.chance(80),
-            errors: dice.chance(150),
-            no_receives: dice.chance(50),
-            late_memory: if dice.chance(300) { dice.between(1, 100) } else { 0 },
+            kill: rng.chance(80),
+            errors: rng.chance(150),
+            no_receives: rng.chance(50),
+            late_memory: if rng.chance(300) { rng.between(1, 100) } else { 0 },
         }
     }
 }
 
 /// Attributes of both ends of a connection, consistent with each other.
-pub(super) fn roll_configs(dice: &mut Dice, faults: &Faults, plant: Plant, index: u32) -> [Config; 2] {
-    let first_psn = |dice: &mut Dice| match dice.below(4) {
+pub(super) fn roll_configs(rng: &mut SplitMix64, faults: &Faults, plant: Plant, index: u32) -> [Config; 2] {
+    let first_psn = |rng: &mut SplitMix64| match rng.below(4) {
         // Just before the wrap.
-        0 => 0xFF_FFFF - dice.below(20),
-        1 => dice.below(3),
-        _ => dice.below(1 << 24),
+        0 => 0xFF_FFFF - rng.below(20),
+        1 => rng.below(3),
+        _ => rng.below(1 << 24),
     };
-    let psns = [first_psn(dice), first_psn(dice)];
-    let depths = [u8_below(dice, 4) + 1, u8_below(dice, 4) + 1];
-    let reliability = if dice.chance(60) { Reliability::Unreliable } else { Reliability::Reliable };
-    let window = [1, 2, 3, 4, 8, 16, 32][dice.below(7) as usize];
+    let psns = [first_psn(rng), first_psn(rng)];
+    let depths = [u8_below(rng, 4) + 1, u8_below(rng, 4) + 1];
+    let reliability = if rng.chance(60) { Reliability::Unreliable } else { Reliability::Reliable };
+    let window = [1, 2, 3, 4, 8, 16, 32][rng.below(7) as usize];
     let congestion = (faults.marking > 0).then(|| Parameters {
         line_rate: 1e9,
         // A packet takes less than a sixth of the shortest timeout.
@@ -101,11 +101,11 @@ pub(super) fn roll_configs(dice: &mut Dice, faults: &Faults, plant: Plant, index
         hyper: 5e7,
         ..Parameters::default()
     });
-    let timeout = u8_below(dice, 2) + 5;
-    let rnr_retry = if faults.no_receives { u8_below(dice, 4) } else { 7 };
-    let min_rnr_timer = u8_below(dice, 8) + 1;
-    let max_requests = dice.between(1, 8);
-    let yields_to_loss = dice.chance(500);
+    let timeout = u8_below(rng, 2) + 5;
+    let rnr_retry = if faults.no_receives { u8_below(rng, 4) } else { 7 };
+    let min_rnr_timer = u8_below(rng, 8) + 1;
+    let max_requests = rng.between(1, 8);
+    let yields_to_loss = rng.chance(500);
     [0, 1].map(|side: usize| Config {
         reliability,
         qpn: 2 * index + u32::from(side == 1) + 2,
@@ -130,8 +130,8 @@ pub(super) fn roll_configs(dice: &mut Dice, faults: &Faults, plant: Plant, index
     })
 }
 
-fn u8_below(dice: &mut Dice, limit: u32) -> u8 {
-    u8::try_from(dice.below(limit)).unwrap_or(0)
+fn u8_below(rng: &mut SplitMix64, limit: u32) -> u8 {
+    u8::try_from(rng.below(limit)).unwrap_or(0)
 }
 
 /// The address that encodes request `index` of a flow; a word's number follows it.
@@ -145,38 +145,38 @@ pub(super) fn index_of(address: u64) -> Option<usize> {
 }
 
 /// A program of a few requests.
-pub(super) fn roll_program(dice: &mut Dice, faults: &Faults, config: &Config) -> Vec<Op> {
-    let count = dice.below(7) as usize;
+pub(super) fn roll_program(rng: &mut SplitMix64, faults: &Faults, config: &Config) -> Vec<Op> {
+    let count = rng.below(7) as usize;
     let unreliable = config.reliability == Reliability::Unreliable;
     let mut ops = Vec::with_capacity(count);
     for index in 0..count {
-        let length = match dice.below(6) {
+        let length = match rng.below(6) {
             0 => 0,
-            1 => dice.between(1, 8),
-            2 => 256 * dice.between(1, 8),
-            3 => dice.between(1, RECEIVE),
-            _ => dice.between(1, 1500),
+            1 => rng.between(1, 8),
+            2 => 256 * rng.between(1, 8),
+            3 => rng.between(1, RECEIVE),
+            _ => rng.between(1, 1500),
         };
         let remote = Remote { address: address(index, 0), rkey: KEY };
-        let word = Remote { address: address(index, dice.below(4)), rkey: KEY };
+        let word = Remote { address: address(index, rng.below(4)), rkey: KEY };
         let mark = (index as u32).to_be_bytes();
-        let kind = match dice.below(if unreliable { 4 } else { 11 }) {
+        let kind = match rng.below(if unreliable { 4 } else { 11 }) {
             0 => Kind::Send { immediate: unreliable.then_some(mark), invalidate: None },
             1 => Kind::Send { immediate: Some(mark), invalidate: None },
             2 => Kind::Write { remote, immediate: None },
             3 => Kind::Write { remote, immediate: Some(mark) },
             4 => Kind::Send { immediate: None, invalidate: Some(index as u32) },
             5 | 6 => Kind::Read { remote },
-            7 | 8 => Kind::FetchAdd { remote: word, add: dice.bits() },
-            9 => Kind::CompareSwap { remote: word, compare: 0, swap: dice.bits() },
-            _ => Kind::Local { wait: dice.chance(500) },
+            7 | 8 => Kind::FetchAdd { remote: word, add: rng.bits() },
+            9 => Kind::CompareSwap { remote: word, compare: 0, swap: rng.bits() },
+            _ => Kind::Local { wait: rng.chance(500) },
         };
         let mut request = Request::new(index as u64, kind, length);
-        request.fence = dice.chance(100);
-        request.solicited = dice.chance(200);
+        request.fence = rng.chance(100);
+        request.solicited = rng.chance(200);
         let mut op = Op { request, expected: Status::Success, lost_from: None, refused: false };
-        if faults.errors && !unreliable && dice.chance(150) {
-            make_wrong(dice, &mut op);
+        if faults.errors && !unreliable && rng.chance(150) {
+            make_wrong(rng, &mut op);
         }
         ops.push(op);
     }
@@ -184,15 +184,15 @@ pub(super) fn roll_program(dice: &mut Dice, faults: &Faults, config: &Config) ->
 }
 
 /// Makes a request invalid.
-fn make_wrong(dice: &mut Dice, op: &mut Op) {
-    match (&mut op.request.kind, dice.below(3)) {
+fn make_wrong(rng: &mut SplitMix64, op: &mut Op) {
+    match (&mut op.request.kind, rng.below(3)) {
         (Kind::Send { .. }, 0) => {
-            op.request.length = RECEIVE + dice.between(1, 600);
+            op.request.length = RECEIVE + rng.between(1, 600);
             op.expected = Status::RemoteInvalidRequest;
             op.refused = true;
         }
         (Kind::Send { .. } | Kind::Write { .. }, 1) if op.request.length > 0 => {
-            op.lost_from = Some(dice.below(op.request.length) / 256 * 256);
+            op.lost_from = Some(rng.below(op.request.length) / 256 * 256);
             op.expected = Status::LocalProtection;
         }
         (Kind::Write { remote, .. } | Kind::Read { remote }, _) if op.request.length > 0 => {

@@ -13,9 +13,9 @@ use roce::request::{Kind, PostError};
 use roce::saved;
 use roce::timing;
 
-use super::dice::Dice;
 use super::oracle::{End, Flow, Late, Verdict};
 use super::program::{Faults, WORDS, roll_configs, roll_program};
+use facilities::rng::SplitMix64;
 
 /// Options of all runs.
 #[derive(Debug, Clone, Copy, Default)]
@@ -131,7 +131,7 @@ pub(super) struct Partition {
 
 pub(super) struct World {
     pub seed: u64,
-    pub dice: Dice,
+    pub rng: SplitMix64,
     pub now: u64,
     pub faults: Faults,
     pub links: Vec<Link>,
@@ -165,14 +165,14 @@ pub fn run(seed: u64, options: &Options) -> Result<Report, Violation> {
 
 impl World {
     fn new(seed: u64, options: &Options) -> Self {
-        let mut dice = Dice::new(seed);
-        let faults = Faults::roll(&mut dice);
-        let endpoints = match dice.below(100) {
+        let mut rng = SplitMix64::new(seed);
+        let faults = Faults::roll(&mut rng);
+        let endpoints = match rng.below(100) {
             0..70 => 2,
-            70..95 => dice.between(3, 8),
-            _ => dice.between(9, 64),
+            70..95 => rng.between(3, 8),
+            _ => rng.between(9, 64),
         } as usize;
-        let connections = if endpoints == 2 { dice.between(1, 3) as usize } else { endpoints };
+        let connections = if endpoints == 2 { rng.between(1, 3) as usize } else { endpoints };
         let mut world = Self {
             seed,
             now: 1_000_000,
@@ -190,32 +190,32 @@ impl World {
             buffer: vec![0; 16 * 320],
             lengths: Vec::new(),
             trace: options.trace,
-            dice,
+            rng,
         };
         world.report.endpoints = endpoints as u64;
         world.report.connections = connections as u64;
         for index in 0..connections {
             // Each endpoint is connected to some other; two are connected to each other.
             let from = index % endpoints;
-            let step = 1 + world.dice.below(endpoints as u32 - 1) as usize;
+            let step = 1 + world.rng.below(endpoints as u32 - 1) as usize;
             world.connect(index, [from, (from + step) % endpoints], options.plant);
         }
         for _ in 0..faults.partitions {
-            let endpoint = world.dice.below(endpoints as u32) as usize;
-            let from = world.now + u64::from(world.dice.below(500_000));
-            let until = from + u64::from(world.dice.below(2_000_000));
+            let endpoint = world.rng.below(endpoints as u32) as usize;
+            let from = world.now + u64::from(world.rng.below(500_000));
+            let until = from + u64::from(world.rng.below(2_000_000));
             world.partitions.push(Partition { endpoint, from, until });
         }
         if faults.kill {
-            let endpoint = world.dice.below(endpoints as u32) as usize;
-            world.kill = Some((endpoint, world.now + u64::from(world.dice.below(200_000))));
+            let endpoint = world.rng.below(endpoints as u32) as usize;
+            world.kill = Some((endpoint, world.now + u64::from(world.rng.below(200_000))));
         }
         world
     }
 
     fn connect(&mut self, index: usize, endpoints: [usize; 2], plant: Plant) {
-        let configs = roll_configs(&mut self.dice, &self.faults, plant, index as u32);
-        let programs = [0, 1].map(|side: usize| roll_program(&mut self.dice, &self.faults, &configs[side]));
+        let configs = roll_configs(&mut self.rng, &self.faults, plant, index as u32);
+        let programs = [0, 1].map(|side: usize| roll_program(&mut self.rng, &self.faults, &configs[side]));
         let mut sides = Vec::new();
         let mut flows = Vec::new();
         for (side, program) in programs.into_iter().enumerate() {
@@ -233,11 +233,11 @@ impl World {
                 })
                 .count();
             let mut needed = u32::try_from(needed).unwrap_or(0);
-            if self.faults.no_receives && self.dice.chance(500) {
-                needed = self.dice.below(needed + 1);
+            if self.faults.no_receives && self.rng.chance(500) {
+                needed = self.rng.below(needed + 1);
             }
             let mut flow = Flow::new((2 * index + side) as u32, program, configs[side].reliability);
-            let late = (0..needed).filter(|_| self.dice.chance(self.faults.late_receives)).count() as u32;
+            let late = (0..needed).filter(|_| self.rng.chance(self.faults.late_receives)).count() as u32;
             flow.receives = needed - late;
             flows.push(flow);
             sides.push((connection, endpoints[side], late));
@@ -264,18 +264,18 @@ impl World {
         self.links.push(Link { sides: [a, b], flows: [there, back] });
         let link = (self.links.len() - 1) as u32;
         for side in 0..2 {
-            let after = u64::from(self.dice.below(20_000));
+            let after = u64::from(self.rng.below(20_000));
             self.schedule(after, link, side, Event::Post);
             self.schedule_receive(link, side);
         }
         for _ in 0..self.faults.migrations {
-            let at = u64::from(self.dice.below(150_000));
-            let until = self.now + at + u64::from(self.dice.below(1_000_000));
-            let side = self.dice.below(2) as u8;
+            let at = u64::from(self.rng.below(150_000));
+            let until = self.now + at + u64::from(self.rng.below(1_000_000));
+            let side = self.rng.below(2) as u8;
             self.schedule(at, link, side, Event::Hold { until });
         }
         if self.faults.saves > 0 {
-            let at = u64::from(self.dice.below(50_000));
+            let at = u64::from(self.rng.below(50_000));
             self.schedule(at, link, 0, Event::Save);
         }
     }
@@ -286,7 +286,7 @@ impl World {
     }
 
     fn schedule_receive(&mut self, link: u32, side: u8) {
-        let after = u64::from(self.dice.below(100_000));
+        let after = u64::from(self.rng.below(100_000));
         if self.links[link as usize].sides[usize::from(side)].receives_due > 0 {
             self.schedule(after, link, side, Event::Receive);
         }
@@ -406,7 +406,7 @@ impl World {
             verdict: &mut self.verdict,
             late: Some(Late {
                 until: &mut own.late_until,
-                dice: &mut self.dice,
+                rng: &mut self.rng,
                 chance: self.faults.late_memory,
             }),
         };
@@ -420,7 +420,7 @@ impl World {
 
     fn post(&mut self, link: u32, at: u8) {
         if self.links[link as usize].sides[usize::from(at)].moving.is_some() {
-            let after = 10_000 + u64::from(self.dice.below(10_000));
+            let after = 10_000 + u64::from(self.rng.below(10_000));
             self.schedule(after, link, at, Event::Post);
             return;
         }
@@ -433,7 +433,7 @@ impl World {
             match side.connection.post(op.request) {
                 Ok(()) => flow.posted += 1,
                 Err(PostError::Full) => {
-                    again = Some(2_000 + u64::from(self.dice.below(20_000)));
+                    again = Some(2_000 + u64::from(self.rng.below(20_000)));
                     break;
                 }
                 Err(PostError::Failed) => {
@@ -450,8 +450,8 @@ impl World {
                     break;
                 }
             }
-            if self.dice.chance(200) {
-                again = Some(u64::from(self.dice.below(30_000)));
+            if self.rng.chance(200) {
+                again = Some(u64::from(self.rng.below(30_000)));
                 break;
             }
         }
@@ -467,7 +467,7 @@ impl World {
     fn transmit_soon(&mut self, link: u32, at: u8) {
         let side = &mut self.links[link as usize].sides[usize::from(at)];
         if !std::mem::replace(&mut side.transmit, true) {
-            let after = u64::from(self.dice.below(2_000));
+            let after = u64::from(self.rng.below(2_000));
             self.schedule(after, link, at, Event::Transmit);
         }
     }
@@ -481,7 +481,7 @@ impl World {
         let mut lengths = std::mem::take(&mut self.lengths);
         let mut idle = 0;
         while self.verdict.is_none() {
-            let most = 1 + self.dice.below(16) as usize;
+            let most = 1 + self.rng.below(16) as usize;
             let mut out = Batch::new(&mut buffer, &mut lengths, 0, 0, most);
             self.with(link, at, |connection, end| connection.transmit(end.now, end, &mut out));
             let mut position = 0;

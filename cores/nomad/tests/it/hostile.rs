@@ -1,71 +1,71 @@
 //! Hostile messages of peers: a host and the coordinator keep their invariants.
 
+use facilities::rng::SplitMix64;
 use nomad::coordinator::{self, Coordinator, Ledger};
 use nomad::{
     Action, Body, Config, Epoch, Event, Host, HostId, Incarnation, Message, MigrationId, Move, Node, Place,
     Reason, VmId, wire,
 };
-use nomad_testbed::dice::Dice;
 
-fn vm(dice: &mut Dice) -> VmId {
-    VmId(dice.between(1, 4))
+fn vm(rng: &mut SplitMix64) -> VmId {
+    VmId(rng.between(1, 4))
 }
 
-fn host(dice: &mut Dice) -> HostId {
-    HostId(dice.between(0, 3))
+fn host(rng: &mut SplitMix64) -> HostId {
+    HostId(rng.between(0, 3))
 }
 
-fn place(dice: &mut Dice) -> Place {
-    Place { vm: vm(dice), host: host(dice), epoch: Epoch(u64::from(dice.below(4))) }
+fn place(rng: &mut SplitMix64) -> Place {
+    Place { vm: vm(rng), host: host(rng), epoch: Epoch(u64::from(rng.below(4))) }
 }
 
-fn list<T>(dice: &mut Dice, mut each: impl FnMut(&mut Dice) -> T) -> Vec<T> {
-    (0..dice.below(4)).map(|_| each(dice)).collect()
+fn list<T>(rng: &mut SplitMix64, mut each: impl FnMut(&mut SplitMix64) -> T) -> Vec<T> {
+    (0..rng.below(4)).map(|_| each(rng)).collect()
 }
 
-fn moved(dice: &mut Dice) -> Move {
-    let epoch = if dice.chance(50) { Epoch(u64::MAX) } else { Epoch(u64::from(dice.below(4))) };
-    Move { vm: vm(dice), from: host(dice), to: host(dice), epoch }
+fn moved(rng: &mut SplitMix64) -> Move {
+    let epoch = if rng.chance(50) { Epoch(u64::MAX) } else { Epoch(u64::from(rng.below(4))) };
+    Move { vm: vm(rng), from: host(rng), to: host(rng), epoch }
 }
 
 /// A random message, mostly with names that are in use.
-fn body(dice: &mut Dice) -> Body {
-    let migration = MigrationId(if dice.chance(20) { u64::MAX } else { u64::from(dice.below(5)) });
-    let origin = host(dice);
-    match dice.below(23) {
+fn body(rng: &mut SplitMix64) -> Body {
+    let migration = MigrationId(if rng.chance(20) { u64::MAX } else { u64::from(rng.below(5)) });
+    let origin = host(rng);
+    match rng.below(23) {
         0 => Body::Hello,
         1 => Body::Welcome,
-        2 => Body::Reserve { migration, moves: list(dice, moved) },
+        2 => Body::Reserve { migration, moves: list(rng, moved) },
         3 => Body::Reserved { migration },
-        4 => Body::Begin { migration, moves: list(dice, moved) },
+        4 => Body::Begin { migration, moves: list(rng, moved) },
         5 => Body::Converged { migration },
         6 => Body::Switch { migration },
-        7 => Body::Suspend { migration, origin, vms: list(dice, vm), fan: list(dice, host) },
-        8 => Body::Suspended { migration, origin, hosts: list(dice, host) },
-        9 => Body::Handover { migration, vm: vm(dice), faces: list(dice, place) },
+        7 => Body::Suspend { migration, origin, vms: list(rng, vm), fan: list(rng, host) },
+        8 => Body::Suspended { migration, origin, hosts: list(rng, host) },
+        9 => Body::Handover { migration, vm: vm(rng), faces: list(rng, place) },
         10 => Body::Loaded { migration },
         11 => Body::Yield { migration },
         12 => Body::Failed { migration, reason: Reason::Late },
-        13 => Body::Commit { migration, places: list(dice, place) },
-        14 => Body::Abort { migration, places: list(dice, place) },
-        15 => Body::Settled { migration, lost: list(dice, vm) },
+        13 => Body::Commit { migration, places: list(rng, place) },
+        14 => Body::Abort { migration, places: list(rng, place) },
+        15 => Body::Settled { migration, lost: list(rng, vm) },
         16 => Body::Outcome { migration },
         17 => {
-            let vms = list(dice, |dice| (vm(dice), Epoch(u64::from(dice.below(4)))));
-            Body::Running { after: migration, origin, vms, fan: list(dice, host) }
+            let vms = list(rng, |rng| (vm(rng), Epoch(u64::from(rng.below(4)))));
+            Body::Running { after: migration, origin, vms, fan: list(rng, host) }
         }
-        18 => Body::Ready { after: migration, origin, hosts: list(dice, host) },
-        19 => Body::Where { vm: vm(dice) },
-        20 => Body::At { place: place(dice) },
-        21 => Body::Queued { migration, behind: vm(dice) },
-        _ => Body::Gone { vm: vm(dice), epoch: Epoch(u64::from(dice.below(4))) },
+        18 => Body::Ready { after: migration, origin, hosts: list(rng, host) },
+        19 => Body::Where { vm: vm(rng) },
+        20 => Body::At { place: place(rng) },
+        21 => Body::Queued { migration, behind: vm(rng) },
+        _ => Body::Gone { vm: vm(rng), epoch: Epoch(u64::from(rng.below(4))) },
     }
 }
 
-fn message(dice: &mut Dice, to: Node) -> Message {
-    let from = if dice.chance(400) { Node::Coordinator } else { Node::Host(host(dice)) };
-    let incarnation = Incarnation(u64::from(dice.between(1, 2)));
-    Message { from, incarnation, to, body: body(dice) }
+fn message(rng: &mut SplitMix64, to: Node) -> Message {
+    let from = if rng.chance(400) { Node::Coordinator } else { Node::Host(host(rng)) };
+    let incarnation = Incarnation(u64::from(rng.between(1, 2)));
+    Message { from, incarnation, to, body: body(rng) }
 }
 
 fn leaves(message: &Message) {
@@ -79,7 +79,7 @@ fn leaves(message: &Message) {
 fn a_host_survives_any_peers() {
     let mut ran = 0;
     for seed in 0..4_000 {
-        let mut dice = Dice::new(seed);
+        let mut rng = SplitMix64::new(seed);
         let mut here = vec![VmId(1), VmId(2)];
         let mut host = Host::new(HostId(1), Incarnation(1), Config::default());
         let mut actions = Vec::new();
@@ -95,7 +95,7 @@ fn a_host_survives_any_peers() {
             let to = Node::Host(HostId(1));
             Event::Message(Message { from, incarnation: Incarnation(1), to, body })
         };
-        let faces = list(&mut dice, place);
+        let faces = list(&mut rng, place);
         for event in [
             said(Node::Coordinator, Body::Reserve { migration: one, moves: vec![comes] }),
             Event::Room { migration: one, granted: true },
@@ -109,11 +109,11 @@ fn a_host_survives_any_peers() {
         }
         here.push(VmId(3));
         for _ in 0..60 {
-            let migration = MigrationId(u64::from(dice.below(5)));
-            let of = vm(&mut dice);
-            let event = match dice.below(12) {
-                0 => Event::Connected { vm: of, peer: place(&mut dice) },
-                1 => Event::Room { migration, granted: dice.chance(800) },
+            let migration = MigrationId(u64::from(rng.below(5)));
+            let of = vm(&mut rng);
+            let event = match rng.below(12) {
+                0 => Event::Connected { vm: of, peer: place(&mut rng) },
+                1 => Event::Room { migration, granted: rng.chance(800) },
                 2 => Event::Converged { migration, vm: of },
                 3 => Event::Held { migration, vm: of },
                 4 => Event::Stopped { migration, vm: of },
@@ -121,7 +121,7 @@ fn a_host_survives_any_peers() {
                     here.push(of);
                     Event::Arrived { migration, vm: of }
                 }
-                _ => Event::Message(message(&mut dice, Node::Host(HostId(1)))),
+                _ => Event::Message(message(&mut rng, Node::Host(HostId(1)))),
             };
             host.step(event, &mut actions);
             assert!(actions.len() < 200, "{} actions", actions.len());
@@ -145,25 +145,25 @@ fn a_host_survives_any_peers() {
 fn the_coordinator_survives_any_hosts() {
     let mut begun = 0;
     for seed in 0..4_000 {
-        let mut dice = Dice::new(seed);
+        let mut rng = SplitMix64::new(seed);
         let mut coordinator = Coordinator::new(Config::default(), Ledger::default());
         let (mut actions, mut written) = (Vec::new(), Ledger::default());
         for (vm, host) in [(1, 1), (2, 1), (3, 2)] {
             coordinator.started(VmId(vm), HostId(host), &mut actions).unwrap();
         }
         for _ in 0..60 {
-            match dice.below(8) {
+            match rng.below(8) {
                 0 => {
-                    let wish = (vm(&mut dice), host(&mut dice));
+                    let wish = (vm(&mut rng), host(&mut rng));
                     begun += u32::from(coordinator.migrate(&[wish], &mut actions).is_ok());
                 }
-                1 => coordinator.cancel(MigrationId(u64::from(dice.below(4))), &mut actions),
+                1 => coordinator.cancel(MigrationId(u64::from(rng.below(4))), &mut actions),
                 2 => {
-                    let (a, b) = (vm(&mut dice), vm(&mut dice));
-                    let _ = coordinator.linked(a, b, dice.chance(700), &mut actions);
+                    let (a, b) = (vm(&mut rng), vm(&mut rng));
+                    let _ = coordinator.linked(a, b, rng.chance(700), &mut actions);
                 }
                 _ => {
-                    let message = message(&mut dice, Node::Coordinator);
+                    let message = message(&mut rng, Node::Coordinator);
                     coordinator.step(coordinator::Event::Message(message), &mut actions);
                 }
             }

@@ -2,29 +2,29 @@
 #![allow(dead_code, clippy::unwrap_used, clippy::missing_panics_doc)] // Tests' other half; each uses its part.
 
 use cluster::state::{AboutHost, AboutVm, Change, Nic, Settings, State};
+use facilities::rng::SplitMix64;
 use nomad::coordinator::{Action, Coordinator, Event, Ledger, Record, Stage, Timer};
 use nomad::{Body, Config, HostId, Incarnation, Message, MigrationId, Node, Reason, VmId};
-use nomad_testbed::dice::Dice;
 
 /// Records of a coordinator that receives random messages of hosts and requests of users.
 fn records(seed: u64, count: usize) -> Vec<Record> {
-    let mut dice = Dice::new(seed);
+    let mut rng = SplitMix64::new(seed);
     let mut coordinator = Coordinator::new(Config::default(), Ledger::default());
     let mut written = Vec::new();
     let mut actions = Vec::new();
     let mut starts = [1_u64; 5];
     while written.len() < count {
-        let (vm, mut host) = (VmId(dice.between(1, 6)), HostId(dice.between(1, 4)));
-        let migration = MigrationId(coordinator.ledger().last.0.saturating_sub(u64::from(dice.below(2))));
-        match dice.below(12) {
+        let (vm, mut host) = (VmId(rng.between(1, 6)), HostId(rng.between(1, 4)));
+        let migration = MigrationId(coordinator.ledger().last.0.saturating_sub(u64::from(rng.below(2))));
+        match rng.below(12) {
             0 => drop(coordinator.started(vm, host, &mut actions)),
-            1 => drop(coordinator.linked(vm, VmId(dice.between(1, 6)), dice.chance(700), &mut actions)),
+            1 => drop(coordinator.linked(vm, VmId(rng.between(1, 6)), rng.chance(700), &mut actions)),
             2 => drop(coordinator.ended(vm, &mut actions)),
             3 | 4 => {
                 let begun = coordinator.migrate(&[(vm, host)], &mut actions);
                 // Half of the migrations go through all steps.
                 if let Ok(migration) = begun
-                    && dice.chance(500)
+                    && rng.chance(500)
                 {
                     let moved = coordinator.ledger().migrations[&migration].moves[0];
                     let settled = || Body::Settled { migration, lost: Vec::new() };
@@ -48,29 +48,28 @@ fn records(seed: u64, count: usize) -> Vec<Record> {
                 let late = Event::Timer(Timer::Deadline(migration, Stage::Telling));
                 coordinator.step(late, &mut actions);
             }
-            7 if dice.chance(100) => drop(coordinator.forget(host, &mut actions)),
+            7 if rng.chance(100) => drop(coordinator.forget(host, &mut actions)),
             _ => {
                 // Mostly the hosts that take part.
                 if let Some(moved) =
                     coordinator.ledger().migrations.get(&migration).map(|stored| stored.moves[0])
                 {
-                    host = [moved.from, moved.to, host][dice.below(3) as usize];
+                    host = [moved.from, moved.to, host][rng.below(3) as usize];
                 }
-                let body = match dice.below(6) {
+                let body = match rng.below(6) {
                     0 => Body::Reserved { migration },
                     1 => Body::Converged { migration },
                     2 => Body::Loaded { migration },
                     3 => Body::Yield { migration },
-                    4 => Body::Settled {
-                        migration,
-                        lost: if dice.chance(100) { vec![vm] } else { Vec::new() },
-                    },
-                    _ if dice.chance(200) => Body::Failed { migration, reason: Reason::NoRoom },
+                    4 => {
+                        Body::Settled { migration, lost: if rng.chance(100) { vec![vm] } else { Vec::new() } }
+                    }
+                    _ if rng.chance(200) => Body::Failed { migration, reason: Reason::NoRoom },
                     _ => Body::Hello,
                 };
                 let start = &mut starts[host.0 as usize];
                 let known = coordinator.ledger().hosts.get(&host).map_or(0, |known| known.0);
-                *start = known.max(*start) + u64::from(dice.chance(10));
+                *start = known.max(*start) + u64::from(rng.chance(10));
                 let incarnation = Incarnation(*start);
                 let message = Message { from: Node::Host(host), incarnation, to: Node::Coordinator, body };
                 coordinator.step(Event::Message(message), &mut actions);
@@ -87,7 +86,7 @@ fn records(seed: u64, count: usize) -> Vec<Record> {
 
 /// The coordinator's records, with the service's own changes between them.
 pub fn changes(seed: u64, count: usize) -> Vec<Vec<Change>> {
-    let mut dice = Dice::new(seed ^ 0xABCD);
+    let mut rng = SplitMix64::new(seed ^ 0xABCD);
     let mut changes: Vec<Vec<Change>> = Vec::new();
     for record in records(seed, count) {
         let mut one = vec![Change::Ledger(record.clone())];
@@ -98,13 +97,13 @@ pub fn changes(seed: u64, count: usize) -> Vec<Vec<Change>> {
             }
             Record::Vm { vm, .. } => {
                 let addresses =
-                    (0..dice.below(3)).map(|_| [u8::try_from(dice.below(9)).unwrap(); 16]).collect();
-                let mac = dice.chance(500).then_some([2, 0, 0, 0, 0, 1]);
+                    (0..rng.below(3)).map(|_| [u8::try_from(rng.below(9)).unwrap(); 16]).collect();
+                let mac = rng.chance(500).then_some([2, 0, 0, 0, 0, 1]);
                 let nics = vec![Nic { segment: "blue".to_owned(), addresses, mac }];
                 one.insert(0, Change::Vm(vm, AboutVm { name: vm.to_string(), nics }));
             }
             Record::VmEnded { vm } => one.push(Change::VmForgotten(vm)),
-            _ if dice.chance(50) => one.push(Change::Settings(Settings { mtu: 4096, sockets: 3 })),
+            _ if rng.chance(50) => one.push(Change::Settings(Settings { mtu: 4096, sockets: 3 })),
             _ => {}
         }
         changes.push(one);

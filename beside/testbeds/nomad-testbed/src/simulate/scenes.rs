@@ -7,7 +7,7 @@ use nomad::names::{HostId, VmId};
 
 use super::{Blow, FAULTS_END, Report, Run, config};
 use crate::cluster::Cluster;
-use crate::dice::Dice;
+use facilities::rng::SplitMix64;
 
 /// How messages between hosts travel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,7 +47,7 @@ fn scene_run(seed: u64, paths: Paths, plant: Plant) -> Run {
     if paths == Paths::ByService {
         cluster.pairs().into_iter().for_each(|pair| cluster.sever(pair));
     }
-    Run::new(Dice::new(seed), cluster, out)
+    Run::new(SplitMix64::new(seed), cluster, out)
 }
 
 /// A run without faults whose messages overtake each other by up to 60 ms.

@@ -1,10 +1,10 @@
-//! Random numbers from a seed.
+//! Pseudo-random numbers from a seed, for simulators and generated inputs: a run is a function of its seed.
 
-/// An endless sequence (splitmix64): every seed gives a good one, neighbouring seeds too.
+/// The generator splitmix64. Every seed gives a good one, adjacent seeds too.
 #[derive(Debug, Clone)]
-pub struct Dice(u64);
+pub struct SplitMix64(u64);
 
-impl Dice {
+impl SplitMix64 {
     /// The sequence of a seed.
     #[must_use]
     pub fn new(seed: u64) -> Self {
