@@ -125,11 +125,15 @@ fuzz_target!(|steps: Vec<Step>| {
                 let place = Place { vm: vm(peer), host: HostId(u32::from(host % 4)), epoch: Epoch(1) };
                 Some(Event::Connected { vm: vm(own), peer: place })
             }
-            Step::Room { migration, granted } => Some(Event::Room { migration: id(migration), granted }),
+            Step::Room { migration, granted } => {
+                Some(Event::Reservation { migration: id(migration), granted })
+            }
             Step::Converged { migration, vm: of } => {
                 Some(Event::Converged { migration: id(migration), vm: vm(of) })
             }
-            Step::Held { migration, vm: of } => Some(Event::Held { migration: id(migration), vm: vm(of) }),
+            Step::Held { migration, vm: of } => {
+                Some(Event::QpsSuspended { migration: id(migration), vm: vm(of) })
+            }
             Step::Stopped { migration, vm: of } => {
                 Some(Event::Stopped { migration: id(migration), vm: vm(of) })
             }

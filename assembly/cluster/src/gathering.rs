@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use nomad::MigrationId;
-use nomad::config::MAX_MOVES;
+use nomad::config::MAX_VMS_PER_MIGRATION;
 
 use crate::refusal::Refusal;
 
@@ -66,9 +66,9 @@ impl Gathering {
         now: Instant,
     ) -> Result<Requested, Refusal> {
         let names: BTreeSet<String> = together.iter().cloned().collect();
-        if names.len() != together.len() || names.len() > MAX_MOVES || !names.contains(vm) {
+        if names.len() != together.len() || names.len() > MAX_VMS_PER_MIGRATION || !names.contains(vm) {
             return Err(Refusal::Invalid(format!(
-                "VMs that move together are 1 to {MAX_MOVES}, each named once, and the one that asks is one of them"
+                "VMs that move together are 1 to {MAX_VMS_PER_MIGRATION}, each named once, and the one that asks is one of them"
             )));
         }
         self.forget(now);

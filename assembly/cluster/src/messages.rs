@@ -108,7 +108,7 @@ fn stage(stage: Option<Stage>) -> &'static str {
         Some(Stage::Copying) => "copying",
         Some(Stage::Queued) => "queued",
         Some(Stage::Switching) => "switching",
-        Some(Stage::Telling) => "telling",
+        Some(Stage::Settling) => "telling",
         None => "",
     }
 }
@@ -157,7 +157,7 @@ pub(crate) fn state(registry: &Registry) -> proto::State {
                 }
                 .to_owned(),
                 owed: stored.owed.iter().flat_map(|owed| owed.keys()).map(|host| host.0).collect(),
-                waits_for: registry.behind(*id).map_or(0, |vm| vm.0),
+                waits_for: registry.waits_for(*id).map_or(0, |vm| vm.0),
             })
             .collect(),
         ..proto::State::default()

@@ -19,7 +19,7 @@
 
 use std::collections::BTreeSet;
 
-use nomad::coordinator::{Decision, Owner, Record, Stored};
+use nomad::coordinator::{Decision, Owner, Record, StoredMigration};
 use nomad::{Epoch, HostId, Incarnation, MigrationId, Move, VmId};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -108,7 +108,7 @@ fn touch_ledger(record: &Record, before: &State, rows: &mut BTreeSet<Row>) {
             rows.extend(owed.iter().map(|(host, _)| Row::Owed(*migration, *host)));
             rows.extend(lost.iter().copied().map(Row::Vm));
         }
-        Record::Paid { migration, host, lost } => {
+        Record::HostSettled { migration, host, lost } => {
             rows.insert(Row::Owed(*migration, *host));
             rows.insert(Row::Migration(*migration));
             rows.extend(lost.iter().copied().map(Row::Vm));
@@ -279,7 +279,9 @@ pub fn read(key: &str, value: &[u8], state: &mut State) -> Result<(), StoreError
                 epoch: Epoch(epoch),
             };
             let moves = moves.into_iter().map(moved).collect();
-            ledger.migrations.insert(MigrationId(id), Stored { decision, ..Stored::begun(moves) });
+            ledger
+                .migrations
+                .insert(MigrationId(id), StoredMigration { decision, ..StoredMigration::new(moves) });
         }
         // Behind its migration, as keys are in order.
         Some(("owed", pair)) => {

@@ -189,9 +189,9 @@ pub fn touched(changes: &[Change], state: &State) -> (BTreeSet<HostId>, BTreeSet
                     let moved = state.ledger.migrations.get(migration).into_iter();
                     vms.extend(moved.flat_map(|stored| &stored.moves).map(|moved| moved.vm));
                 }
-                Record::Released { lost, .. } | Record::Paid { lost, .. } | Record::Finished { lost, .. } => {
-                    vms.extend(lost.iter().copied())
-                }
+                Record::Released { lost, .. }
+                | Record::HostSettled { lost, .. }
+                | Record::Finished { lost, .. } => vms.extend(lost.iter().copied()),
                 Record::Linked { .. }
                 | Record::Unlinked { .. }
                 | Record::Begun { .. }

@@ -23,7 +23,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-use nomad::coordinator::{Decision, Ledger, Owner, Stored};
+use nomad::coordinator::{Decision, Ledger, Owner, StoredMigration};
 use nomad::{Epoch, HostId, Incarnation, MigrationId, Move, VmId};
 use redb::{Database, ReadableDatabase, ReadableTable, Table, TableDefinition, WriteTransaction};
 use serde::{Serialize, de::DeserializeOwned};
@@ -277,7 +277,11 @@ impl<'a> Tables<'a> {
         Ok(())
     }
 
-    fn put_migration(&mut self, migration: MigrationId, stored: Option<&Stored>) -> Result<(), StoreError> {
+    fn put_migration(
+        &mut self,
+        migration: MigrationId,
+        stored: Option<&StoredMigration>,
+    ) -> Result<(), StoreError> {
         let Some(stored) = stored else {
             let of = (migration.0, 0)..=(migration.0, u32::MAX);
             self.moves.retain_in(of, |_, _| false).map_err(written)?;
@@ -365,7 +369,7 @@ fn load_ledger(database: &Database) -> Result<Ledger, StoreError> {
             ABORTED => Some(Decision::Aborted),
             other => return Err(StoreError::Damaged(format!("a migration has the decision {other}"))),
         };
-        let stored = Stored { decision, ..Stored::begun(Vec::new()) };
+        let stored = StoredMigration { decision, ..StoredMigration::new(Vec::new()) };
         migrations.insert(MigrationId(migration.value()), stored);
     }
     for row in transaction.open_table(MOVES).map_err(read)?.iter().map_err(read)? {

@@ -1,4 +1,4 @@
-//! The long exploration by stateright: every small cluster with every kind of trouble.
+//! The long exploration by stateright: every small cluster with every kind of fault.
 //!
 //! `cargo run --release -p nomad --example check_migration -- --states N`
 //!
@@ -21,7 +21,7 @@ struct Arguments {
     /// Distinct states to reach over all clusters.
     #[arg(long, default_value_t = 1_000_000)]
     states: usize,
-    /// Most transitions of one cluster with one kind of trouble.
+    /// Most transitions of one cluster with one kind of fault.
     #[arg(long, default_value_t = 400_000)]
     most: usize,
     /// One of so many states is let run to its end without further faults.
@@ -39,7 +39,7 @@ fn main() -> ExitCode {
     let start = Instant::now();
     let (mut states, mut transitions, mut complete, mut machines, mut depth) = (0, 0, 0, 0, 0);
     let mut fault = None;
-    'all: for (trouble, budget) in scenarios::budgets() {
+    'all: for (faults, budget) in scenarios::budgets() {
         for cluster in scenarios::all().into_iter().flat_map(both_paths) {
             if states >= arguments.states {
                 break 'all;
@@ -53,14 +53,13 @@ fn main() -> ExitCode {
             machines += 1;
             depth = depth.max(found.depth);
             eprintln!(
-                "{name}, {paths}, {trouble}: {} states{}, {} s so far",
+                "{name}, {paths}, {faults}: {} states{}, {} s so far",
                 found.states,
                 if found.complete { ", all" } else { "" },
                 start.elapsed().as_secs()
             );
             if found.fault.is_some() {
-                fault =
-                    found.fault.map(|(what, way)| format!("{name}, {paths}, {trouble}: {what}; {way:#?}"));
+                fault = found.fault.map(|(what, way)| format!("{name}, {paths}, {faults}: {what}; {way:#?}"));
                 break 'all;
             }
         }

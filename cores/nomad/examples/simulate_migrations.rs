@@ -1,14 +1,14 @@
 //! Runs the simulator over many seeds.
 //!
-//! `cargo run --release -p nomad --example simulate_migrations -- --seeds N [--first S] [--plant NAME]`
+//! `cargo run --release -p nomad --example simulate_migrations -- --seeds N [--first S] [--bug NAME]`
 //!
-//! Progress goes to stderr, one line of JSON to stdout. Exit status 1 when a run wasn't clean; with a plant, when all were.
+//! Progress goes to stderr, one line of JSON to stdout. Exit status 1 when a run wasn't clean; with a bug, when all were.
 
 use std::process::ExitCode;
 use std::time::Instant;
 
 use clap::{Parser, ValueEnum};
-use nomad::Plant;
+use nomad::InjectedBug;
 use nomad_testbed::simulate::{Report, run};
 
 #[derive(Parser)]
@@ -22,43 +22,43 @@ struct Arguments {
     first: u64,
     /// A fault that is put in, and must be found.
     #[arg(long)]
-    plant: Option<Planted>,
+    bug: Option<BugName>,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
-enum Planted {
-    AckBeforeHeld,
-    CommitWithoutYield,
-    RunAfterYield,
+enum BugName {
+    AckBeforeSuspended,
+    CommitWithoutSourceVote,
+    RunAfterVote,
     NoEpochCheck,
     ResumeBeforeCommit,
     DecisionNotWritten,
-    StopBeforeHeld,
+    StopBeforePeersSuspended,
     DecideTwice,
-    TellForEver,
-    VoteTakenBack,
-    ForgottenIsGivenUp,
+    SettleWithoutTimeout,
+    WithdrawVote,
+    ForgottenMeansAborted,
     ResumeInDoubt,
-    RenumberTakesVotesBack,
+    RenumberWithdrawsVotes,
 }
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    let plant = match arguments.plant {
-        None => Plant::None,
-        Some(Planted::AckBeforeHeld) => Plant::AckBeforeHeld,
-        Some(Planted::CommitWithoutYield) => Plant::CommitWithoutYield,
-        Some(Planted::RunAfterYield) => Plant::RunAfterYield,
-        Some(Planted::NoEpochCheck) => Plant::NoEpochCheck,
-        Some(Planted::ResumeBeforeCommit) => Plant::ResumeBeforeCommit,
-        Some(Planted::DecisionNotWritten) => Plant::DecisionNotWritten,
-        Some(Planted::StopBeforeHeld) => Plant::StopBeforeHeld,
-        Some(Planted::DecideTwice) => Plant::DecideTwice,
-        Some(Planted::TellForEver) => Plant::TellForEver,
-        Some(Planted::VoteTakenBack) => Plant::VoteTakenBack,
-        Some(Planted::ForgottenIsGivenUp) => Plant::ForgottenIsGivenUp,
-        Some(Planted::ResumeInDoubt) => Plant::ResumeInDoubt,
-        Some(Planted::RenumberTakesVotesBack) => Plant::RenumberTakesVotesBack,
+    let bug = match arguments.bug {
+        None => InjectedBug::None,
+        Some(BugName::AckBeforeSuspended) => InjectedBug::AckBeforeSuspended,
+        Some(BugName::CommitWithoutSourceVote) => InjectedBug::CommitWithoutSourceVote,
+        Some(BugName::RunAfterVote) => InjectedBug::RunAfterVote,
+        Some(BugName::NoEpochCheck) => InjectedBug::NoEpochCheck,
+        Some(BugName::ResumeBeforeCommit) => InjectedBug::ResumeBeforeCommit,
+        Some(BugName::DecisionNotWritten) => InjectedBug::DecisionNotWritten,
+        Some(BugName::StopBeforePeersSuspended) => InjectedBug::StopBeforePeersSuspended,
+        Some(BugName::DecideTwice) => InjectedBug::DecideTwice,
+        Some(BugName::SettleWithoutTimeout) => InjectedBug::SettleWithoutTimeout,
+        Some(BugName::WithdrawVote) => InjectedBug::WithdrawVote,
+        Some(BugName::ForgottenMeansAborted) => InjectedBug::ForgottenMeansAborted,
+        Some(BugName::ResumeInDoubt) => InjectedBug::ResumeInDoubt,
+        Some(BugName::RenumberWithdrawsVotes) => InjectedBug::RenumberWithdrawsVotes,
     };
     let start = Instant::now();
     let mut total = Report::default();
@@ -66,7 +66,7 @@ fn main() -> ExitCode {
     let mut done = 0;
     let mut told = start;
     for seed in arguments.first..arguments.first.saturating_add(arguments.seeds) {
-        match run(seed, plant) {
+        match run(seed, bug) {
             Ok(report) => total.add(&report),
             Err(found) => {
                 violation = Some((seed, found));
@@ -104,6 +104,6 @@ fn main() -> ExitCode {
         "vms_lost_with_their_host": total.vms_lost,
     });
     println!("{result}");
-    let as_expected = violation.is_some() == arguments.plant.is_some();
+    let as_expected = violation.is_some() == arguments.bug.is_some();
     if as_expected { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }

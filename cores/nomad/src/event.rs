@@ -40,7 +40,7 @@ pub enum Event {
         peer: VmId,
     },
     /// The answer to [`Action::Reserve`].
-    Room {
+    Reservation {
         /// The migration.
         migration: MigrationId,
         /// Whether the host has the capacity.
@@ -58,8 +58,8 @@ pub enum Event {
         /// The migration.
         migration: MigrationId,
     },
-    /// The answer to [`Action::Hold`]: all queue pairs connected to the VM are suspended.
-    Held {
+    /// The answer to [`Action::SuspendQps`]: all queue pairs connected to the VM are suspended.
+    QpsSuspended {
         /// The migration.
         migration: MigrationId,
         /// The VM to which they are connected.
@@ -89,15 +89,15 @@ pub enum Timer {
     /// Retransmits [`crate::message::Body::Hello`], which the coordinator hasn't answered.
     Hello,
     /// Retransmits what a source waits for.
-    Leaving(MigrationId),
+    Outgoing(MigrationId),
     /// Ends a source's switchover, unless it has voted.
     Switch(MigrationId),
     /// Retransmits what a destination waits for.
-    Arriving(MigrationId),
+    Incoming(MigrationId),
     /// Retransmits an announcement that peers' hosts haven't answered.
     Announce(MigrationId),
     /// Asks for the place of a VM whose peers have suspended their queue pairs.
-    Ask(VmId),
+    Locate(VmId),
 }
 
 impl Timer {
@@ -113,7 +113,7 @@ impl Timer {
 pub enum Action {
     /// Sends a message to another node.
     Send(Message),
-    /// Reserves capacity for VMs: memory, queue pairs, keys, addresses, devices. Answered by [`Event::Room`].
+    /// Reserves capacity for VMs: memory, queue pairs, keys, addresses, devices. Answered by [`Event::Reservation`].
     Reserve {
         /// The migration.
         migration: MigrationId,
@@ -140,7 +140,7 @@ pub enum Action {
         /// The migration.
         migration: MigrationId,
         /// The peer.
-        behind: VmId,
+        waits_for: VmId,
     },
     /// Ends pre-copy.
     EndCopy {
@@ -148,15 +148,15 @@ pub enum Action {
         migration: MigrationId,
     },
     /// Suspends, at the end of a segment, all queue pairs of this host that are connected to a VM. Answered by
-    /// [`Event::Held`].
-    Hold {
+    /// [`Event::QpsSuspended`].
+    SuspendQps {
         /// The migration.
         migration: MigrationId,
         /// The VM to which they are connected.
         vm: VmId,
     },
-    /// Resumes a VM's queue pairs connected to a peer, towards the peer's host. Cancels an unanswered [`Action::Hold`].
-    Open {
+    /// Resumes a VM's queue pairs connected to a peer, towards the peer's host. Cancels an unanswered [`Action::SuspendQps`].
+    ResumeQps {
         /// The VM of this host.
         vm: VmId,
         /// The peer with its host.
@@ -184,7 +184,7 @@ pub enum Action {
         to: HostId,
     },
     /// Runs a VM here: resumes a stopped one, or starts one whose state was received. Its queue pairs stay suspended
-    /// until [`Action::Open`].
+    /// until [`Action::ResumeQps`].
     Run {
         /// The VM.
         vm: VmId,

@@ -1,8 +1,8 @@
-//! Migration of VMs with open RDMA connections, without I/O: what hosts and the coordinator say to each other, and do.
+//! Migration of VMs with open RDMA connections, without I/O: messages and actions of hosts and the coordinator.
 //!
 //! ```text
-//! messages, timers, what the engine has done ─▶ Host::step ─▶ messages, timers, what the engine is to do
-//! messages, timers, wishes ─▶ Coordinator::step ─▶ messages, timers, records to write
+//! messages, timers, reports of the engine ─▶ Host::step ─▶ messages, timers, actions of the engine
+//! messages, timers, requests ─▶ Coordinator::step ─▶ messages, timers, records to write
 //! ```
 //!
 //! | module | holds |
@@ -10,11 +10,11 @@
 //! | [`message`], [`wire`] | messages, and as bytes |
 //! | [`host`] | a host: source, destination, and host of peers |
 //! | [`coordinator`] | the cluster's service: who may run a VM, and what is decided of a migration |
-//! | [`monitor`] | what a VM's monitor makes of its daemon's answers: when its guest may run |
+//! | [`monitor`] | how a VM's monitor reacts to its daemon's answers: when its guest may run |
 //! | [`event`] | what goes in and out of a host |
-//! | [`fan`] | one message to many hosts |
+//! | [`fanout`] | one message to many hosts |
 //! | [`objects`] | state of an HCA that is copied while it is used |
-//! | [`config`], [`names`] | times, bounds, planted faults; names |
+//! | [`config`], [`names`] | timeouts, limits, injected bugs; identifiers |
 //!
 //! Published as *Nomad: Migrating OS-bypass Networks in Virtual Machines* (2006), figures 8 and 9. How it works and why it is right:
 //! docs/design/migration.md.
@@ -22,7 +22,7 @@
 pub mod config;
 pub mod coordinator;
 pub mod event;
-pub mod fan;
+pub mod fanout;
 pub mod host;
 pub mod message;
 pub mod monitor;
@@ -30,9 +30,9 @@ pub mod names;
 pub mod objects;
 pub mod wire;
 
-pub use config::{Config, Plant};
+pub use config::{Config, InjectedBug};
 pub use coordinator::Coordinator;
 pub use event::{Action, Event, Timer};
 pub use host::Host;
-pub use message::{Body, Message, Reason};
+pub use message::{AbortReason, Body, Message};
 pub use names::{Epoch, HostId, Incarnation, MigrationId, Move, Node, Place, VmId};

@@ -79,7 +79,7 @@ pub enum Body {
         /// The migration that is queued.
         migration: MigrationId,
         /// The peer that moves first.
-        behind: VmId,
+        waits_for: VmId,
     },
     /// All sources have converged: a source is to suspend its VMs' peers, then stop the VMs.
     Switch {
@@ -95,7 +95,7 @@ pub enum Body {
         /// The VMs.
         vms: Vec<VmId>,
         /// Hosts to which the receiver forwards the message.
-        fan: Vec<HostId>,
+        forward_to: Vec<HostId>,
     },
     /// These hosts have suspended their queue pairs.
     Suspended {
@@ -113,7 +113,7 @@ pub enum Body {
         /// The VM.
         vm: VmId,
         /// Its peers.
-        faces: Vec<Place>,
+        peers: Vec<Place>,
     },
     /// A destination's vote, to the source and the coordinator: it has received and checked all state. It runs the VMs
     /// once it receives the commit.
@@ -131,7 +131,7 @@ pub enum Body {
         /// The migration.
         migration: MigrationId,
         /// The cause, for the coordinator's record and for users.
-        reason: Reason,
+        reason: AbortReason,
     },
     /// The coordinator has committed the migration: these hosts may run these VMs.
     Commit {
@@ -170,7 +170,7 @@ pub enum Body {
         /// The VMs.
         vms: Vec<(VmId, Epoch)>,
         /// Hosts to which the receiver forwards the message.
-        fan: Vec<HostId>,
+        forward_to: Vec<HostId>,
     },
     /// At these hosts, queue pairs connected to the VMs have resumed.
     Ready {
@@ -192,7 +192,7 @@ pub enum Body {
         place: Place,
     },
     /// The coordinator's answer to `Where`: the VM was lost with its host, or has ended.
-    Gone {
+    Lost {
         /// The VM.
         vm: VmId,
         /// Its last epoch.
@@ -202,7 +202,7 @@ pub enum Body {
 
 /// Why a migration was aborted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, thiserror::Error)]
-pub enum Reason {
+pub enum AbortReason {
     /// A user or a monitor cancelled it.
     #[error("it was cancelled")]
     Cancelled,
@@ -223,7 +223,7 @@ pub enum Reason {
     Peers,
     /// A timeout of [`crate::Config`] expired.
     #[error("it took too long")]
-    Late,
+    Timeout,
     /// The daemon of a participating host restarted.
     #[error("a host that takes part was restarted")]
     Restarted,
@@ -262,7 +262,7 @@ impl Body {
             Self::Ready { .. } => "ready",
             Self::Where { .. } => "where",
             Self::At { .. } => "at",
-            Self::Gone { .. } => "gone",
+            Self::Lost { .. } => "gone",
         }
     }
 }

@@ -26,11 +26,11 @@ pub enum Answer {
     /// The migration isn't decided, or the daemon hasn't received the decision.
     Pending,
     /// The VM runs on this host.
-    Runs,
+    Running,
     /// The VM runs on another host.
     Moved,
     /// The migration was aborted.
-    Stays,
+    Aborted,
     /// The VM belongs to this host, but its devices failed.
     Failed,
     /// The daemon knows of no such migration.
@@ -41,7 +41,7 @@ pub enum Answer {
 
 /// The service's answer about a VM whose daemon has forgotten the migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Claimed {
+pub enum ClaimResult {
     /// The migration isn't decided, or the service can't be reached.
     Unknown,
     /// This host may run the VM.
@@ -54,13 +54,13 @@ pub enum Claimed {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Next {
     /// It keeps its guest suspended, and asks its daemon again.
-    AskAgain,
+    Retry,
     /// It keeps its guest suspended, and has its daemon ask the service.
-    AskTheService,
+    AskService,
     /// A destination runs its guest.
-    Runs,
+    Running,
     /// The migration was aborted: a source resumes its guest, a destination ends.
-    GivenUp,
+    Aborted,
     /// It ends: the guest runs on another host.
     Moved,
     /// It ends: the guest belongs to this host, but its devices' state is lost.
@@ -71,12 +71,12 @@ pub enum Next {
 #[must_use]
 pub fn next(side: Side, answer: Answer) -> Next {
     match (side, answer) {
-        (_, Answer::Pending | Answer::Silent) => Next::AskAgain,
-        (_, Answer::Forgotten) => Next::AskTheService,
+        (_, Answer::Pending | Answer::Silent) => Next::Retry,
+        (_, Answer::Forgotten) => Next::AskService,
         (Side::Source, Answer::Moved) => Next::Moved,
-        (Side::Destination, Answer::Runs) => Next::Runs,
-        (_, Answer::Stays) | (Side::Source, Answer::Runs) | (Side::Destination, Answer::Moved) => {
-            Next::GivenUp
+        (Side::Destination, Answer::Running) => Next::Running,
+        (_, Answer::Aborted) | (Side::Source, Answer::Running) | (Side::Destination, Answer::Moved) => {
+            Next::Aborted
         }
         (_, Answer::Failed) => Next::Lost,
     }
@@ -84,12 +84,12 @@ pub fn next(side: Side, answer: Answer) -> Next {
 
 /// The next step after the service's answer.
 #[must_use]
-pub fn after_claim(side: Side, claimed: Claimed) -> Next {
+pub fn after_claim(side: Side, claimed: ClaimResult) -> Next {
     match (side, claimed) {
-        (_, Claimed::Unknown) => Next::AskAgain,
-        (Side::Source, Claimed::Here) | (Side::Destination, Claimed::Elsewhere) => Next::GivenUp,
-        (Side::Source, Claimed::Elsewhere) => Next::Moved,
+        (_, ClaimResult::Unknown) => Next::Retry,
+        (Side::Source, ClaimResult::Here) | (Side::Destination, ClaimResult::Elsewhere) => Next::Aborted,
+        (Side::Source, ClaimResult::Elsewhere) => Next::Moved,
         // The destination's daemon has restarted: the state of the VM's devices is lost.
-        (Side::Destination, Claimed::Here) => Next::Lost,
+        (Side::Destination, ClaimResult::Here) => Next::Lost,
     }
 }

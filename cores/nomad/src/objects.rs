@@ -14,7 +14,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use thiserror::Error;
 
 /// Maximum size of one object, in bytes.
-pub const MAX_OBJECT: usize = 1 << 20;
+pub const MAX_OBJECT_BYTES: usize = 1 << 20;
 
 /// The kind of an object. Objects are restored in this order, because later kinds refer to earlier ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -161,8 +161,8 @@ impl Outgoing {
 /// Why the received objects can't be used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum Incomplete {
-    /// An object of more than [`MAX_OBJECT`] bytes.
-    #[error("An object of {0} bytes came, {MAX_OBJECT} is the most: the source is faulty")]
+    /// An object of more than [`MAX_OBJECT_BYTES`] bytes.
+    #[error("An object of {0} bytes came, {MAX_OBJECT_BYTES} is the most: the source is faulty")]
     Big(usize),
     /// More objects than [`Incoming::new`] allows.
     #[error("More than {0} objects came, for which there is no room: the source is faulty")]
@@ -196,10 +196,10 @@ impl Incoming {
     /// Records a piece. Returns whether it is newer than the recorded one.
     ///
     /// # Errors
-    /// When it is larger than [`MAX_OBJECT`], or there is no capacity for another object.
+    /// When it is larger than [`MAX_OBJECT_BYTES`], or there is no capacity for another object.
     pub fn take(&mut self, piece: Piece) -> Result<bool, Incomplete> {
         let Piece { object, version, state } = piece;
-        if let Some(state) = state.as_ref().filter(|state| state.len() > MAX_OBJECT) {
+        if let Some(state) = state.as_ref().filter(|state| state.len() > MAX_OBJECT_BYTES) {
             return Err(Incomplete::Big(state.len()));
         }
         match self.objects.get(&object) {

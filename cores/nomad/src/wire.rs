@@ -9,16 +9,16 @@
 
 use thiserror::Error;
 
-use crate::config::{MAX_FACES, MAX_HOSTS, MAX_MOVES};
-use crate::message::{Body, Message, Reason};
+use crate::config::{MAX_HOSTS, MAX_PEERS_PER_VM, MAX_VMS_PER_MIGRATION};
+use crate::message::{AbortReason, Body, Message};
 use crate::names::{Epoch, HostId, Incarnation, MigrationId, Move, Node, Place, VmId};
 
 /// Version of the format.
 pub const VERSION: u8 = 2;
 /// Bytes of the header.
-pub const HEADER: usize = 24;
+pub const HEADER_BYTES: usize = 24;
 /// Most bytes of a message: a VM with all its peers.
-pub const MAX_MESSAGE: usize = HEADER + 64 + MAX_FACES * 16;
+pub const MAX_MESSAGE_BYTES: usize = HEADER_BYTES + 64 + MAX_PEERS_PER_VM * 16;
 
 const FROM_COORDINATOR: u8 = 1;
 const TO_COORDINATOR: u8 = 2;
@@ -79,22 +79,22 @@ fn kind(body: &Body) -> u8 {
         Body::Ready { .. } => 19,
         Body::Where { .. } => 20,
         Body::At { .. } => 21,
-        Body::Gone { .. } => 22,
+        Body::Lost { .. } => 22,
         Body::Queued { .. } => 23,
     }
 }
 
-const REASONS: [Reason; 10] = [
-    Reason::Cancelled,
-    Reason::NoRoom,
-    Reason::NotHere,
-    Reason::Busy,
-    Reason::Stream,
-    Reason::Peers,
-    Reason::Late,
-    Reason::Restarted,
-    Reason::Epoch,
-    Reason::Queue,
+const REASONS: [AbortReason; 10] = [
+    AbortReason::Cancelled,
+    AbortReason::NoRoom,
+    AbortReason::NotHere,
+    AbortReason::Busy,
+    AbortReason::Stream,
+    AbortReason::Peers,
+    AbortReason::Timeout,
+    AbortReason::Restarted,
+    AbortReason::Epoch,
+    AbortReason::Queue,
 ];
 
 struct Writer<'a>(&'a mut Vec<u8>);
@@ -149,7 +149,7 @@ pub fn encode(message: &Message, bytes: &mut Vec<u8>) {
     writer.u32(to);
     writer.u64(message.incarnation.0);
     body(&message.body, &mut writer);
-    let length = u32::try_from(bytes.len() - start - HEADER).unwrap_or(u32::MAX);
+    let length = u32::try_from(bytes.len() - start - HEADER_BYTES).unwrap_or(u32::MAX);
     if let Some(field) = bytes.get_mut(start + 4..start + 8) {
         field.copy_from_slice(&length.to_le_bytes());
     }
@@ -168,21 +168,21 @@ fn body(body: &Body, writer: &mut Writer<'_>) {
         | Body::Loaded { migration }
         | Body::Yield { migration }
         | Body::Outcome { migration } => writer.u64(migration.0),
-        Body::Suspend { migration, origin, vms, fan } => {
+        Body::Suspend { migration, origin, vms, forward_to } => {
             writer.u64(migration.0);
             writer.u32(origin.0);
             writer.vms(vms);
-            writer.hosts(fan);
+            writer.hosts(forward_to);
         }
         Body::Suspended { migration, origin, hosts } | Body::Ready { after: migration, origin, hosts } => {
             writer.u64(migration.0);
             writer.u32(origin.0);
             writer.hosts(hosts);
         }
-        Body::Handover { migration, vm, faces } => {
+        Body::Handover { migration, vm, peers } => {
             writer.u64(migration.0);
             writer.u32(vm.0);
-            writer.list(faces, Writer::place);
+            writer.list(peers, Writer::place);
         }
         Body::Failed { migration, reason } => {
             writer.u64(migration.0);
@@ -197,22 +197,22 @@ fn body(body: &Body, writer: &mut Writer<'_>) {
             writer.u64(migration.0);
             writer.vms(lost);
         }
-        Body::Running { after, origin, vms, fan } => {
+        Body::Running { after, origin, vms, forward_to } => {
             writer.u64(after.0);
             writer.u32(origin.0);
             writer.list(vms, |writer, (vm, epoch)| {
                 writer.u32(vm.0);
                 writer.u64(epoch.0);
             });
-            writer.hosts(fan);
+            writer.hosts(forward_to);
         }
-        Body::Queued { migration, behind } => {
+        Body::Queued { migration, waits_for } => {
             writer.u64(migration.0);
-            writer.u32(behind.0);
+            writer.u32(waits_for.0);
         }
         Body::Where { vm } => writer.u32(vm.0),
         Body::At { place } => writer.place(place),
-        Body::Gone { vm, epoch } => {
+        Body::Lost { vm, epoch } => {
             writer.u32(vm.0);
             writer.u64(epoch.0);
         }
@@ -278,16 +278,16 @@ impl<'a> Reader<'a> {
         Ok(Place { vm: self.vm()?, host: self.host()?, epoch: self.epoch()? })
     }
     fn vms(&mut self) -> Result<Vec<VmId>, WireError> {
-        self.list("number of VMs", MAX_MOVES, 4, Self::vm)
+        self.list("number of VMs", MAX_VMS_PER_MIGRATION, 4, Self::vm)
     }
     fn hosts(&mut self) -> Result<Vec<HostId>, WireError> {
         self.list("number of hosts", MAX_HOSTS, 4, Self::host)
     }
     fn places(&mut self) -> Result<Vec<Place>, WireError> {
-        self.list("number of VMs", MAX_MOVES, 16, Self::place)
+        self.list("number of VMs", MAX_VMS_PER_MIGRATION, 16, Self::place)
     }
     fn moves(&mut self) -> Result<Vec<Move>, WireError> {
-        self.list("number of VMs", MAX_MOVES, 20, |reader| {
+        self.list("number of VMs", MAX_VMS_PER_MIGRATION, 20, |reader| {
             Ok(Move { vm: reader.vm()?, from: reader.host()?, to: reader.host()?, epoch: reader.epoch()? })
         })
     }
@@ -299,7 +299,7 @@ impl<'a> Reader<'a> {
 /// When they aren't one.
 pub fn parse(bytes: &[u8]) -> Result<Message, WireError> {
     let mut reader = Reader(bytes);
-    let short = WireError::Short { got: bytes.len(), needed: HEADER };
+    let short = WireError::Short { got: bytes.len(), needed: HEADER_BYTES };
     let [version, kind, ends, zero] = reader.array().map_err(|_| short)?;
     if version != VERSION {
         return Err(WireError::Version(version));
@@ -343,7 +343,7 @@ fn parse_body(kind: u8, reader: &mut Reader<'_>) -> Result<Body, WireError> {
             migration: reader.migration()?,
             origin: reader.host()?,
             vms: reader.vms()?,
-            fan: reader.hosts()?,
+            forward_to: reader.hosts()?,
         },
         9 => {
             Body::Suspended { migration: reader.migration()?, origin: reader.host()?, hosts: reader.hosts()? }
@@ -351,7 +351,7 @@ fn parse_body(kind: u8, reader: &mut Reader<'_>) -> Result<Body, WireError> {
         10 => Body::Handover {
             migration: reader.migration()?,
             vm: reader.vm()?,
-            faces: reader.list("number of peers", MAX_FACES, 16, Reader::place)?,
+            peers: reader.list("number of peers", MAX_PEERS_PER_VM, 16, Reader::place)?,
         },
         11 => Body::Loaded { migration: reader.migration()? },
         12 => Body::Yield { migration: reader.migration()? },
@@ -369,14 +369,16 @@ fn parse_body(kind: u8, reader: &mut Reader<'_>) -> Result<Body, WireError> {
         18 => Body::Running {
             after: reader.migration()?,
             origin: reader.host()?,
-            vms: reader.list("number of VMs", MAX_MOVES, 12, |reader| Ok((reader.vm()?, reader.epoch()?)))?,
-            fan: reader.hosts()?,
+            vms: reader.list("number of VMs", MAX_VMS_PER_MIGRATION, 12, |reader| {
+                Ok((reader.vm()?, reader.epoch()?))
+            })?,
+            forward_to: reader.hosts()?,
         },
         19 => Body::Ready { after: reader.migration()?, origin: reader.host()?, hosts: reader.hosts()? },
         20 => Body::Where { vm: reader.vm()? },
         21 => Body::At { place: reader.place()? },
-        22 => Body::Gone { vm: reader.vm()?, epoch: reader.epoch()? },
-        23 => Body::Queued { migration: reader.migration()?, behind: reader.vm()? },
+        22 => Body::Lost { vm: reader.vm()?, epoch: reader.epoch()? },
+        23 => Body::Queued { migration: reader.migration()?, waits_for: reader.vm()? },
         kind => return Err(WireError::Field { field: "kind", value: u64::from(kind) }),
     })
 }

@@ -62,7 +62,7 @@ impl Registry {
     /// # Errors
     /// When not.
     pub fn check_wish(&self, vm: &str, host: &str, together: &[String]) -> Result<(), Refusal> {
-        for name in together.iter().take(nomad::config::MAX_MOVES) {
+        for name in together.iter().take(nomad::config::MAX_VMS_PER_MIGRATION) {
             self.vm_called(name)?;
         }
         let id = self.vm_called(vm)?;

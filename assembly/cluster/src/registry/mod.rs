@@ -218,8 +218,8 @@ impl Registry {
 
     /// The VM that has to move before a migration can switch over, since it is a peer of one of its VMs.
     #[must_use]
-    pub fn behind(&self, migration: nomad::MigrationId) -> Option<VmId> {
-        self.coordinator.behind(migration)
+    pub fn waits_for(&self, migration: nomad::MigrationId) -> Option<VmId> {
+        self.coordinator.waits_for(migration)
     }
 
     /// Leases that have run out since the service began.
@@ -377,7 +377,7 @@ impl Registry {
                     self.timers.insert((at, self.next_timer), timer);
                     self.latest.insert(timer, self.next_timer);
                 }
-                Action::Came { migration, stage } => tracing::info!("{migration}: {stage:?}"),
+                Action::StageEntered { migration, stage } => tracing::info!("{migration}: {stage:?}"),
                 Action::Ended { migration, decision, reason } => {
                     let why = reason.map(|reason| format!(": {reason}")).unwrap_or_default();
                     tracing::info!("{migration} is {decision:?}{why}");

@@ -165,7 +165,7 @@ fn a_message_without_an_answer_is_repeated_once_and_seldom_while_memory_is_copie
         world.messages().len()
     };
     let config = nomad::Config::default();
-    let (retry, calm) = (u64::from(config.retry_ms), u64::from(config.calm_ms));
+    let (retry, calm) = (u64::from(config.retry_ms), u64::from(config.precopy_retry_ms));
     assert_eq!(said(&mut world, 1, 5 * retry + 1), 5, "room is asked for");
     let reserved = Message {
         from: nomad::Node::Host(destination.host),

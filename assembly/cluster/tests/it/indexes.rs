@@ -32,7 +32,7 @@ fn compare(state: &State) -> Result<(), TestCaseError> {
             .filter_map(|(a, b)| if *a == vm { Some(*b) } else { (*b == vm).then_some(*a) })
             .collect();
         prop_assert_eq!(ledger.links.peers(vm).collect::<BTreeSet<_>>(), peers, "peers");
-        let has = |stored: &nomad::coordinator::Stored| {
+        let has = |stored: &nomad::coordinator::StoredMigration| {
             stored.binds() && stored.moves.iter().any(|moved| moved.vm == vm)
         };
         let binding = ledger.migrations.iter().find(|(_, stored)| has(stored)).map(|(id, _)| *id);

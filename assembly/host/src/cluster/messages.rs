@@ -13,7 +13,7 @@ use crate::peer_messages::{Hosts, KnownHost, MessagePath, PathCounts, PeerMessag
 
 /// Limit of bytes of the service's messages in the queue of the migration thread: eight of the largest. More are dropped; the protocol
 /// repeats them.
-pub(super) const MAX_SERVICE_INBOX_BYTES: usize = 8 * nomad::wire::MAX_MESSAGE;
+pub(super) const MAX_SERVICE_INBOX_BYTES: usize = 8 * nomad::wire::MAX_MESSAGE_BYTES;
 /// What a message costs there at least, bytes.
 const MIN_MESSAGE_COST: usize = 256;
 

@@ -202,7 +202,7 @@ impl Mover {
         match &message.body {
             Body::Switch { migration } => {
                 // Once: the coordinator repeats it, and each look-up waits for the engine.
-                let begun = self.nomad.as_ref().is_some_and(|nomad| nomad.switches(*migration));
+                let begun = self.nomad.as_ref().is_some_and(|nomad| nomad.is_switching_over(*migration));
                 let all = self.leaving.iter().filter(|(_, of)| !begun && *of == migration);
                 for vm in all.map(|(vm, _)| *vm).collect::<Vec<_>>() {
                     self.look_at_faces(vm);
@@ -215,9 +215,10 @@ impl Mover {
                 }
             }
             Body::Suspend { migration, vms, .. } => {
-                let known =
-                    |vm: &&VmId| self.nomad.as_ref().is_some_and(|nomad| nomad.suspends(*migration, **vm));
-                let new = vms.iter().take(nomad::config::MAX_MOVES).filter(|vm| !known(vm));
+                let known = |vm: &&VmId| {
+                    self.nomad.as_ref().is_some_and(|nomad| nomad.has_suspended(*migration, **vm))
+                };
+                let new = vms.iter().take(nomad::config::MAX_VMS_PER_MIGRATION).filter(|vm| !known(vm));
                 for vm in &new.copied().collect::<Vec<_>>() {
                     self.look_at_facing(*vm);
                 }
@@ -278,7 +279,7 @@ impl Mover {
                 }
             }
             Action::Copy { migration, vm, .. } => return self.copy(migration, vm).into_iter().collect(),
-            Action::Queued { migration, behind } => self.wait_for(migration, behind),
+            Action::Queued { migration, waits_for } => self.set_waits_for(migration, waits_for),
             Action::EndCopy { migration } => {
                 let reason = self.why(migration);
                 for vm in keys(&self.leaving, migration) {
@@ -288,7 +289,7 @@ impl Mover {
                     }
                 }
             }
-            Action::Hold { migration, vm } => {
+            Action::SuspendQps { migration, vm } => {
                 let addressed = self.addressed(vm);
                 // The directory forgets whose addresses they were when the VM is gone.
                 self.held.insert(vm, addressed.1.clone());
@@ -298,7 +299,7 @@ impl Mover {
                 self.ask(move |worker| worker.hold_peers_of(&addressed));
                 return self.drain(Drain::Peers(vm), migration).into_iter().collect();
             }
-            Action::Open { vm, peer } => {
+            Action::ResumeQps { vm, peer } => {
                 self.draining.forget(Drain::Peers(peer.vm));
                 self.open(vm, peer);
                 self.goes_on(peer.vm);
@@ -323,7 +324,7 @@ impl Mover {
         if !granted {
             moves.iter().for_each(|moved| self.release(moved.vm));
         }
-        Event::Room { migration, granted }
+        Event::Reservation { migration, granted }
     }
 
     /// At the source: the VM's monitor may copy it. Returns an event if the monitor has given up meanwhile.
@@ -369,10 +370,10 @@ impl Mover {
     }
 
     /// Records the VM that switches over first, for callers that ask what the VMs of a migration wait for.
-    fn wait_for(&self, migration: MigrationId, behind: VmId) {
-        let behind = self.name(behind).unwrap_or_else(|| behind.to_string());
+    fn set_waits_for(&self, migration: MigrationId, waits_for: VmId) {
+        let first = self.name(waits_for).unwrap_or_else(|| waits_for.to_string());
         for name in keys(&self.leaving, migration).into_iter().filter_map(|vm| self.name(vm)) {
-            self.phases.set_waits_for(&name, &behind);
+            self.phases.set_waits_for(&name, &first);
         }
     }
 
@@ -425,7 +426,7 @@ impl Mover {
         self.go_on(vm);
         // It has never stopped: only this opens the queue pairs that were suspended when the switchover began. Those towards a peer in a
         // switchover of its own open when that has ended.
-        for peer in self.nomad.as_ref().map(|nomad| nomad.open_faces(vm)).unwrap_or_default() {
+        for peer in self.nomad.as_ref().map(|nomad| nomad.open_peers(vm)).unwrap_or_default() {
             if let Some(place) = self.place(peer) {
                 self.open(vm, place);
             }

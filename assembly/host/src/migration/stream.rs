@@ -16,7 +16,7 @@ use nomad::objects::{Kind, Object, Piece, Total};
 /// The version that this daemon writes, and the only one that it reads.
 pub const VERSION: u16 = 1;
 /// Maximum size of a record, in bytes: an object and its header.
-const MAX_RECORD_BYTES: usize = nomad::objects::MAX_OBJECT + 64;
+const MAX_RECORD_BYTES: usize = nomad::objects::MAX_OBJECT_BYTES + 64;
 
 /// Why a stream can't be read.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

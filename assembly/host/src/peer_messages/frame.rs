@@ -70,7 +70,7 @@ fn encode(kind: u8, payload: &[u8], to: &mut Vec<u8>) {
 fn check_length(kind: u8, length: u32) -> Result<usize, FrameError> {
     let (least, most) = match kind {
         HELLO => (HELLO_BYTES, HELLO_BYTES),
-        MESSAGE => (nomad::wire::HEADER, nomad::wire::MAX_MESSAGE),
+        MESSAGE => (nomad::wire::HEADER_BYTES, nomad::wire::MAX_MESSAGE_BYTES),
         PROBE => (0, 0),
         RECEIVED => (8, 8),
         _ => return Err(FrameError::Kind(kind)),
@@ -137,7 +137,7 @@ mod tests {
     fn frame() -> impl Strategy<Value = Frame> {
         prop_oneof![
             prop::array::uniform32(any::<u8>()).prop_map(Frame::Hello),
-            prop::collection::vec(any::<u8>(), nomad::wire::HEADER..3_000).prop_map(Frame::Message),
+            prop::collection::vec(any::<u8>(), nomad::wire::HEADER_BYTES..3_000).prop_map(Frame::Message),
             Just(Frame::Probe),
             any::<u64>().prop_map(Frame::Received),
         ]
@@ -183,7 +183,7 @@ mod tests {
                 if read_all(&mut reader).is_err() {
                     break;
                 }
-                prop_assert!(reader.held_bytes() < HEADER_BYTES + nomad::wire::MAX_MESSAGE);
+                prop_assert!(reader.held_bytes() < HEADER_BYTES + nomad::wire::MAX_MESSAGE_BYTES);
             }
         }
     }
@@ -191,7 +191,7 @@ mod tests {
     /// A length that can't be is refused with the header, not waited for.
     #[test]
     fn an_impossible_length_is_refused_at_once() {
-        let most = u32::try_from(nomad::wire::MAX_MESSAGE).unwrap();
+        let most = u32::try_from(nomad::wire::MAX_MESSAGE_BYTES).unwrap();
         for (kind, length) in [(HELLO, 31), (MESSAGE, most + 1), (MESSAGE, 0), (PROBE, 1), (RECEIVED, 9)] {
             let mut reader = FrameReader::default();
             reader.push(&[kind, 0, 0, 0]);

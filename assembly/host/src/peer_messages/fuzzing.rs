@@ -33,7 +33,7 @@ pub fn frames(parts: &[Vec<u8>]) -> usize {
                 Err(_) => return payloads,
             }
         }
-        assert!(reader.held_bytes() < HEADER_BYTES + nomad::wire::MAX_MESSAGE);
+        assert!(reader.held_bytes() < HEADER_BYTES + nomad::wire::MAX_MESSAGE_BYTES);
     }
     payloads
 }

@@ -214,7 +214,7 @@ mod tests {
     use super::super::frame::FrameReader;
     use super::*;
 
-    const MESSAGE: [u8; nomad::wire::HEADER] = [7; nomad::wire::HEADER];
+    const MESSAGE: [u8; nomad::wire::HEADER_BYTES] = [7; nomad::wire::HEADER_BYTES];
 
     fn frames(link: &Link, now: Instant) -> Vec<Frame> {
         let mut batch = Vec::new();
@@ -279,7 +279,7 @@ mod tests {
     fn the_queue_is_bounded() {
         let now = Instant::now();
         let link = Link::new(true, now);
-        let large = vec![7; nomad::wire::MAX_MESSAGE];
+        let large = vec![7; nomad::wire::MAX_MESSAGE_BYTES];
         let queued = (0..100).filter(|_| link.send(&large, now) == Sent::Prompt).count();
         assert!(queued * large.len() <= MAX_QUEUED_BYTES && queued > 5, "{queued}");
         let link = Link::new(true, now);

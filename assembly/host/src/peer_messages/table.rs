@@ -21,7 +21,7 @@ const STABLE_AFTER: Duration = Duration::from_secs(10);
 /// Limit of concurrent attempts.
 const MAX_CONNECTING: usize = 64;
 /// Limit of bytes of one host's messages in the queue of the migration thread: two of the largest.
-pub(super) const MAX_INBOX_BYTES: usize = 2 * nomad::wire::MAX_MESSAGE;
+pub(super) const MAX_INBOX_BYTES: usize = 2 * nomad::wire::MAX_MESSAGE_BYTES;
 
 #[derive(Debug)]
 struct Peer {
@@ -168,7 +168,7 @@ mod tests {
     use super::*;
 
     const TWO: HostId = HostId(2);
-    const MESSAGE: [u8; nomad::wire::HEADER] = [7; nomad::wire::HEADER];
+    const MESSAGE: [u8; nomad::wire::HEADER_BYTES] = [7; nomad::wire::HEADER_BYTES];
 
     /// Attempts of a host that never answers become rare, and end when nobody wants it any more.
     #[test]

@@ -302,8 +302,8 @@ fn a_flood_is_bounded() {
     // Each is another message, so that none is taken for a repetition; the largest there are.
     let sent = 300;
     for number in 0..sent {
-        let faces = vec![nomad::Place { vm: VmId(1), host: HostId(1), epoch: nomad::Epoch(number) }; 30_000];
-        let body = Body::Handover { migration: nomad::MigrationId(number), vm: VmId(1), faces };
+        let peers = vec![nomad::Place { vm: VmId(1), host: HostId(1), epoch: nomad::Epoch(number) }; 30_000];
+        let body = Body::Handover { migration: nomad::MigrationId(number), vm: VmId(1), peers };
         client.send(&message_frame(&message(2, 1, 2, body)));
     }
     client.wait_for_acknowledgement(sent);

@@ -26,7 +26,7 @@ use control_api::host::proto::move_vm_request::Step;
 use control_api::host::proto::{BeginTogether, ClaimVm, MoveVmReply, PeerHold};
 use control_api::host::{HostClient, HostError};
 use control_api::migration::PeerPause;
-use nomad::monitor::{Answer, Claimed, Next, Side, after_claim, next};
+use nomad::monitor::{Answer, ClaimResult, Next, Side, after_claim, next};
 
 use super::connection::Stop;
 use super::error::{MigrationError, line};
@@ -349,21 +349,19 @@ impl Daemon {
             let mut next_step = next(side, answer);
             // The service may have declared this source's host dead and the VM lost. Then no decision is sent to it, and the monitor asks
             // the service.
-            if next_step == Next::AskTheService
-                || next_step == Next::AskAgain && in_doubt && side == Side::Source
-            {
+            if next_step == Next::AskService || next_step == Next::Retry && in_doubt && side == Side::Source {
                 let claimed = self.claim(side);
                 (next_step, reason) = (after_claim(side, claimed.0), claimed.1);
             }
             match next_step {
-                Next::Runs => return Ok(MigrationOutcome::RunsHere),
+                Next::Running => return Ok(MigrationOutcome::RunsHere),
                 Next::Moved => return Ok(MigrationOutcome::RunsThere),
-                Next::GivenUp => return Ok(MigrationOutcome::Aborted(reason)),
+                Next::Aborted => return Ok(MigrationOutcome::Aborted(reason)),
                 Next::Lost => {
                     let text = "the VM's RDMA NICs don't work at the destination; its daemon's log says why";
                     return Err(MigrationError::Protocol(text.to_owned()));
                 }
-                Next::AskAgain | Next::AskTheService => {}
+                Next::Retry | Next::AskService => {}
             }
             if !in_doubt && began.elapsed() >= self.doubt_after {
                 in_doubt = true;
@@ -387,9 +385,9 @@ impl Daemon {
         match self.request(step) {
             Ok((state, reason)) => {
                 let answer = match state {
-                    State::Runs => Answer::Runs,
+                    State::Runs => Answer::Running,
                     State::Moved => Answer::Moved,
-                    State::Stays => Answer::Stays,
+                    State::Stays => Answer::Aborted,
                     State::Failed => Answer::Failed,
                     State::Unknown => Answer::Forgotten,
                     State::Pending | State::Copy | State::Stop => Answer::Pending,
@@ -403,13 +401,13 @@ impl Daemon {
     }
 
     /// The cluster service's answer, through the daemon.
-    fn claim(&self, side: Side) -> (Claimed, String) {
+    fn claim(&self, side: Side) -> (ClaimResult, String) {
         let (epoch, keeps) = (self.epoch.load(Ordering::SeqCst), side == Side::Source);
         let (answer, reason) = self.answer(&Step::Claim(ClaimVm { epoch, keeps }));
         let claimed = match answer {
-            Answer::Runs | Answer::Stays | Answer::Failed => Claimed::Here,
-            Answer::Moved => Claimed::Elsewhere,
-            Answer::Pending | Answer::Forgotten | Answer::Silent => Claimed::Unknown,
+            Answer::Running | Answer::Aborted | Answer::Failed => ClaimResult::Here,
+            Answer::Moved => ClaimResult::Elsewhere,
+            Answer::Pending | Answer::Forgotten | Answer::Silent => ClaimResult::Unknown,
         };
         (claimed, reason)
     }

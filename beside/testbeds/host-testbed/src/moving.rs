@@ -236,7 +236,7 @@ impl Cluster {
     fn carry_out(&mut self, actions: Vec<coordinator::Action>) {
         for action in actions {
             match action {
-                coordinator::Action::Write(_) | coordinator::Action::Came { .. } => {}
+                coordinator::Action::Write(_) | coordinator::Action::StageEntered { .. } => {}
                 coordinator::Action::Send(message) => self.messages.push_back(message),
                 coordinator::Action::Timer { timer, after_ms } => {
                     self.timer(u64::from(after_ms), Timed::Coordinator(timer));

@@ -2,19 +2,19 @@
 
 use std::collections::BTreeMap;
 
-use nomad::coordinator::Stored;
+use nomad::coordinator::StoredMigration;
 use nomad::names::{HostId, VmId};
 
 use super::cluster::{Cluster, Pending};
-use super::monitors::Part;
+use super::monitors::MonitorState;
 
 impl Cluster {
-    /// Checks what must hold always; what doesn't goes into `verdict`.
+    /// Checks what must hold always; what doesn't goes into `violation`.
     pub(super) fn check(&mut self) {
-        if self.verdict.is_none()
+        if self.violation.is_none()
             && let Some(wrong) = self.wrong()
         {
-            self.verdict = Some(wrong);
+            self.violation = Some(wrong);
         }
     }
 
@@ -31,7 +31,9 @@ impl Cluster {
                     return Some(format!("the guest of {vm} runs on {other} and on {host}"));
                 }
                 let owner = self.disk.vms.get(vm)?;
-                if monitor.part == Part::Runs && (owner.host, owner.epoch) != (*host, monitor.epoch) {
+                if monitor.state == MonitorState::Running
+                    && (owner.host, owner.epoch) != (*host, monitor.epoch)
+                {
                     return Some(format!(
                         "the guest of {vm} runs on {host} in epoch {}; its owner is {} in epoch {}",
                         monitor.epoch.0, owner.host, owner.epoch.0
@@ -68,7 +70,7 @@ impl Cluster {
             }
         }
         // Nothing is lost but with its host.
-        let lost = |vm: &&VmId| self.is_lost(**vm) && !self.excused.contains(vm);
+        let lost = |vm: &&VmId| self.is_lost(**vm) && !self.may_be_lost.contains(vm);
         self.disk.vms.keys().find(lost).map(|vm| format!("{vm} is lost, although its host wasn't killed"))
     }
 
@@ -89,28 +91,28 @@ impl Cluster {
 
     /// Whether a migration's decision is only kept for hosts that don't return.
     #[must_use]
-    pub fn is_over(&self, stored: &Stored) -> bool {
+    pub fn is_over(&self, stored: &StoredMigration) -> bool {
         stored.owed.as_ref().is_some_and(|owed| owed.keys().all(|host| self.dead.contains(host)))
     }
 
     /// Whether the cluster is at rest: no migration, no work or reserved room of a daemon, and no monitor to which an answer is due.
     #[must_use]
-    pub fn is_quiet(&self) -> bool {
+    pub fn is_idle(&self) -> bool {
         self.disk.migrations.values().all(|stored| self.is_over(stored))
-            && self.curious().is_empty()
+            && self.can_learn_outcome().is_empty()
             && self.coordinator.ledger() == &self.disk
             && self
                 .machines
                 .values()
-                .all(|machine| machine.host.is_quiet() && machine.engine.rooms.is_empty())
+                .all(|machine| machine.host.is_idle() && machine.engine.reservations.is_empty())
     }
 
     /// Delivers everything, without faults, until the cluster is at rest. Then it checks the final state, with all operations complete.
     ///
     /// # Errors
     /// The invariant that doesn't hold, or the work that doesn't end, in words.
-    pub fn settle(&mut self, under_way: Vec<Pending>) -> Result<(), String> {
-        let mut queue: std::collections::VecDeque<_> = under_way.into();
+    pub fn settle(&mut self, in_flight: Vec<Pending>) -> Result<(), String> {
+        let mut queue: std::collections::VecDeque<_> = in_flight.into();
         let (mut timers, mut out, mut idle) = (Vec::new(), Vec::new(), 0);
         for _ in 0..200 {
             // All but timers first, in order; then what may be sent; then timers, deadlines only when the others change nothing.
@@ -127,21 +129,21 @@ impl Cluster {
                     return Err("messages go round without end".to_owned());
                 }
             }
-            if let Some(verdict) = &self.verdict {
-                return Err(verdict.clone());
+            if let Some(violation) = &self.violation {
+                return Err(violation.clone());
             }
-            self.all_ask(|_| false, &mut out);
+            self.poll_decisions(|_| false, &mut out);
             queue.extend(out.drain(..));
             self.sends(|data| queue.push_back(data));
             timers.retain(|timer| self.matters(timer));
             timers.sort_unstable();
             timers.dedup();
-            if queue.is_empty() && self.is_quiet() && timers.is_empty() {
+            if queue.is_empty() && self.is_idle() && timers.is_empty() {
                 return self.ended_well();
             }
             idle += 1;
             if idle == 40 {
-                // By now those that live need nobody who doesn't; what faces VMs of the others waits for its user.
+                // By now hosts that live need none that does not; queue pairs connected to VMs of the others wait for an operator.
                 self.is_free()?;
                 self.forget_dead(&mut out);
                 queue.extend(out.drain(..));
@@ -171,7 +173,7 @@ impl Cluster {
     /// The error of a cluster that doesn't come to rest: its migrations, and the hosts that still work.
     pub(super) fn stuck(&self) -> String {
         let busy: Vec<_> =
-            self.machines.values().map(|machine| &machine.host).filter(|host| !host.is_quiet()).collect();
+            self.machines.values().map(|machine| &machine.host).filter(|host| !host.is_idle()).collect();
         format!("it doesn't end: {:?}, {busy:?}", self.disk.migrations)
     }
 
@@ -196,7 +198,8 @@ impl Cluster {
             if !lost && at != Some(owner.host) {
                 return Err(format!("{vm} doesn't run in the end, although {} has it", owner.host));
             }
-            let orphan = self.monitor(owner.host, *vm).is_some_and(|monitor| monitor.part == Part::Orphan);
+            let orphan =
+                self.monitor(owner.host, *vm).is_some_and(|monitor| monitor.state == MonitorState::Orphan);
             if lost && owner.alive && !orphan && !self.dead.contains(&owner.host) {
                 return Err(format!("{vm} is lost, and the coordinator doesn't know"));
             }

@@ -11,17 +11,17 @@ use nomad::monitor::Answer;
 use nomad::names::{Epoch, HostId, Incarnation, MigrationId, Move, Node, Place, VmId};
 
 use super::engine::{Engine, Flow, Instance, State};
-use super::monitors::{Monitor, Part};
+use super::monitors::{Monitor, MonitorState};
 
 /// A request to a host's engine or monitor that isn't done.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Work {
     /// To report whether there is room.
-    Room(MigrationId, bool),
+    Reservation(MigrationId, bool),
     /// To copy until little is left.
     Copy(MigrationId, VmId),
     /// To hold queue pairs that face a VM.
-    Hold(MigrationId, VmId),
+    SuspendQps(MigrationId, VmId),
     /// To stop a VM.
     Stop(MigrationId, VmId),
     /// To notice that a stream broke.
@@ -135,15 +135,15 @@ pub struct Cluster {
     /// What was done, by asking VM and peer.
     pub flows: BTreeMap<(VmId, VmId), Flow>,
     /// VMs that may be lost: their owner was killed, or a destination that had voted.
-    pub excused: BTreeSet<VmId>,
+    pub may_be_lost: BTreeSet<VmId>,
     /// VMs that were counted as lost, and are their hosts' again: no queue pairs of other VMs face them any more.
     pub broken: BTreeSet<VmId>,
     /// Operations that didn't reach their responder.
-    pub unheard: u32,
+    pub undelivered: u32,
     /// Ends of migrations.
     pub ends: Ends,
     /// What is wrong.
-    pub verdict: Option<String>,
+    pub violation: Option<String>,
 }
 
 impl Cluster {
@@ -160,11 +160,11 @@ impl Cluster {
             starts: 0,
             operations,
             flows: BTreeMap::new(),
-            excused: BTreeSet::new(),
+            may_be_lost: BTreeSet::new(),
             broken: BTreeSet::new(),
-            unheard: 0,
+            undelivered: 0,
             ends: Ends::default(),
-            verdict: None,
+            violation: None,
         };
         for id in (1..=hosts).map(HostId) {
             let host = Host::new(id, Incarnation(1), config);
@@ -180,11 +180,11 @@ impl Cluster {
         let mut actions = Vec::new();
         match self.coordinator.started(vm, host, &mut actions) {
             Ok(epoch) => {
-                self.carry_out(actions, out);
+                self.execute(actions, out);
                 let instance = Instance { state: State::default(), running: true, epoch };
                 if let Some(machine) = self.machines.get_mut(&host) {
                     machine.engine.instances.insert(vm, instance);
-                    machine.monitors.insert(vm, Monitor { guest: true, epoch, part: Part::Runs });
+                    machine.monitors.insert(vm, Monitor { guest: true, epoch, state: MonitorState::Running });
                 }
                 let after = self.coordinator.last_of(vm);
                 self.host(host, Event::Started { vm, epoch, after }, out);
@@ -199,7 +199,7 @@ impl Cluster {
         if let Err(refused) = self.coordinator.linked(one, other, true, &mut actions) {
             self.fail(format!("{refused}"));
         }
-        self.carry_out(actions, out);
+        self.execute(actions, out);
         for (vm, peer) in [(one, other), (other, one)] {
             let (Some(owner), Some(at)) = (self.disk.vms.get(&vm), self.disk.vms.get(&peer)) else {
                 continue;
@@ -217,7 +217,7 @@ impl Cluster {
     pub fn migrate(&mut self, moves: &[(VmId, HostId)], out: &mut Vec<Pending>) -> Option<MigrationId> {
         let mut actions = Vec::new();
         let begun = self.coordinator.migrate(moves, &mut actions).ok();
-        self.carry_out(actions, out);
+        self.execute(actions, out);
         begun
     }
 
@@ -225,7 +225,7 @@ impl Cluster {
     pub fn cancel(&mut self, migration: MigrationId, out: &mut Vec<Pending>) {
         let mut actions = Vec::new();
         self.coordinator.cancel(migration, &mut actions);
-        self.carry_out(actions, out);
+        self.execute(actions, out);
     }
 
     /// Whether something in flight is lost with the service: messages of hosts to it, and those that it passes on.
@@ -286,7 +286,9 @@ impl Cluster {
             Pending::Work(host, incarnation, work) => self.machines.get(host).is_some_and(|machine| {
                 machine.host.incarnation() == *incarnation
                     && match work {
-                        Work::Hold(migration, vm) => machine.engine.holding.contains(&(*migration, *vm)),
+                        Work::SuspendQps(migration, vm) => {
+                            machine.engine.suspending.contains(&(*migration, *vm))
+                        }
                         Work::Stop(migration, vm) => machine.engine.stopping.contains(&(*migration, *vm)),
                         _ => true,
                     }
@@ -300,7 +302,7 @@ impl Cluster {
         if !self.matters(&pending) {
             return;
         }
-        // Operations change nothing of what is checked behind: their own checks are where they are carried out.
+        // Operations change nothing of what is checked below: their own checks are where they are carried out.
         let operation = matches!(pending, Pending::Data { .. } | Pending::Done { .. });
         match pending {
             Pending::Message(message) => match message.to {
@@ -328,10 +330,10 @@ impl Cluster {
                 self.stream(migration, vm, from, to, state, out);
             }
             Pending::Data { vm, peer, number, from, to } => {
-                if self.carried_out(vm, peer, number, to) {
+                if self.executed(vm, peer, number, to) {
                     out.push(Pending::Done { vm, peer, number, to: from });
                 } else {
-                    self.unheard += 1;
+                    self.undelivered += 1;
                 }
             }
             Pending::Done { vm, peer, number, to } => self.done(vm, peer, number, to),
@@ -344,36 +346,36 @@ impl Cluster {
     }
 
     pub(super) fn fail(&mut self, text: String) {
-        self.verdict.get_or_insert(text);
+        self.violation.get_or_insert(text);
     }
 
     /// Whether a monitor can wait for each of these VMs: none of them has one on this host.
-    fn make_room(&mut self, host: HostId, migration: MigrationId, moves: &[Move]) -> bool {
+    fn reserve(&mut self, host: HostId, migration: MigrationId, moves: &[Move]) -> bool {
         let free = moves.iter().all(|moved| !self.is_monitored(host, moved.vm));
         let Some(machine) = self.machines.get_mut(&host).filter(|_| free) else { return false };
         for Move { vm, epoch, .. } in moves {
-            let part = Part::Awaits(migration);
-            machine.monitors.insert(*vm, Monitor { guest: false, epoch: *epoch, part });
+            let state = MonitorState::Receiving(migration);
+            machine.monitors.insert(*vm, Monitor { guest: false, epoch: *epoch, state });
             machine.engine.phases.insert(*vm, (Answer::Pending, *epoch));
         }
-        machine.engine.rooms.insert(migration, BTreeSet::new());
+        machine.engine.reservations.insert(migration, BTreeSet::new());
         true
     }
 
     fn work(&mut self, host: HostId, work: Work, out: &mut Vec<Pending>) {
         let Some(machine) = self.machines.get_mut(&host) else { return };
         let event = match work {
-            Work::Room(migration, granted) => Event::Room { migration, granted },
+            Work::Reservation(migration, granted) => Event::Reservation { migration, granted },
             Work::Copy(migration, vm) => Event::Converged { migration, vm },
-            Work::Hold(migration, vm) => {
-                machine.engine.hold(migration, vm);
-                Event::Held { migration, vm }
+            Work::SuspendQps(migration, vm) => {
+                machine.engine.suspend_qps(migration, vm);
+                Event::QpsSuspended { migration, vm }
             }
             Work::Stop(migration, vm) => {
                 if machine.engine.stop(migration, vm)
                     && let Some(monitor) = machine.monitors.get_mut(&vm)
                 {
-                    (monitor.guest, monitor.part) = (false, Part::Stopped(migration));
+                    (monitor.guest, monitor.state) = (false, MonitorState::Stopped(migration));
                 }
                 Event::Stopped { migration, vm }
             }
@@ -392,12 +394,14 @@ impl Cluster {
         out: &mut Vec<Pending>,
     ) {
         let Some(machine) = self.machines.get_mut(&to) else { return };
-        let Some(room) = machine.engine.rooms.get_mut(&migration) else {
+        let Some(room) = machine.engine.reservations.get_mut(&migration) else {
             self.lose(Pending::Stream { migration, vm, from, to, state }, out);
             return;
         };
         match machine.monitors.get_mut(&vm) {
-            Some(monitor) if monitor.part == Part::Awaits(migration) => monitor.part = Part::Voted(migration),
+            Some(monitor) if monitor.state == MonitorState::Receiving(migration) => {
+                monitor.state = MonitorState::Voted(migration)
+            }
             _ => {
                 self.lose(Pending::Stream { migration, vm, from, to, state }, out);
                 return;
@@ -435,18 +439,18 @@ impl Cluster {
             // Sent above.
             Action::Send(_) => {}
             Action::Reserve { migration, moves } => {
-                let granted = self.make_room(id, migration, &moves);
-                out.push(Pending::Work(id, incarnation, Work::Room(migration, granted)));
+                let granted = self.reserve(id, migration, &moves);
+                out.push(Pending::Work(id, incarnation, Work::Reservation(migration, granted)));
             }
             Action::Release { migration } => {
-                for vm in engine.rooms.remove(&migration).into_iter().flatten() {
+                for vm in engine.reservations.remove(&migration).into_iter().flatten() {
                     engine.instances.remove(&vm);
                 }
                 for (vm, monitor) in &mut machine.monitors {
-                    match monitor.part {
-                        Part::Awaits(of) if of == migration => monitor.lose_devices(),
-                        Part::Voted(of) if of == migration => {
-                            engine.phases.insert(*vm, (Answer::Stays, monitor.epoch));
+                    match monitor.state {
+                        MonitorState::Receiving(of) if of == migration => monitor.lose_devices(),
+                        MonitorState::Voted(of) if of == migration => {
+                            engine.phases.insert(*vm, (Answer::Aborted, monitor.epoch));
                         }
                         _ => {}
                     }
@@ -457,17 +461,17 @@ impl Cluster {
                 work(Work::Copy(migration, vm));
             }
             Action::EndCopy { .. } | Action::Queued { .. } => {}
-            Action::Hold { migration, vm } => {
-                engine.holding.retain(|(_, other)| *other != vm);
-                engine.holding.insert((migration, vm));
-                work(Work::Hold(migration, vm));
+            Action::SuspendQps { migration, vm } => {
+                engine.suspending.retain(|(_, other)| *other != vm);
+                engine.suspending.insert((migration, vm));
+                work(Work::SuspendQps(migration, vm));
             }
-            Action::Open { vm, peer } => {
-                engine.holding.retain(|(_, other)| *other != peer.vm);
+            Action::ResumeQps { vm, peer } => {
+                engine.suspending.retain(|(_, other)| *other != peer.vm);
                 engine.open.insert((vm, peer.vm), peer.host);
             }
             Action::Lost { peer } => {
-                engine.holding.retain(|(_, other)| *other != peer);
+                engine.suspending.retain(|(_, other)| *other != peer);
                 engine.open.retain(|(_, other), _| *other != peer);
             }
             Action::Stop { migration, vm } => {
@@ -482,9 +486,10 @@ impl Cluster {
             }
             Action::Run { vm, epoch } => {
                 engine.stopping.retain(|(_, other)| *other != vm);
-                engine.rooms.retain(|_, vms| !vms.remove(&vm) || !vms.is_empty());
-                let came = matches!(machine.monitors.get(&vm), Some(Monitor { part: Part::Voted(_), .. }));
-                engine.phases.insert(vm, (if came { Answer::Runs } else { Answer::Stays }, epoch));
+                engine.reservations.retain(|_, vms| !vms.remove(&vm) || !vms.is_empty());
+                let came =
+                    matches!(machine.monitors.get(&vm), Some(Monitor { state: MonitorState::Voted(_), .. }));
+                engine.phases.insert(vm, (if came { Answer::Running } else { Answer::Aborted }, epoch));
                 match engine.instances.get_mut(&vm) {
                     Some(instance) => (instance.running, instance.epoch) = (true, epoch),
                     None => self.fail(format!("{id} runs {vm}, whose state it doesn't have")),
@@ -503,10 +508,10 @@ impl Cluster {
     pub(super) fn coordinator(&mut self, event: coordinator::Event, out: &mut Vec<Pending>) {
         let mut actions = Vec::new();
         self.coordinator.step(event, &mut actions);
-        self.carry_out(actions, out);
+        self.execute(actions, out);
     }
 
-    pub(super) fn carry_out(&mut self, actions: Vec<coordinator::Action>, out: &mut Vec<Pending>) {
+    pub(super) fn execute(&mut self, actions: Vec<coordinator::Action>, out: &mut Vec<Pending>) {
         for action in actions {
             match action {
                 coordinator::Action::Write(record) => self.disk.apply(&record),
@@ -518,7 +523,7 @@ impl Cluster {
                     Decision::Committed => self.ends.committed += 1,
                     Decision::Aborted => self.ends.aborted += 1,
                 },
-                coordinator::Action::Came { .. } => {}
+                coordinator::Action::StageEntered { .. } => {}
             }
         }
     }

@@ -12,7 +12,7 @@ pub struct State {
     /// Per peer: how many operations of this VM are complete.
     pub completed: BTreeMap<VmId, u16>,
     /// Per peer: how many of the peer's operations this VM has executed.
-    pub carried_out: BTreeMap<VmId, u16>,
+    pub executed: BTreeMap<VmId, u16>,
 }
 
 /// A VM's instance on a host.
@@ -34,19 +34,19 @@ pub struct Engine {
     /// Queue pairs that may send, by VM and peer, with the host to which they send.
     pub open: BTreeMap<(VmId, VmId), HostId>,
     /// Requests to suspend queue pairs connected to a VM, not yet carried out.
-    pub holding: BTreeSet<(MigrationId, VmId)>,
+    pub suspending: BTreeSet<(MigrationId, VmId)>,
     /// Requests to stop VMs, not yet carried out.
     pub stopping: BTreeSet<(MigrationId, VmId)>,
     /// Capacity reserved per migration, and the VMs whose state was received.
-    pub rooms: BTreeMap<MigrationId, BTreeSet<VmId>>,
+    pub reservations: BTreeMap<MigrationId, BTreeSet<VmId>>,
     /// The daemon's answer about each VM's last migration, and the epoch in which the VM runs here.
     pub phases: BTreeMap<VmId, (Answer, Epoch)>,
 }
 
 impl Engine {
     /// Queue pairs connected to a VM reach the end of a segment. Returns whether their suspension is still requested.
-    pub fn hold(&mut self, migration: MigrationId, vm: VmId) -> bool {
-        let asked = self.holding.remove(&(migration, vm));
+    pub fn suspend_qps(&mut self, migration: MigrationId, vm: VmId) -> bool {
+        let asked = self.suspending.remove(&(migration, vm));
         if asked {
             self.open.retain(|(_, peer), _| *peer != vm);
         }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use nomad::config::Plant;
+use nomad::config::InjectedBug;
 use nomad::coordinator::{self, Coordinator};
 use nomad::event::Event;
 use nomad::host::Host;
@@ -12,16 +12,16 @@ use nomad::names::{HostId, Incarnation, Node, VmId};
 
 use super::cluster::{Cluster, Pending, Work};
 use super::engine::Engine;
-use super::monitors::{Monitor, Part};
+use super::monitors::{Monitor, MonitorState};
 
 impl Cluster {
     /// A host's daemon is killed, and starts again with nothing. Its monitors live.
     pub fn kill(&mut self, id: HostId, out: &mut Vec<Pending>) {
         let Some(machine) = self.machines.get_mut(&id) else { return };
         let owned = self.disk.vms.iter().filter(|(_, owner)| owner.host == id).map(|(vm, _)| *vm);
-        self.excused.extend(owned);
+        self.may_be_lost.extend(owned);
         let voted = self.disk.vms.keys().filter(|vm| machine.host.has_voted(**vm));
-        self.excused.extend(voted);
+        self.may_be_lost.extend(voted);
         let incarnation = Incarnation(machine.host.incarnation().0 + 1);
         machine.host = Host::new(id, incarnation, self.config);
         machine.engine = Engine::default();
@@ -33,9 +33,9 @@ impl Cluster {
     pub fn die(&mut self, id: HostId, out: &mut Vec<Pending>) {
         let Some(machine) = self.machines.remove(&id) else { return };
         let owned = self.disk.vms.iter().filter(|(_, owner)| owner.host == id).map(|(vm, _)| *vm);
-        self.excused.extend(owned);
+        self.may_be_lost.extend(owned);
         let voted = self.disk.vms.keys().filter(|vm| machine.host.has_voted(**vm));
-        self.excused.extend(voted);
+        self.may_be_lost.extend(voted);
         self.dead.insert(id);
         out.push(Pending::Silence(id));
     }
@@ -47,7 +47,7 @@ impl Cluster {
             if let Err(refused) = self.coordinator.forget(host, &mut actions) {
                 self.fail(format!("{refused}"));
             }
-            self.carry_out(actions, out);
+            self.execute(actions, out);
         }
     }
 
@@ -55,30 +55,32 @@ impl Cluster {
     /// those of a daemon that was killed.
     pub fn renumber(&mut self, id: HostId, out: &mut Vec<Pending>) {
         let Some(machine) = self.machines.get_mut(&id) else { return };
-        let believes = self.config.plant == Plant::RenumberTakesVotesBack;
+        let believes = self.config.injected_bug == InjectedBug::RenumberWithdrawsVotes;
         let host = &machine.host;
         let bound = |vm: &VmId| host.has_yielded(*vm) || host.has_voted(*vm);
         let owned = self.disk.vms.iter().filter(|(vm, owner)| owner.host == id && !bound(vm));
-        self.excused.extend(owned.map(|(vm, _)| *vm));
-        let Engine { phases, instances, rooms, .. } = &mut machine.engine;
+        self.may_be_lost.extend(owned.map(|(vm, _)| *vm));
+        let Engine { phases, instances, reservations, .. } = &mut machine.engine;
         for (vm, monitor) in &mut machine.monitors {
             if bound(vm) && !believes {
                 continue;
             }
             instances.remove(vm);
-            match (monitor.part, phases.get_mut(vm)) {
+            match (monitor.state, phases.get_mut(vm)) {
                 // What is decided, and not heard by the monitor, stays said.
-                (Part::Stopped(_) | Part::Voted(_), Some(said)) if said.0 == Answer::Pending => {
-                    *said = (Answer::Stays, monitor.epoch);
+                (MonitorState::Stopped(_) | MonitorState::Voted(_), Some(said))
+                    if said.0 == Answer::Pending =>
+                {
+                    *said = (Answer::Aborted, monitor.epoch);
                 }
-                (Part::Stopped(_) | Part::Voted(_), _) => {}
+                (MonitorState::Stopped(_) | MonitorState::Voted(_), _) => {}
                 _ => monitor.lose_devices(),
             }
         }
-        rooms.retain(|_, vms| !vms.is_empty() && vms.iter().all(|vm| instances.contains_key(vm)));
+        reservations.retain(|_, vms| !vms.is_empty() && vms.iter().all(|vm| instances.contains_key(vm)));
         let kept: BTreeSet<VmId> = instances.keys().copied().collect();
         machine.engine.open.retain(|(vm, _), _| kept.contains(vm));
-        machine.engine.holding.clear();
+        machine.engine.suspending.clear();
         machine.engine.stopping.clear();
         let incarnation = Incarnation(host.incarnation().0 + 1);
         machine.host.renumber(id, incarnation);

@@ -29,7 +29,7 @@ impl Cluster {
     }
 
     /// An operation reaches a host. Whether it was carried out, now or before.
-    pub(super) fn carried_out(&mut self, vm: VmId, peer: VmId, number: u16, to: HostId) -> bool {
+    pub(super) fn executed(&mut self, vm: VmId, peer: VmId, number: u16, to: HostId) -> bool {
         let Some(machine) = self.machines.get_mut(&to) else { return false };
         // Queue pairs that are held take nothing in.
         if !machine.engine.open.contains_key(&(peer, vm)) {
@@ -38,7 +38,7 @@ impl Cluster {
         let Some(instance) = machine.engine.instances.get_mut(&peer).filter(|peer| peer.running) else {
             return false;
         };
-        let before = instance.state.carried_out.entry(vm).or_default();
+        let before = instance.state.executed.entry(vm).or_default();
         if number <= *before {
             return true;
         }

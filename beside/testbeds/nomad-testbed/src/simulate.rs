@@ -8,7 +8,7 @@ mod scenes;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 
-use nomad::config::{Config, Plant};
+use nomad::config::{Config, InjectedBug};
 use nomad::names::{HostId, MigrationId, Node, VmId};
 
 use super::cluster::{Cluster, Pending, Work};
@@ -31,14 +31,14 @@ const RETRY_INTERVAL_US: u64 = 4_000;
 
 /// What is done to one participant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Harm {
+pub enum InjectedFault {
     /// It is killed, and is back after 50 ms, having lost all but what it has written.
     Kill,
     /// Nothing reaches it, and nothing of it reaches others, for 5 s: longer than a switch-over may take, and its decision.
     Partition,
-    /// As [`Harm::Partition`], for 90 s: longer than any timeout.
+    /// As [`InjectedFault::Partition`], for 90 s: longer than any timeout.
     Outage,
-    /// A host doesn't reach the service, nor the service the host, for 5 s. Other hosts reach it. Of the service: [`Harm::Partition`].
+    /// A host doesn't reach the service, nor the service the host, for 5 s. Other hosts reach it. Of the service: [`InjectedFault::Partition`].
     Unserved,
     /// A host that fails with its monitors, and never returns.
     Death,
@@ -46,9 +46,9 @@ pub enum Harm {
     Renumber,
 }
 
-impl Harm {
+impl InjectedFault {
     /// For how long its messages are lost, microseconds.
-    fn lasts(self) -> u64 {
+    fn duration_us(self) -> u64 {
         match self {
             Self::Kill => 50_000,
             Self::Partition | Self::Unserved => 5_000_000,
@@ -60,11 +60,11 @@ impl Harm {
 
 /// One fault at one step.
 #[derive(Debug, Clone, Copy)]
-pub struct Blow {
+pub struct FaultAtStep {
     /// The node that is harmed.
     pub node: Node,
     /// The fault that is injected.
-    pub harm: Harm,
+    pub fault: InjectedFault,
     /// After how many steps of the protocol since the migration was asked for.
     pub step: u64,
 }
@@ -109,7 +109,7 @@ pub struct Report {
     /// Longest time, in virtual microseconds, from a decision to give up until all queue pairs between living VMs were open again.
     pub longest_resume: u64,
     /// Longest time, in virtual microseconds, for which a queue pair between two running VMs was closed; only of runs of one scene.
-    pub longest_closed: u64,
+    pub longest_suspended: u64,
 }
 
 impl Report {
@@ -133,7 +133,7 @@ impl Report {
         self.operations += other.operations;
         self.vms_lost += other.vms_lost;
         self.longest_resume = self.longest_resume.max(other.longest_resume);
-        self.longest_closed = self.longest_closed.max(other.longest_closed);
+        self.longest_suspended = self.longest_suspended.max(other.longest_suspended);
     }
 }
 
@@ -151,18 +151,18 @@ struct Run {
     repeats: u32,
     delays: u32,
     /// Nodes that are cut off, until when.
-    cut: BTreeMap<Node, u64>,
+    partitioned: BTreeMap<Node, u64>,
     /// Hosts that are cut off from the service alone, until when.
     unserved: BTreeMap<HostId, u64>,
     /// Direct paths break and work again during the run: parts of a thousand, per half millisecond.
     severs: u32,
     sent: BTreeMap<(VmId, VmId), u64>,
     /// Since when monitors wait for a decision.
-    unheard: BTreeMap<(HostId, VmId), u64>,
+    undecided_since: BTreeMap<(HostId, VmId), u64>,
     report: Report,
-    given_up_at: Option<u64>,
+    aborted_at: Option<u64>,
     /// Since when queue pairs between running VMs are closed; `None`: not measured.
-    closed: Option<BTreeMap<(VmId, VmId), u64>>,
+    suspended: Option<BTreeMap<(VmId, VmId), u64>>,
     aborted: u32,
 }
 
@@ -179,26 +179,27 @@ impl Run {
             losses: 0,
             repeats: 0,
             delays: 0,
-            cut: BTreeMap::new(),
+            partitioned: BTreeMap::new(),
             unserved: BTreeMap::new(),
             severs: 0,
             sent: BTreeMap::new(),
-            unheard: BTreeMap::new(),
+            undecided_since: BTreeMap::new(),
             report: Report::default(),
-            given_up_at: None,
-            closed: None,
+            aborted_at: None,
+            suspended: None,
             aborted: 0,
         }
     }
 
-    fn is_cut(&self, node: Node) -> bool {
-        self.cut.get(&node).is_some_and(|until| *until > self.now)
+    fn is_partitioned(&self, node: Node) -> bool {
+        self.partitioned.get(&node).is_some_and(|until| *until > self.now)
     }
 
     /// Whether a node can't exchange anything with the service.
     fn is_unserved(&self, node: Node) -> bool {
         let Node::Host(host) = node else { return false };
-        self.is_cut(Node::Coordinator) || self.unserved.get(&host).is_some_and(|until| *until > self.now)
+        self.is_partitioned(Node::Coordinator)
+            || self.unserved.get(&host).is_some_and(|until| *until > self.now)
     }
 
     /// Puts what has come out in flight.
@@ -268,7 +269,9 @@ impl Run {
         // By the service go all messages but direct ones.
         let served = matches!(pending, Pending::Message(_));
         let away = |from, to| {
-            served && (self.is_unserved(from) || self.is_unserved(to)) || self.is_cut(from) || self.is_cut(to)
+            served && (self.is_unserved(from) || self.is_unserved(to))
+                || self.is_partitioned(from)
+                || self.is_partitioned(to)
         };
         let lost = ends.is_some_and(|(from, to)| from != to && away(from, to))
             || ends.is_some() && self.rng.chance(self.losses)
@@ -290,19 +293,19 @@ impl Run {
     }
 
     /// Monitors that have waited for a decision for a minute: users resume those in doubt, where that is allowed.
-    fn lose_patience(&mut self) {
+    fn withdraw_vote(&mut self) {
         let (doubt, voted) = (self.cluster.in_doubt(), self.cluster.voted());
-        self.unheard.retain(|one, _| doubt.contains(one) || voted.contains(one));
+        self.undecided_since.retain(|one, _| doubt.contains(one) || voted.contains(one));
         let now = self.now;
         for one in &doubt {
-            if now - *self.unheard.entry(*one).or_insert(now) > MAX_WAIT_US {
+            if now - *self.undecided_since.entry(*one).or_insert(now) > MAX_WAIT_US {
                 self.cluster.resume(one.0, one.1);
             }
         }
         for one in voted {
-            let since = *self.unheard.entry(one).or_insert(now);
-            if now - since > MAX_WAIT_US && self.cluster.config.plant == Plant::VoteTakenBack {
-                self.cluster.lose_patience(one.0, one.1, &mut self.out);
+            let since = *self.undecided_since.entry(one).or_insert(now);
+            if now - since > MAX_WAIT_US && self.cluster.config.injected_bug == InjectedBug::WithdrawVote {
+                self.cluster.withdraw_vote(one.0, one.1, &mut self.out);
             }
         }
     }
@@ -312,8 +315,8 @@ impl Run {
         let hosts = self.cluster.machines.keys();
         let away: BTreeSet<HostId> =
             hosts.copied().filter(|host| self.is_unserved(Node::Host(*host))).collect();
-        self.cluster.all_ask(|host| away.contains(&host), &mut self.out);
-        self.lose_patience();
+        self.cluster.poll_decisions(|host| away.contains(&host), &mut self.out);
+        self.withdraw_vote();
         let mut ready = Vec::new();
         self.cluster.sends(|data| ready.push(data));
         for data in ready {
@@ -331,31 +334,31 @@ impl Run {
     fn watch(&mut self) {
         if self.cluster.ends.aborted > self.aborted {
             self.aborted = self.cluster.ends.aborted;
-            self.given_up_at = Some(self.now);
+            self.aborted_at = Some(self.now);
         }
-        if let Some(since) = self.given_up_at
+        if let Some(since) = self.aborted_at
             && self.all_open()
         {
             self.report.longest_resume = self.report.longest_resume.max(self.now - since);
-            self.given_up_at = None;
+            self.aborted_at = None;
         }
-        self.watch_closed();
+        self.watch_suspended();
     }
 
     /// How long queue pairs between running VMs are closed.
-    fn watch_closed(&mut self) {
-        let Some(mut closed) = self.closed.take() else { return };
+    fn watch_suspended(&mut self) {
+        let Some(mut closed) = self.suspended.take() else { return };
         for (vm, peer) in self.cluster.flows.keys() {
             let (here, there) = (self.cluster.where_runs(*vm), self.cluster.where_runs(*peer));
             let machine = here.filter(|_| there.is_some()).and_then(|host| self.cluster.machines.get(&host));
             if machine.is_some_and(|machine| !machine.engine.open.contains_key(&(*vm, *peer))) {
                 let since = *closed.entry((*vm, *peer)).or_insert(self.now);
-                self.report.longest_closed = self.report.longest_closed.max(self.now - since);
+                self.report.longest_suspended = self.report.longest_suspended.max(self.now - since);
             } else {
                 closed.remove(&(*vm, *peer));
             }
         }
-        self.closed = Some(closed);
+        self.suspended = Some(closed);
     }
 
     fn all_open(&self) -> bool {
@@ -367,9 +370,9 @@ impl Run {
         })
     }
 
-    fn cut_off(&mut self, node: Node, for_how_long: u64) {
-        let until = self.now + for_how_long;
-        self.cut.entry(node).and_modify(|end| *end = until.max(*end)).or_insert(until);
+    fn partition(&mut self, node: Node, duration_us: u64) {
+        let until = self.now + duration_us;
+        self.partitioned.entry(node).and_modify(|end| *end = until.max(*end)).or_insert(until);
     }
 
     /// Which hosts reach each other directly: none, some, all, or it changes during the run.
@@ -403,30 +406,32 @@ impl Run {
         }
     }
 
-    fn harm(&mut self, node: Node, harm: Harm, for_how_long: u64) {
-        if let (Harm::Unserved, Node::Host(host)) = (harm, node) {
+    fn inject(&mut self, node: Node, fault: InjectedFault, duration_us: u64) {
+        if let (InjectedFault::Unserved, Node::Host(host)) = (fault, node) {
             self.report.unserved += 1;
-            self.unserved.insert(host, self.now + for_how_long);
+            self.unserved.insert(host, self.now + duration_us);
             return;
         }
-        self.cut_off(node, for_how_long);
-        match (harm, node) {
-            (Harm::Partition | Harm::Outage | Harm::Unserved, _) => self.report.partitions += 1,
-            (Harm::Death | Harm::Renumber, Node::Coordinator) => {}
-            (Harm::Death, Node::Host(host)) => {
+        self.partition(node, duration_us);
+        match (fault, node) {
+            (InjectedFault::Partition | InjectedFault::Outage | InjectedFault::Unserved, _) => {
+                self.report.partitions += 1
+            }
+            (InjectedFault::Death | InjectedFault::Renumber, Node::Coordinator) => {}
+            (InjectedFault::Death, Node::Host(host)) => {
                 self.report.deaths += 1;
                 self.cluster.die(host, &mut self.out);
             }
-            (Harm::Renumber, Node::Host(host)) => {
+            (InjectedFault::Renumber, Node::Host(host)) => {
                 self.report.renumbers += 1;
                 self.cluster.renumber(host, &mut self.out);
             }
-            (Harm::Kill, Node::Coordinator) => {
+            (InjectedFault::Kill, Node::Coordinator) => {
                 self.report.coordinator_kills += 1;
                 self.queue.retain(|Reverse((.., pending))| !Cluster::passes_by_service(pending));
                 self.cluster.kill_coordinator(&mut self.out);
             }
-            (Harm::Kill, Node::Host(host)) => {
+            (InjectedFault::Kill, Node::Host(host)) => {
                 self.report.kills += 1;
                 self.cluster.kill(host, &mut self.out);
             }
@@ -438,21 +443,21 @@ impl Run {
     /// Without faults from now on, until all has ended.
     fn end(&mut self) -> Result<Report, String> {
         (self.losses, self.repeats, self.delays) = (0, 0, 0);
-        self.cut.clear();
+        self.partitioned.clear();
         self.unserved.clear();
         let mut next = self.now;
         let (end, mut forgotten) = (self.now + ALL_ENDS, false);
         loop {
             next += 1_000;
             while self.step(next) {}
-            if let Some(verdict) = &self.cluster.verdict {
-                return Err(verdict.clone());
+            if let Some(violation) = &self.cluster.violation {
+                return Err(violation.clone());
             }
             self.send();
             let mut all_sent = true;
             self.cluster.sends(|_| all_sent = false);
             let still = || self.queue.iter().all(|Reverse((.., it))| !self.cluster.matters(it));
-            if all_sent && self.cluster.is_quiet() && still() {
+            if all_sent && self.cluster.is_idle() && still() {
                 break;
             }
             if self.now > end - ALL_ENDS / 2 && !forgotten {
@@ -476,13 +481,13 @@ impl Run {
     }
 }
 
-fn config(plant: Plant, fan: u8) -> Config {
-    Config { plant, fan, copy_ms: 1_000, reserve_ms: 300, ..Config::default() }
+fn config(bug: InjectedBug, fanout: u8) -> Config {
+    Config { injected_bug: bug, fanout, copy_ms: 1_000, reserve_ms: 300, ..Config::default() }
 }
 
 /// As [`config`], and by how much longer than otherwise all takes.
-fn config_of(seed: u64, plant: Plant, fan: u8) -> (Config, u64) {
-    let real = config(plant, fan);
+fn config_of(seed: u64, bug: InjectedBug, fanout: u8) -> (Config, u64) {
+    let real = config(bug, fanout);
     if seed.is_multiple_of(2) {
         (Config { switch_ms: QUICK_SWITCH_MS, settle_ms: 750, ..real }, 1)
     } else {
@@ -494,13 +499,13 @@ fn config_of(seed: u64, plant: Plant, fan: u8) -> (Config, u64) {
 ///
 /// # Errors
 /// What is wrong.
-pub fn run(seed: u64, plant: Plant) -> Result<Report, String> {
+pub fn run(seed: u64, bug: InjectedBug) -> Result<Report, String> {
     let mut rng = SplitMix64::new(seed);
     let hosts = rng.between(2, 9);
     let vms = rng.between(2, 8);
-    let fan = [0, 1, 2, 4][rng.below(4) as usize];
+    let fanout = [0, 1, 2, 4][rng.below(4) as usize];
     let mut out = Vec::new();
-    let (config, scale) = config_of(seed, plant, fan);
+    let (config, scale) = config_of(seed, bug, fanout);
     let cluster = Cluster::new(hosts, 40, config, &mut out);
     let mut run = Run::new(rng, cluster, out);
     run.schedule();
@@ -524,23 +529,23 @@ pub fn run(seed: u64, plant: Plant) -> Result<Report, String> {
     run.repeats = [0, 0, 10, 100][run.rng.below(4) as usize];
     run.delays = [0, 0, 10, 100][run.rng.below(4) as usize];
     run.choose_paths();
-    let harms = [0, 0, 1, 1, 2, 4][run.rng.below(6) as usize];
-    let (mut migrate_at, mut harm_at) = (run.now, run.now + scale * u64::from(run.rng.between(1, 60_000)));
-    let (mut harms_left, mut cancel) = (harms, None::<(u64, MigrationId)>);
+    let faults = [0, 0, 1, 1, 2, 4][run.rng.below(6) as usize];
+    let (mut migrate_at, mut fault_time) = (run.now, run.now + scale * u64::from(run.rng.between(1, 60_000)));
+    let (mut faults_left, mut cancel) = (faults, None::<(u64, MigrationId)>);
     while run.now < scale * FAULTS_END {
         let next = run.now + 500;
         while run.step(next) {}
-        if let Some(verdict) = &run.cluster.verdict {
-            return Err(verdict.clone());
+        if let Some(violation) = &run.cluster.violation {
+            return Err(violation.clone());
         }
         run.send();
         run.sever();
         if run.now >= migrate_at {
-            let moves = wishes(&mut run.rng, &names, &run.cluster, hosts);
+            let moves = random_moves(&mut run.rng, &names, &run.cluster, hosts);
             let begun = run.cluster.migrate(&moves, &mut run.out);
             if run.rng.chance(400) {
                 // Another one at the same time, of peers as often as not.
-                let moves = wishes(&mut run.rng, &names, &run.cluster, hosts);
+                let moves = random_moves(&mut run.rng, &names, &run.cluster, hosts);
                 run.cluster.migrate(&moves, &mut run.out);
             }
             run.schedule();
@@ -556,29 +561,29 @@ pub fn run(seed: u64, plant: Plant) -> Result<Report, String> {
             run.schedule();
             cancel = None;
         }
-        if run.now >= harm_at && harms_left > 0 {
-            harms_left -= 1;
+        if run.now >= fault_time && faults_left > 0 {
+            faults_left -= 1;
             let node = match run.rng.below(4) {
                 0 => Node::Coordinator,
                 _ => Node::Host(HostId(run.rng.between(1, hosts))),
             };
-            let harm = match run.rng.below(20) {
-                0 => Harm::Death,
-                1 | 2 => Harm::Renumber,
-                3..=10 => Harm::Kill,
-                11..=14 => Harm::Unserved,
-                _ => Harm::Partition,
+            let fault = match run.rng.below(20) {
+                0 => InjectedFault::Death,
+                1 | 2 => InjectedFault::Renumber,
+                3..=10 => InjectedFault::Kill,
+                11..=14 => InjectedFault::Unserved,
+                _ => InjectedFault::Partition,
             };
-            let for_how_long = scale * u64::from(run.rng.between(100, 300_000));
-            run.harm(node, harm, if harm.lasts() == 0 { 0 } else { for_how_long });
-            harm_at = run.now + scale * u64::from(run.rng.between(1, 60_000));
+            let duration_us = scale * u64::from(run.rng.between(100, 300_000));
+            run.inject(node, fault, if fault.duration_us() == 0 { 0 } else { duration_us });
+            fault_time = run.now + scale * u64::from(run.rng.between(1, 60_000));
         }
     }
     run.end()
 }
 
 /// A random group, or two VMs that change places.
-fn wishes(rng: &mut SplitMix64, vms: &[VmId], cluster: &Cluster, hosts: u32) -> Vec<(VmId, HostId)> {
+fn random_moves(rng: &mut SplitMix64, vms: &[VmId], cluster: &Cluster, hosts: u32) -> Vec<(VmId, HostId)> {
     let pick =
         |rng: &mut SplitMix64| vms.get(rng.below(u32::try_from(vms.len()).unwrap_or(1)) as usize).copied();
     let host = |vm: VmId| cluster.disk.vms.get(&vm).map(|owner| owner.host);

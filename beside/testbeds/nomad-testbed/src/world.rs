@@ -2,7 +2,7 @@
 
 use std::hash::{Hash, Hasher};
 
-use nomad::config::{Config, Plant};
+use nomad::config::{Config, InjectedBug};
 use nomad::names::{HostId, MigrationId, VmId};
 
 use super::cluster::{Cluster, Pending, Work};
@@ -50,7 +50,7 @@ pub struct Setup {
     /// The migration.
     pub moves: Vec<(VmId, HostId)>,
     /// Another one, asked for at the same time; empty: none.
-    pub beside: Vec<(VmId, HostId)>,
+    pub concurrent: Vec<(VmId, HostId)>,
     /// Hosts reach each other directly; otherwise the service passes all messages on.
     pub direct: bool,
     /// The beginning is where sources copy: what comes before happens in one order.
@@ -89,11 +89,11 @@ pub enum Step {
     /// The service takes a living daemon for one that was started again.
     Renumber(HostId),
     /// A monitor learns how its migration ended.
-    Hear(HostId, VmId),
+    LearnOutcome(HostId, VmId),
     /// The user of a monitor in doubt resumes its guest.
     Resume(HostId, VmId),
     /// A monitor that has voted waits no longer.
-    LosePatience(HostId, VmId),
+    WithdrawVote(HostId, VmId),
     /// The migration is cancelled.
     Cancel(MigrationId),
     /// The next one is asked for.
@@ -106,11 +106,11 @@ pub struct World {
     /// The cluster.
     pub cluster: Cluster,
     /// What is in flight, in order of its value.
-    pub under_way: Vec<Pending>,
+    pub in_flight: Vec<Pending>,
     /// Faults left.
     pub budget: Budget,
     /// What is wrong.
-    pub verdict: Option<String>,
+    pub violation: Option<String>,
 }
 
 impl World {
@@ -134,9 +134,9 @@ impl World {
         for (one, other) in &setup.links {
             cluster.link(*one, *other, &mut out);
         }
-        let all = [&setup.moves, &setup.beside].into_iter().filter(|moves| !moves.is_empty());
+        let all = [&setup.moves, &setup.concurrent].into_iter().filter(|moves| !moves.is_empty());
         let begun = all.map(|moves| cluster.migrate(moves, &mut out)).collect::<Option<Vec<_>>>();
-        let verdict = if begun.is_none() { Some("a migration isn't begun".to_owned()) } else { None };
+        let violation = if begun.is_none() { Some("a migration isn't begun".to_owned()) } else { None };
         if setup.copying {
             let mut kept = Vec::new();
             while !out.is_empty() {
@@ -151,32 +151,32 @@ impl World {
             }
             out = kept;
         }
-        let mut world = Self { cluster, under_way: Vec::new(), budget: setup.budget, verdict };
-        world.take_in(out);
+        let mut world = Self { cluster, in_flight: Vec::new(), budget: setup.budget, violation };
+        world.add_in_flight(out);
         world
     }
 
-    fn take_in(&mut self, out: Vec<Pending>) {
+    fn add_in_flight(&mut self, out: Vec<Pending>) {
         // Anything may take any time here, timers too.
-        self.under_way.extend(out.into_iter().map(Pending::without_time));
+        self.in_flight.extend(out.into_iter().map(Pending::without_time));
         let cluster = &self.cluster;
-        self.under_way.retain(|pending| cluster.matters(pending));
-        self.under_way.sort_unstable();
+        self.in_flight.retain(|pending| cluster.matters(pending));
+        self.in_flight.sort_unstable();
         // What is in flight twice may as well be there once: repeating is a fault of its own, and all is idempotent.
-        self.under_way.dedup();
-        if self.verdict.is_none() {
-            self.verdict.clone_from(&self.cluster.verdict);
+        self.in_flight.dedup();
+        if self.violation.is_none() {
+            self.violation.clone_from(&self.cluster.violation);
         }
         // What doesn't change what can happen would only multiply states.
-        self.cluster.unheard = 0;
+        self.cluster.undelivered = 0;
     }
 
     /// What may happen.
     pub fn steps(&self, setup: &Setup, steps: &mut Vec<Step>) {
-        if self.verdict.is_some() {
+        if self.violation.is_some() {
             return;
         }
-        for pending in &self.under_way {
+        for pending in &self.in_flight {
             match pending {
                 Pending::Timer(..) | Pending::Deadline(..) => {
                     if self.budget.timers > 0 {
@@ -206,17 +206,19 @@ impl World {
             self.cluster.sends(|data| {
                 let Pending::Data { vm, peer, .. } = &data else { return };
                 let same = |other: &Pending| matches!(other, Pending::Data { vm: a, peer: b, .. } | Pending::Done { vm: a, peer: b, .. } if (a, b) == (vm, peer));
-                if !self.under_way.iter().any(same) {
+                if !self.in_flight.iter().any(same) {
                     steps.push(Step::Send(data));
                 }
             });
         }
-        steps.extend(self.cluster.curious().into_iter().map(|(host, vm)| Step::Hear(host, vm)));
+        steps.extend(
+            self.cluster.can_learn_outcome().into_iter().map(|(host, vm)| Step::LearnOutcome(host, vm)),
+        );
         if self.budget.resumes > 0 {
             steps.extend(self.cluster.in_doubt().into_iter().map(|(host, vm)| Step::Resume(host, vm)));
         }
-        if self.budget.timers > 0 && self.cluster.config.plant == Plant::VoteTakenBack {
-            steps.extend(self.cluster.voted().into_iter().map(|(host, vm)| Step::LosePatience(host, vm)));
+        if self.budget.timers > 0 && self.cluster.config.injected_bug == InjectedBug::WithdrawVote {
+            steps.extend(self.cluster.voted().into_iter().map(|(host, vm)| Step::WithdrawVote(host, vm)));
         }
         if self.budget.deaths > 0 {
             steps.extend(self.cluster.machines.keys().map(|host| Step::Die(*host)));
@@ -289,7 +291,7 @@ impl World {
             }
             Step::KillCoordinator => {
                 next.budget.coordinator_kills -= 1;
-                next.under_way.retain(|pending| !Cluster::passes_by_service(pending));
+                next.in_flight.retain(|pending| !Cluster::passes_by_service(pending));
                 next.cluster.kill_coordinator(&mut out);
             }
             Step::Die(host) => {
@@ -300,14 +302,14 @@ impl World {
                 next.budget.renumbers -= 1;
                 next.cluster.renumber(host, &mut out);
             }
-            Step::Hear(host, vm) => next.cluster.hear(host, vm, &mut out),
+            Step::LearnOutcome(host, vm) => next.cluster.learn_outcome(host, vm, &mut out),
             Step::Resume(host, vm) => {
                 next.budget.resumes -= 1;
                 next.cluster.resume(host, vm);
             }
-            Step::LosePatience(host, vm) => {
+            Step::WithdrawVote(host, vm) => {
                 next.budget.timers -= 1;
-                next.cluster.lose_patience(host, vm, &mut out);
+                next.cluster.withdraw_vote(host, vm, &mut out);
             }
             Step::Cancel(migration) => {
                 next.budget.cancels -= 1;
@@ -318,32 +320,32 @@ impl World {
                 next.cluster.migrate(&setup.then, &mut out)?;
             }
         }
-        next.take_in(out);
-        next.settles(setup);
+        next.add_in_flight(out);
+        next.check_settles(setup);
         Some(next)
     }
 
     fn remove(&mut self, pending: &Pending) -> Option<()> {
-        let at = self.under_way.binary_search(pending).ok()?;
-        self.under_way.remove(at);
+        let at = self.in_flight.binary_search(pending).ok()?;
+        self.in_flight.remove(at);
         Some(())
     }
 
     /// From here on without faults: does all end well?
-    fn settles(&mut self, setup: &Setup) {
-        if setup.settle == 0 || self.verdict.is_some() {
+    fn check_settles(&mut self, setup: &Setup) {
+        if setup.settle == 0 || self.violation.is_some() {
             return;
         }
         let mut hasher = std::hash::DefaultHasher::new();
         self.hash(&mut hasher);
         let only_timers = self
-            .under_way
+            .in_flight
             .iter()
             .all(|pending| matches!(pending, Pending::Timer(..) | Pending::Deadline(..)));
         if only_timers || hasher.finish().is_multiple_of(setup.settle) {
             let mut cluster = self.cluster.clone();
-            if let Err(wrong) = cluster.settle(self.under_way.clone()) {
-                self.verdict = Some(format!("without further faults: {wrong}"));
+            if let Err(wrong) = cluster.settle(self.in_flight.clone()) {
+                self.violation = Some(format!("without further faults: {wrong}"));
             }
         }
     }
@@ -351,6 +353,6 @@ impl World {
     /// Nothing more can happen, and all is as it should be.
     #[must_use]
     pub fn is_done(&self) -> bool {
-        self.verdict.is_none() && self.cluster.is_quiet()
+        self.violation.is_none() && self.cluster.is_idle()
     }
 }

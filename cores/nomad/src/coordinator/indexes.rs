@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Deref;
 
-use super::ledger::{Owner, Stored};
+use super::ledger::{Owner, StoredMigration};
 use crate::names::{HostId, MigrationId, VmId};
 
 /// Pairs of connected VMs, the lower number first. A VM's peers are found without a scan.
@@ -112,14 +112,14 @@ impl Deref for Owners {
 /// Migrations that aren't over. The migration that binds a VM is found without a scan.
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Migrations {
-    all: BTreeMap<MigrationId, Stored>,
+    all: BTreeMap<MigrationId, StoredMigration>,
     /// VMs of migrations that bind them.
     bound: BTreeSet<(VmId, MigrationId)>,
 }
 
 impl Migrations {
     /// Adds a migration, in place of one with its number.
-    pub fn insert(&mut self, migration: MigrationId, stored: Stored) {
+    pub fn insert(&mut self, migration: MigrationId, stored: StoredMigration) {
         self.remove(migration);
         self.bind(migration, &stored);
         self.all.insert(migration, stored);
@@ -135,7 +135,7 @@ impl Migrations {
     }
 
     /// Changes a migration; returns whether it exists.
-    pub fn change(&mut self, migration: MigrationId, change: impl FnOnce(&mut Stored)) -> bool {
+    pub fn change(&mut self, migration: MigrationId, change: impl FnOnce(&mut StoredMigration)) -> bool {
         let Some(mut stored) = self.all.remove(&migration) else { return false };
         for moved in &stored.moves {
             self.bound.remove(&(moved.vm, migration));
@@ -146,7 +146,7 @@ impl Migrations {
         true
     }
 
-    fn bind(&mut self, migration: MigrationId, stored: &Stored) {
+    fn bind(&mut self, migration: MigrationId, stored: &StoredMigration) {
         if stored.binds() {
             self.bound.extend(stored.moves.iter().map(|moved| (moved.vm, migration)));
         }
@@ -161,7 +161,7 @@ impl Migrations {
 }
 
 impl Deref for Migrations {
-    type Target = BTreeMap<MigrationId, Stored>;
+    type Target = BTreeMap<MigrationId, StoredMigration>;
 
     fn deref(&self) -> &Self::Target {
         &self.all
@@ -178,8 +178,8 @@ impl<'a> IntoIterator for &'a Owners {
 }
 
 impl<'a> IntoIterator for &'a Migrations {
-    type Item = (&'a MigrationId, &'a Stored);
-    type IntoIter = std::collections::btree_map::Iter<'a, MigrationId, Stored>;
+    type Item = (&'a MigrationId, &'a StoredMigration);
+    type IntoIter = std::collections::btree_map::Iter<'a, MigrationId, StoredMigration>;
 
     fn into_iter(self) -> Self::IntoIter {
         self.all.iter()

@@ -1,7 +1,7 @@
-//! What the coordinator must not forget: a state, and the records that change it.
+//! The coordinator's durable state, and the records that change it.
 //!
-//! A record is written before any message that follows from it is sent. The state is what the records made of it, in order; a coordinator
-//! with the records, or with the state, can continue where another one ended.
+//! A record is written before any message that follows from it is sent. The state is the result of all records in order. A coordinator
+//! continues its predecessor's work from either.
 
 use std::collections::BTreeMap;
 
@@ -13,37 +13,37 @@ use crate::names::{Epoch, HostId, Incarnation, MigrationId, Move, Place, VmId};
 pub struct Owner {
     /// The host.
     pub host: HostId,
-    /// Since when.
+    /// The epoch of this ownership.
     pub epoch: Epoch,
-    /// Whether it still runs: not after its host was restarted.
+    /// Whether it still runs. `false` after a restart of its host's daemon.
     pub alive: bool,
 }
 
-/// How a migration ended.
+/// The coordinator's decision about a migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Decision {
-    /// The VMs moved.
+    /// The VMs run at their destinations.
     Committed,
-    /// They stayed.
+    /// The VMs run at their sources.
     Aborted,
 }
 
 /// A migration that isn't over at all hosts.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Stored {
-    /// What moves.
+pub struct StoredMigration {
+    /// Its VMs, with sources and destinations.
     pub moves: Vec<Move>,
-    /// How it was decided.
+    /// The decision; `None` while it is undecided.
     pub decision: Option<Decision>,
-    /// `Some`: its VMs are free again, and these starts of these hosts haven't been heard to have done what was decided. The decision is kept until each of
-    /// them has. `None`: all hosts that take part are waited for.
+    /// `Some`: its VMs are free again, and the decision is kept for these incarnations of hosts, which haven't settled it. `None`: the
+    /// coordinator waits for all participating hosts.
     pub owed: Option<BTreeMap<HostId, Incarnation>>,
 }
 
-impl Stored {
+impl StoredMigration {
     /// A migration that begins.
     #[must_use]
-    pub fn begun(moves: Vec<Move>) -> Self {
+    pub fn new(moves: Vec<Move>) -> Self {
         Self { moves, decision: None, owed: None }
     }
 
@@ -57,13 +57,13 @@ impl Stored {
 /// A change.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Record {
-    /// A host was started: VMs that it had are lost.
+    /// A host's daemon has started: VMs of its earlier incarnation are lost.
     Host {
         /// The host.
         host: HostId,
-        /// Which start.
+        /// The new incarnation.
         incarnation: Incarnation,
-        /// VMs that it had, and that ended with it.
+        /// VMs of the earlier incarnation.
         lost: Vec<VmId>,
     },
     /// A VM is started.
@@ -106,22 +106,22 @@ pub enum Record {
         /// Which migration.
         migration: MigrationId,
     },
-    /// It is given up.
+    /// The migration is aborted.
     Aborted {
         /// Which migration.
         migration: MigrationId,
     },
-    /// Hosts haven't said in time that they have done what was decided: the VMs are free, and the decision is kept for these hosts.
+    /// Hosts haven't settled the decision in time: the VMs are free, and the decision is kept for these hosts.
     Released {
         /// Which migration.
         migration: MigrationId,
-        /// The hosts, and their last known starts.
+        /// The hosts, and their last known incarnations.
         owed: Vec<(HostId, Incarnation)>,
         /// VMs that their owner doesn't have.
         lost: Vec<VmId>,
     },
-    /// One of these hosts has done it. The last one ends the migration.
-    Paid {
+    /// One of the hosts for which a decision was kept has settled it. The last one ends the migration.
+    HostSettled {
         /// Which migration.
         migration: MigrationId,
         /// The host.
@@ -129,7 +129,7 @@ pub enum Record {
         /// VMs that it should have, and doesn't.
         lost: Vec<VmId>,
     },
-    /// All hosts have done what was decided.
+    /// All hosts have settled the decision.
     Finished {
         /// Which migration.
         migration: MigrationId,
@@ -141,7 +141,7 @@ pub enum Record {
 /// The state.
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Ledger {
-    /// Hosts, and their last known starts.
+    /// Hosts, and their last known incarnations.
     pub hosts: BTreeMap<HostId, Incarnation>,
     /// The owner of each VM that hasn't ended, lost VMs included.
     pub vms: Owners,
@@ -176,7 +176,7 @@ impl Ledger {
             }
             Record::Begun { migration, moves } => {
                 self.last = self.last.max(*migration);
-                self.migrations.insert(*migration, Stored::begun(moves.clone()));
+                self.migrations.insert(*migration, StoredMigration::new(moves.clone()));
             }
             Record::Committed { migration } => {
                 let Self { vms, migrations, .. } = self;
@@ -193,22 +193,22 @@ impl Ledger {
             }
             Record::Released { migration, owed, lost } => {
                 self.migrations.change(*migration, |stored| {
-                    // Nothing is owed of what isn't decided.
+                    // Only a decision can be kept.
                     if stored.decision.is_some() {
                         stored.owed = Some(owed.iter().copied().collect());
                     }
                 });
                 self.lose(lost);
             }
-            Record::Paid { migration, host, lost } => {
-                let mut paid = false;
+            Record::HostSettled { migration, host, lost } => {
+                let mut all_settled = false;
                 self.migrations.change(*migration, |stored| {
                     if let Some(owed) = &mut stored.owed {
                         owed.remove(host);
-                        paid = owed.is_empty();
+                        all_settled = owed.is_empty();
                     }
                 });
-                if paid {
+                if all_settled {
                     self.migrations.remove(*migration);
                 }
                 self.lose(lost);
@@ -234,7 +234,7 @@ impl Ledger {
 
     /// The places of a migration's VMs after a decision: the destinations in the new epochs, or the sources in the epochs before.
     #[must_use]
-    pub fn places(stored: &Stored, decision: Decision) -> Vec<Place> {
+    pub fn places(stored: &StoredMigration, decision: Decision) -> Vec<Place> {
         let place = |moved: &Move| match decision {
             Decision::Committed => Place { vm: moved.vm, host: moved.to, epoch: moved.epoch },
             Decision::Aborted => {

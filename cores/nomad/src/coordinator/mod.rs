@@ -6,7 +6,7 @@
 //!     └──── failure, restart, deadline, cancel ──────────┴───────────────────────────────┴──────▶ ABORT ──────┼─all hosts┘  │ all hosts
 //!                                                                                                   └deadline─┴─▶ released ─┘
 //! ```
-//! Peers may be copied at the same time. Their switchovers exclude each other, until all hosts have done what was decided ([`queue`]).
+//! Peers may be copied at the same time. Their switchovers exclude each other, until all hosts have settled the decision ([`queue`]).
 //!
 //! A decided migration ends even if a host doesn't settle it. After [`Config::settle_ms`] the coordinator frees the migration's VMs, and
 //! keeps the decision for each host that hasn't sent `Settled`. It sends the decision when the host asks, when the host sends `Hello`, and
@@ -24,12 +24,12 @@ mod verbs;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::config::{Config, Plant};
-use crate::message::{Body, Message, Reason};
+use crate::config::{Config, InjectedBug};
+use crate::message::{AbortReason, Body, Message};
 use crate::names::{HostId, Incarnation, MigrationId, Move, Node, Place, VmId};
 
 pub use indexes::{Links, Migrations, Owners};
-pub use ledger::{Decision, Ledger, Owner, Record, Stored};
+pub use ledger::{Decision, Ledger, Owner, Record, StoredMigration};
 pub use owed::MayRun;
 pub use rollback::Checkpoint;
 pub use verbs::Refused;
@@ -37,32 +37,32 @@ pub use verbs::Refused;
 /// The coordinator's input.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Event {
-    /// It begins, perhaps with a ledger of before.
+    /// The coordinator starts, with the ledger of its predecessor if there was one.
     Start,
-    /// A message for it came.
+    /// A message for the coordinator has been received.
     Message(Message),
-    /// A host hasn't been heard of for too long. It may still run.
+    /// A host's lease has expired. The host may still run.
     Silent {
         /// The host.
         host: HostId,
     },
-    /// The time of a timer is over.
+    /// A timer has expired.
     Timer(Timer),
 }
 
-/// A timer of the coordinator. [`Coordinator::awaits`] says whether it still matters.
+/// A timer of the coordinator. [`Coordinator::awaits`] returns whether its expiry still matters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Timer {
-    /// Hosts haven't answered.
+    /// Retransmits what hosts haven't answered.
     Retry(MigrationId),
-    /// Nor in time.
+    /// Ends a stage that takes too long.
     Deadline(MigrationId, Stage),
 }
 
 /// What a migration waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Stage {
-    /// Room at the destinations.
+    /// Capacity at the destinations.
     Reserving,
     /// Most of the state to be copied.
     Copying,
@@ -70,11 +70,11 @@ pub enum Stage {
     Queued,
     /// The votes.
     Switching,
-    /// It is decided: for the hosts to have done it.
-    Telling,
+    /// The migration is decided: the hosts' `Settled`.
+    Settling,
 }
 
-/// What the coordinator does.
+/// An output of the coordinator.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Action {
     /// Writes a record. It must be safe before the actions behind it are carried out.
@@ -85,11 +85,11 @@ pub enum Action {
     Timer {
         /// The timer. It replaces an equal one that was set before.
         timer: Timer,
-        /// In so many milliseconds.
+        /// Delay in milliseconds.
         after_ms: u32,
     },
     /// Reports that a migration has entered a stage; for logs.
-    Came {
+    StageEntered {
         /// The migration's number.
         migration: MigrationId,
         /// The stage that it has entered.
@@ -102,30 +102,30 @@ pub enum Action {
         /// Commit or abort.
         decision: Decision,
         /// Why it was aborted; `None` after a commit.
-        reason: Option<Reason>,
+        reason: Option<AbortReason>,
     },
 }
 
 /// A migration in progress, as far as it isn't in the ledger.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
-struct Progress {
+struct MigrationProgress {
     stage: Stage,
-    /// Hosts that haven't done what this stage asks: destinations, or sources.
+    /// Hosts that haven't answered this stage's request: destinations, or sources.
     waiting: BTreeSet<HostId>,
     /// Sources that haven't voted, while switching.
-    unyielded: BTreeSet<HostId>,
+    unvoted_sources: BTreeSet<HostId>,
     /// VMs that their owner doesn't have.
     lost: BTreeSet<VmId>,
-    /// While queued: the peer whose switchover is waited for, or whose turn is before.
-    behind: Option<VmId>,
+    /// While queued: the peer that switches over first.
+    waits_for: Option<VmId>,
     /// Sources may have been asked to switch over.
     switched: bool,
 }
 
-impl Progress {
+impl MigrationProgress {
     fn new(stage: Stage, waiting: BTreeSet<HostId>) -> Self {
-        let (unyielded, lost) = (BTreeSet::new(), BTreeSet::new());
-        Self { stage, waiting, unyielded, lost, behind: None, switched: false }
+        let (unvoted_sources, lost) = (BTreeSet::new(), BTreeSet::new());
+        Self { stage, waiting, unvoted_sources, lost, waits_for: None, switched: false }
     }
 }
 
@@ -134,7 +134,7 @@ impl Progress {
 pub struct Coordinator {
     config: Config,
     ledger: Ledger,
-    progress: BTreeMap<MigrationId, Progress>,
+    progress: BTreeMap<MigrationId, MigrationProgress>,
 }
 
 impl Coordinator {
@@ -144,18 +144,18 @@ impl Coordinator {
         Self { config, ledger, progress: BTreeMap::new() }
     }
 
-    /// What it must not forget.
+    /// The durable state.
     #[must_use]
     pub fn ledger(&self) -> &Ledger {
         &self.ledger
     }
 
-    /// Takes an event in; what is to be done is appended.
+    /// Handles an event, and appends the actions that follow from it.
     pub fn step(&mut self, event: Event, actions: &mut Vec<Action>) {
         match event {
             Event::Start => self.start(actions),
             Event::Message(message) => self.message(message, actions),
-            Event::Silent { host } => self.give_up_with(host, Reason::Late, actions),
+            Event::Silent { host } => self.abort_migrations_of(host, AbortReason::Timeout, actions),
             Event::Timer(timer) => {
                 if self.awaits(timer) {
                     self.timer(timer, actions);
@@ -164,11 +164,11 @@ impl Coordinator {
         }
     }
 
-    /// Whether anything still waits for a timer.
+    /// Whether a timer's expiry still matters.
     #[must_use]
     pub fn awaits(&self, timer: Timer) -> bool {
         match timer {
-            Timer::Retry(migration) => self.progress.contains_key(&migration) || self.is_owed(migration),
+            Timer::Retry(migration) => self.progress.contains_key(&migration) || self.is_released(migration),
             Timer::Deadline(migration, stage) => {
                 self.progress.get(&migration).is_some_and(|progress| progress.stage == stage)
             }
@@ -181,9 +181,9 @@ impl Coordinator {
         self.progress.get(&migration).map(|progress| progress.stage)
     }
 
-    /// Gives a migration up, as its user wishes, unless it is decided.
+    /// Aborts a migration at a user's request, unless it is decided.
     pub fn cancel(&mut self, migration: MigrationId, actions: &mut Vec<Action>) {
-        self.give_up(migration, Reason::Cancelled, actions);
+        self.abort(migration, AbortReason::Cancelled, actions);
     }
 
     fn start(&mut self, actions: &mut Vec<Action>) {
@@ -193,11 +193,11 @@ impl Coordinator {
             if decision.is_none() {
                 self.write(Record::Aborted { migration }, actions);
             }
-            self.tell_decision(migration, actions);
+            self.start_settling(migration, actions);
         }
-        let owed = self.ledger.migrations.keys().filter(|migration| self.is_owed(**migration));
+        let owed = self.ledger.migrations.keys().filter(|migration| self.is_released(**migration));
         for migration in owed.copied().collect::<Vec<_>>() {
-            self.remind(migration, actions);
+            self.resend_kept_decision(migration, actions);
         }
     }
 
@@ -209,7 +209,7 @@ impl Coordinator {
         match message.body {
             Body::Hello => {
                 self.send(host, Body::Welcome, actions);
-                self.tell_owed(host, actions);
+                self.send_kept_decisions(host, actions);
             }
             Body::Reserved { migration }
             | Body::Converged { migration }
@@ -218,13 +218,13 @@ impl Coordinator {
             | Body::Outcome { migration } => {
                 // The host may not know that the migration is decided, or may have begun one that is over, by an old message.
                 // Then it gets the decision, or an abort.
-                let undecided = self.is_told_again(host, migration, actions);
-                if undecided {
-                    self.came(host, &message.body, migration, actions);
+                let answered = self.answer_if_decided(host, migration, actions);
+                if !answered {
+                    self.host_reported(host, &message.body, migration, actions);
                 }
             }
             Body::Failed { migration, reason } if self.takes_part(host, migration) => {
-                self.give_up(migration, reason, actions);
+                self.abort(migration, reason, actions);
             }
             Body::Settled { migration, lost } => self.settled(host, migration, &lost, actions),
             Body::Where { vm } => self.locate(host, vm, actions),
@@ -232,7 +232,7 @@ impl Coordinator {
         }
     }
 
-    /// Whether a message is of a host's present start. A new start ends what the one before had promised.
+    /// Whether a message is of a host's present incarnation. A new incarnation voids the promises of the one before.
     fn is_current(&mut self, host: HostId, incarnation: Incarnation, actions: &mut Vec<Action>) -> bool {
         match self.ledger.hosts.get(&host) {
             Some(known) if *known == incarnation => return true,
@@ -243,7 +243,9 @@ impl Coordinator {
         let spared: BTreeSet<VmId> = self
             .progress
             .iter()
-            .filter(|(_, progress)| progress.stage == Stage::Switching && !progress.unyielded.contains(&host))
+            .filter(|(_, progress)| {
+                progress.stage == Stage::Switching && !progress.unvoted_sources.contains(&host)
+            })
             .filter_map(|(migration, _)| self.ledger.migrations.get(migration))
             .flat_map(|stored| &stored.moves)
             .filter(|moved| moved.from == host)
@@ -252,23 +254,23 @@ impl Coordinator {
             .collect();
         let lost = self.ledger.vms.alive_on(host).filter(|vm| !spared.contains(vm)).collect();
         self.write(Record::Host { host, incarnation, lost }, actions);
-        self.give_up_with(host, Reason::Restarted, actions);
+        self.abort_migrations_of(host, AbortReason::Restarted, actions);
         true
     }
 
-    /// Gives up what a host takes part in and is needed for.
-    fn give_up_with(&mut self, host: HostId, reason: Reason, actions: &mut Vec<Action>) {
+    /// Aborts undecided migrations that need a host.
+    fn abort_migrations_of(&mut self, host: HostId, reason: AbortReason, actions: &mut Vec<Action>) {
         let needs = |migration: &MigrationId| {
             let Some(progress) = self.progress.get(migration) else { return false };
             let Some(stored) = self.ledger.migrations.get(migration) else { return false };
-            let arrives = stored.moves.iter().any(|moved| moved.to == host);
-            let leaves = stored.moves.iter().any(|moved| moved.from == host);
-            let voted = progress.stage == Stage::Switching && !progress.unyielded.contains(&host);
-            arrives || leaves && !voted
+            let is_destination = stored.moves.iter().any(|moved| moved.to == host);
+            let is_source = stored.moves.iter().any(|moved| moved.from == host);
+            let voted = progress.stage == Stage::Switching && !progress.unvoted_sources.contains(&host);
+            is_destination || is_source && !voted
         };
         let migrations: Vec<_> = self.progress.keys().copied().filter(needs).collect();
         for migration in migrations {
-            self.give_up(migration, reason, actions);
+            self.abort(migration, reason, actions);
         }
     }
 
@@ -277,20 +279,27 @@ impl Coordinator {
         stored.is_some_and(|stored| stored.moves.iter().any(|moved| moved.from == host || moved.to == host))
     }
 
-    /// Sends a host the decision of a decided migration, or an abort for one that the ledger doesn't have. Returns whether it is undecided.
-    fn is_told_again(&mut self, host: HostId, migration: MigrationId, actions: &mut Vec<Action>) -> bool {
+    /// Sends a host the decision of a decided migration, or an abort for one that the ledger doesn't have. Returns `false`, and sends
+    /// nothing, if the migration is undecided.
+    fn answer_if_decided(&mut self, host: HostId, migration: MigrationId, actions: &mut Vec<Action>) -> bool {
         let body = match self.ledger.migrations.get(&migration) {
             // All hosts have settled it, or it never existed: no vote of this host counts any more.
             None => Body::Abort { migration, places: Vec::new() },
-            Some(Stored { decision: None, .. }) => return true,
+            Some(StoredMigration { decision: None, .. }) => return false,
             Some(stored) => self.decision_body(host, migration, stored),
         };
         self.send(host, body, actions);
-        false
+        true
     }
 
-    /// A host has come to a point of an undecided migration.
-    fn came(&mut self, host: HostId, body: &Body, migration: MigrationId, actions: &mut Vec<Action>) {
+    /// A host reports its progress in an undecided migration.
+    fn host_reported(
+        &mut self,
+        host: HostId,
+        body: &Body,
+        migration: MigrationId,
+        actions: &mut Vec<Action>,
+    ) {
         match body {
             Body::Reserved { .. } => self.done(host, migration, Stage::Reserving, actions),
             Body::Converged { .. } => self.done(host, migration, Stage::Copying, actions),
@@ -299,7 +308,7 @@ impl Coordinator {
                 if let Some(progress) = self.progress.get_mut(&migration)
                     && progress.stage == Stage::Switching
                 {
-                    progress.unyielded.remove(&host);
+                    progress.unvoted_sources.remove(&host);
                 }
                 self.decide(migration, actions);
             }
@@ -307,7 +316,7 @@ impl Coordinator {
         }
     }
 
-    /// A host has done what a stage asks.
+    /// A host has answered a stage's request.
     fn done(&mut self, host: HostId, migration: MigrationId, stage: Stage, actions: &mut Vec<Action>) {
         let Some(progress) = self.progress.get_mut(&migration) else { return };
         if progress.stage != stage {
@@ -339,31 +348,32 @@ impl Coordinator {
                 progress.waiting = sources;
                 self.admit(actions);
             }
-            Stage::Queued | Stage::Switching | Stage::Telling => {}
+            Stage::Queued | Stage::Switching | Stage::Settling => {}
         }
     }
 
-    /// Says what a stage asks for, and sets its timers.
+    /// Begins a stage: sends its requests, and sets its timers.
     fn enter(&mut self, migration: MigrationId, actions: &mut Vec<Action>) {
         let Some(stage) = self.stage(migration) else { return };
-        actions.push(Action::Came { migration, stage });
+        actions.push(Action::StageEntered { migration, stage });
         let after_ms = match stage {
             Stage::Reserving => self.config.reserve_ms,
             Stage::Copying => self.config.copy_ms,
             Stage::Queued => self.config.queue_ms,
             Stage::Switching => self.config.switch_ms.saturating_mul(2),
-            Stage::Telling => self.config.settle_ms,
+            Stage::Settling => self.config.settle_ms,
         };
         actions.push(Action::Timer { timer: Timer::Deadline(migration, stage), after_ms });
-        self.say(migration, actions);
+        self.send_requests(migration, actions);
     }
 
-    /// Says it, or says it again.
-    fn say(&mut self, migration: MigrationId, actions: &mut Vec<Action>) {
+    /// Sends the requests of the present stage, or retransmits them.
+    fn send_requests(&mut self, migration: MigrationId, actions: &mut Vec<Action>) {
         let Some(progress) = self.progress.get(&migration) else { return };
         let Some(stored) = self.ledger.migrations.get(&migration).cloned() else { return };
-        let hosts = if progress.stage == Stage::Switching { &progress.unyielded } else { &progress.waiting };
-        let (stage, hosts, behind) = (progress.stage, hosts.clone(), progress.behind);
+        let hosts =
+            if progress.stage == Stage::Switching { &progress.unvoted_sources } else { &progress.waiting };
+        let (stage, hosts, waits_for) = (progress.stage, hosts.clone(), progress.waits_for);
         for host in hosts {
             let part = |is: &dyn Fn(&Move) -> HostId| {
                 stored.moves.iter().filter(|moved| is(moved) == host).copied().collect()
@@ -371,25 +381,26 @@ impl Coordinator {
             let body = match stage {
                 Stage::Reserving => Body::Reserve { migration, moves: part(&|moved| moved.to) },
                 Stage::Copying => Body::Begin { migration, moves: part(&|moved| moved.from) },
-                Stage::Queued => match behind {
-                    Some(behind) => Body::Queued { migration, behind },
+                Stage::Queued => match waits_for {
+                    Some(waits_for) => Body::Queued { migration, waits_for },
                     None => continue,
                 },
                 Stage::Switching => Body::Switch { migration },
-                Stage::Telling => self.decision_body(host, migration, &stored),
+                Stage::Settling => self.decision_body(host, migration, &stored),
             };
             self.send(host, body, actions);
         }
-        let Config { retry_ms, calm_ms, .. } = self.config;
+        let Config { retry_ms, precopy_retry_ms, .. } = self.config;
         let calm = matches!(stage, Stage::Copying | Stage::Queued);
-        let after_ms = if calm { calm_ms } else { retry_ms };
+        let after_ms = if calm { precopy_retry_ms } else { retry_ms };
         actions.push(Action::Timer { timer: Timer::Retry(migration), after_ms });
     }
 
     /// Commits when all votes are there and the owners are those of the beginning.
     fn decide(&mut self, migration: MigrationId, actions: &mut Vec<Action>) {
         let Some(progress) = self.progress.get(&migration) else { return };
-        let yielded = progress.unyielded.is_empty() || self.config.plant == Plant::CommitWithoutYield;
+        let yielded = progress.unvoted_sources.is_empty()
+            || self.config.injected_bug == InjectedBug::CommitWithoutSourceVote;
         if progress.stage != Stage::Switching || !progress.waiting.is_empty() || !yielded {
             return;
         }
@@ -400,37 +411,41 @@ impl Coordinator {
             })
         });
         if !same {
-            self.give_up(migration, Reason::Epoch, actions);
+            self.abort(migration, AbortReason::Epoch, actions);
             return;
         }
-        if self.config.plant == Plant::DecisionNotWritten {
+        if self.config.injected_bug == InjectedBug::DecisionNotWritten {
             self.ledger.apply(&Record::Committed { migration });
         } else {
             self.write(Record::Committed { migration }, actions);
         }
         actions.push(Action::Ended { migration, decision: Decision::Committed, reason: None });
-        self.tell_decision(migration, actions);
+        self.start_settling(migration, actions);
     }
 
-    fn give_up(&mut self, migration: MigrationId, reason: Reason, actions: &mut Vec<Action>) {
+    fn abort(&mut self, migration: MigrationId, reason: AbortReason, actions: &mut Vec<Action>) {
         let Some(stored) = self.ledger.migrations.get(&migration) else { return };
-        let twice = self.config.plant == Plant::DecideTwice && stored.decision == Some(Decision::Committed);
+        let twice = self.config.injected_bug == InjectedBug::DecideTwice
+            && stored.decision == Some(Decision::Committed);
         if stored.decision.is_some() && !twice {
             return;
         }
         self.write(Record::Aborted { migration }, actions);
         actions.push(Action::Ended { migration, decision: Decision::Aborted, reason: Some(reason) });
-        self.tell_decision(migration, actions);
+        self.start_settling(migration, actions);
         self.admit(actions);
     }
 
-    fn tell_decision(&mut self, migration: MigrationId, actions: &mut Vec<Action>) {
+    fn start_settling(&mut self, migration: MigrationId, actions: &mut Vec<Action>) {
         let Some(stored) = self.ledger.migrations.get(&migration) else { return };
         let (sources, destinations) = hosts_of(&stored.moves);
         let waiting = sources.union(&destinations).copied().collect();
-        // A coordinator that has just begun doesn't know how far it was.
+        // A coordinator that has just started doesn't know whether the switchover had begun.
         let switched = self.progress.get(&migration).is_none_or(|before| before.switched);
-        self.progress.insert(migration, Progress { switched, ..Progress::new(Stage::Telling, waiting) });
+        self.progress.insert(
+            migration,
+            MigrationProgress { switched, ..MigrationProgress::new(Stage::Settling, waiting) },
+        );
         self.enter(migration, actions);
     }
 
@@ -439,19 +454,21 @@ impl Coordinator {
             Some(owner) if owner.alive => {
                 Body::At { place: Place { vm, host: owner.host, epoch: owner.epoch } }
             }
-            Some(owner) => Body::Gone { vm, epoch: owner.epoch },
-            None => Body::Gone { vm, epoch: crate::names::Epoch(u64::MAX) },
+            Some(owner) => Body::Lost { vm, epoch: owner.epoch },
+            None => Body::Lost { vm, epoch: crate::names::Epoch(u64::MAX) },
         };
         self.send(host, body, actions);
     }
 
     fn timer(&mut self, timer: Timer, actions: &mut Vec<Action>) {
         match timer {
-            Timer::Retry(migration) if self.is_owed(migration) => self.remind(migration, actions),
-            Timer::Retry(migration) => self.say(migration, actions),
-            Timer::Deadline(migration, Stage::Telling) => self.release(migration, actions),
-            Timer::Deadline(migration, Stage::Queued) => self.give_up(migration, Reason::Queue, actions),
-            Timer::Deadline(migration, _) => self.give_up(migration, Reason::Late, actions),
+            Timer::Retry(migration) if self.is_released(migration) => {
+                self.resend_kept_decision(migration, actions)
+            }
+            Timer::Retry(migration) => self.send_requests(migration, actions),
+            Timer::Deadline(migration, Stage::Settling) => self.release(migration, actions),
+            Timer::Deadline(migration, Stage::Queued) => self.abort(migration, AbortReason::Queue, actions),
+            Timer::Deadline(migration, _) => self.abort(migration, AbortReason::Timeout, actions),
         }
     }
 

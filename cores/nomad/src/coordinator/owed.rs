@@ -2,30 +2,35 @@
 
 use std::collections::BTreeSet;
 
-use super::{Action, Coordinator, Decision, Ledger, Owner, Record, Refused, Stage, Stored, Timer};
-use crate::config::Plant;
-use crate::message::{Body, Reason};
+use super::{Action, Coordinator, Decision, Ledger, Owner, Record, Refused, Stage, StoredMigration, Timer};
+use crate::config::InjectedBug;
+use crate::message::{AbortReason, Body};
 use crate::names::{Epoch, HostId, Incarnation, MigrationId, Place, VmId};
 
 /// Whether a VM may run on a host in an epoch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum MayRun {
-    /// It isn't decided: to be asked again.
+    /// The migration isn't decided.
     Undecided(MigrationId),
-    /// It may, in this epoch.
+    /// The VM may run there, in this epoch.
     Here(Epoch),
-    /// It was lost with its host's daemon, and nothing has taken its place.
+    /// The VM was lost with its host's daemon, and no other instance was started.
     Lost,
-    /// It mustn't: this host has it, in a newer epoch.
+    /// Another host, or a newer epoch, owns the VM.
     Elsewhere(Owner),
-    /// It mustn't: it has ended.
+    /// The VM has ended.
     Ended,
 }
 
 impl Coordinator {
     /// The message that carries a decision to one host. It doesn't name a VM as the host's if the host may not run it any more: the VM was
     /// lost, moved on or was started elsewhere since.
-    pub(super) fn decision_body(&self, host: HostId, migration: MigrationId, stored: &Stored) -> Body {
+    pub(super) fn decision_body(
+        &self,
+        host: HostId,
+        migration: MigrationId,
+        stored: &StoredMigration,
+    ) -> Body {
         let decision = stored.decision.unwrap_or(Decision::Aborted);
         let mut places = Ledger::places(stored, decision);
         places.retain(|place| place.host != host || self.is_owner(place));
@@ -40,7 +45,7 @@ impl Coordinator {
         owner.is_some_and(|owner| owner.alive && (owner.host, owner.epoch) == (place.host, place.epoch))
     }
 
-    /// A host has done what was decided.
+    /// A host has settled a decision.
     pub(super) fn settled(
         &mut self,
         host: HostId,
@@ -57,11 +62,11 @@ impl Coordinator {
         };
         let lost: Vec<VmId> = lost.iter().copied().filter(should).collect();
         if stored.owed.as_ref().is_some_and(|owed| owed.contains_key(&host)) {
-            self.write(Record::Paid { migration, host, lost }, actions);
+            self.write(Record::HostSettled { migration, host, lost }, actions);
             return;
         }
         let Some(progress) = self.progress.get_mut(&migration) else { return };
-        if progress.stage != Stage::Telling || !progress.waiting.remove(&host) {
+        if progress.stage != Stage::Settling || !progress.waiting.remove(&host) {
             return;
         }
         progress.lost.extend(lost);
@@ -75,7 +80,7 @@ impl Coordinator {
 
     /// Hosts haven't answered a decision in time: the VMs are free, and the decision is kept for these hosts.
     pub(super) fn release(&mut self, migration: MigrationId, actions: &mut Vec<Action>) {
-        if self.config.plant == Plant::TellForEver {
+        if self.config.injected_bug == InjectedBug::SettleWithoutTimeout {
             return;
         }
         let Some(progress) = self.progress.remove(&migration) else { return };
@@ -89,12 +94,12 @@ impl Coordinator {
     }
 
     /// Whether a migration's decision is kept for hosts that haven't answered it.
-    pub(super) fn is_owed(&self, migration: MigrationId) -> bool {
+    pub(super) fn is_released(&self, migration: MigrationId) -> bool {
         self.ledger.migrations.get(&migration).is_some_and(|stored| !stored.binds())
     }
 
-    /// Tells hosts that haven't answered again: an answer may have been lost.
-    pub(super) fn remind(&self, migration: MigrationId, actions: &mut Vec<Action>) {
+    /// Retransmits a kept decision to hosts that haven't answered: an answer may have been lost.
+    pub(super) fn resend_kept_decision(&self, migration: MigrationId, actions: &mut Vec<Action>) {
         let Some(stored) = self.ledger.migrations.get(&migration) else { return };
         for host in stored.owed.iter().flat_map(|owed| owed.keys()) {
             let body = self.decision_body(*host, migration, stored);
@@ -105,7 +110,7 @@ impl Coordinator {
     }
 
     /// A host has returned: the coordinator sends it the decisions that are kept for it.
-    pub(super) fn tell_owed(&self, host: HostId, actions: &mut Vec<Action>) {
+    pub(super) fn send_kept_decisions(&self, host: HostId, actions: &mut Vec<Action>) {
         for (migration, stored) in &self.ledger.migrations {
             if stored.owed.as_ref().is_some_and(|owed| owed.contains_key(&host)) {
                 let body = self.decision_body(host, *migration, stored);
@@ -114,13 +119,12 @@ impl Coordinator {
         }
     }
 
-    /// VMs that were to go to a host, or to stay there, by decisions that the host hasn't answered: whether it has them is for the host to say.
+    /// VMs that decisions place on a host that hasn't settled these decisions: whether it has them is for the host to report.
     pub(super) fn unanswered(&self, host: HostId) -> BTreeSet<VmId> {
-        let waited_for = |migration: &MigrationId, stored: &Stored| {
-            let waiting = self
-                .progress
-                .get(migration)
-                .is_some_and(|progress| progress.stage == Stage::Telling && progress.waiting.contains(&host));
+        let waited_for = |migration: &MigrationId, stored: &StoredMigration| {
+            let waiting = self.progress.get(migration).is_some_and(|progress| {
+                progress.stage == Stage::Settling && progress.waiting.contains(&host)
+            });
             waiting || stored.owed.as_ref().is_some_and(|owed| owed.contains_key(&host))
         };
         let stored =
@@ -144,7 +148,7 @@ impl Coordinator {
                 && stored.moves.iter().any(|moved| moved.from == host || moved.to == host)
         });
         for migration in undecided.map(|(migration, _)| *migration).collect::<Vec<_>>() {
-            self.give_up(migration, Reason::Late, actions);
+            self.abort(migration, AbortReason::Timeout, actions);
         }
         let lost = self.ledger.vms.alive_on(host).collect();
         let incarnation = Incarnation(known.saturating_add(1));
@@ -152,7 +156,7 @@ impl Coordinator {
         Ok(())
     }
 
-    /// Whether a VM may run on a host, for a monitor that has heard nothing of how its migration ended. `epoch`: the one in which it ran there, or was to run there.
+    /// Whether a VM may run on a host, for a monitor in doubt. `epoch`: the one in which the VM ran there, or was to run there.
     #[must_use]
     pub fn may_run(&self, vm: VmId, host: HostId, epoch: Epoch) -> MayRun {
         let Some(owner) = self.ledger.vms.get(&vm).copied() else { return MayRun::Ended };
@@ -174,7 +178,8 @@ impl Coordinator {
         }
     }
 
-    /// As [`Coordinator::may_run`], where the host still has the VM: one that was counted as lost is the host's again, in a new epoch, before anybody else starts it.
+    /// As [`Coordinator::may_run`], for a host that still has the VM: a VM that counts as lost becomes the host's again, in a new epoch,
+    /// unless another host has started it.
     #[must_use]
     pub fn claim(&mut self, vm: VmId, host: HostId, epoch: Epoch, actions: &mut Vec<Action>) -> MayRun {
         match self.may_run(vm, host, epoch) {

@@ -1,25 +1,26 @@
-//! Whose turn it is to switch over.
+//! Order of the switchovers of peers' migrations.
 //!
-//! A switchover stops the hosts of a VM's peers and tells the destination where they are: a peer that changed hosts meanwhile would be stopped, and sent to, in the
-//! wrong place. So two migrations of which one moves a peer of a VM of the other are never both in their switchovers. All else of them may happen at the same time.
+//! In a switchover the source suspends the queue pairs of a VM's peers, and passes the peers' hosts to the destination. A peer that changed
+//! hosts meanwhile would be suspended at the wrong host. So two migrations that move peers of each other are never both in their switchovers.
+//! Their other stages may overlap.
 //!
-//! Those that have to wait get their turn in the order of their numbers, as soon as no peer of their VMs is in a switchover, or waits for its turn before them.
-//! The first one therefore waits for switchovers only, which end by their deadlines, and none is passed over for ever.
+//! Queued migrations are admitted in the order of their numbers, as soon as no peer of their VMs is in a switchover or queued with a lower
+//! number. The first one therefore waits for switchovers only, which end by their deadlines, so that none starves.
 
 use std::collections::BTreeMap;
 
 use super::{Action, Coordinator, Stage, hosts_of};
-use crate::config::Plant;
+use crate::config::InjectedBug;
 use crate::names::{MigrationId, VmId};
 
 impl Coordinator {
-    /// The peer whose switchover a migration waits for; `None`: it waits for none.
+    /// The peer whose switchover a migration waits for, if any.
     #[must_use]
-    pub fn behind(&self, migration: MigrationId) -> Option<VmId> {
-        self.progress.get(&migration).and_then(|progress| progress.behind)
+    pub fn waits_for(&self, migration: MigrationId) -> Option<VmId> {
+        self.progress.get(&migration).and_then(|progress| progress.waits_for)
     }
 
-    /// Lets each migration switch over whose turn it is, and notifies the others of the peer that they wait for.
+    /// Admits queued migrations to their switchovers, and notifies the others of the peer that they wait for.
     pub(super) fn admit(&mut self, actions: &mut Vec<Action>) {
         let queued = self.progress.iter().filter(|(_, progress)| progress.stage == Stage::Queued);
         let queued: Vec<MigrationId> = queued.map(|(migration, _)| *migration).collect();
@@ -28,29 +29,30 @@ impl Coordinator {
         }
         let moving = self.queued_or_switching();
         for migration in queued {
-            let behind = self.first_obstacle(migration, &moving);
+            let waits_for = self.first_obstacle(migration, &moving);
             let Some(stored) = self.ledger.migrations.get(&migration) else { continue };
             let (sources, destinations) = hosts_of(&stored.moves);
             let Some(progress) = self.progress.get_mut(&migration) else { continue };
-            let before = std::mem::replace(&mut progress.behind, behind);
-            match (behind, before) {
+            let before = std::mem::replace(&mut progress.waits_for, waits_for);
+            match (waits_for, before) {
                 (None, _) => {
                     progress.stage = Stage::Switching;
                     progress.switched = true;
                     progress.waiting = destinations;
-                    progress.unyielded = sources;
+                    progress.unvoted_sources = sources;
                     self.enter(migration, actions);
                 }
                 (Some(_), None) => self.enter(migration, actions),
-                (Some(_), Some(_)) if before != behind => self.say(migration, actions),
+                (Some(_), Some(_)) if before != waits_for => self.send_requests(migration, actions),
                 (Some(_), Some(_)) => {}
             }
         }
     }
 
-    /// VMs of migrations that are in a switchover, or wait for their turn.
+    /// VMs of migrations that are queued or in a switchover.
     fn queued_or_switching(&self) -> BTreeMap<VmId, MigrationId> {
-        let concerns = |progress: &super::Progress| progress.switched || progress.stage == Stage::Queued;
+        let concerns =
+            |progress: &super::MigrationProgress| progress.switched || progress.stage == Stage::Queued;
         let migrations = self.progress.iter().filter(|(_, progress)| concerns(progress));
         migrations.flat_map(|(of, _)| self.bound_by(*of).map(move |vm| (vm, *of))).collect()
     }
@@ -61,17 +63,17 @@ impl Coordinator {
         stored.into_iter().flat_map(|stored| &stored.moves).map(|moved| moved.vm)
     }
 
-    /// A peer of a VM of a migration that is in a switchover, or whose turn is before. Costs a look-up in `moving` per peer.
+    /// A peer of the migration's VMs that switches over first. Costs a look-up in `moving` per peer.
     fn first_obstacle(&self, migration: MigrationId, moving: &BTreeMap<VmId, MigrationId>) -> Option<VmId> {
-        if self.config.plant == Plant::SwitchTogether {
+        if self.config.injected_bug == InjectedBug::OverlappingSwitchovers {
             return None;
         }
-        let comes_first = |of: MigrationId| {
+        let precedes = |of: MigrationId| {
             let switched = || self.progress.get(&of).is_some_and(|progress| progress.switched);
             of != migration && (of < migration || switched())
         };
         let peers = self.bound_by(migration).flat_map(|vm| self.ledger.links.peers(vm));
         let obstacle = |peer: VmId| moving.get(&peer).map(|of| (*of, peer));
-        peers.filter_map(obstacle).filter(|(of, _)| comes_first(*of)).min().map(|(_, vm)| vm)
+        peers.filter_map(obstacle).filter(|(of, _)| precedes(*of)).min().map(|(_, vm)| vm)
     }
 }

@@ -3,12 +3,12 @@
 
 use std::collections::BTreeMap;
 
-use super::{Action, Coordinator, Ledger, Progress, Record, Stage};
+use super::{Action, Coordinator, Ledger, MigrationProgress, Record, Stage};
 use crate::names::MigrationId;
 
 /// A coordinator's volatile state of its migrations, which isn't in the ledger, at one time.
 #[derive(Debug, Clone, Default)]
-pub struct Checkpoint(BTreeMap<MigrationId, Progress>);
+pub struct Checkpoint(BTreeMap<MigrationId, MigrationProgress>);
 
 impl Coordinator {
     /// A copy of the present volatile state.
@@ -28,19 +28,20 @@ impl Coordinator {
         let migrations: Vec<_> = bind.map(|(migration, stored)| (*migration, stored.decision)).collect();
         for (migration, decision) in migrations {
             match (decision, self.stage(migration)) {
-                (None, Some(_)) | (Some(_), Some(Stage::Telling)) => self.enter(migration, actions),
+                (None, Some(_)) | (Some(_), Some(Stage::Settling)) => self.enter(migration, actions),
                 (None, None) => {
                     // The store has its beginning after all, but its requester has received an error.
                     self.write(Record::Aborted { migration }, actions);
-                    self.tell_decision(migration, actions);
+                    self.start_settling(migration, actions);
                 }
-                (Some(_), _) => self.tell_decision(migration, actions),
+                (Some(_), _) => self.start_settling(migration, actions),
             }
         }
-        let owed: Vec<_> = self.ledger.migrations.keys().copied().filter(|one| self.is_owed(*one)).collect();
+        let owed: Vec<_> =
+            self.ledger.migrations.keys().copied().filter(|one| self.is_released(*one)).collect();
         for migration in owed {
             self.progress.remove(&migration);
-            self.remind(migration, actions);
+            self.resend_kept_decision(migration, actions);
         }
         self.admit(actions);
     }

@@ -1,14 +1,14 @@
-//! What users, monitors and daemons ask of the coordinator.
+//! Requests of users, monitors and daemons to the coordinator.
 
-use super::{Action, Coordinator, Progress, Record, Stage};
-use crate::config::MAX_MOVES;
+use super::{Action, Coordinator, MigrationProgress, Record, Stage};
+use crate::config::MAX_VMS_PER_MIGRATION;
 use crate::names::{Epoch, HostId, MigrationId, Move, VmId};
 
-/// Why a wish isn't granted.
+/// Why a request is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Refused {
     /// Nothing, or too much, is to move.
-    #[error("A migration of {0} VMs can't be: name 1 to {MAX_MOVES}")]
+    #[error("A migration of {0} VMs can't be: name 1 to {MAX_VMS_PER_MIGRATION}")]
     Number(usize),
     /// No such VM.
     #[error("{0} can't move: the cluster doesn't know it, or it was lost with its host")]
@@ -43,14 +43,14 @@ impl Coordinator {
     /// When it can't begin. A VM can't move while another migration moves it.
     pub fn migrate(
         &mut self,
-        wishes: &[(VmId, HostId)],
+        requests: &[(VmId, HostId)],
         actions: &mut Vec<Action>,
     ) -> Result<MigrationId, Refused> {
-        if wishes.is_empty() || wishes.len() > MAX_MOVES {
-            return Err(Refused::Number(wishes.len()));
+        if requests.is_empty() || requests.len() > MAX_VMS_PER_MIGRATION {
+            return Err(Refused::Number(requests.len()));
         }
-        let mut moves: Vec<Move> = Vec::with_capacity(wishes.len());
-        for (vm, to) in wishes.iter().copied() {
+        let mut moves: Vec<Move> = Vec::with_capacity(requests.len());
+        for (vm, to) in requests.iter().copied() {
             let owner = self.ledger.vms.get(&vm).filter(|owner| owner.alive).ok_or(Refused::NoSuchVm(vm))?;
             if owner.host == to {
                 return Err(Refused::There(vm, to));
@@ -70,7 +70,7 @@ impl Coordinator {
         let migration = MigrationId(self.ledger.last.0.saturating_add(1));
         let waiting = moves.iter().map(|moved| moved.to).collect();
         self.write(Record::Begun { migration, moves }, actions);
-        self.progress.insert(migration, Progress::new(Stage::Reserving, waiting));
+        self.progress.insert(migration, MigrationProgress::new(Stage::Reserving, waiting));
         self.enter(migration, actions);
         Ok(migration)
     }
@@ -92,7 +92,7 @@ impl Coordinator {
         Ok(epoch)
     }
 
-    /// The last migration that a VM which runs now has behind it, or any later one that has never concerned it.
+    /// A number of a migration: all migrations of the VM up to it have ended, and no later one concerned the VM yet.
     #[must_use]
     pub fn last_of(&self, vm: VmId) -> MigrationId {
         let bound = self.ledger.migration_of(vm).map(|migration| MigrationId(migration.0.saturating_sub(1)));

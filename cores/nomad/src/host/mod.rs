@@ -2,33 +2,33 @@
 //!
 //! | module | part |
 //! |---|---|
-//! | `leaving` | a source: from pre-copy to the decision |
-//! | `arriving` | a destination: from the reservation to the decision |
-//! | `facing` | a peers' host: suspends queue pairs connected to a VM, and resumes them |
-//! | `running` | announcements by the host that runs a VM |
+//! | `source` | a source: from pre-copy to the decision |
+//! | `destination` | a destination: from the reservation to the decision |
+//! | `peers` | a peers' host: suspends queue pairs connected to a VM, and resumes them |
+//! | `announcement` | announcements by the host that runs a VM |
 //!
 //! The state machine is single-threaded and never blocks. The caller carries out the actions in their order.
 
-mod arriving;
-mod facing;
-mod leaving;
-mod running;
+mod announcement;
+mod destination;
+mod peers;
+mod source;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use crate::config::{Config, Plant};
+use crate::config::{Config, InjectedBug};
 use crate::event::{Action, Event, Timer};
-use crate::fan::Spread;
+use crate::fanout::ForwardedMessage;
 use crate::message::{Body, Message};
 use crate::names::{Epoch, HostId, Incarnation, MigrationId, Node, Place, Stamp, VmId};
 
-use arriving::Arriving;
-use leaving::Leaving;
-use running::Announcing;
+use announcement::Announcement;
+use destination::IncomingMigration;
+use source::OutgoingMigration;
 
 /// Maximum number of forwarded messages whose answers are collected at a time. The lowest migration is dropped first;
 /// its origin retransmits.
-const MAX_SPREADS: usize = 1024;
+const MAX_FORWARDED_MESSAGES: usize = 1024;
 
 /// A VM of this host.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -39,18 +39,18 @@ struct Vm {
     /// The switchover that has stopped it, or is about to.
     switching: Option<MigrationId>,
     /// Its peers, and whether queue pairs connected to them may send.
-    faces: BTreeMap<VmId, bool>,
+    peers: BTreeMap<VmId, bool>,
 }
 
 /// What this host knows of a VM that is a peer of its VMs, or of VMs that are moving here.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
-struct Known {
+struct PeerVm {
     host: HostId,
     stamp: Stamp,
     /// The migration for which queue pairs connected to the VM are suspended, or are to be.
     suspended: Option<MigrationId>,
     /// Whether the caller has reported them as suspended.
-    held: bool,
+    qps_suspended: bool,
 }
 
 /// The state machine of a host.
@@ -59,16 +59,16 @@ pub struct Host {
     id: HostId,
     incarnation: Incarnation,
     config: Config,
-    greeted: bool,
+    registered: bool,
     vms: BTreeMap<VmId, Vm>,
-    known: BTreeMap<VmId, Known>,
-    leaving: BTreeMap<MigrationId, Leaving>,
-    arriving: BTreeMap<MigrationId, Arriving>,
-    announcing: BTreeMap<MigrationId, Announcing>,
-    suspending: BTreeMap<(MigrationId, HostId), Spread>,
-    readying: BTreeMap<(MigrationId, HostId), Spread>,
+    peer_vms: BTreeMap<VmId, PeerVm>,
+    outgoing: BTreeMap<MigrationId, OutgoingMigration>,
+    incoming: BTreeMap<MigrationId, IncomingMigration>,
+    announcements: BTreeMap<MigrationId, Announcement>,
+    suspending: BTreeMap<(MigrationId, HostId), ForwardedMessage>,
+    resuming: BTreeMap<(MigrationId, HostId), ForwardedMessage>,
     /// Messages to itself, handled at the end of a step.
-    own: VecDeque<Message>,
+    loopback: VecDeque<Message>,
 }
 
 impl Host {
@@ -79,15 +79,15 @@ impl Host {
             id,
             incarnation,
             config,
-            greeted: false,
+            registered: false,
             vms: BTreeMap::new(),
-            known: BTreeMap::new(),
-            leaving: BTreeMap::new(),
-            arriving: BTreeMap::new(),
-            announcing: BTreeMap::new(),
+            peer_vms: BTreeMap::new(),
+            outgoing: BTreeMap::new(),
+            incoming: BTreeMap::new(),
+            announcements: BTreeMap::new(),
             suspending: BTreeMap::new(),
-            readying: BTreeMap::new(),
-            own: VecDeque::new(),
+            resuming: BTreeMap::new(),
+            loopback: VecDeque::new(),
         }
     }
 
@@ -95,12 +95,12 @@ impl Host {
     pub fn step(&mut self, event: Event, actions: &mut Vec<Action>) {
         match event {
             Event::Start => {
-                self.greet(actions);
-                for migration in self.leaving.keys() {
-                    self.set(Timer::Leaving(*migration), self.config.retry_ms, actions);
+                self.send_hello(actions);
+                for migration in self.outgoing.keys() {
+                    self.set(Timer::Outgoing(*migration), self.config.retry_ms, actions);
                 }
-                for migration in self.arriving.keys() {
-                    self.set(Timer::Arriving(*migration), self.config.retry_ms, actions);
+                for migration in self.incoming.keys() {
+                    self.set(Timer::Incoming(*migration), self.config.retry_ms, actions);
                 }
             }
             Event::Message(message) => self.message(message, actions),
@@ -110,24 +110,24 @@ impl Host {
                 self.reclaimed(vm, epoch, actions);
             }
             Event::Started { vm, epoch, after } => {
-                let faces = BTreeMap::new();
-                self.vms.entry(vm).or_insert(Vm { epoch, after, switching: None, faces });
+                let peers = BTreeMap::new();
+                self.vms.entry(vm).or_insert(Vm { epoch, after, switching: None, peers });
             }
             Event::Ended { vm } => {
                 self.vms.remove(&vm);
-                self.forget_strangers();
+                self.forget_unconnected();
             }
             Event::Connected { vm, peer } => self.connected(vm, peer),
             Event::Disconnected { vm, peer } => {
                 if let Some(found) = self.vms.get_mut(&vm) {
-                    found.faces.remove(&peer);
+                    found.peers.remove(&peer);
                 }
-                self.forget_strangers();
+                self.forget_unconnected();
             }
-            Event::Room { migration, granted } => self.room(migration, granted, actions),
+            Event::Reservation { migration, granted } => self.reservation(migration, granted, actions),
             Event::Converged { migration, vm } => self.converged(migration, vm, actions),
             Event::StreamBroke { migration } => self.stream_broke(migration, actions),
-            Event::Held { migration, vm } => self.held(migration, vm, actions),
+            Event::QpsSuspended { migration, vm } => self.qps_suspended(migration, vm, actions),
             Event::Stopped { migration, vm } => self.stopped(migration, vm, actions),
             Event::Arrived { migration, vm } => self.arrived(migration, vm, actions),
             Event::Timer(timer) => {
@@ -136,7 +136,7 @@ impl Host {
                 }
             }
         }
-        while let Some(message) = self.own.pop_front() {
+        while let Some(message) = self.loopback.pop_front() {
             self.message(message, actions);
         }
     }
@@ -145,14 +145,16 @@ impl Host {
     #[must_use]
     pub fn awaits(&self, timer: Timer) -> bool {
         match timer {
-            Timer::Hello => !self.greeted,
-            Timer::Leaving(migration) => self.leaving.get(&migration).is_some_and(Leaving::repeats),
-            Timer::Switch(migration) => {
-                self.leaving.get(&migration).is_some_and(|leaving| leaving.has_deadline(&self.config))
+            Timer::Hello => !self.registered,
+            Timer::Outgoing(migration) => {
+                self.outgoing.get(&migration).is_some_and(OutgoingMigration::is_retransmitted)
             }
-            Timer::Arriving(migration) => self.arriving.contains_key(&migration),
-            Timer::Announce(migration) => self.announcing.contains_key(&migration),
-            Timer::Ask(vm) => self.known.get(&vm).is_some_and(|known| known.suspended.is_some()),
+            Timer::Switch(migration) => {
+                self.outgoing.get(&migration).is_some_and(|outgoing| outgoing.has_deadline(&self.config))
+            }
+            Timer::Incoming(migration) => self.incoming.contains_key(&migration),
+            Timer::Announce(migration) => self.announcements.contains_key(&migration),
+            Timer::Locate(vm) => self.peer_vms.get(&vm).is_some_and(|known| known.suspended.is_some()),
         }
     }
 
@@ -181,38 +183,38 @@ impl Host {
 
     /// Peers of a VM of this host.
     #[must_use]
-    pub fn faces(&self, vm: VmId) -> BTreeSet<VmId> {
-        self.vms.get(&vm).map(|found| found.faces.keys().copied().collect()).unwrap_or_default()
+    pub fn peers(&self, vm: VmId) -> BTreeSet<VmId> {
+        self.vms.get(&vm).map(|found| found.peers.keys().copied().collect()).unwrap_or_default()
     }
 
     /// Peers to which a VM's queue pairs may send. Peers whose queue pairs are suspended for a migration, of either VM,
     /// aren't among them.
     #[must_use]
-    pub fn open_faces(&self, vm: VmId) -> BTreeSet<VmId> {
-        let faces = self.vms.get(&vm).into_iter().flat_map(|found| &found.faces);
-        faces.filter(|(_, open)| **open).map(|(peer, _)| *peer).collect()
+    pub fn open_peers(&self, vm: VmId) -> BTreeSet<VmId> {
+        let peers = self.vms.get(&vm).into_iter().flat_map(|found| &found.peers);
+        peers.filter(|(_, open)| **open).map(|(peer, _)| *peer).collect()
     }
 
     /// Whether the host is idle: it has no migration, no announcement and no suspended queue pair.
     #[must_use]
-    pub fn is_quiet(&self) -> bool {
-        self.leaving.is_empty()
-            && self.arriving.is_empty()
-            && self.announcing.is_empty()
-            && self.known.values().all(|known| known.suspended.is_none())
-            && self.vms.values().all(|vm| vm.switching.is_none() && vm.faces.values().all(|open| *open))
+    pub fn is_idle(&self) -> bool {
+        self.outgoing.is_empty()
+            && self.incoming.is_empty()
+            && self.announcements.is_empty()
+            && self.peer_vms.values().all(|known| known.suspended.is_none())
+            && self.vms.values().all(|vm| vm.switching.is_none() && vm.peers.values().all(|open| *open))
     }
 
     /// Whether this host, as a destination, has voted for a migration of the VM and waits for the decision.
     #[must_use]
     pub fn has_voted(&self, vm: VmId) -> bool {
-        self.arriving.values().any(|arriving| arriving.has_voted(vm))
+        self.incoming.values().any(|incoming| incoming.has_voted(vm))
     }
 
     /// Whether this host, as a source, has voted for a migration of the VM and waits for the decision.
     #[must_use]
     pub fn has_yielded(&self, vm: VmId) -> bool {
-        self.leaving.values().any(|leaving| leaving.has_voted() && leaving.brings(vm))
+        self.outgoing.values().any(|outgoing| outgoing.has_voted() && outgoing.includes(vm))
     }
 
     /// Gives this host a new number and incarnation, because the coordinator takes its daemon for a restarted one.
@@ -221,30 +223,30 @@ impl Host {
     pub fn renumber(&mut self, id: HostId, incarnation: Incarnation) {
         let mut new = Self::new(id, incarnation, self.config);
         std::mem::swap(self, &mut new);
-        if self.config.plant == Plant::RenumberTakesVotesBack {
+        if self.config.injected_bug == InjectedBug::RenumberWithdrawsVotes {
             return;
         }
-        self.leaving = new.leaving.into_iter().filter(|(_, leaving)| leaving.has_voted()).collect();
-        self.arriving = new.arriving.into_iter().filter(|(_, arriving)| arriving.is_loaded()).collect();
-        let stays = |vm: &VmId| self.leaving.values().any(|leaving| leaving.brings(*vm));
-        self.vms = new.vms.into_iter().filter(|(vm, _)| stays(vm)).collect();
-        self.known = new.known;
-        self.forget_strangers();
+        self.outgoing = new.outgoing.into_iter().filter(|(_, outgoing)| outgoing.has_voted()).collect();
+        self.incoming = new.incoming.into_iter().filter(|(_, incoming)| incoming.is_loaded()).collect();
+        let remains = |vm: &VmId| self.outgoing.values().any(|outgoing| outgoing.includes(*vm));
+        self.vms = new.vms.into_iter().filter(|(vm, _)| remains(vm)).collect();
+        self.peer_vms = new.peer_vms;
+        self.forget_unconnected();
     }
 
     fn timer(&mut self, timer: Timer, actions: &mut Vec<Action>) {
         match timer {
-            Timer::Hello => self.greet(actions),
-            Timer::Leaving(migration) => self.repeat_leaving(migration, actions),
-            Timer::Switch(migration) => self.switch_is_late(migration, actions),
-            Timer::Arriving(migration) => self.repeat_arriving(migration, actions),
-            Timer::Announce(migration) => self.announce_again(migration, actions),
-            Timer::Ask(vm) => self.ask(vm, actions),
+            Timer::Hello => self.send_hello(actions),
+            Timer::Outgoing(migration) => self.retransmit_outgoing(migration, actions),
+            Timer::Switch(migration) => self.switch_timed_out(migration, actions),
+            Timer::Incoming(migration) => self.retransmit_incoming(migration, actions),
+            Timer::Announce(migration) => self.retransmit_announcement(migration, actions),
+            Timer::Locate(vm) => self.locate(vm, actions),
         }
     }
 
-    fn greet(&mut self, actions: &mut Vec<Action>) {
-        self.tell(Node::Coordinator, Body::Hello, actions);
+    fn send_hello(&mut self, actions: &mut Vec<Action>) {
+        self.send(Node::Coordinator, Body::Hello, actions);
         self.set(Timer::Hello, self.config.retry_ms, actions);
     }
 
@@ -253,48 +255,48 @@ impl Host {
             return;
         }
         match message.from {
-            Node::Coordinator => self.coordinator_says(message.body, actions),
-            Node::Host(from) => self.host_says(from, message.body, actions),
+            Node::Coordinator => self.coordinator_message(message.body, actions),
+            Node::Host(from) => self.host_message(from, message.body, actions),
         }
     }
 
-    fn coordinator_says(&mut self, body: Body, actions: &mut Vec<Action>) {
+    fn coordinator_message(&mut self, body: Body, actions: &mut Vec<Action>) {
         match body {
-            Body::Welcome => self.greeted = true,
+            Body::Welcome => self.registered = true,
             Body::Reserve { migration, moves } => self.reserve(migration, moves, actions),
             Body::Begin { migration, moves } => self.begin(migration, moves, actions),
-            Body::Queued { migration, behind } => self.queued(migration, behind, actions),
+            Body::Queued { migration, waits_for } => self.queued(migration, waits_for, actions),
             Body::Switch { migration } => self.switch(migration, actions),
             Body::Commit { migration, places } => self.commit(migration, &places, actions),
             Body::Abort { migration, places } => self.abort(migration, &places, actions),
-            Body::At { place } => self.at(place),
-            Body::Gone { vm, epoch } => self.gone(vm, epoch, actions),
+            Body::At { place } => self.located(place),
+            Body::Lost { vm, epoch } => self.peer_lost(vm, epoch, actions),
             _ => {}
         }
     }
 
-    fn host_says(&mut self, from: HostId, body: Body, actions: &mut Vec<Action>) {
+    fn host_message(&mut self, from: HostId, body: Body, actions: &mut Vec<Action>) {
         match body {
-            Body::Suspend { migration, origin, vms, fan } => {
-                self.suspend(from, migration, origin, vms, fan, actions);
+            Body::Suspend { migration, origin, vms, forward_to } => {
+                self.suspend(from, migration, origin, vms, forward_to, actions);
             }
             Body::Suspended { migration, origin, hosts } => {
                 self.suspended(migration, origin, hosts, actions);
             }
-            Body::Handover { migration, vm, faces } => self.handover(from, migration, vm, faces, actions),
+            Body::Handover { migration, vm, peers } => self.handover(from, migration, vm, peers, actions),
             Body::Loaded { migration } => self.loaded(from, migration, actions),
-            Body::Running { after, origin, vms, fan } => {
-                self.announced(from, after, origin, vms, fan, actions);
+            Body::Running { after, origin, vms, forward_to } => {
+                self.announced(from, after, origin, vms, forward_to, actions);
             }
             Body::Ready { after, origin, hosts } => self.ready(after, origin, hosts, actions),
-            Body::Where { vm } => self.asked(from, vm, actions),
+            Body::Where { vm } => self.answer_where(from, vm, actions),
             _ => {}
         }
     }
 
     /// Carries out a commit. The place with the newer epoch wins over what this host assumed.
     fn commit(&mut self, migration: MigrationId, places: &[Place], actions: &mut Vec<Action>) {
-        let landed = self.land(migration, places, actions);
+        let started = self.commit_incoming(migration, places, actions);
         let mut left = false;
         for place in places.iter().filter(|place| place.host != self.id) {
             if self.vms.get(&place.vm).is_some_and(|vm| vm.epoch < place.epoch) {
@@ -303,25 +305,25 @@ impl Host {
                 left = true;
             }
         }
-        if self.leaving.remove(&migration).is_some() || left {
+        if self.outgoing.remove(&migration).is_some() || left {
             actions.push(Action::EndCopy { migration });
         }
         for place in places {
-            self.points_to(*place);
+            self.record_place(*place);
         }
-        if let Some(vms) = landed {
+        if let Some(vms) = started {
             self.announce(migration, &vms, actions);
         }
-        self.forget_strangers();
+        self.forget_unconnected();
         self.settle(migration, places, actions);
     }
 
     fn abort(&mut self, migration: MigrationId, places: &[Place], actions: &mut Vec<Action>) {
-        if self.arriving.remove(&migration).is_some() {
+        if self.incoming.remove(&migration).is_some() {
             actions.push(Action::Release { migration });
         }
-        self.leave_aborted(migration, places, actions);
-        self.forget_strangers();
+        self.abort_outgoing(migration, places, actions);
+        self.forget_unconnected();
         self.settle(migration, places, actions);
     }
 
@@ -330,22 +332,22 @@ impl Host {
             place.host == self.id && self.vms.get(&place.vm).is_none_or(|vm| vm.epoch < place.epoch)
         };
         let lost = places.iter().filter(missing).map(|place| place.vm).collect();
-        self.tell(Node::Coordinator, Body::Settled { migration, lost }, actions);
+        self.send(Node::Coordinator, Body::Settled { migration, lost }, actions);
     }
 
     fn connected(&mut self, vm: VmId, peer: Place) {
         let Some(found) = self.vms.get_mut(&vm) else { return };
-        let known = self.known.entry(peer.vm).or_insert_with(|| Known::new(peer));
+        let known = self.peer_vms.entry(peer.vm).or_insert_with(|| PeerVm::new(peer));
         let open = known.suspended.is_none() && found.switching.is_none();
-        found.faces.entry(peer.vm).or_insert(open);
+        found.peers.entry(peer.vm).or_insert(open);
     }
 
     /// Forgets VMs that are no peers of this host's VMs.
-    fn forget_strangers(&mut self) {
-        let (vms, arriving) = (&self.vms, &self.arriving);
-        self.known.retain(|vm, _| {
-            vms.values().any(|found| found.faces.contains_key(vm))
-                || arriving.values().any(|found| found.faces(*vm))
+    fn forget_unconnected(&mut self) {
+        let (vms, incoming) = (&self.vms, &self.incoming);
+        self.peer_vms.retain(|vm, _| {
+            vms.values().any(|found| found.peers.contains_key(vm))
+                || incoming.values().any(|found| found.has_peer(*vm))
         });
     }
 
@@ -353,37 +355,37 @@ impl Host {
         actions.push(Action::Timer { timer, after_ms });
     }
 
-    fn tell(&mut self, to: Node, body: Body, actions: &mut Vec<Action>) {
+    fn send(&mut self, to: Node, body: Body, actions: &mut Vec<Action>) {
         let message = Message { from: Node::Host(self.id), incarnation: self.incarnation, to, body };
         if to == message.from {
-            self.own.push_back(message);
+            self.loopback.push_back(message);
         } else {
             actions.push(Action::Send(message));
         }
     }
 
     /// Records a forwarded message. If a record is dropped, its origin retransmits.
-    fn remember(
-        spreads: &mut BTreeMap<(MigrationId, HostId), Spread>,
+    fn insert_forwarded(
+        forwarded: &mut BTreeMap<(MigrationId, HostId), ForwardedMessage>,
         key: (MigrationId, HostId),
-        it: Spread,
+        it: ForwardedMessage,
     ) {
-        spreads.insert(key, it);
-        while spreads.len() > MAX_SPREADS {
-            spreads.pop_first();
+        forwarded.insert(key, it);
+        while forwarded.len() > MAX_FORWARDED_MESSAGES {
+            forwarded.pop_first();
         }
     }
 
     /// Hosts of the VMs' peers, this host included.
     fn hosts_of_peers(&self, vms: &[VmId]) -> BTreeSet<HostId> {
-        let faces = vms.iter().filter_map(|vm| self.vms.get(vm)).flat_map(|vm| vm.faces.keys());
-        faces.filter_map(|peer| self.known.get(peer)).map(|known| known.host).collect()
+        let peers = vms.iter().filter_map(|vm| self.vms.get(vm)).flat_map(|vm| vm.peers.keys());
+        peers.filter_map(|peer| self.peer_vms.get(peer)).map(|known| known.host).collect()
     }
 }
 
-impl Known {
+impl PeerVm {
     fn new(place: Place) -> Self {
         let stamp = Stamp { epoch: place.epoch, after: MigrationId(0) };
-        Self { host: place.host, stamp, suspended: None, held: false }
+        Self { host: place.host, stamp, suspended: None, qps_suspended: false }
     }
 }

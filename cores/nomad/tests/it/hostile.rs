@@ -3,8 +3,8 @@
 use facilities::rng::SplitMix64;
 use nomad::coordinator::{self, Coordinator, Ledger};
 use nomad::{
-    Action, Body, Config, Epoch, Event, Host, HostId, Incarnation, Message, MigrationId, Move, Node, Place,
-    Reason, VmId, wire,
+    AbortReason, Action, Body, Config, Epoch, Event, Host, HostId, Incarnation, Message, MigrationId, Move,
+    Node, Place, VmId, wire,
 };
 
 fn vm(rng: &mut SplitMix64) -> VmId {
@@ -40,25 +40,25 @@ fn body(rng: &mut SplitMix64) -> Body {
         4 => Body::Begin { migration, moves: list(rng, moved) },
         5 => Body::Converged { migration },
         6 => Body::Switch { migration },
-        7 => Body::Suspend { migration, origin, vms: list(rng, vm), fan: list(rng, host) },
+        7 => Body::Suspend { migration, origin, vms: list(rng, vm), forward_to: list(rng, host) },
         8 => Body::Suspended { migration, origin, hosts: list(rng, host) },
-        9 => Body::Handover { migration, vm: vm(rng), faces: list(rng, place) },
+        9 => Body::Handover { migration, vm: vm(rng), peers: list(rng, place) },
         10 => Body::Loaded { migration },
         11 => Body::Yield { migration },
-        12 => Body::Failed { migration, reason: Reason::Late },
+        12 => Body::Failed { migration, reason: AbortReason::Timeout },
         13 => Body::Commit { migration, places: list(rng, place) },
         14 => Body::Abort { migration, places: list(rng, place) },
         15 => Body::Settled { migration, lost: list(rng, vm) },
         16 => Body::Outcome { migration },
         17 => {
             let vms = list(rng, |rng| (vm(rng), Epoch(u64::from(rng.below(4)))));
-            Body::Running { after: migration, origin, vms, fan: list(rng, host) }
+            Body::Running { after: migration, origin, vms, forward_to: list(rng, host) }
         }
         18 => Body::Ready { after: migration, origin, hosts: list(rng, host) },
         19 => Body::Where { vm: vm(rng) },
         20 => Body::At { place: place(rng) },
-        21 => Body::Queued { migration, behind: vm(rng) },
-        _ => Body::Gone { vm: vm(rng), epoch: Epoch(u64::from(rng.below(4))) },
+        21 => Body::Queued { migration, waits_for: vm(rng) },
+        _ => Body::Lost { vm: vm(rng), epoch: Epoch(u64::from(rng.below(4))) },
     }
 }
 
@@ -76,7 +76,7 @@ fn leaves(message: &Message) {
 
 /// A host never runs a VM that it neither had nor received, and each event makes a bounded number of actions.
 #[test]
-fn a_host_survives_any_peers() {
+fn a_host_survives_hostile_peers() {
     let mut ran = 0;
     for seed in 0..4_000 {
         let mut rng = SplitMix64::new(seed);
@@ -95,11 +95,11 @@ fn a_host_survives_any_peers() {
             let to = Node::Host(HostId(1));
             Event::Message(Message { from, incarnation: Incarnation(1), to, body })
         };
-        let faces = list(&mut rng, place);
+        let peers = list(&mut rng, place);
         for event in [
             said(Node::Coordinator, Body::Reserve { migration: one, moves: vec![comes] }),
-            Event::Room { migration: one, granted: true },
-            said(Node::Host(HostId(2)), Body::Handover { migration: one, vm: VmId(3), faces }),
+            Event::Reservation { migration: one, granted: true },
+            said(Node::Host(HostId(2)), Body::Handover { migration: one, vm: VmId(3), peers }),
             Event::Arrived { migration: one, vm: VmId(3) },
             said(Node::Coordinator, Body::Begin { migration: two, moves: vec![leaves_us] }),
             Event::Converged { migration: two, vm: VmId(1) },
@@ -113,9 +113,9 @@ fn a_host_survives_any_peers() {
             let of = vm(&mut rng);
             let event = match rng.below(12) {
                 0 => Event::Connected { vm: of, peer: place(&mut rng) },
-                1 => Event::Room { migration, granted: rng.chance(800) },
+                1 => Event::Reservation { migration, granted: rng.chance(800) },
                 2 => Event::Converged { migration, vm: of },
-                3 => Event::Held { migration, vm: of },
+                3 => Event::QpsSuspended { migration, vm: of },
                 4 => Event::Stopped { migration, vm: of },
                 5 => {
                     here.push(of);
@@ -142,7 +142,7 @@ fn a_host_survives_any_peers() {
 
 /// The coordinator's state is what its records make, whatever it receives. No host's message gives a VM two owners.
 #[test]
-fn the_coordinator_survives_any_hosts() {
+fn the_coordinator_survives_hostile_hosts() {
     let mut begun = 0;
     for seed in 0..4_000 {
         let mut rng = SplitMix64::new(seed);

@@ -132,7 +132,7 @@ fn the_last_round_depends_on_what_was_touched() {
 
 /// A source that sends without end is refused.
 #[test]
-fn room_is_bounded() {
+fn capacity_is_bounded() {
     let mut incoming = Incoming::new(2);
     let piece = |handle, bytes| {
         let object = Object { kind: Kind::QueuePair, handle };

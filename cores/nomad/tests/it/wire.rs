@@ -1,7 +1,7 @@
 //! Messages as bytes: what is written is read again, and nothing else is.
 
-use nomad::wire::{self, HEADER, WireError};
-use nomad::{Body, Epoch, HostId, Incarnation, Message, MigrationId, Move, Node, Place, Reason, VmId};
+use nomad::wire::{self, HEADER_BYTES, WireError};
+use nomad::{AbortReason, Body, Epoch, HostId, Incarnation, Message, MigrationId, Move, Node, Place, VmId};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -26,18 +26,18 @@ fn moves() -> impl Strategy<Value = Vec<Move>> {
     vec(one.prop_map(|(vm, from, to, epoch)| Move { vm, from, to, epoch: Epoch(epoch) }), 0..5)
 }
 
-fn reason() -> impl Strategy<Value = Reason> {
+fn reason() -> impl Strategy<Value = AbortReason> {
     prop_oneof![
-        Just(Reason::Cancelled),
-        Just(Reason::NoRoom),
-        Just(Reason::NotHere),
-        Just(Reason::Busy),
-        Just(Reason::Stream),
-        Just(Reason::Peers),
-        Just(Reason::Late),
-        Just(Reason::Restarted),
-        Just(Reason::Epoch),
-        Just(Reason::Queue),
+        Just(AbortReason::Cancelled),
+        Just(AbortReason::NoRoom),
+        Just(AbortReason::NotHere),
+        Just(AbortReason::Busy),
+        Just(AbortReason::Stream),
+        Just(AbortReason::Peers),
+        Just(AbortReason::Timeout),
+        Just(AbortReason::Restarted),
+        Just(AbortReason::Epoch),
+        Just(AbortReason::Queue),
     ]
 }
 
@@ -53,21 +53,18 @@ fn body() -> impl Strategy<Value = Body> {
         (migration(), moves()).prop_map(|(migration, moves)| Body::Begin { migration, moves }),
         migration().prop_map(|migration| Body::Converged { migration }),
         migration().prop_map(|migration| Body::Switch { migration }),
-        (migration(), host(), vms(), hosts()).prop_map(|(migration, origin, vms, fan)| Body::Suspend {
-            migration,
-            origin,
-            vms,
-            fan
+        (migration(), host(), vms(), hosts()).prop_map(|(migration, origin, vms, forward_to)| {
+            Body::Suspend { migration, origin, vms, forward_to }
         }),
         (migration(), host(), hosts()).prop_map(|(migration, origin, hosts)| Body::Suspended {
             migration,
             origin,
             hosts
         }),
-        (migration(), vm(), vec(place(), 0..5)).prop_map(|(migration, vm, faces)| Body::Handover {
+        (migration(), vm(), vec(place(), 0..5)).prop_map(|(migration, vm, peers)| Body::Handover {
             migration,
             vm,
-            faces
+            peers
         }),
         migration().prop_map(|migration| Body::Loaded { migration }),
         migration().prop_map(|migration| Body::Yield { migration }),
@@ -76,12 +73,12 @@ fn body() -> impl Strategy<Value = Body> {
         (migration(), vec(place(), 0..5)).prop_map(|(migration, places)| Body::Abort { migration, places }),
         (migration(), vms()).prop_map(|(migration, lost)| Body::Settled { migration, lost }),
         migration().prop_map(|migration| Body::Outcome { migration }),
-        (migration(), vm()).prop_map(|(migration, behind)| Body::Queued { migration, behind }),
-        (migration(), host(), running, hosts()).prop_map(|(after, origin, vms, fan)| Body::Running {
+        (migration(), vm()).prop_map(|(migration, waits_for)| Body::Queued { migration, waits_for }),
+        (migration(), host(), running, hosts()).prop_map(|(after, origin, vms, forward_to)| Body::Running {
             after,
             origin,
             vms,
-            fan
+            forward_to
         }),
         (migration(), host(), hosts()).prop_map(|(after, origin, hosts)| Body::Ready {
             after,
@@ -90,7 +87,7 @@ fn body() -> impl Strategy<Value = Body> {
         }),
         vm().prop_map(|vm| Body::Where { vm }),
         place().prop_map(|place| Body::At { place }),
-        (vm(), any::<u64>()).prop_map(|(vm, epoch)| Body::Gone { vm, epoch: Epoch(epoch) }),
+        (vm(), any::<u64>()).prop_map(|(vm, epoch)| Body::Lost { vm, epoch: Epoch(epoch) }),
     ]
 }
 
@@ -150,9 +147,9 @@ fn a_count_without_entries_is_refused() {
     let settled = Body::Settled { migration: MigrationId(1), lost };
     let (from, to) = (Node::Host(HostId(1)), Node::Coordinator);
     let mut bytes = bytes_of(&Message { from, incarnation: Incarnation(1), to, body: settled });
-    bytes[HEADER + 8..HEADER + 12].copy_from_slice(&200_u32.to_le_bytes());
+    bytes[HEADER_BYTES + 8..HEADER_BYTES + 12].copy_from_slice(&200_u32.to_le_bytes());
     assert_eq!(wire::parse(&bytes), Err(WireError::Short { got: 4, needed: 800 }));
-    bytes[HEADER + 8..HEADER + 12].copy_from_slice(&u32::MAX.to_le_bytes());
+    bytes[HEADER_BYTES + 8..HEADER_BYTES + 12].copy_from_slice(&u32::MAX.to_le_bytes());
     let field = WireError::Field { field: "number of VMs", value: u64::from(u32::MAX) };
     assert_eq!(wire::parse(&bytes), Err(field));
 }

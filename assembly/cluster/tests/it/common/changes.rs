@@ -4,7 +4,7 @@
 use cluster::state::{AboutHost, AboutVm, Change, Nic, Settings, State};
 use facilities::rng::SplitMix64;
 use nomad::coordinator::{Action, Coordinator, Event, Ledger, Record, Stage, Timer};
-use nomad::{Body, Config, HostId, Incarnation, Message, MigrationId, Node, Reason, VmId};
+use nomad::{AbortReason, Body, Config, HostId, Incarnation, Message, MigrationId, Node, VmId};
 
 /// Records of a coordinator that receives random messages of hosts and requests of users.
 fn records(seed: u64, count: usize) -> Vec<Record> {
@@ -45,7 +45,7 @@ fn records(seed: u64, count: usize) -> Vec<Record> {
             }
             5 => coordinator.cancel(migration, &mut actions),
             6 => {
-                let late = Event::Timer(Timer::Deadline(migration, Stage::Telling));
+                let late = Event::Timer(Timer::Deadline(migration, Stage::Settling));
                 coordinator.step(late, &mut actions);
             }
             7 if rng.chance(100) => drop(coordinator.forget(host, &mut actions)),
@@ -64,7 +64,7 @@ fn records(seed: u64, count: usize) -> Vec<Record> {
                     4 => {
                         Body::Settled { migration, lost: if rng.chance(100) { vec![vm] } else { Vec::new() } }
                     }
-                    _ if rng.chance(200) => Body::Failed { migration, reason: Reason::NoRoom },
+                    _ if rng.chance(200) => Body::Failed { migration, reason: AbortReason::NoRoom },
                     _ => Body::Hello,
                 };
                 let start = &mut starts[host.0 as usize];

@@ -72,7 +72,7 @@ impl Mover {
                 self.set(vm, Phase::Stop);
                 None
             }
-            Drain::Peers(vm) => Some(Event::Held { migration, vm }),
+            Drain::Peers(vm) => Some(Event::QpsSuspended { migration, vm }),
         }
     }
 

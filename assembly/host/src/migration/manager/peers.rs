@@ -12,13 +12,13 @@ use crate::transport;
 impl Mover {
     /// Looks up which VMs a VM of this host is connected with.
     pub(super) fn look_at_faces(&mut self, vm: VmId) {
-        let Some(faces) = self.ask(move |worker| worker.faces(transport::VmId(vm.0))) else { return };
-        let faces: BTreeSet<VmId> = faces.into_iter().map(|peer| VmId(peer.0)).collect();
-        let before = self.nomad.as_ref().map(|nomad| nomad.faces(vm)).unwrap_or_default();
-        for peer in before.into_iter().filter(|peer| !faces.contains(peer)) {
+        let Some(peers) = self.ask(move |worker| worker.faces(transport::VmId(vm.0))) else { return };
+        let peers: BTreeSet<VmId> = peers.into_iter().map(|peer| VmId(peer.0)).collect();
+        let before = self.nomad.as_ref().map(|nomad| nomad.peers(vm)).unwrap_or_default();
+        for peer in before.into_iter().filter(|peer| !peers.contains(peer)) {
             self.step(Event::Disconnected { vm, peer });
         }
-        for peer in faces {
+        for peer in peers {
             if let Some(peer) = self.place(peer) {
                 self.step(Event::Connected { vm, peer });
             }
@@ -27,8 +27,8 @@ impl Mover {
 
     /// Records the hosts of a VM's peers, which will suspend queue pairs that face it.
     pub(super) fn remember_peers(&self, migration: MigrationId, vm: VmId) {
-        let faces = self.nomad.as_ref().map(|nomad| nomad.faces(vm)).unwrap_or_default();
-        let hosts = faces.into_iter().filter_map(|peer| self.directory.host_of(transport::VmId(peer.0)));
+        let peers = self.nomad.as_ref().map(|nomad| nomad.peers(vm)).unwrap_or_default();
+        let hosts = peers.into_iter().filter_map(|peer| self.directory.host_of(transport::VmId(peer.0)));
         if let Some(name) = self.name(vm) {
             self.phases.set_peers(&name, migration.0, hosts.collect());
         }
@@ -52,8 +52,8 @@ impl Mover {
 
     /// Queue pairs of a VM that face others send nothing to them.
     pub(super) fn hold_towards_peers(&self, vm: VmId) {
-        let faces = self.nomad.as_ref().map(|nomad| nomad.faces(vm)).unwrap_or_default();
-        let peers: Vec<_> = faces.into_iter().map(|peer| self.addressed(peer)).collect();
+        let peers = self.nomad.as_ref().map(|nomad| nomad.peers(vm)).unwrap_or_default();
+        let peers: Vec<_> = peers.into_iter().map(|peer| self.addressed(peer)).collect();
         self.ask(move |worker| worker.hold_towards(transport::VmId(vm.0), &peers));
     }
 
@@ -78,15 +78,15 @@ impl Mover {
                     return;
                 }
                 self.directory.want_direct(moves.iter().map(|moved| moved.to));
-                for moved in moves.iter().take(nomad::config::MAX_MOVES) {
+                for moved in moves.iter().take(nomad::config::MAX_VMS_PER_MIGRATION) {
                     let vm = transport::VmId(moved.vm.0);
-                    let faces = self.ask(move |worker| worker.faces(vm)).unwrap_or_default();
-                    let hosts = faces.into_iter().filter_map(|peer| self.directory.place(peer));
+                    let peers = self.ask(move |worker| worker.faces(vm)).unwrap_or_default();
+                    let hosts = peers.into_iter().filter_map(|peer| self.directory.place(peer));
                     self.directory.want_direct(hosts.map(|(host, _)| HostId(host)));
                 }
             }
-            Body::Handover { faces, .. } => {
-                self.directory.want_direct(faces.iter().map(|place| place.host).collect::<BTreeSet<_>>());
+            Body::Handover { peers, .. } => {
+                self.directory.want_direct(peers.iter().map(|place| place.host).collect::<BTreeSet<_>>());
             }
             _ => {}
         }

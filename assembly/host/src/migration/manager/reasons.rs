@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use nomad::MigrationId;
 
 /// Migrations whose reasons are kept. A monitor asks for its own while that ends, or soon after; more can't be under way on one host.
-const KEPT_REASONS: usize = 2 * nomad::config::MAX_MIGRATIONS;
+const KEPT_REASONS: usize = 2 * nomad::config::MAX_MIGRATIONS_PER_HOST;
 
 /// The reasons, by migration; those of the oldest are dropped.
 #[derive(Debug, Default)]

@@ -8,7 +8,7 @@ use control_api::cluster::proto::cluster_service_server::{ClusterService, Cluste
 use control_api::cluster::{Service, proto};
 use host::cluster::ClusterConfig;
 use host::{DaemonConfig, DirectorySource, FabricConfig};
-use nomad::{Body, Epoch, HostId, Incarnation, Message, MigrationId, Move, Node, Reason, VmId};
+use nomad::{AbortReason, Body, Epoch, HostId, Incarnation, Message, MigrationId, Move, Node, VmId};
 use tokio::sync::Notify;
 use tonic::codegen::tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
@@ -188,7 +188,7 @@ fn messages_are_read_while_a_request_waits() {
         verbs: false,
     });
     let daemon = common::start(config);
-    let expected = Body::Failed { migration: MigrationId(5), reason: Reason::NoRoom };
+    let expected = Body::Failed { migration: MigrationId(5), reason: AbortReason::NoRoom };
     assert_eq!(answer_of(&answers), Some(expected));
     heartbeat.notify_one();
     drop(daemon);

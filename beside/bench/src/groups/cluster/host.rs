@@ -358,10 +358,10 @@ impl SimulatedHost {
     fn receive(&mut self, message: Message) {
         match &message.body {
             Body::Where { vm } if vm.0 >= PROBE => {
-                let (to, body) = (message.from, Body::Gone { vm: *vm, epoch: Epoch(0) });
+                let (to, body) = (message.from, Body::Lost { vm: *vm, epoch: Epoch(0) });
                 return self.send(to, body);
             }
-            Body::Gone { vm, .. } if vm.0 >= PROBE => return self.probed(vm.0),
+            Body::Lost { vm, .. } if vm.0 >= PROBE => return self.probed(vm.0),
             Body::At { place } => self.probed(place.vm.0),
             _ => {}
         }
@@ -408,9 +408,11 @@ impl SimulatedHost {
                 let at = Instant::now() + Duration::from_millis(after_ms.into());
                 self.timers.insert((at, self.next_timer), timer);
             }
-            Action::Reserve { migration, .. } => return Some(Event::Room { migration, granted: true }),
+            Action::Reserve { migration, .. } => {
+                return Some(Event::Reservation { migration, granted: true });
+            }
             Action::Copy { migration, vm, .. } => return Some(Event::Converged { migration, vm }),
-            Action::Hold { migration, vm } => return Some(Event::Held { migration, vm }),
+            Action::SuspendQps { migration, vm } => return Some(Event::QpsSuspended { migration, vm }),
             Action::Stop { migration, vm } => return Some(Event::Stopped { migration, vm }),
             Action::Finish { migration, vm, to } => {
                 if let Some(destination) = lock(&self.shared.by_id).get(&to) {
@@ -433,7 +435,7 @@ impl SimulatedHost {
             Action::Release { .. }
             | Action::Queued { .. }
             | Action::EndCopy { .. }
-            | Action::Open { .. }
+            | Action::ResumeQps { .. }
             | Action::Lost { .. } => {}
         }
         None

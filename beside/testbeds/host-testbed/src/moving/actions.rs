@@ -21,7 +21,7 @@ impl Cluster {
                 for moved in moves {
                     self.reserve(index, migration, moved.vm);
                 }
-                self.answers.push_back((index, Event::Room { migration, granted: true }));
+                self.answers.push_back((index, Event::Reservation { migration, granted: true }));
             }
             Action::Release { migration } => self.release(index, migration),
             Action::Copy { migration, vm, to } => {
@@ -34,11 +34,11 @@ impl Cluster {
             }
             Action::Queued { .. } => {}
             Action::EndCopy { migration } => self.end_copy(index, migration),
-            Action::Hold { migration, vm } => {
+            Action::SuspendQps { migration, vm } => {
                 self.hold(index, vm);
                 self.drain(index, Drain::Peers(migration, vm));
             }
-            Action::Open { vm, peer } => {
+            Action::ResumeQps { vm, peer } => {
                 self.draining.retain(|(at, drain)| *at != index || !drain.is_of_peers(peer.vm));
                 self.open(index, vm, peer);
             }

@@ -63,7 +63,9 @@ impl Cluster {
         match what {
             _ if !at_rest => self.draining.push((index, what)),
             Drain::Own(migration, vm) => self.stop(index, migration, vm),
-            Drain::Peers(migration, vm) => self.answers.push_back((index, Event::Held { migration, vm })),
+            Drain::Peers(migration, vm) => {
+                self.answers.push_back((index, Event::QpsSuspended { migration, vm }))
+            }
         }
     }
 

@@ -2,10 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use nomad::config::Plant;
+use nomad::config::InjectedBug;
 use nomad::names::{HostId, VmId};
 
-use super::{Blow, FAULTS_END, Report, Run, config};
+use super::{FAULTS_END, FaultAtStep, Report, Run, config};
 use crate::cluster::Cluster;
 use facilities::rng::SplitMix64;
 
@@ -37,13 +37,18 @@ type Pairs = &'static [(u32, u32)];
 ///
 /// # Errors
 /// What is wrong.
-pub fn run_with(scene: Scene, paths: Paths, blow: Option<Blow>, plant: Plant) -> Result<Report, String> {
-    run_scene(scene_run(7, paths, plant), scene, blow)
+pub fn run_with(
+    scene: Scene,
+    paths: Paths,
+    fault_at: Option<FaultAtStep>,
+    bug: InjectedBug,
+) -> Result<Report, String> {
+    run_scene(scene_run(7, paths, bug), scene, fault_at)
 }
 
-fn scene_run(seed: u64, paths: Paths, plant: Plant) -> Run {
+fn scene_run(seed: u64, paths: Paths, bug: InjectedBug) -> Run {
     let mut out = Vec::new();
-    let mut cluster = Cluster::new(4, 30, config(plant, 0), &mut out);
+    let mut cluster = Cluster::new(4, 30, config(bug, 0), &mut out);
     if paths == Paths::ByService {
         cluster.pairs().into_iter().for_each(|pair| cluster.sever(pair));
     }
@@ -54,16 +59,16 @@ fn scene_run(seed: u64, paths: Paths, plant: Plant) -> Run {
 ///
 /// # Errors
 /// What is wrong.
-pub fn run_slowly(scene: Scene, paths: Paths, seed: u64, plant: Plant) -> Result<Report, String> {
-    let mut run = scene_run(seed, paths, plant);
+pub fn run_slowly(scene: Scene, paths: Paths, seed: u64, bug: InjectedBug) -> Result<Report, String> {
+    let mut run = scene_run(seed, paths, bug);
     run.delays = 500;
     run_scene(run, scene, None)
 }
 
-fn run_scene(mut run: Run, scene: Scene, blow: Option<Blow>) -> Result<Report, String> {
+fn run_scene(mut run: Run, scene: Scene, fault_at: Option<FaultAtStep>) -> Result<Report, String> {
     // All hosts have reported before anything moves, also where messages are slow afterwards.
     let delays = std::mem::take(&mut run.delays);
-    run.closed = Some(BTreeMap::new());
+    run.suspended = Some(BTreeMap::new());
     run.schedule();
     while run.step(5_000) {}
     run.delays = delays;
@@ -86,17 +91,17 @@ fn run_scene(mut run: Run, scene: Scene, blow: Option<Blow>) -> Result<Report, S
     }
     run.schedule();
     let start = run.report.steps;
-    let mut blow = blow;
+    let mut fault_at = fault_at;
     let mut faults_end = FAULTS_END;
     while run.now < faults_end {
         let next = run.now + if run.now < FAULTS_END { 200 } else { 5_000 };
         while run.step(next) {
-            if let Some(Blow { node, harm, step }) = blow
+            if let Some(FaultAtStep { node, fault, step }) = fault_at
                 && run.report.steps - start >= step
             {
-                run.harm(node, harm, harm.lasts());
-                faults_end = faults_end.max(run.now + harm.lasts());
-                blow = None;
+                run.inject(node, fault, fault.duration_us());
+                faults_end = faults_end.max(run.now + fault.duration_us());
+                fault_at = None;
             }
         }
         run.send();

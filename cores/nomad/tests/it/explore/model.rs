@@ -7,9 +7,9 @@ use stateright::{Checker, HasDiscoveries, Model, Property};
 
 struct Machine(Setup);
 
-const MOVED: &str = "a migration is committed";
-const STAYED: &str = "a migration is given up";
-const BOTH_MOVED: &str = "two migrations are committed";
+const COMMITTED: &str = "a migration is committed";
+const ABORTED: &str = "a migration is aborted";
+const BOTH_COMMITTED: &str = "two migrations are committed";
 
 impl Model for Machine {
     type State = World;
@@ -29,10 +29,10 @@ impl Model for Machine {
 
     fn properties(&self) -> Vec<Property<Self>> {
         vec![
-            Property::always("invariants hold", |_, world: &World| world.verdict.is_none()),
-            Property::sometimes(MOVED, |_, world: &World| world.cluster.ends.committed > 0),
-            Property::sometimes(STAYED, |_, world: &World| world.cluster.ends.aborted > 0),
-            Property::sometimes(BOTH_MOVED, |_, world: &World| world.cluster.ends.committed > 1),
+            Property::always("invariants hold", |_, world: &World| world.violation.is_none()),
+            Property::sometimes(COMMITTED, |_, world: &World| world.cluster.ends.committed > 0),
+            Property::sometimes(ABORTED, |_, world: &World| world.cluster.ends.aborted > 0),
+            Property::sometimes(BOTH_COMMITTED, |_, world: &World| world.cluster.ends.committed > 1),
         ]
     }
 }
@@ -48,11 +48,11 @@ pub struct Found {
     /// Whether the exploration covered all states.
     pub complete: bool,
     /// Whether a migration was committed in a state.
-    pub moved: bool,
+    pub committed: bool,
     /// Whether a migration was aborted in a state.
-    pub stayed: bool,
+    pub aborted: bool,
     /// Whether both migrations were committed in a state.
-    pub both_moved: bool,
+    pub both_committed: bool,
     /// A violated property, and the path to it.
     pub fault: Option<(String, Vec<String>)>,
 }
@@ -67,15 +67,15 @@ pub fn explore(setup: Setup, transitions: usize) -> Found {
         .spawn_bfs()
         .join();
     let discoveries = checker.discoveries();
-    let (moved, stayed) = (discoveries.contains_key(MOVED), discoveries.contains_key(STAYED));
-    let both_moved = discoveries.contains_key(BOTH_MOVED);
-    let ends = [MOVED, STAYED, BOTH_MOVED];
+    let (committed, aborted) = (discoveries.contains_key(COMMITTED), discoveries.contains_key(ABORTED));
+    let both_committed = discoveries.contains_key(BOTH_COMMITTED);
+    let ends = [COMMITTED, ABORTED, BOTH_COMMITTED];
     let fault = discoveries.into_iter().find(|(name, _)| !ends.contains(name)).map(|(name, path)| {
         let last = path.last_state();
         if std::env::var_os("EXPLORE_STATE").is_some() {
             eprintln!("{last:#?}");
         }
-        let what = last.verdict.clone().unwrap_or_else(|| format!("Not so: {name}"));
+        let what = last.violation.clone().unwrap_or_else(|| format!("Not so: {name}"));
         (what, path.into_actions().iter().map(|step| format!("{step:?}")).collect())
     });
     Found {
@@ -83,9 +83,9 @@ pub fn explore(setup: Setup, transitions: usize) -> Found {
         transitions: checker.state_count(),
         depth: checker.max_depth(),
         complete: fault.is_none() && checker.state_count() < transitions,
-        moved,
-        stayed,
-        both_moved,
+        committed,
+        aborted,
+        both_committed,
         fault,
     }
 }

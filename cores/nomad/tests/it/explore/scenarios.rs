@@ -24,7 +24,7 @@ pub const NOTHING: Budget = Budget {
 
 fn config() -> Config {
     // Announcements are counted only as far as it makes a difference.
-    Config { fan: 0, announcements: 1, ..Config::default() }
+    Config { fanout: 0, fast_retries: 1, ..Config::default() }
 }
 
 fn setup(
@@ -43,7 +43,7 @@ fn setup(
         links: links.iter().map(|(a, b)| (vm(a), vm(b))).collect(),
         moves: moves.iter().map(|(a, to)| (vm(a), HostId(*to))).collect(),
         then: then.iter().map(|(a, to)| (vm(a), HostId(*to))).collect(),
-        beside: Vec::new(),
+        concurrent: Vec::new(),
         direct: true,
         copying: false,
         budget: NOTHING,
@@ -80,13 +80,13 @@ pub fn pair() -> Setup {
 /// Two peers whose hosts are notified along a chain.
 pub fn chain() -> Setup {
     let plain = two_peers();
-    Setup { name: "chain", config: Config { fan: 1, ..plain.config }, ..plain }
+    Setup { name: "chain", config: Config { fanout: 1, ..plain.config }, ..plain }
 }
 
 /// Another migration is asked for at the same time, and the first one of these moves on when all is over.
 fn beside(setup: Setup, moves: &[(u32, u32)]) -> Setup {
     let moves = moves.iter().map(|(vm, to)| (VmId(*vm), HostId(*to))).collect();
-    Setup { beside: moves, copying: true, ..setup }
+    Setup { concurrent: moves, copying: true, ..setup }
 }
 
 /// Two connected VMs of two hosts move to a third one, in a migration each.

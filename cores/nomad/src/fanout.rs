@@ -31,18 +31,18 @@ pub fn split(hosts: &[HostId], degree: u8) -> Vec<(HostId, Vec<HostId>)> {
 
 /// A forwarded message whose answers are being collected.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) struct Spread {
+pub(crate) struct ForwardedMessage {
     /// The host that receives the collected answer.
     pub parent: HostId,
     /// Whether this host itself is done.
-    pub own: bool,
+    pub own_done: bool,
     /// Hosts below this one that aren't done.
     pub waiting: BTreeSet<HostId>,
     /// Hosts that are done: the answer lists them.
     pub done: BTreeSet<HostId>,
 }
 
-impl Spread {
+impl ForwardedMessage {
     /// Records that hosts below this one are done.
     pub fn finished(&mut self, hosts: &[HostId]) {
         for host in hosts {
@@ -53,7 +53,7 @@ impl Spread {
 
     /// Whether the answer can be sent.
     pub fn is_complete(&self) -> bool {
-        self.own && self.waiting.is_empty()
+        self.own_done && self.waiting.is_empty()
     }
 }
 

@@ -4,16 +4,16 @@ use std::collections::BTreeSet;
 
 use super::Host;
 use crate::event::{Action, Timer};
-use crate::fan::split;
+use crate::fanout::split;
 use crate::message::Body;
 use crate::names::{Epoch, HostId, MigrationId, Node, Place, VmId};
 
-/// Factor on the retransmission interval after [`crate::Config::announcements`] tries.
-pub(super) const SLOWER: u32 = 32;
+/// Factor on the retransmission interval after [`crate::Config::fast_retries`] tries.
+pub(super) const SLOW_RETRY_FACTOR: u32 = 32;
 
 /// VMs that run here since a migration has ended, and peers' hosts that haven't answered.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(super) struct Announcing {
+pub(super) struct Announcement {
     vms: Vec<(VmId, Epoch)>,
     waiting: BTreeSet<HostId>,
     tries: u8,
@@ -25,7 +25,7 @@ impl Host {
     pub(super) fn announce(&mut self, after: MigrationId, vms: &[(VmId, Epoch)], actions: &mut Vec<Action>) {
         let names: Vec<_> = vms.iter().map(|(vm, _)| *vm).collect();
         // This announcement replaces earlier ones of the same VMs.
-        self.announcing.retain(|_, earlier| {
+        self.announcements.retain(|_, earlier| {
             earlier.vms.retain(|(vm, _)| !names.contains(vm));
             !earlier.vms.is_empty()
         });
@@ -34,52 +34,52 @@ impl Host {
             return;
         }
         let hosts: Vec<_> = waiting.iter().copied().collect();
-        self.announcing.insert(after, Announcing { vms: vms.to_vec(), waiting, tries: 0 });
-        for (head, rest) in split(&hosts, self.config.fan) {
-            let body = Body::Running { after, origin: self.id, vms: vms.to_vec(), fan: rest };
-            self.tell(Node::Host(head), body, actions);
+        self.announcements.insert(after, Announcement { vms: vms.to_vec(), waiting, tries: 0 });
+        for (head, rest) in split(&hosts, self.config.fanout) {
+            let body = Body::Running { after, origin: self.id, vms: vms.to_vec(), forward_to: rest };
+            self.send(Node::Host(head), body, actions);
         }
         self.set(Timer::Announce(after), self.config.retry_ms, actions);
     }
 
-    pub(super) fn announce_again(&mut self, after: MigrationId, actions: &mut Vec<Action>) {
-        let Some(announcing) = self.announcing.get_mut(&after) else { return };
+    pub(super) fn retransmit_announcement(&mut self, after: MigrationId, actions: &mut Vec<Action>) {
+        let Some(announcement) = self.announcements.get_mut(&after) else { return };
         // VMs that have moved since, or are in a switchover, aren't announced any more.
-        announcing.vms.retain(|(vm, epoch)| {
+        announcement.vms.retain(|(vm, epoch)| {
             self.vms.get(vm).is_some_and(|found| found.epoch == *epoch && found.after == after)
         });
-        let names: Vec<_> = announcing.vms.iter().map(|(vm, _)| *vm).collect();
-        let vms = announcing.vms.clone();
+        let names: Vec<_> = announcement.vms.iter().map(|(vm, _)| *vm).collect();
+        let vms = announcement.vms.clone();
         // Peers may have moved to other hosts.
         let now = self.hosts_of_peers(&names);
-        let Some(announcing) = self.announcing.get_mut(&after) else { return };
-        announcing.waiting.retain(|host| now.contains(host));
-        if announcing.waiting.is_empty() {
-            self.announcing.remove(&after);
+        let Some(announcement) = self.announcements.get_mut(&after) else { return };
+        announcement.waiting.retain(|host| now.contains(host));
+        if announcement.waiting.is_empty() {
+            self.announcements.remove(&after);
             return;
         }
-        let slow = announcing.tries >= self.config.announcements;
-        announcing.tries = announcing.tries.saturating_add(u8::from(!slow));
+        let slow = announcement.tries >= self.config.fast_retries;
+        announcement.tries = announcement.tries.saturating_add(u8::from(!slow));
         if slow {
             // A host that never answers may be lost with its VMs: the coordinator knows.
-            let waiting = announcing.waiting.clone();
+            let waiting = announcement.waiting.clone();
             for peer in self.peers_on(&waiting, &names) {
-                self.tell(Node::Coordinator, Body::Where { vm: peer }, actions);
+                self.send(Node::Coordinator, Body::Where { vm: peer }, actions);
             }
         }
-        let Some(announcing) = self.announcing.get(&after) else { return };
-        for host in announcing.waiting.clone() {
-            let body = Body::Running { after, origin: self.id, vms: vms.clone(), fan: Vec::new() };
-            self.tell(Node::Host(host), body, actions);
+        let Some(announcement) = self.announcements.get(&after) else { return };
+        for host in announcement.waiting.clone() {
+            let body = Body::Running { after, origin: self.id, vms: vms.clone(), forward_to: Vec::new() };
+            self.send(Node::Host(host), body, actions);
         }
-        let pause = self.config.retry_ms.saturating_mul(if slow { SLOWER } else { 1 });
+        let pause = self.config.retry_ms.saturating_mul(if slow { SLOW_RETRY_FACTOR } else { 1 });
         self.set(Timer::Announce(after), pause, actions);
     }
 
     /// Peers of these VMs whose last known host is one of these.
     fn peers_on(&self, hosts: &BTreeSet<HostId>, vms: &[VmId]) -> BTreeSet<VmId> {
-        let peers = vms.iter().filter_map(|vm| self.vms.get(vm)).flat_map(|vm| vm.faces.keys());
-        let there = |peer: &&VmId| self.known.get(peer).is_some_and(|known| hosts.contains(&known.host));
+        let peers = vms.iter().filter_map(|vm| self.vms.get(vm)).flat_map(|vm| vm.peers.keys());
+        let there = |peer: &&VmId| self.peer_vms.get(peer).is_some_and(|known| hosts.contains(&known.host));
         peers.filter(there).copied().collect()
     }
 
@@ -92,11 +92,11 @@ impl Host {
         actions: &mut Vec<Action>,
     ) {
         if origin != self.id {
-            if let Some(spread) = self.readying.get_mut(&(after, origin)) {
-                spread.finished(&hosts);
+            if let Some(forwarded) = self.resuming.get_mut(&(after, origin)) {
+                forwarded.finished(&hosts);
                 self.answer_ready((after, origin), actions);
             } else {
-                self.tell(Node::Host(origin), Body::Ready { after, origin, hosts }, actions);
+                self.send(Node::Host(origin), Body::Ready { after, origin, hosts }, actions);
             }
             return;
         }
@@ -104,35 +104,35 @@ impl Host {
             if found.after != after || found.switching.is_some() {
                 continue;
             }
-            for (peer, open) in found.faces.iter_mut().filter(|(_, open)| !**open) {
-                let Some(known) = self.known.get(peer) else { continue };
+            for (peer, open) in found.peers.iter_mut().filter(|(_, open)| !**open) {
+                let Some(known) = self.peer_vms.get(peer) else { continue };
                 if hosts.contains(&known.host) && known.suspended.is_none() {
                     *open = true;
                     let peer = Place { vm: *peer, host: known.host, epoch: known.stamp.epoch };
-                    actions.push(Action::Open { vm: *vm, peer });
+                    actions.push(Action::ResumeQps { vm: *vm, peer });
                 }
             }
         }
-        if let Some(announcing) = self.announcing.get_mut(&after) {
+        if let Some(announcement) = self.announcements.get_mut(&after) {
             for host in &hosts {
-                announcing.waiting.remove(host);
+                announcement.waiting.remove(host);
             }
-            if announcing.waiting.is_empty() {
-                self.announcing.remove(&after);
+            if announcement.waiting.is_empty() {
+                self.announcements.remove(&after);
             }
         }
     }
 
     /// A peer's host asks whether a VM runs here. There is no answer while the VM is stopped, or its peers are being
     /// suspended.
-    pub(super) fn asked(&mut self, from: HostId, vm: VmId, actions: &mut Vec<Action>) {
+    pub(super) fn answer_where(&mut self, from: HostId, vm: VmId, actions: &mut Vec<Action>) {
         let Some(found) = self.vms.get(&vm).filter(|found| found.switching.is_none()) else { return };
         let body = Body::Running {
             after: found.after,
             origin: self.id,
             vms: vec![(vm, found.epoch)],
-            fan: Vec::new(),
+            forward_to: Vec::new(),
         };
-        self.tell(Node::Host(from), body, actions);
+        self.send(Node::Host(from), body, actions);
     }
 }
