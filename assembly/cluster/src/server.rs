@@ -11,7 +11,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use control_api::cluster::proto::cluster_service_server::ClusterServiceServer;
-use control_api::cluster::{ClusterError, Keys, LARGEST_MESSAGE};
+use control_api::cluster::{ClusterError, Keys, MAX_MESSAGE_BYTES};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
@@ -136,7 +136,7 @@ pub enum ServerError {
 pub struct Server {
     stop: Option<oneshot::Sender<()>>,
     /// Dropped, it ends the part in the election.
-    stand_down: Option<std::sync::mpsc::Sender<()>>,
+    step_down: Option<std::sync::mpsc::Sender<()>>,
     threads: Vec<JoinHandle<()>>,
     address: SocketAddr,
     metrics: Option<SocketAddr>,
@@ -199,19 +199,19 @@ impl Server {
             let number = base.wrapping_add(store.term().number()).max(1);
             Ok((own.registry(Box::new(store))?, number))
         });
-        let (stand_down, stop) = std::sync::mpsc::channel();
+        let (step_down, stop) = std::sync::mpsc::channel();
         let thread = std::thread::Builder::new()
             .name("election".to_owned())
             .spawn(move || election::run(&kv, &candidate, &elected, &make, &stop))
             .map_err(|source| ServerError::Start { what: "election thread", source })?;
-        Self::serve(sockets, roles, vec![thread], Some(stand_down))
+        Self::serve(sockets, roles, vec![thread], Some(step_down))
     }
 
     fn serve(
         sockets: Sockets,
         roles: Arc<Roles>,
         mut threads: Vec<JoinHandle<()>>,
-        stand_down: Option<std::sync::mpsc::Sender<()>>,
+        step_down: Option<std::sync::mpsc::Sender<()>>,
     ) -> Result<Self, ServerError> {
         let Sockets { tls, listener, address, metrics, metrics_address, silence } = sockets;
         let start = |what| move |source| ServerError::Start { what, source };
@@ -248,7 +248,7 @@ impl Server {
             })
             .map_err(start("service thread"))?;
         threads.insert(0, thread);
-        Ok(Self { stop: Some(stop), stand_down, threads, address, metrics: metrics_address })
+        Ok(Self { stop: Some(stop), step_down, threads, address, metrics: metrics_address })
     }
 
     /// Where it listens.
@@ -271,7 +271,7 @@ impl Drop for Server {
             let _ = stop.send(());
         }
         // The lease is given back, so that another instance leads at once.
-        drop(self.stand_down.take());
+        drop(self.step_down.take());
         // The keeper ends when the service's handles are gone.
         for thread in self.threads.drain(..) {
             if thread.join().is_err() {
@@ -352,8 +352,8 @@ async fn serve(
     }
     let service = Service { roles, began: Instant::now(), authenticated };
     let service = ClusterServiceServer::new(service)
-        .max_decoding_message_size(LARGEST_MESSAGE / 16)
-        .max_encoding_message_size(LARGEST_MESSAGE);
+        .max_decoding_message_size(MAX_MESSAGE_BYTES / 16)
+        .max_encoding_message_size(MAX_MESSAGE_BYTES);
     builder
         .timeout(Duration::from_secs(30))
         .concurrency_limit_per_connection(16)

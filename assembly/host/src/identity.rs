@@ -1,6 +1,6 @@
 //! Names of VMs and NICs, and addresses derived from them.
 
-pub use control_api::names::{BadName, LONGEST_NAME, check_name};
+pub use control_api::names::{BadName, MAX_NAME_BYTES, check_name};
 
 /// Default MAC address of a NIC: the same each time, unicast, locally administered.
 #[must_use]

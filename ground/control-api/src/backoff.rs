@@ -7,15 +7,15 @@ use std::time::Duration;
 #[derive(Debug, Clone)]
 pub struct Backoff {
     first: Duration,
-    longest: Duration,
+    max_delay: Duration,
     next: Duration,
 }
 
 impl Backoff {
-    /// Begins with waits of at most `first`. Each further wait has twice the limit of the one before, up to `longest`.
+    /// Begins with waits of at most `first`. Each further wait has twice the limit of the one before, up to `max_delay`.
     #[must_use]
-    pub fn new(first: Duration, longest: Duration) -> Self {
-        Self { first, longest, next: first }
+    pub fn new(first: Duration, max_delay: Duration) -> Self {
+        Self { first, max_delay, next: first }
     }
 
     /// Begins anew, after a success.
@@ -26,7 +26,7 @@ impl Backoff {
     /// Returns how long to wait before the next attempt: a random time between half of the limit and the limit.
     pub fn wait(&mut self) -> Duration {
         let limit = self.next;
-        self.next = (limit * 2).min(self.longest);
+        self.next = (limit * 2).min(self.max_delay);
         limit.mul_f64(0.5 + fastrand::f64() / 2.0)
     }
 }
@@ -37,9 +37,9 @@ mod tests {
 
     /// Clients that fail together don't come back together, and none waits longer than the limit, or shorter than half.
     #[test]
-    fn clients_that_fail_together_come_back_spread() {
-        let (first, longest) = (Duration::from_millis(100), Duration::from_secs(2));
-        let mut clients: Vec<Backoff> = (0..1_000).map(|_| Backoff::new(first, longest)).collect();
+    fn clients_that_fail_together_retry_spread() {
+        let (first, max_delay) = (Duration::from_millis(100), Duration::from_secs(2));
+        let mut clients: Vec<Backoff> = (0..1_000).map(|_| Backoff::new(first, max_delay)).collect();
         for limit_ms in [100_u32, 200, 400, 800, 1_600, 2_000, 2_000] {
             let limit = Duration::from_millis(limit_ms.into());
             let waits: Vec<Duration> = clients.iter_mut().map(Backoff::wait).collect();

@@ -13,7 +13,7 @@ use tokio::net::UnixStream;
 use crate::types::{Done, ExitTable, NicBehind, Problem, VmSummary};
 
 /// Limit of a VM's response in bytes.
-const LARGEST_ANSWER: usize = 64 << 20;
+const MAX_RESPONSE_BYTES: usize = 64 << 20;
 
 /// A request to a VM failed.
 #[derive(Debug, thiserror::Error)]
@@ -226,7 +226,7 @@ impl Client {
         let answer = sender.send_request(request).await.map_err(|error| broken(error.into()))?;
         let status = answer.status();
         let body =
-            Limited::new(answer.into_body(), LARGEST_ANSWER).collect().await.map_err(broken)?.to_bytes();
+            Limited::new(answer.into_body(), MAX_RESPONSE_BYTES).collect().await.map_err(broken)?.to_bytes();
         if status.is_success() {
             return Ok(body);
         }
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_says_what_the_vm_said() {
+    fn a_refusal_has_the_vms_reason() {
         let (_, result) = exchange(
             b"HTTP/1.1 409 Conflict\r\ncontent-length: 33\r\n\r\n{\"error\":\"No\",\"causes\":[\"b\",\"c\"]}",
         );

@@ -30,11 +30,11 @@ pub const TIMEOUT: Duration = Duration::from_secs(5);
 /// Upper limit of these time-outs.
 const MAX_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time-out of the query whether an instance leads. Instances that don't answer are skipped.
-const PROBE: Duration = Duration::from_secs(2);
+const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Metadata key in the response of an instance that doesn't lead: the leader's address, or nothing.
 pub const LEADER: &str = "causeway-leader";
 /// Limit of a message in bytes: the state of 65,536 VMs fits.
-pub const LARGEST_MESSAGE: usize = 64 << 20;
+pub const MAX_MESSAGE_BYTES: usize = 64 << 20;
 
 /// Keys for mutual TLS.
 #[derive(Clone)]
@@ -156,10 +156,10 @@ pub enum ClusterError {
         reason: String,
     },
     /// None of the instances leads.
-    #[error("None of the cluster service's instances leads: {}", said.join("; "))]
+    #[error("None of the cluster service's instances leads: {}", responses.join("; "))]
     NoLeader {
         /// Each instance's message or error.
-        said: Vec<String>,
+        responses: Vec<String>,
     },
     /// The service refused the request.
     #[error("{reason}")]
@@ -210,7 +210,7 @@ impl Instance {
 }
 
 /// An instance's address, and its response about its role.
-pub type Said = (String, Result<proto::Role, ClusterError>);
+pub type InstanceRole = (String, Result<proto::Role, ClusterError>);
 
 /// Address of a cluster service, and parameters of its connections. Holds no connection.
 #[derive(Debug, Clone)]
@@ -222,7 +222,7 @@ pub struct Service {
     hint: Arc<Mutex<Option<Instance>>>,
     keys: Option<Keys>,
     /// Time-out in milliseconds that follows from the service's lease; 0 until the lease is known.
-    patience: Arc<AtomicU64>,
+    timeout_ms: Arc<AtomicU64>,
 }
 
 impl Service {
@@ -237,21 +237,21 @@ impl Service {
             instances,
             hint: Arc::default(),
             keys,
-            patience: Arc::new(AtomicU64::new(0)),
+            timeout_ms: Arc::new(AtomicU64::new(0)),
         })
     }
 
     /// Returns the time-out of a connection, and of a response.
     #[must_use]
-    pub fn patience(&self) -> Duration {
-        Duration::from_millis(self.patience.load(Ordering::Relaxed)).clamp(TIMEOUT, MAX_TIMEOUT)
+    pub fn timeout(&self) -> Duration {
+        Duration::from_millis(self.timeout_ms.load(Ordering::Relaxed)).clamp(TIMEOUT, MAX_TIMEOUT)
     }
 
     /// Sets the time-out of responses to five sixths of the hosts' lease. On slow machines, where hosts get a longer
     /// lease, the service gets a longer time-out as well.
     pub fn set_lease(&self, lease: Duration) {
-        let patience = u64::try_from(lease.as_millis() / 6 * 5).unwrap_or(u64::MAX);
-        self.patience.store(patience, Ordering::Relaxed);
+        let timeout_ms = u64::try_from(lease.as_millis() / 6 * 5).unwrap_or(u64::MAX);
+        self.timeout_ms.store(timeout_ms, Ordering::Relaxed);
     }
 
     /// Returns the addresses as given.
@@ -278,7 +278,7 @@ impl Service {
     }
 
     /// Stores the leader that an instance named. It must be an address: a sandboxed process can't resolve names.
-    fn heard_of(&self, leader: &str) {
+    fn set_leader_hint(&self, leader: &str) {
         if leader.parse::<SocketAddr>().is_ok()
             && !self.instances.iter().any(|instance| instance.name == leader)
         {
@@ -305,36 +305,40 @@ impl Service {
         let mut probes = JoinSet::new();
         for instance in candidates {
             let service = self.clone();
-            probes.spawn(async move { service.probe(&instance).await.map_err(|said| (instance.name, said)) });
+            probes
+                .spawn(async move { service.probe(&instance).await.map_err(|error| (instance.name, error)) });
         }
-        let (mut said, mut away) = (Vec::new(), Vec::new());
+        let (mut responses, mut errors) = (Vec::new(), Vec::new());
         while let Some(probe) = probes.join_next().await {
             match probe {
                 Ok(Ok(client)) => return Ok(client),
                 Ok(Err((name, error))) => {
                     if let ClusterError::NotLeading { leader: Some(leader), .. } = &error {
-                        self.heard_of(leader);
+                        self.set_leader_hint(leader);
                     }
-                    said.push(format!("{name}: {error}"));
-                    away.push(error);
+                    responses.push(format!("{name}: {error}"));
+                    errors.push(error);
                 }
                 // A task that panicked or was cancelled has no result.
                 Err(_) => {}
             }
         }
         // If the hint leads nowhere, the next attempt ignores it.
-        if !away.iter().any(|error| matches!(error, ClusterError::NotLeading { leader: Some(_), .. })) {
+        if !errors.iter().any(|error| matches!(error, ClusterError::NotLeading { leader: Some(_), .. })) {
             *self.hint() = None;
         }
-        said.sort();
-        Err(ClusterError::NoLeader { said })
+        responses.sort();
+        Err(ClusterError::NoLeader { responses })
     }
 
     /// Connects to an instance if it leads.
     async fn probe(&self, instance: &Instance) -> Result<ClusterServiceClient<Channel>, ClusterError> {
-        let late =
-            || ClusterError::Timeout { service: instance.name.clone(), after: PROBE, request: "GetRole" };
-        let (client, role) = tokio::time::timeout(PROBE, async {
+        let timed_out = || ClusterError::Timeout {
+            service: instance.name.clone(),
+            after: PROBE_TIMEOUT,
+            request: "GetRole",
+        };
+        let (client, role) = tokio::time::timeout(PROBE_TIMEOUT, async {
             let mut client = self.connect_to(instance).await?;
             let role = client.get_role(proto::GetRoleRequest {}).await;
             Ok::<_, ClusterError>((
@@ -343,7 +347,7 @@ impl Service {
             ))
         })
         .await
-        .map_err(|_| late())??;
+        .map_err(|_| timed_out())??;
         if role.leads {
             return Ok(client);
         }
@@ -360,29 +364,32 @@ impl Service {
     ///
     /// # Errors
     /// This process can't create connections.
-    pub fn roles(&self) -> Result<Vec<Said>, ClusterError> {
+    pub fn roles(&self) -> Result<Vec<InstanceRole>, ClusterError> {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_io()
             .enable_time()
             .build()
             .map_err(ClusterError::SetUp)?;
         runtime.block_on(async {
-            let mut asked = JoinSet::new();
+            let mut queries = JoinSet::new();
             for (place, instance) in self.instances.iter().cloned().enumerate() {
                 let service = self.clone();
-                asked.spawn(async move {
+                queries.spawn(async move {
                     let request = "GetRole";
-                    let asked = async {
+                    let query = async {
                         let mut client = service.connect_to(&instance).await?;
                         service.within(request, client.get_role(proto::GetRoleRequest {})).await
                     };
-                    let role = tokio::time::timeout(PROBE, asked).await;
-                    let late =
-                        ClusterError::Timeout { service: instance.name.clone(), after: PROBE, request };
-                    (place, instance.name, role.unwrap_or(Err(late)))
+                    let role = tokio::time::timeout(PROBE_TIMEOUT, query).await;
+                    let timed_out = ClusterError::Timeout {
+                        service: instance.name.clone(),
+                        after: PROBE_TIMEOUT,
+                        request,
+                    };
+                    (place, instance.name, role.unwrap_or(Err(timed_out)))
                 });
             }
-            let mut roles = asked.join_all().await;
+            let mut roles = queries.join_all().await;
             roles.sort_by_key(|(place, ..)| *place);
             Ok(roles.into_iter().map(|(_, name, role)| (name, role)).collect())
         })
@@ -404,9 +411,9 @@ impl Service {
                 .map_err(|source| ClusterError::Keys(source.into()))?;
         }
         let endpoint = endpoint
-            .connect_timeout(self.patience())
+            .connect_timeout(self.timeout())
             .http2_keep_alive_interval(Duration::from_secs(5))
-            .keep_alive_timeout(self.patience())
+            .keep_alive_timeout(self.timeout())
             .keep_alive_while_idle(true);
         let addresses = instance.addresses.clone();
         let connector = tower::service_fn(move |_: Uri| {
@@ -426,7 +433,7 @@ impl Service {
             }
         });
         let connected =
-            tokio::time::timeout(self.patience(), endpoint.connect_with_connector(connector)).await;
+            tokio::time::timeout(self.timeout(), endpoint.connect_with_connector(connector)).await;
         let failed = |source: Box<dyn std::error::Error + Send + Sync>| ClusterError::Connect {
             service: instance.name.clone(),
             encrypted: self.keys.is_some(),
@@ -437,8 +444,8 @@ impl Service {
             Err(_) => return Err(failed(std::io::Error::from(std::io::ErrorKind::TimedOut).into())),
         };
         Ok(ClusterServiceClient::new(channel)
-            .max_decoding_message_size(LARGEST_MESSAGE)
-            .max_encoding_message_size(LARGEST_MESSAGE))
+            .max_decoding_message_size(MAX_MESSAGE_BYTES)
+            .max_encoding_message_size(MAX_MESSAGE_BYTES))
     }
 
     /// Sends one request on a new connection, and blocks the calling thread until the response.
@@ -460,10 +467,10 @@ impl Service {
             if self.candidates().len() == 1 {
                 // The only known address may be one of several instances.
                 let role = client.get_role(proto::GetRoleRequest {});
-                if let Ok(Ok(role)) = tokio::time::timeout(PROBE, role).await
+                if let Ok(Ok(role)) = tokio::time::timeout(PROBE_TIMEOUT, role).await
                     && !role.get_ref().leads
                 {
-                    self.heard_of(&role.get_ref().leader);
+                    self.set_leader_hint(&role.get_ref().leader);
                     if self.hint().is_some() {
                         client = self.connect().await?;
                     }
@@ -500,7 +507,7 @@ impl Service {
         request: &'static str,
         answer: impl Future<Output = Result<tonic::Response<T>, Status>>,
     ) -> Result<T, ClusterError> {
-        let after = self.patience();
+        let after = self.timeout();
         match tokio::time::timeout(after, answer).await {
             Ok(Ok(answer)) => Ok(answer.into_inner()),
             Ok(Err(status)) => Err(self.error(request, status)),
@@ -514,7 +521,7 @@ impl Service {
         if let Some(leader) = status.metadata().get(LEADER) {
             let leader = leader.to_str().ok().filter(|leader| !leader.is_empty()).map(str::to_owned);
             if let Some(leader) = &leader {
-                self.heard_of(leader);
+                self.set_leader_hint(leader);
             }
             return ClusterError::NotLeading { leader, reason: status.message().to_owned() };
         }
@@ -537,12 +544,12 @@ mod tests {
 
     /// The time-out is five sixths of a host's lease, within the default and the upper limit.
     #[test]
-    fn patience_follows_the_lease_within_bounds() {
+    fn the_timeout_follows_the_lease_within_bounds() {
         let service = Service::new("127.0.0.1:1", None).unwrap();
-        assert_eq!(service.patience(), Duration::from_secs(5), "nothing was said");
-        for (lease, patience) in [(1, 5), (6, 5), (30, 25), (3600, 60)] {
+        assert_eq!(service.timeout(), Duration::from_secs(5), "no lease is known");
+        for (lease, timeout) in [(1, 5), (6, 5), (30, 25), (3600, 60)] {
             service.clone().set_lease(Duration::from_secs(lease));
-            assert_eq!(service.patience(), Duration::from_secs(patience), "lease {lease} s");
+            assert_eq!(service.timeout(), Duration::from_secs(timeout), "lease {lease} s");
         }
     }
 
@@ -561,14 +568,14 @@ mod tests {
 
     /// An instance may name a leader that isn't in the list. An address is used; a name is never resolved.
     #[test]
-    fn a_leader_that_is_not_on_the_list_is_asked_where_it_has_an_address() {
+    fn a_leader_outside_the_list_is_used_if_it_is_an_address() {
         let service = Service::new("127.0.0.1:1", None).unwrap();
         let candidates = |service: &Service| service.candidates().len();
-        for said in ["127.0.0.1:1", "h1:4793", "", "127.0.0.2"] {
-            service.heard_of(said);
-            assert_eq!(candidates(&service), 1, "{said}");
+        for leader in ["127.0.0.1:1", "h1:4793", "", "127.0.0.2"] {
+            service.set_leader_hint(leader);
+            assert_eq!(candidates(&service), 1, "{leader}");
         }
-        service.heard_of("127.0.0.2:1");
+        service.set_leader_hint("127.0.0.2:1");
         assert_eq!(candidates(&service.clone()), 2);
     }
 }

@@ -23,9 +23,9 @@ pub mod proto {
 /// Default socket of a host daemon.
 pub const DEFAULT_SOCKET: &str = "/run/causeway/host.sock";
 /// Time-out of a response.
-const TIMEOUT: Duration = Duration::from_secs(30);
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Limit of a response in bytes: the `Inspect` tree of 30,000 queue pairs fits.
-const LARGEST_ANSWER: usize = 64 << 20;
+const MAX_RESPONSE_BYTES: usize = 64 << 20;
 
 /// A monitor's request for an RDMA NIC.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -64,7 +64,7 @@ pub enum HostError {
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// The daemon didn't respond in time.
-    #[error("The host daemon at {} gave no answer to {request} within {} s", socket.display(), TIMEOUT.as_secs())]
+    #[error("The host daemon at {} gave no answer to {request} within {} s", socket.display(), RESPONSE_TIMEOUT.as_secs())]
     Timeout {
         /// The socket's path.
         socket: PathBuf,
@@ -119,7 +119,7 @@ pub fn attach_nic(host_socket: &Path, nic: &NicRequest) -> Result<NicSockets, Ho
 /// Registers a waiting monitor with the cluster until it is dropped. The open connection is enough; nothing is sent on
 /// it.
 #[derive(Debug)]
-pub struct Awaiting {
+pub struct AwaitRegistration {
     /// This host's name in its cluster.
     pub host: String,
     /// The address to which sources connect.
@@ -233,7 +233,7 @@ impl HostClient {
     ///
     /// # Errors
     /// No daemon answers, or it refuses: [`HostError::Refused`] has its message.
-    pub fn await_vm(&self, vm: &str, address: SocketAddr) -> Result<Awaiting, HostError> {
+    pub fn await_vm(&self, vm: &str, address: SocketAddr) -> Result<AwaitRegistration, HostError> {
         const REQUEST: &str = "AwaitVm";
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_io()
@@ -253,10 +253,10 @@ impl HostClient {
             })?;
             Ok((stream, first))
         };
-        let timed = runtime.block_on(async { tokio::time::timeout(TIMEOUT, exchange).await });
+        let timed = runtime.block_on(async { tokio::time::timeout(RESPONSE_TIMEOUT, exchange).await });
         let (stream, reply) = timed
             .unwrap_or_else(|_| Err(HostError::Timeout { socket: self.socket.clone(), request: REQUEST }))?;
-        Ok(Awaiting { host: reply.host, address: reply.address, _stream: stream, _runtime: runtime })
+        Ok(AwaitRegistration { host: reply.host, address: reply.address, _stream: stream, _runtime: runtime })
     }
 
     /// Returns the address with port at which a monitor waits for a VM on a host of the cluster.
@@ -291,10 +291,11 @@ impl HostClient {
         runtime.block_on(async {
             let exchange = async {
                 let channel = self.connect().await?;
-                let mut client = HostServiceClient::new(channel).max_decoding_message_size(LARGEST_ANSWER);
+                let mut client =
+                    HostServiceClient::new(channel).max_decoding_message_size(MAX_RESPONSE_BYTES);
                 call(&mut client).await.map(tonic::Response::into_inner).map_err(|s| self.error(request, s))
             };
-            match tokio::time::timeout(TIMEOUT, exchange).await {
+            match tokio::time::timeout(RESPONSE_TIMEOUT, exchange).await {
                 Ok(answer) => answer,
                 Err(_) => Err(HostError::Timeout { socket: self.socket.clone(), request }),
             }

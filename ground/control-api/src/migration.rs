@@ -19,9 +19,9 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 /// Limit of streams per migration.
-pub const MOST_STREAMS: usize = 16;
+pub const MAX_STREAMS: usize = 16;
 /// Limit of a packet in bytes.
-const LARGEST_PACKET: usize = 256 << 10;
+const MAX_PACKET_BYTES: usize = 256 << 10;
 
 /// Returns the path of the socket on which a VM's monitor accepts migration requests, beside its API socket.
 pub fn socket_of(api_socket: &Path) -> PathBuf {
@@ -298,12 +298,12 @@ impl Packets {
     /// The peer has closed the connection or has no room, or the packet is too long.
     pub fn send<T: Serialize>(&self, message: &T, fds: &[BorrowedFd<'_>], wait: bool) -> io::Result<()> {
         let bytes = serde_json::to_vec(message)?;
-        if bytes.len() > LARGEST_PACKET || fds.len() > MOST_STREAMS {
+        if bytes.len() > MAX_PACKET_BYTES || fds.len() > MAX_STREAMS {
             let text =
                 format!("a packet of {} bytes with {} descriptors is too large", bytes.len(), fds.len());
             return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
         }
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_STREAMS))];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_STREAMS))];
         let mut flags = SendFlags::NOSIGNAL;
         flags.set(SendFlags::DONTWAIT, !wait);
         loop {
@@ -324,8 +324,8 @@ impl Packets {
     /// # Errors
     /// The packet isn't a message, or the socket fails.
     pub fn receive<T: DeserializeOwned>(&self) -> io::Result<Option<(T, Vec<OwnedFd>)>> {
-        let mut bytes = vec![0; LARGEST_PACKET];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_STREAMS))];
+        let mut bytes = vec![0; MAX_PACKET_BYTES];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_STREAMS))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let received = loop {
             let into = &mut [IoSliceMut::new(&mut bytes)];
@@ -365,7 +365,7 @@ mod tests {
 
     /// A request arrives with its streams, a closed connection yields `None`, and anything else is an error.
     #[test]
-    fn a_request_comes_with_its_streams() {
+    fn a_request_arrives_with_its_streams() {
         let (a, b) = Packets::pair().unwrap();
         let request = MigrationRequest {
             destination: "h:1".to_owned(),
@@ -383,7 +383,7 @@ mod tests {
         assert_eq!((got, fds.len()), (request, 2));
         rustix::io::write(&a.0, b"{}").unwrap();
         assert!(b.receive::<MigrationRequest>().is_err());
-        let too_many = vec![a.as_fd(); MOST_STREAMS + 1];
+        let too_many = vec![a.as_fd(); MAX_STREAMS + 1];
         assert!(a.send(&1, &too_many, true).is_err());
         drop((a, fds));
         assert!(b.receive::<MigrationRequest>().unwrap().is_none());

@@ -1,12 +1,12 @@
 //! Rules for names of VMs, hosts, NICs and segments.
 
 /// Limit of a name of a VM, host, NIC, group or segment in bytes.
-pub const LONGEST_NAME: usize = 64;
+pub const MAX_NAME_BYTES: usize = 64;
 
 /// A name is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "\"{}\" is not a {what}'s name: it has 1 to {LONGEST_NAME} of a-z, A-Z, 0-9, '.', '_', '-', and begins with a \
+    "\"{}\" is not a {what}'s name: it has 1 to {MAX_NAME_BYTES} of a-z, A-Z, 0-9, '.', '_', '-', and begins with a \
      letter or digit",
     name.escape_debug()
 )]
@@ -22,8 +22,8 @@ pub struct BadName {
 /// # Errors
 /// The name is empty, too long, or has other characters.
 pub fn check_name(what: &'static str, name: &str) -> Result<(), BadName> {
-    let plain = (1..=LONGEST_NAME).contains(&name.len())
+    let plain = (1..=MAX_NAME_BYTES).contains(&name.len())
         && name.starts_with(|c: char| c.is_ascii_alphanumeric())
         && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte));
-    if plain { Ok(()) } else { Err(BadName { what, name: name.chars().take(2 * LONGEST_NAME).collect() }) }
+    if plain { Ok(()) } else { Err(BadName { what, name: name.chars().take(2 * MAX_NAME_BYTES).collect() }) }
 }

@@ -66,7 +66,7 @@ pub(super) fn join(config: &ClusterConfig, address: SocketAddr) -> Result<(View,
         warn_of(&view.set_pins(&settings.pins));
         let request = proto::WatchRequest { instance: 0, revision: 0 };
         let mut events = service.within("Watch", client.watch(request)).await?;
-        let after = service.patience();
+        let after = service.timeout();
         let first = tokio::time::timeout(after, events.message()).await;
         let late = || ClusterError::Timeout { service: service.name().to_owned(), after, request: "Watch" };
         let first = first.map_err(|_| late())?.map_err(|status| service.error("Watch", status))?;

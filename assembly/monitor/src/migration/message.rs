@@ -55,7 +55,7 @@ impl Hello {
         let migration = migration.try_into().map_err(|_| bad("a greeting that is too short"))?;
         let hello =
             Self { version: half(8), oldest: half(10), stream: half(12), streams: half(14), migration };
-        let most = u16::try_from(control_api::migration::MOST_STREAMS).unwrap_or(1);
+        let most = u16::try_from(control_api::migration::MAX_STREAMS).unwrap_or(1);
         if hello.streams == 0 || hello.streams > most || hello.stream >= hello.streams {
             return Err(MigrationError::Protocol(format!(
                 "a greeting of stream {} of {}; 1 to {most} are possible",

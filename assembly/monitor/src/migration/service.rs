@@ -10,7 +10,7 @@ use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use control_api::migration::{
-    MOST_STREAMS, MigrationPhase, MigrationReport, MigrationRequest, MigrationTimeline, Packets,
+    MAX_STREAMS, MigrationPhase, MigrationReport, MigrationRequest, MigrationTimeline, Packets,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -150,9 +150,9 @@ fn begin(
     machine: &Arc<dyn Migratable>,
     reporter: &Arc<ProgressReporter>,
 ) -> Result<(), String> {
-    if streams.is_empty() || streams.len() > MOST_STREAMS {
+    if streams.is_empty() || streams.len() > MAX_STREAMS {
         return Err(format!(
-            "{} streams came with the request; 1 to {MOST_STREAMS} are possible",
+            "{} streams came with the request; 1 to {MAX_STREAMS} are possible",
             streams.len()
         ));
     }

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::Instant;
 
 use cluster_key::ClusterKey;
-use control_api::host::{Awaiting, DEFAULT_SOCKET, HostClient};
+use control_api::host::{AwaitRegistration, DEFAULT_SOCKET, HostClient};
 use control_api::types::{ExitTable, NicBehind, VmState, VmSummary};
 use machine::memory::postcopy::{PostCopyRam, disable_huge_pages, enable_huge_pages};
 use machine::memory::{GuestMemorySpace, RamRegion, Userfault, UserfaultError};
@@ -70,7 +70,7 @@ pub struct MigrationListener {
     listener: TcpListener,
     key: Option<ClusterKey>,
     /// Registration with the cluster service; dropping it ends it.
-    _announced: Option<Awaiting>,
+    _announced: Option<AwaitRegistration>,
 }
 
 /// Listens for a source. To be called before the sandbox is entered.
@@ -94,7 +94,7 @@ pub fn listen(description: &VmDescription, incoming: Incoming) -> Result<Migrati
 
 /// Registers the listening address with the cluster service, through the daemon of the VM's RDMA NICs or the host's default one. Then
 /// `migrate --to` finds it by the host's name. Where this fails, `migrate --to` still accepts the address.
-fn announce(description: &VmDescription, address: SocketAddr) -> Option<Awaiting> {
+fn announce(description: &VmDescription, address: SocketAddr) -> Option<AwaitRegistration> {
     let socket = description.rdma.first().map_or(Path::new(DEFAULT_SOCKET), |nic| nic.host.as_path());
     if !socket.exists() {
         return None;
