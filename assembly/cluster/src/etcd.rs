@@ -20,7 +20,7 @@ use crate::kv::{Entry, Guard, Kv, KvError, Lease, Operation};
 /// Keys that are asked for at once: none is larger than 64 KiB.
 const PAGE: i64 = 512;
 /// An answer isn't larger.
-const LARGEST: usize = 64 << 20;
+const MAX_RESPONSE_BYTES: usize = 64 << 20;
 /// Connections are looked after this often, and given up after as long without an answer.
 const KEEP_ALIVE: Duration = Duration::from_secs(2);
 
@@ -262,7 +262,7 @@ impl Kv for Etcd {
         loop {
             let options = GetOptions::new().with_range(end.clone()).with_limit(PAGE).with_revision(revision);
             let page = self.any(within, async |client| {
-                let mut keys = client.kv_client().max_decoding_message_size(LARGEST);
+                let mut keys = client.kv_client().max_decoding_message_size(MAX_RESPONSE_BYTES);
                 keys.get(from.clone(), Some(options.clone())).await
             })?;
             for found in page.kvs() {

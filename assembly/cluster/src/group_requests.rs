@@ -10,18 +10,18 @@ use nomad::config::MAX_VMS_PER_MIGRATION;
 use crate::refusal::Refusal;
 
 /// A VM whose last request is older doesn't take part any more.
-const STALE: Duration = Duration::from_secs(3);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(3);
 /// An outcome is kept for so long, for members that repeat their requests.
-const KEPT: Duration = Duration::from_secs(30);
+const OUTCOME_RETENTION: Duration = Duration::from_secs(30);
 /// Groups that gather at a time.
-const MAX_GATHERING_GROUPS: usize = 1024;
+const MAX_PENDING_GROUPS: usize = 1024;
 
 /// The migration, or why it can't begin.
 type Outcome = Result<MigrationId, String>;
 
-/// A member's wish.
+/// A member's request.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Wish {
+struct MemberRequest {
     host: String,
     /// Which attempt of the VM's it is.
     attempt: u64,
@@ -31,7 +31,7 @@ struct Wish {
 /// A group that gathers.
 #[derive(Debug, Default)]
 struct Group {
-    asked: BTreeMap<String, Wish>,
+    asked: BTreeMap<String, MemberRequest>,
     /// For requests that are repeated in the same attempt.
     outcome: Option<(Outcome, Instant)>,
 }
@@ -41,7 +41,7 @@ struct Group {
 pub(crate) enum Requested {
     /// These haven't asked.
     Missing(Vec<String>),
-    /// All have: the caller begins the migration, of these VMs to these hosts, and reports its outcome to [`Gathering::ended`].
+    /// All have: the caller begins the migration, of these VMs to these hosts, and reports its outcome to [`GroupRequests::ended`].
     Complete(Vec<(String, String)>),
     /// It has begun.
     Begun(MigrationId),
@@ -49,15 +49,15 @@ pub(crate) enum Requested {
 
 /// All groups that gather, by their members' names.
 #[derive(Debug, Default)]
-pub(crate) struct Gathering(BTreeMap<BTreeSet<String>, Group>);
+pub(crate) struct GroupRequests(BTreeMap<BTreeSet<String>, Group>);
 
-impl Gathering {
+impl GroupRequests {
     /// A VM asks to move to a host, together with others. The caller has checked the names against the cluster. A repeated request of the same
     /// attempt gets the same outcome; another attempt is of another migration.
     ///
     /// # Errors
     /// When the names can't be a group, another group with one of them gathers, or the migration couldn't begin.
-    pub fn ask(
+    pub fn request(
         &mut self,
         vm: &str,
         host: &str,
@@ -80,24 +80,24 @@ impl Gathering {
                 "VM {vm} can't move in this group: VM {other} has asked to move together with others"
             )));
         }
-        if self.0.len() >= MAX_GATHERING_GROUPS && !self.0.contains_key(&names) {
+        if self.0.len() >= MAX_PENDING_GROUPS && !self.0.contains_key(&names) {
             return Err(Refusal::TooMany(format!(
-                "{MAX_GATHERING_GROUPS} groups of VMs wait to move already; try again later"
+                "{MAX_PENDING_GROUPS} groups of VMs wait to move already; try again later"
             )));
         }
         let group = self.0.entry(names.clone()).or_default();
         if let Some((outcome, _)) = &group.outcome {
-            if group.asked.get(vm).is_some_and(|wish| wish.attempt == attempt) {
+            if group.asked.get(vm).is_some_and(|member| member.attempt == attempt) {
                 return outcome.clone().map(Requested::Begun).map_err(Refusal::Conflict);
             }
             *group = Group::default();
         }
-        group.asked.insert(vm.to_owned(), Wish { host: host.to_owned(), attempt, last: now });
+        group.asked.insert(vm.to_owned(), MemberRequest { host: host.to_owned(), attempt, last: now });
         let missing: Vec<String> =
             names.iter().filter(|name| !group.asked.contains_key(*name)).cloned().collect();
         if missing.is_empty() {
-            let wishes = group.asked.iter().map(|(vm, wish)| (vm.clone(), wish.host.clone()));
-            return Ok(Requested::Complete(wishes.collect()));
+            let requests = group.asked.iter().map(|(vm, member)| (vm.clone(), member.host.clone()));
+            return Ok(Requested::Complete(requests.collect()));
         }
         Ok(Requested::Missing(missing))
     }
@@ -130,9 +130,9 @@ impl Gathering {
 
     fn forget(&mut self, now: Instant) {
         self.0.retain(|_, group| match &group.outcome {
-            Some((_, at)) => now.duration_since(*at) < KEPT,
+            Some((_, at)) => now.duration_since(*at) < OUTCOME_RETENTION,
             None => {
-                group.asked.retain(|_, wish| now.duration_since(wish.last) < STALE);
+                group.asked.retain(|_, member| now.duration_since(member.last) < REQUEST_TIMEOUT);
                 !group.asked.is_empty()
             }
         });
@@ -151,85 +151,87 @@ mod tests {
     /// It begins when all have asked, each with its own host, in whatever order the names are; each hears of it as often as it asks in that try.
     #[test]
     fn a_group_is_complete_when_all_have_asked() {
-        let (mut gathering, now) = (Gathering::default(), Instant::now());
-        let told = gathering.ask("a", "h2", 1, &names(&["a", "b"]), now).unwrap();
-        assert_eq!(told, Requested::Missing(names(&["b"])));
-        let told = gathering.ask("b", "h1", 5, &names(&["b", "a"]), now).unwrap();
-        let wishes = vec![("a".to_owned(), "h2".to_owned()), ("b".to_owned(), "h1".to_owned())];
-        assert_eq!(told, Requested::Complete(wishes));
-        gathering.ended(&names(&["b", "a"]), Ok(MigrationId(7)), now);
+        let (mut group_requests, now) = (GroupRequests::default(), Instant::now());
+        let reply = group_requests.request("a", "h2", 1, &names(&["a", "b"]), now).unwrap();
+        assert_eq!(reply, Requested::Missing(names(&["b"])));
+        let reply = group_requests.request("b", "h1", 5, &names(&["b", "a"]), now).unwrap();
+        let requests = vec![("a".to_owned(), "h2".to_owned()), ("b".to_owned(), "h1".to_owned())];
+        assert_eq!(reply, Requested::Complete(requests));
+        group_requests.ended(&names(&["b", "a"]), Ok(MigrationId(7)), now);
         for (vm, host, attempt) in [("a", "h2", 1), ("a", "h2", 1), ("b", "h1", 5)] {
-            let told = gathering.ask(vm, host, attempt, &names(&["a", "b"]), now).unwrap();
-            assert_eq!(told, Requested::Begun(MigrationId(7)), "an answer may be lost");
+            let reply = group_requests.request(vm, host, attempt, &names(&["a", "b"]), now).unwrap();
+            assert_eq!(reply, Requested::Begun(MigrationId(7)), "an answer may be lost");
         }
         // The next one of the same VMs is another one, for either of them.
-        let told = gathering.ask("b", "h1", 6, &names(&["a", "b"]), now).unwrap();
-        assert_eq!(told, Requested::Missing(names(&["a"])));
-        let told = gathering.ask("a", "h2", 2, &names(&["a", "b"]), now).unwrap();
-        assert!(matches!(told, Requested::Complete(_)), "{told:?}");
+        let reply = group_requests.request("b", "h1", 6, &names(&["a", "b"]), now).unwrap();
+        assert_eq!(reply, Requested::Missing(names(&["a"])));
+        let reply = group_requests.request("a", "h2", 2, &names(&["a", "b"]), now).unwrap();
+        assert!(matches!(reply, Requested::Complete(_)), "{reply:?}");
     }
 
     /// A refusal is everybody's, and nobody's who tries again.
     #[test]
-    fn all_hear_why_it_cannot_be() {
-        let (mut gathering, now) = (Gathering::default(), Instant::now());
-        gathering.ask("a", "h2", 1, &names(&["a", "b"]), now).unwrap();
-        gathering.ask("b", "h2", 1, &names(&["a", "b"]), now).unwrap();
-        gathering.ended(&names(&["a", "b"]), Err("no".to_owned()), now);
-        let error = gathering.ask("a", "h2", 1, &names(&["a", "b"]), now).unwrap_err();
+    fn all_members_get_the_refusal() {
+        let (mut group_requests, now) = (GroupRequests::default(), Instant::now());
+        group_requests.request("a", "h2", 1, &names(&["a", "b"]), now).unwrap();
+        group_requests.request("b", "h2", 1, &names(&["a", "b"]), now).unwrap();
+        group_requests.ended(&names(&["a", "b"]), Err("no".to_owned()), now);
+        let error = group_requests.request("a", "h2", 1, &names(&["a", "b"]), now).unwrap_err();
         assert_eq!(error.to_string(), "no");
-        let told = gathering.ask("b", "h2", 2, &names(&["a", "b"]), now).unwrap();
-        assert_eq!(told, Requested::Missing(names(&["a"])), "what came of the try before isn't this one's");
-        let told = gathering.ask("a", "h2", 1, &names(&["a", "b"]), now + KEPT).unwrap();
-        assert_eq!(told, Requested::Missing(names(&["b"])), "nothing is kept for ever");
+        let reply = group_requests.request("b", "h2", 2, &names(&["a", "b"]), now).unwrap();
+        assert_eq!(reply, Requested::Missing(names(&["a"])), "what came of the try before isn't this one's");
+        let reply =
+            group_requests.request("a", "h2", 1, &names(&["a", "b"]), now + OUTCOME_RETENTION).unwrap();
+        assert_eq!(reply, Requested::Missing(names(&["b"])), "nothing is kept for ever");
     }
 
     /// Who stops asking isn't taken for one that wants to move, and keeps no others from it.
     #[test]
-    fn who_asks_no_more_does_not_take_part() {
-        let (mut gathering, now) = (Gathering::default(), Instant::now());
-        gathering.ask("a", "h2", 1, &names(&["a", "b"]), now).unwrap();
-        let error = gathering.ask("b", "h2", 1, &names(&["b", "a", "c"]), now).unwrap_err();
+    fn a_member_without_recent_requests_does_not_take_part() {
+        let (mut group_requests, now) = (GroupRequests::default(), Instant::now());
+        group_requests.request("a", "h2", 1, &names(&["a", "b"]), now).unwrap();
+        let error = group_requests.request("b", "h2", 1, &names(&["b", "a", "c"]), now).unwrap_err();
         assert!(error.to_string().contains("VM a has asked"), "{error}");
-        let told = gathering.ask("b", "h2", 1, &names(&["a", "b"]), now + STALE).unwrap();
-        assert_eq!(told, Requested::Missing(names(&["a"])));
-        let told = gathering.ask("a", "h2", 2, &names(&["a", "c"]), now + STALE * 2).unwrap();
-        assert_eq!(told, Requested::Missing(names(&["c"])));
+        let reply = group_requests.request("b", "h2", 1, &names(&["a", "b"]), now + REQUEST_TIMEOUT).unwrap();
+        assert_eq!(reply, Requested::Missing(names(&["a"])));
+        let reply =
+            group_requests.request("a", "h2", 2, &names(&["a", "c"]), now + REQUEST_TIMEOUT * 2).unwrap();
+        assert_eq!(reply, Requested::Missing(names(&["c"])));
     }
 
     /// A withdrawn request no longer counts. Once the group's migration has begun, a withdrawal changes nothing: only the coordinator ends
     /// it.
     #[test]
-    fn who_gives_it_up_does_not_take_part() {
-        let (mut gathering, now) = (Gathering::default(), Instant::now());
-        gathering.ask("a", "h2", 1, &names(&["a", "b"]), now).unwrap();
-        gathering.withdraw("a");
-        let told = gathering.ask("b", "h2", 1, &names(&["a", "b"]), now).unwrap();
-        assert_eq!(told, Requested::Missing(names(&["a"])));
-        gathering.ask("a", "h2", 2, &names(&["a", "b"]), now).unwrap();
-        gathering.ended(&names(&["a", "b"]), Ok(MigrationId(7)), now);
-        gathering.withdraw("a");
-        let told = gathering.ask("b", "h2", 1, &names(&["a", "b"]), now).unwrap();
-        assert_eq!(told, Requested::Begun(MigrationId(7)));
+    fn a_withdrawn_request_does_not_count() {
+        let (mut group_requests, now) = (GroupRequests::default(), Instant::now());
+        group_requests.request("a", "h2", 1, &names(&["a", "b"]), now).unwrap();
+        group_requests.withdraw("a");
+        let reply = group_requests.request("b", "h2", 1, &names(&["a", "b"]), now).unwrap();
+        assert_eq!(reply, Requested::Missing(names(&["a"])));
+        group_requests.request("a", "h2", 2, &names(&["a", "b"]), now).unwrap();
+        group_requests.ended(&names(&["a", "b"]), Ok(MigrationId(7)), now);
+        group_requests.withdraw("a");
+        let reply = group_requests.request("b", "h2", 1, &names(&["a", "b"]), now).unwrap();
+        assert_eq!(reply, Requested::Begun(MigrationId(7)));
     }
 
     /// A migration that couldn't be written has not begun: the next request begins it.
     #[test]
     fn a_migration_that_is_not_written_begins_with_the_next_request() {
-        let (mut gathering, now) = (Gathering::default(), Instant::now());
-        gathering.ask("a", "h2", 1, &names(&["a", "b"]), now).unwrap();
-        gathering.ask("b", "h2", 1, &names(&["a", "b"]), now).unwrap();
-        gathering.ended(&names(&["a", "b"]), Ok(MigrationId(7)), now);
-        gathering.retract(&names(&["b", "a"]));
-        let told = gathering.ask("a", "h2", 1, &names(&["a", "b"]), now).unwrap();
-        assert!(matches!(told, Requested::Complete(_)), "{told:?}");
+        let (mut group_requests, now) = (GroupRequests::default(), Instant::now());
+        group_requests.request("a", "h2", 1, &names(&["a", "b"]), now).unwrap();
+        group_requests.request("b", "h2", 1, &names(&["a", "b"]), now).unwrap();
+        group_requests.ended(&names(&["a", "b"]), Ok(MigrationId(7)), now);
+        group_requests.retract(&names(&["b", "a"]));
+        let reply = group_requests.request("a", "h2", 1, &names(&["a", "b"]), now).unwrap();
+        assert!(matches!(reply, Requested::Complete(_)), "{reply:?}");
     }
 
     #[test]
     fn what_is_no_group_is_refused() {
-        let (mut gathering, now) = (Gathering::default(), Instant::now());
+        let (mut group_requests, now) = (GroupRequests::default(), Instant::now());
         for all in [&[][..], &["b"], &["a", "a"]] {
-            assert!(gathering.ask("a", "h2", 1, &names(all), now).is_err(), "{all:?}");
+            assert!(group_requests.request("a", "h2", 1, &names(all), now).is_err(), "{all:?}");
         }
     }
 }

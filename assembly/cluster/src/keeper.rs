@@ -18,22 +18,22 @@ use nomad::{HostId, Message, MigrationId, Node};
 use tokio::sync::{mpsc, oneshot};
 use tonic::Status;
 
-use crate::gathering::{Gathering, Requested};
-use crate::holds::Holds;
+use crate::group_requests::{GroupRequests, Requested};
 use crate::messages;
+use crate::peer_pauses::PeerPauses;
 use crate::refusal::Refusal;
 use crate::registry::{Event, Registry};
 use crate::store_error::StoreError;
 use crate::term::Term;
 
 /// Events that are kept for watchers that come back.
-const LOG: usize = 4096;
+const MAX_LOGGED_EVENTS: usize = 4096;
 /// Events that may wait for one watcher.
-const WATCHER: usize = 1024;
+const MAX_EVENTS_PER_WATCHER: usize = 1024;
 /// Watchers at most.
 const MAX_WATCHERS: usize = 8192;
 /// Messages that may wait for one host; the protocol repeats those beyond, which are lost.
-const MESSAGES: usize = 256;
+const MAX_MESSAGES_PER_HOST: usize = 256;
 /// A database that can't be written is tried again after this long.
 const WRITE_RETRY_INTERVAL: Duration = Duration::from_millis(500);
 /// Requests whose changes one write takes.
@@ -150,8 +150,8 @@ pub(crate) struct Keeper {
     pub shown: u64,
     watchers: Vec<mpsc::Sender<Result<proto::WatchEvent, Status>>>,
     hosts: HashMap<HostId, mpsc::Sender<Result<proto::Envelope, Status>>>,
-    pub gathering: Gathering,
-    pub holds: Holds,
+    pub group_requests: GroupRequests,
+    pub peer_pauses: PeerPauses,
     /// Watchers that were dropped because they took nothing.
     pub slow_watchers: u64,
     /// Messages of the coordinator that found no host, or no room.
@@ -196,8 +196,8 @@ pub(crate) fn run(registry: Registry, instance: u64, term: Arc<Term>, inbox: &In
         shown: 0,
         watchers: Vec::new(),
         hosts: HashMap::new(),
-        gathering: Gathering::default(),
-        holds: Holds::default(),
+        group_requests: GroupRequests::default(),
+        peer_pauses: PeerPauses::default(),
         slow_watchers: 0,
         lost_messages: 0,
         answers: Vec::new(),
@@ -277,7 +277,7 @@ impl Keeper {
                     "The cluster's state can't be written"
                 );
             }
-            groups.iter().for_each(|group| self.gathering.retract(group));
+            groups.iter().for_each(|group| self.group_requests.retract(group));
             crate::service::status(&Refusal::Store(error))
         });
         self.deliver();
@@ -329,7 +329,7 @@ impl Keeper {
 
     fn publish(&mut self, event: &Event) {
         let event = self.shown(event);
-        if self.log.len() >= LOG
+        if self.log.len() >= MAX_LOGGED_EVENTS
             && let Some(first) = self.log.pop_front()
         {
             self.log_from = first.revision;
@@ -411,11 +411,11 @@ impl Keeper {
                 "The cluster service has {MAX_WATCHERS} watchers, and takes no more"
             )));
         }
-        let (watcher, events) = mpsc::channel(WATCHER);
+        let (watcher, events) = mpsc::channel(MAX_EVENTS_PER_WATCHER);
         let missed = self.log.len() - self.log.partition_point(|event| event.revision <= revision);
         let known = instance == self.instance
             && (self.log_from..=self.registry.state().revision).contains(&revision)
-            && missed < WATCHER;
+            && missed < MAX_EVENTS_PER_WATCHER;
         // There is room: the channel is new.
         if known {
             for event in self.log.range(self.log.len() - missed..) {
@@ -429,10 +429,10 @@ impl Keeper {
     }
 
     /// Begins a migration of VMs.
-    pub fn migrate(&mut self, wishes: &[(String, String)], now: Instant) -> Result<MigrationId, Refusal> {
+    pub fn migrate(&mut self, requests: &[(String, String)], now: Instant) -> Result<MigrationId, Refusal> {
         let Self { registry, hosts, .. } = self;
         let listens = |host: HostId| hosts.get(&host).is_some_and(|stream| !stream.is_closed());
-        registry.migrate(wishes, &listens, now)
+        registry.migrate(requests, &listens, now)
     }
 
     /// A VM's request to move to a host, together with others that each have a request of their own. Returns those without one, or the migration
@@ -444,16 +444,16 @@ impl Keeper {
         together: &[String],
         now: Instant,
     ) -> Result<proto::MigrateReply, Refusal> {
-        self.registry.check_wish(vm, host, together)?;
+        self.registry.check_group_request(vm, host, together)?;
         let begun =
             |migration: MigrationId| proto::MigrateReply { migration: migration.0, ..Default::default() };
-        match self.gathering.ask(vm, host, attempt, together, now)? {
+        match self.group_requests.request(vm, host, attempt, together, now)? {
             Requested::Missing(missing) => Ok(proto::MigrateReply { migration: 0, missing }),
             Requested::Begun(migration) => Ok(begun(migration)),
             Requested::Complete(all) => {
                 let result = self.migrate(&all, now);
                 let outcome = result.as_ref().copied().map_err(ToString::to_string);
-                self.gathering.ended(together, outcome, now);
+                self.group_requests.ended(together, outcome, now);
                 if result.is_ok() {
                     self.unwritten_groups.push(together.to_vec());
                 }
@@ -477,7 +477,7 @@ impl Keeper {
 
     /// A host takes the coordinator's messages from now on, in place of an earlier connection of it.
     pub fn attach(&mut self, host: HostId) -> mpsc::Receiver<Result<proto::Envelope, Status>> {
-        let (stream, messages) = mpsc::channel(MESSAGES);
+        let (stream, messages) = mpsc::channel(MAX_MESSAGES_PER_HOST);
         self.hosts.insert(host, stream);
         messages
     }

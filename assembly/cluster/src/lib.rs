@@ -32,13 +32,13 @@ pub mod election;
 #[cfg(feature = "etcd")]
 pub mod etcd;
 pub mod etcd_config;
-mod gathering;
-mod holds;
+mod group_requests;
 mod keeper;
 pub mod kv;
 pub mod kv_store;
 mod messages;
 mod metrics;
+mod peer_pauses;
 pub mod refusal;
 pub mod registry;
 mod roles;

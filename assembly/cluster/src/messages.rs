@@ -54,7 +54,7 @@ pub(crate) fn host(registry: &Registry, host: HostId) -> Option<proto::Host> {
         name: about.name.clone(),
         fabric_address: about.address.to_string(),
         incarnation: incarnation.0,
-        heard: registry.is_heard(host),
+        heard: registry.has_lease(host),
     })
 }
 

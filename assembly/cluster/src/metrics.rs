@@ -21,7 +21,7 @@ use crate::roles::Roles;
 /// Readers at once.
 const READERS: usize = 16;
 /// No connection lasts longer.
-const LONGEST_READ: Duration = Duration::from_secs(10);
+const CONNECTION_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Serves until the runtime ends.
 pub(crate) async fn serve(listener: TcpListener, roles: Arc<Roles>) {
@@ -49,7 +49,7 @@ pub(crate) async fn serve(listener: TcpListener, roles: Arc<Roles>) {
                 .keep_alive(false)
                 .serve_connection(TokioIo::new(stream), service);
             // What a reader does wrong is its own affair.
-            let _ = tokio::time::timeout(LONGEST_READ, connection).await;
+            let _ = tokio::time::timeout(CONNECTION_TIMEOUT, connection).await;
             drop(permit);
         });
     }
@@ -126,7 +126,7 @@ fn families(keeper: &mut Keeper) -> Vec<Family> {
         family.add_count(&[], value);
         families.push(family);
     };
-    let heard = hosts.iter().filter(|host| registry.is_heard(**host)).count();
+    let heard = hosts.iter().filter(|host| registry.has_lease(**host)).count();
     gauge("causeway_cluster_hosts", "Hosts that have ever registered.", count(hosts.len()));
     gauge("causeway_cluster_hosts_heard", "Hosts whose lease runs.", count(heard));
     let alive = state.ledger.vms.values().filter(|owner| owner.alive).count();
@@ -151,7 +151,7 @@ fn families(keeper: &mut Keeper) -> Vec<Family> {
     let (registry, state) = (&keeper.registry, keeper.registry.state());
     let mut up = Family::gauge("causeway_cluster_host_heard", "Whether a host's lease runs.");
     for (host, about) in state.hosts.iter().filter(|(_, about)| !about.is_forgotten()) {
-        up.add_count(&[("host", about.name.as_str())], u64::from(registry.is_heard(*host)));
+        up.add_count(&[("host", about.name.as_str())], u64::from(registry.has_lease(*host)));
     }
     families.push(up);
     families

@@ -12,9 +12,9 @@ const REPORTS: usize = 4096;
 
 /// The reported peer pauses, in microseconds.
 #[derive(Debug, Default)]
-pub(crate) struct Holds(BTreeMap<MigrationId, BTreeMap<(VmId, HostId), u64>>);
+pub(crate) struct PeerPauses(BTreeMap<MigrationId, BTreeMap<(VmId, HostId), u64>>);
 
-impl Holds {
+impl PeerPauses {
     /// Records a host's pause towards a VM. Only the first report counts: a second one is a retransmission.
     pub fn report(&mut self, migration: MigrationId, vm: VmId, host: HostId, microseconds: u64) {
         let reports = self.0.entry(migration).or_default();
@@ -40,7 +40,7 @@ mod tests {
     /// Memory is bounded: the last migrations stay, each with its first report, up to a limit.
     #[test]
     fn what_is_remembered_is_bounded() {
-        let mut holds = Holds::default();
+        let mut holds = PeerPauses::default();
         for migration in 1..=1000 {
             holds.report(MigrationId(migration), VmId(1), HostId(2), migration);
             holds.report(MigrationId(migration), VmId(1), HostId(2), 7);

@@ -21,8 +21,8 @@ use crate::store_error::StoreError;
 
 /// Messages of one host that wait to be carried out.
 const MAX_MESSAGES_IN_FLIGHT: usize = 64;
-/// Holds in one report at most.
-const MAX_HOLDS: usize = 1024;
+/// Limit of peer pauses in one report.
+const MAX_PEER_PAUSES: usize = 1024;
 
 /// The service.
 #[derive(Debug, Clone)]
@@ -212,10 +212,10 @@ impl ClusterService for Service {
         let request = request.into_inner();
         self.question(move |keeper, now| {
             let speaker = messages::speaker(request.speaker)?;
-            keeper.registry.heard_of(speaker, now)?;
-            for hold in request.holds.iter().take(MAX_HOLDS) {
+            keeper.registry.renew_lease(speaker, now)?;
+            for hold in request.holds.iter().take(MAX_PEER_PAUSES) {
                 let (migration, vm) = (MigrationId(hold.migration), VmId(hold.vm));
-                keeper.holds.report(migration, vm, speaker.host, hold.microseconds);
+                keeper.peer_pauses.report(migration, vm, speaker.host, hold.microseconds);
             }
             Ok(())
         })
@@ -236,7 +236,7 @@ impl ClusterService for Service {
                     microseconds,
                     host: keeper.registry.state().host_name(host),
                 };
-                Ok(keeper.holds.of(MigrationId(migration)).map(named).collect())
+                Ok(keeper.peer_pauses.of(MigrationId(migration)).map(named).collect())
             })
             .await?;
         Ok(Response::new(proto::GetHoldsReply { holds }))
@@ -342,7 +342,7 @@ impl ClusterService for Service {
                         vm.escape_debug()
                     )));
                 };
-                keeper.registry.check_asks(messages::speaker(Some(speaker))?, vm, now)?;
+                keeper.registry.check_requester(messages::speaker(Some(speaker))?, vm, now)?;
                 if together.is_empty() {
                     let begun = keeper.migrate(&[(wish.vm.clone(), wish.host.clone())], now)?;
                     return Ok(proto::MigrateReply { migration: begun.0, missing: Vec::new() });
@@ -362,7 +362,7 @@ impl ClusterService for Service {
             if vm.is_empty() {
                 return keeper.registry.cancel(MigrationId(migration), now);
             }
-            keeper.gathering.withdraw(&vm);
+            keeper.group_requests.withdraw(&vm);
             Ok(())
         })
         .await?;

@@ -19,7 +19,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 /// Limit of concurrent connections for metrics; more wait.
 const READERS: usize = 16;
 /// Timeout of a connection for metrics.
-const LONGEST_READ: Duration = Duration::from_secs(10);
+const CONNECTION_TIMEOUT: Duration = Duration::from_secs(10);
 
 type Source = Arc<dyn Fn() -> Result<String, EncodeError> + Send + Sync>;
 
@@ -88,7 +88,7 @@ async fn answer(
         .keep_alive(false)
         .serve_connection(TokioIo::new(stream), service);
     // A reader's error concerns only itself.
-    let _ = tokio::time::timeout(LONGEST_READ, connection).await;
+    let _ = tokio::time::timeout(CONNECTION_TIMEOUT, connection).await;
 }
 
 fn respond(

@@ -8,7 +8,7 @@ use control_api::names::check_name;
 use nomad::coordinator::Event as CoordinatorEvent;
 use nomad::{Body, HostId, Incarnation, Message, Node, VmId};
 
-use super::{MAX_HOSTS, MAX_WAITING, Registry, Speaker};
+use super::{MAX_HOSTS, MAX_WAITING_MONITORS, Registry, Speaker};
 use crate::refusal::Refusal;
 use crate::state::{AboutHost, Change};
 
@@ -25,7 +25,7 @@ impl Registry {
         incarnation: Incarnation,
         now: Instant,
     ) -> Result<Speaker, Refusal> {
-        self.heal(now)?;
+        self.resync(now)?;
         check_name("host", name).map_err(|error| Refusal::Invalid(error.to_string()))?;
         if address.ip().is_unspecified() || address.ip().is_multicast() || address.port() == 0 {
             return Err(Refusal::Invalid(format!(
@@ -54,7 +54,7 @@ impl Registry {
         let current = self.state().ledger.hosts.get(&host).copied().unwrap_or_default();
         if incarnation.0 == 0 {
             // Two daemons with one name would take it from each other for ever.
-            if before != address && self.is_heard(host) {
+            if before != address && self.has_lease(host) {
                 return Err(Refusal::Conflict(format!(
                     "Host {name} is at {before} and was heard of lately; give this one another --name, or wait {} s",
                     self.lease.as_secs().max(1)
@@ -99,7 +99,7 @@ impl Registry {
     /// # Errors
     /// When there is no such host, or it is heard of.
     pub fn forget_host(&mut self, name: &str, now: Instant) -> Result<Vec<String>, Refusal> {
-        self.heal(now)?;
+        self.resync(now)?;
         let Some((host, _)) = self.state().host(name).filter(|(_, about)| !about.is_forgotten()) else {
             let shown: String = name.chars().take(64).collect();
             return Err(Refusal::Missing(format!(
@@ -107,7 +107,7 @@ impl Registry {
                 shown.escape_debug()
             )));
         };
-        if self.is_heard(host) {
+        if self.has_lease(host) {
             return Err(Refusal::Conflict(format!(
                 "Host {name} can't be forgotten: it was heard of in the last {} s, so its VMs may run. End its daemon and its VMs, and try again then",
                 self.lease.as_secs().max(1)
@@ -149,9 +149,9 @@ impl Registry {
         now: Instant,
     ) -> Result<(), Refusal> {
         self.check(speaker, now)?;
-        if waiting.len() > MAX_WAITING {
+        if waiting.len() > MAX_WAITING_MONITORS {
             return Err(Refusal::TooMany(format!(
-                "{} monitors that wait for VMs are too many; a host can have {MAX_WAITING}",
+                "{} monitors that wait for VMs are too many; a host can have {MAX_WAITING_MONITORS}",
                 waiting.len()
             )));
         }
@@ -178,7 +178,7 @@ impl Registry {
                 names.join(", ")
             )));
         };
-        if !self.is_heard(id) {
+        if !self.has_lease(id) {
             return Err(Refusal::Missing(format!(
                 "Host {host} isn't heard of: whether a monitor waits there for VM {vm} isn't known"
             )));

@@ -16,12 +16,12 @@ impl Registry {
     /// When it can't begin.
     pub fn migrate(
         &mut self,
-        wishes: &[(String, String)],
+        requests: &[(String, String)],
         listens: &dyn Fn(HostId) -> bool,
         now: Instant,
     ) -> Result<MigrationId, Refusal> {
-        self.heal(now)?;
-        let named: Vec<(VmId, HostId)> = wishes
+        self.resync(now)?;
+        let named: Vec<(VmId, HostId)> = requests
             .iter()
             .map(|(vm, host)| {
                 let host = self.state().host(host).map(|(id, _)| id).ok_or_else(|| {
@@ -33,7 +33,7 @@ impl Registry {
                 Ok((self.vm_called(vm)?, host))
             })
             .collect::<Result<_, Refusal>>()?;
-        if let Some((vm, host)) = named.iter().find(|(_, host)| !self.is_heard(*host)) {
+        if let Some((vm, host)) = named.iter().find(|(_, host)| !self.has_lease(*host)) {
             return Err(Refusal::Conflict(format!(
                 "VM {} can't move to host {}: that isn't heard of at present",
                 self.state().vm_name(*vm),
@@ -61,7 +61,7 @@ impl Registry {
     ///
     /// # Errors
     /// When not.
-    pub fn check_wish(&self, vm: &str, host: &str, together: &[String]) -> Result<(), Refusal> {
+    pub fn check_group_request(&self, vm: &str, host: &str, together: &[String]) -> Result<(), Refusal> {
         for name in together.iter().take(nomad::config::MAX_VMS_PER_MIGRATION) {
             self.vm_called(name)?;
         }
@@ -77,7 +77,7 @@ impl Registry {
     ///
     /// # Errors
     /// When it isn't the VM's host, or the daemon was started again since.
-    pub fn check_asks(&mut self, speaker: Speaker, vm: &str, now: Instant) -> Result<(), Refusal> {
+    pub fn check_requester(&mut self, speaker: Speaker, vm: &str, now: Instant) -> Result<(), Refusal> {
         self.check(speaker, now)?;
         let id = self.vm_called(vm)?;
         let at = self.state().ledger.vms.get(&id).map(|owner| owner.host);
@@ -96,7 +96,7 @@ impl Registry {
     /// # Errors
     /// When there is none.
     pub fn cancel(&mut self, migration: MigrationId, now: Instant) -> Result<(), Refusal> {
-        self.heal(now)?;
+        self.resync(now)?;
         let Some(stored) = self.state().ledger.migrations.get(&migration) else {
             return Err(Refusal::Missing(format!("There is no {migration}: it is over, or never was")));
         };

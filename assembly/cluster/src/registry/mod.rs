@@ -44,7 +44,7 @@ pub const MAX_NICS: usize = 16;
 /// Addresses of a NIC at most.
 pub const MAX_ADDRESSES: usize = 128;
 /// Monitors of one host that may wait for VMs.
-pub const MAX_WAITING: usize = 1024;
+pub const MAX_WAITING_MONITORS: usize = 1024;
 /// Connected pairs of VMs that one host may report: those of 512 VMs that are all connected to 512 others.
 pub const MAX_LINKS: usize = 262_144;
 
@@ -83,7 +83,7 @@ pub struct Registry {
     store: Box<dyn Store>,
     coordinator: Coordinator,
     /// The coordinator's state isn't the store's: a transaction has failed.
-    wounded: bool,
+    out_of_sync: bool,
     /// What the coordinator knew besides its ledger when a transaction succeeded last; `None`: it hasn't begun.
     checkpoint: Option<Checkpoint>,
     lease: Duration,
@@ -107,7 +107,7 @@ pub struct Registry {
     latest: HashMap<Timer, u64>,
     next_timer: u64,
     /// The last [`Registry::tick`] came late and gave everybody more time.
-    stood_still: bool,
+    stalled: bool,
     staged: Staged,
     /// Transactions that were written since the service began.
     writes: u64,
@@ -127,12 +127,12 @@ struct Staged {
 }
 
 /// A migration whose memory isn't copied after so long is given up; monitors have time limits of their own, which are shorter as a rule.
-const COPY_MS: u32 = 6 * 3_600_000;
+const COPY_TIMEOUT_MS: u32 = 6 * 3_600_000;
 
 /// A [`Registry::tick`] that is overdue by more than this means that the service itself was paused: its process or machine was stalled.
-const STOOD_STILL: Duration = Duration::from_millis(500);
+const STALL_THRESHOLD: Duration = Duration::from_millis(500);
 /// What answers that came meanwhile are given to be read.
-const MOMENT: Duration = Duration::from_millis(50);
+const STALL_GRACE: Duration = Duration::from_millis(50);
 
 impl Registry {
     /// Continues with the state in a database. Each known host gets a lease of the length `lease`; undecided migrations are aborted. A
@@ -152,13 +152,13 @@ impl Registry {
         // A longer lease is for hosts that stall: destinations get more time as well.
         let lease_ms = u32::try_from(lease.as_millis()).unwrap_or(u32::MAX);
         let reserve_ms = ordinary.reserve_ms.max(lease_ms / 3);
-        let times = nomad::Config { switch_ms, reserve_ms, copy_ms: COPY_MS, ..ordinary };
+        let times = nomad::Config { switch_ms, reserve_ms, copy_ms: COPY_TIMEOUT_MS, ..ordinary };
         let mut registry = Self {
             coordinator: Coordinator::new(times, ledger),
             times,
             leases: store.state().hosts.keys().map(|host| (*host, now + lease)).collect(),
             store,
-            wounded: true,
+            out_of_sync: true,
             checkpoint: None,
             lease,
             pins: BTreeMap::new(),
@@ -170,13 +170,13 @@ impl Registry {
             timers: BTreeMap::new(),
             latest: HashMap::new(),
             next_timer: 0,
-            stood_still: false,
+            stalled: false,
             staged: Staged::default(),
             writes: 0,
             messages: Vec::new(),
             events: Vec::new(),
         };
-        registry.heal(now)?;
+        registry.resync(now)?;
         registry.flush()?;
         Ok(registry)
     }
@@ -206,7 +206,7 @@ impl Registry {
 
     /// Whether a host's lease runs.
     #[must_use]
-    pub fn is_heard(&self, host: HostId) -> bool {
+    pub fn has_lease(&self, host: HostId) -> bool {
         self.leases.runs(host)
     }
 
@@ -253,12 +253,12 @@ impl Registry {
     pub fn flush(&mut self) -> Result<(), StoreError> {
         let staged = std::mem::take(&mut self.staged);
         if let Err(error) = self.store.commit() {
-            self.wounded = true;
+            self.out_of_sync = true;
             return Err(error);
         }
         self.writes += u64::from(staged.changes > 0);
         self.newly_silent.clear();
-        if staged.stepped && !self.wounded {
+        if staged.stepped && !self.out_of_sync {
             self.checkpoint = Some(self.coordinator.checkpoint());
         }
         self.messages.extend(staged.messages);
@@ -283,26 +283,26 @@ impl Registry {
         self.leases.next().into_iter().chain(timer).min()
     }
 
-    /// Expires leases and the coordinator's timers that are due. A call that is overdue by more than [`STOOD_STILL`] expires none of them,
+    /// Expires leases and the coordinator's timers that are due. A call that is overdue by more than [`STALL_THRESHOLD`] expires none of them,
     /// unless the call before postponed them already. While the service itself was paused, it read no messages of hosts, so that time isn't
     /// their silence. Such a call extends each lease by the delay and a third of the lease's length, and each timer by the delay and
-    /// [`MOMENT`].
+    /// [`STALL_GRACE`].
     ///
     /// # Errors
     /// When the state can't be read after a transaction that failed; it is tried again with the next call.
     pub fn tick(&mut self, now: Instant) -> Result<(), StoreError> {
-        self.heal(now)?;
+        self.resync(now)?;
         let late = self.next().map_or(Duration::ZERO, |due| now.saturating_duration_since(due));
         // Twice in a row, and a service that always comes late would never decide.
-        self.stood_still = late > STOOD_STILL && !self.stood_still;
-        if self.stood_still {
+        self.stalled = late > STALL_THRESHOLD && !self.stalled;
+        if self.stalled {
             tracing::warn!(
                 milliseconds = late.as_millis(),
                 "The service stood still; that time doesn't count as hosts' silence"
             );
             self.leases.extend(late + self.lease / 3);
             let timers = std::mem::take(&mut self.timers);
-            let later = |((at, number), timer)| ((at + late + MOMENT, number), timer);
+            let later = |((at, number), timer)| ((at + late + STALL_GRACE, number), timer);
             self.timers = timers.into_iter().map(later).collect();
             return Ok(());
         }
@@ -397,13 +397,13 @@ impl Registry {
     /// # Errors
     /// When the state can't be read, or what the coordinator has to decide then can't be written.
     pub fn settle(&mut self, now: Instant) -> Result<(), StoreError> {
-        self.heal(now)?;
+        self.resync(now)?;
         self.flush()
     }
 
     /// At first the coordinator begins with what is written. After a transaction has failed it goes back to what it knew before; migrations continue.
-    fn heal(&mut self, now: Instant) -> Result<(), StoreError> {
-        if !self.wounded {
+    fn resync(&mut self, now: Instant) -> Result<(), StoreError> {
+        if !self.out_of_sync {
             return Ok(());
         }
         self.store.recover()?;
@@ -418,7 +418,7 @@ impl Registry {
                 self.coordinator.step(CoordinatorEvent::Start, &mut actions);
             }
         }
-        self.wounded = false;
+        self.out_of_sync = false;
         self.stage_actions(Vec::new(), actions, now);
         // What hosts reported whose registration failed.
         let known = |host: HostId| self.store.state().hosts.contains_key(&host);
@@ -436,12 +436,12 @@ impl Registry {
     ///
     /// # Errors
     /// When it isn't, or the database can't be written.
-    pub fn heard_of(&mut self, speaker: Speaker, now: Instant) -> Result<(), Refusal> {
+    pub fn renew_lease(&mut self, speaker: Speaker, now: Instant) -> Result<(), Refusal> {
         self.check(speaker, now)
     }
 
     fn check(&mut self, speaker: Speaker, now: Instant) -> Result<(), Refusal> {
-        self.heal(now)?;
+        self.resync(now)?;
         let Some(known) = self.state().ledger.hosts.get(&speaker.host).copied() else {
             return Err(Refusal::Missing(format!("There is no {}: register first", speaker.host)));
         };

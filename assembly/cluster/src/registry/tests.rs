@@ -110,7 +110,7 @@ impl World {
     }
 
     fn heard(&self) -> [bool; 2] {
-        self.hosts.map(|speaker| self.registry.is_heard(speaker.host))
+        self.hosts.map(|speaker| self.registry.has_lease(speaker.host))
     }
 
     fn next_ms(&self) -> u128 {
@@ -157,8 +157,8 @@ fn a_message_without_an_answer_is_repeated_once_and_seldom_while_memory_is_copie
     let at = |ms: u64| began + Duration::from_millis(ms);
     let [source, destination] = world.hosts;
     world.registry.register_vm(source, "a", nomad::Epoch(0), Vec::new(), began).unwrap();
-    let wish = [("a".to_owned(), "h2".to_owned())];
-    let migration = world.registry.migrate(&wish, &|_| true, began).unwrap();
+    let request = [("a".to_owned(), "h2".to_owned())];
+    let migration = world.registry.migrate(&request, &|_| true, began).unwrap();
     world.messages();
     let said = |world: &mut World, from: u64, to: u64| {
         (from..to).for_each(|ms| world.tick(ms));
@@ -191,8 +191,8 @@ fn says(world: &mut World, host: usize, body: nomad::Body, at_ms: u64) {
 fn committed(world: &mut World) -> nomad::MigrationId {
     let began = world.began;
     world.registry.register_vm(world.hosts[0], "a", nomad::Epoch(0), Vec::new(), began).unwrap();
-    let wish = [("a".to_owned(), "h2".to_owned())];
-    let migration = world.registry.migrate(&wish, &|_| true, began).unwrap();
+    let request = [("a".to_owned(), "h2".to_owned())];
+    let migration = world.registry.migrate(&request, &|_| true, began).unwrap();
     says(world, 1, nomad::Body::Reserved { migration }, 10);
     says(world, 0, nomad::Body::Converged { migration }, 20);
     says(world, 1, nomad::Body::Loaded { migration }, 90);
@@ -226,9 +226,9 @@ fn a_decided_migration_ends_without_a_host_that_is_silent() {
     assert_eq!(world.registry.state().ledger.migration_of(vm), None, "it is free");
     let owed = world.registry.state().ledger.migrations[&migration].owed.clone().unwrap();
     assert_eq!(owed.keys().copied().collect::<Vec<_>>(), [world.hosts[0].host]);
-    let wish = [("a".to_owned(), "h1".to_owned())];
+    let request = [("a".to_owned(), "h1".to_owned())];
     let now = world.began + Duration::from_millis(settle_ms + 300);
-    let refused = world.registry.migrate(&wish, &|_| true, now).unwrap_err().to_string();
+    let refused = world.registry.migrate(&request, &|_| true, now).unwrap_err().to_string();
     assert!(refused.contains("isn't heard of"), "{refused}");
     world.restart(settle_ms + 400);
     world.messages();
@@ -289,8 +289,8 @@ fn a_vm_is_claimed_by_the_host_that_may_run_it() {
     let claim = |world: &mut World, of: Speaker, epoch: u64, keeps: bool| {
         world.registry.claim_vm(of, "a", nomad::Epoch(epoch), keeps, began).unwrap()
     };
-    let wish = [("a".to_owned(), "h2".to_owned())];
-    let migration = world.registry.migrate(&wish, &|_| true, began).unwrap();
+    let request = [("a".to_owned(), "h2".to_owned())];
+    let migration = world.registry.migrate(&request, &|_| true, began).unwrap();
     assert_eq!(claim(&mut world, source, 1, true), MayRun::Undecided(migration));
     assert_eq!(claim(&mut world, destination, 2, false), MayRun::Undecided(migration));
     says(&mut world, 1, nomad::Body::Reserved { migration }, 10);
@@ -331,8 +331,8 @@ fn a_failed_write_gives_no_migration_up() {
         let mut world = World::new();
         let began = world.began;
         world.registry.register_vm(world.hosts[0], "a", nomad::Epoch(0), Vec::new(), began).unwrap();
-        let wish = [("a".to_owned(), "h2".to_owned())];
-        let migration = world.registry.migrate(&wish, &|_| true, began).unwrap();
+        let request = [("a".to_owned(), "h2".to_owned())];
+        let migration = world.registry.migrate(&request, &|_| true, began).unwrap();
         world.registry.flush().unwrap();
         for (at, step) in steps.iter().enumerate() {
             if at == fails_before {
@@ -359,8 +359,8 @@ fn a_commit_that_can_not_be_written_is_written_later() {
     let mut world = World::new();
     let began = world.began;
     world.registry.register_vm(world.hosts[0], "a", nomad::Epoch(0), Vec::new(), began).unwrap();
-    let wish = [("a".to_owned(), "h2".to_owned())];
-    let migration = world.registry.migrate(&wish, &|_| true, began).unwrap();
+    let request = [("a".to_owned(), "h2".to_owned())];
+    let migration = world.registry.migrate(&request, &|_| true, began).unwrap();
     says(&mut world, 1, nomad::Body::Reserved { migration }, 10);
     says(&mut world, 0, nomad::Body::Converged { migration }, 20);
     says(&mut world, 1, nomad::Body::Loaded { migration }, 90);
@@ -386,8 +386,8 @@ fn requests_of_one_write_see_each_other() {
     let mut world = World::new();
     let (began, writes) = (world.began, world.registry.writes());
     world.registry.register_vm(world.hosts[0], "a", nomad::Epoch(0), Vec::new(), began).unwrap();
-    let wish = [("a".to_owned(), "h2".to_owned())];
-    let migration = world.registry.migrate(&wish, &|_| true, began).unwrap();
+    let request = [("a".to_owned(), "h2".to_owned())];
+    let migration = world.registry.migrate(&request, &|_| true, began).unwrap();
     world.registry.cancel(migration, began).unwrap();
     assert!(world.registry.has_staged());
     assert!(world.registry.take_messages().is_empty(), "nothing is written");
@@ -406,8 +406,8 @@ fn a_silent_host_is_not_forgotten_by_a_failed_write() {
     let mut world = World::new();
     let began = world.began;
     world.registry.register_vm(world.hosts[0], "a", nomad::Epoch(0), Vec::new(), began).unwrap();
-    let wish = [("a".to_owned(), "h2".to_owned())];
-    let migration = world.registry.migrate(&wish, &|_| true, began).unwrap();
+    let request = [("a".to_owned(), "h2".to_owned())];
+    let migration = world.registry.migrate(&request, &|_| true, began).unwrap();
     says(&mut world, 1, nomad::Body::Reserved { migration }, 10);
     for ms in (100..6_000).step_by(100) {
         world.beat(0, ms);
