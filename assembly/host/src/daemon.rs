@@ -165,7 +165,7 @@ pub struct Daemon {
     cluster: Option<ClusterThread>,
     directory: Option<Arc<ClusterDirectory>>,
     peer_messages: Option<PeerMessagesThread>,
-    mover: Option<MigrationThread>,
+    migration: Option<MigrationThread>,
     // Dropped after the NICs, which use it.
     engine: Option<EngineThread>,
     files: Vec<SocketFile>,
@@ -210,13 +210,14 @@ impl Daemon {
         let (registry, events) =
             Registry::new(place.folder(), config.access.clone(), engine.handle(), remembered);
         let directory = cluster.as_ref().map(|cluster| Arc::clone(&cluster.directory));
-        let mover = directory.clone().map(|directory| {
-            let mover =
+        let migration = directory.clone().map(|directory| {
+            let migration =
                 MigrationThread::start(Arc::clone(&directory), Arc::clone(&registry), engine.handle());
-            mover.inspect(|mover| directory.set_mover(mover.handle()))
+            migration.inspect(|migration| directory.set_migration_handle(migration.handle()))
         });
-        let mover =
-            mover.transpose().map_err(|source| DaemonError::Start { what: "migration thread", source })?;
+        let migration = migration
+            .transpose()
+            .map_err(|source| DaemonError::Start { what: "migration thread", source })?;
         let (peer_messages, cluster) = match cluster {
             Some(opened) => {
                 let (directory, peer_messages) = opened.exchange_messages()?;
@@ -268,7 +269,7 @@ impl Daemon {
             cluster,
             directory: of_cluster,
             peer_messages,
-            mover,
+            migration,
             engine: Some(engine),
             files: vec![service_file, metrics_file],
             metrics: metrics_address,
@@ -311,7 +312,7 @@ impl Drop for Daemon {
             directory.set_peer_messages(None);
         }
         drop(self.peer_messages.take());
-        drop(self.mover.take());
+        drop(self.migration.take());
         self.registry.clear();
         self.registry.stop_keeper();
         join(self.keeper.take(), "keeper");

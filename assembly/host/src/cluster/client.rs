@@ -309,9 +309,9 @@ impl Link {
         let service = &self.directory.config.service;
         let (out, outgoing) = tokio::sync::mpsc::channel(OUTBOX);
         *self.directory.outbox() = Some(out);
-        if let Some(mover) = self.directory.mover() {
+        if let Some(migration_handle) = self.directory.migration_handle() {
             // Its first message opens the stream.
-            mover.joined(speaker.host, speaker.incarnation, switch_ms);
+            migration_handle.joined(speaker.host, speaker.incarnation, switch_ms);
         }
         let messages = service.within("Coordinate", client.coordinate(ReceiverStream::new(outgoing))).await?;
         Ok(MessageReader::start(Arc::clone(&self.directory), messages))
@@ -388,8 +388,8 @@ impl Link {
             match self.heard(&name, ended)? {
                 Heard::Done(_) => {
                     drop(self.told.remove(&name));
-                    if let Some(mover) = directory.mover() {
-                        mover.ended(told.vm);
+                    if let Some(migration_handle) = directory.migration_handle() {
+                        migration_handle.ended(told.vm);
                     }
                 }
                 // It is moving, or the service can't write: retry with the next heartbeat.
@@ -429,8 +429,8 @@ impl Link {
                     for refused in &reply.refused {
                         tracing::warn!(vm = name, "{refused}: this VM isn't reached there");
                     }
-                    if let Some(mover) = directory.mover() {
-                        mover.started(reply.vm, reply.epoch, reply.after);
+                    if let Some(migration_handle) = directory.migration_handle() {
+                        migration_handle.started(reply.vm, reply.epoch, reply.after);
                     }
                     let told = Told { vm: reply.vm, epoch: reply.epoch, nics: Some(nics) };
                     self.told.insert(name, told);

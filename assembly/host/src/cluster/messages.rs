@@ -73,8 +73,8 @@ impl ClusterDirectory {
         });
         let cost = u32::try_from(bytes.len().max(MIN_MESSAGE_COST)).unwrap_or(u32::MAX);
         let room = Arc::clone(&self.service_inbox).try_acquire_many_owned(cost);
-        match (room, self.mover()) {
-            (Ok(room), Some(mover)) => mover.message(message, Some(room)),
+        match (room, self.migration_handle()) {
+            (Ok(room), Some(migration_handle)) => migration_handle.message(message, Some(room)),
             (Err(_), _) => {
                 tracing::debug!(
                     body = message.body.name(),
@@ -120,8 +120,8 @@ impl Hosts for ClusterDirectory {
 
     fn deliver(&self, message: Message, room: OwnedSemaphorePermit) {
         self.received.count(MessagePath::Direct);
-        if let Some(mover) = self.mover() {
-            mover.message(message, Some(room));
+        if let Some(migration_handle) = self.migration_handle() {
+            migration_handle.message(message, Some(room));
         }
     }
 }

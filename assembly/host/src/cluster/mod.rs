@@ -134,7 +134,7 @@ pub struct ClusterDirectory {
     /// Messages of the migration protocol to the service, while it is connected.
     outbox: Mutex<Option<mpsc::Sender<proto::Envelope>>>,
     /// Handle of the migration manager, once there is one.
-    mover: OnceLock<MigrationHandle>,
+    migration_handle: OnceLock<MigrationHandle>,
     /// Direct connections with other daemons, while there are any.
     peer_messages: ArcSwapOption<PeerMessages>,
     /// Room at the migration thread for messages that the service has sent, bytes.
@@ -204,7 +204,7 @@ impl ClusterDirectory {
             refused_old_epochs: AtomicU64::new(0),
             changing: Mutex::default(),
             outbox: Mutex::default(),
-            mover: OnceLock::new(),
+            migration_handle: OnceLock::new(),
             peer_messages: ArcSwapOption::empty(),
             service_inbox: Arc::new(Semaphore::new(messages::MAX_SERVICE_INBOX_BYTES)),
             sent: PathCounters::default(),
@@ -213,13 +213,13 @@ impl ClusterDirectory {
     }
 
     /// Sets the migration manager.
-    pub(crate) fn set_mover(&self, mover: MigrationHandle) {
+    pub(crate) fn set_migration_handle(&self, migration_handle: MigrationHandle) {
         // Called once per daemon.
-        let _ = self.mover.set(mover);
+        let _ = self.migration_handle.set(migration_handle);
     }
 
-    pub(crate) fn mover(&self) -> Option<&MigrationHandle> {
-        self.mover.get()
+    pub(crate) fn migration_handle(&self) -> Option<&MigrationHandle> {
+        self.migration_handle.get()
     }
 
     /// The cluster's service.
@@ -361,9 +361,11 @@ impl Directory for ClusterDirectory {
                 here.nics.insert(device, LocalNic { vm, segment, addresses });
             }
             News::NicGone { device } => {
-                if let (Some(nic), Some(mover)) = (here.nics.remove(&device), self.mover()) {
+                if let (Some(nic), Some(migration_handle)) =
+                    (here.nics.remove(&device), self.migration_handle())
+                {
                     // If it is leaving, it has lost its monitor; otherwise this has no effect.
-                    mover.report(&nic.vm, MonitorReport::Broken);
+                    migration_handle.report(&nic.vm, MonitorReport::Broken);
                 }
             }
             News::Connected(links) => here.links = links,

@@ -10,7 +10,7 @@ use crate::function::descriptors::drain;
 
 /// A device with not-present guest memory.
 #[derive(Debug)]
-pub(super) struct LateDevice {
+pub(super) struct PostcopyDevice {
     memory: MappedMemory,
     /// Eventfd that counts up when requested pages arrive.
     arrivals: OwnedFd,
@@ -18,7 +18,7 @@ pub(super) struct LateDevice {
     seen: Option<u64>,
 }
 
-impl LateDevice {
+impl PostcopyDevice {
     pub fn fd(&self) -> BorrowedFd<'_> {
         use std::os::fd::AsFd as _;
         self.arrivals.as_fd()
@@ -30,7 +30,7 @@ impl Worker {
     /// has verified that it is one.
     pub fn set_late(&mut self, id: DeviceId, memory: MappedMemory, arrivals: OwnedFd) {
         self.engine.set_late(id, true);
-        self.late.insert(id, LateDevice { seen: memory.arrivals(), memory, arrivals });
+        self.late.insert(id, PostcopyDevice { seen: memory.arrivals(), memory, arrivals });
     }
 
     /// Guest memory that must be present before the device continues: addresses and lengths.
@@ -45,7 +45,7 @@ impl Worker {
     }
 
     /// Checks for arrived pages: a load per region, if any device is in post-copy.
-    pub(super) fn look_for_memory(&mut self) -> bool {
+    pub(super) fn poll_arrived_pages(&mut self) -> bool {
         if self.late.is_empty() {
             return false;
         }
@@ -64,7 +64,7 @@ impl Worker {
     }
 
     /// Empties the eventfds after a sleep; the generation in memory is what counts.
-    pub(super) fn hush_arrivals(&self) {
+    pub(super) fn clear_arrivals(&self) {
         for device in self.late.values() {
             drain(device.fd());
         }

@@ -91,7 +91,7 @@ impl Default for EngineSetup {
 /// The engine's thread has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("The engine's thread has ended; restart the host daemon")]
-pub struct EngineGone;
+pub struct EngineStopped;
 
 /// Why the thread can't be started.
 #[derive(Debug, thiserror::Error)]
@@ -151,26 +151,26 @@ impl EngineHandle {
     pub fn call<R: Send + 'static>(
         &self,
         job: impl FnOnce(&mut Worker) -> R + Send + 'static,
-    ) -> Result<R, EngineGone> {
+    ) -> Result<R, EngineStopped> {
         let (answer, result) = bounded(1);
         let job: Job = Box::new(move |worker| {
             // The caller waits for it.
             let _ = answer.send(job(worker));
         });
         self.send(Message::Job(job))?;
-        result.recv().map_err(|_| EngineGone)
+        result.recv().map_err(|_| EngineStopped)
     }
 
     /// Passes on a trapped doorbell, in order with other calls of this thread. Doesn't wait for the engine, except for room in its channel.
     ///
     /// # Errors
     /// When the thread has ended.
-    pub fn doorbell(&self, device: DeviceId, offset: u64, value: u32) -> Result<(), EngineGone> {
+    pub fn doorbell(&self, device: DeviceId, offset: u64, value: u32) -> Result<(), EngineStopped> {
         self.send(Message::Doorbell { device, offset, value })
     }
 
-    fn send(&self, message: Message) -> Result<(), EngineGone> {
-        self.messages.send(message).map_err(|_| EngineGone)?;
+    fn send(&self, message: Message) -> Result<(), EngineStopped> {
+        self.messages.send(message).map_err(|_| EngineStopped)?;
         // The worker sets `sleeping`, then checks the channel: one of the two sees the other's store.
         std::sync::atomic::fence(Ordering::SeqCst);
         if self.wake.sleeping.load(Ordering::SeqCst) {

@@ -13,7 +13,7 @@ use super::load::Load;
 use super::pace::Pace;
 use super::served::{DeviceSetup, Served, Vectors};
 use super::worker::Worker;
-use crate::migration::{Arrival, MigrationError, Parts, Place, Source};
+use crate::migration::{Destination, MigrationError, Parts, Place, Source};
 use crate::transport::{Immovable, VmId};
 
 /// A VM and its addresses.
@@ -71,7 +71,7 @@ impl Worker {
     ///
     /// # Errors
     /// When this host has no transports.
-    pub fn begin_leaving(&mut self, id: DeviceId) -> Result<(), MigrationError> {
+    pub fn begin_outgoing(&mut self, id: DeviceId) -> Result<(), MigrationError> {
         if !self.leaving.contains_key(&id) {
             let source = Source::begin(&mut self.parts(id)?, id);
             self.leaving.insert(id, source);
@@ -85,7 +85,7 @@ impl Worker {
     ///
     /// # Errors
     /// When it isn't leaving.
-    pub fn hold_back(&mut self, id: DeviceId, percent: u8) -> Result<(), MigrationError> {
+    pub fn throttle(&mut self, id: DeviceId, percent: u8) -> Result<(), MigrationError> {
         let now = self.now();
         let known = self.paces.get_mut(&id).zip(self.engine.inbound_bytes(id));
         let (pace, bytes) = known.ok_or(MigrationError::NoDevice(id))?;
@@ -101,7 +101,7 @@ impl Worker {
     }
 
     /// Number of objects of a leaving device that have changed since the last round.
-    pub fn leaving_left(&self, id: DeviceId) -> usize {
+    pub fn outgoing_left(&self, id: DeviceId) -> usize {
         self.leaving.get(&id).map_or(0, |source| source.left(&self.engine))
     }
 
@@ -109,7 +109,7 @@ impl Worker {
     ///
     /// # Errors
     /// When the device isn't leaving.
-    pub fn leaving_part(&mut self, id: DeviceId, most: usize) -> Result<Vec<Piece>, MigrationError> {
+    pub fn outgoing_part(&mut self, id: DeviceId, most: usize) -> Result<Vec<Piece>, MigrationError> {
         let mut source = self.leaving.remove(&id).ok_or(MigrationError::NoDevice(id))?;
         let mut pieces = Vec::new();
         let done = self.parts(id).map(|mut parts| source.part(most, &mut parts, |piece| pieces.push(piece)));
@@ -121,8 +121,8 @@ impl Worker {
     ///
     /// # Errors
     /// When it can't be stopped or saved. Call [`Worker::stay`] then.
-    pub fn stop_leaving(&mut self, id: DeviceId) -> Result<(Vec<Piece>, Total), MigrationError> {
-        self.begin_leaving(id)?;
+    pub fn stop_outgoing(&mut self, id: DeviceId) -> Result<(Vec<Piece>, Total), MigrationError> {
+        self.begin_outgoing(id)?;
         self.end_pace(id);
         let missing = || MigrationError::NoDevice(id);
         let now = self.now();
@@ -133,7 +133,7 @@ impl Worker {
             let mut parts = Parts { engine, devices, transports, now };
             source.stop(&mut parts, served.pages.memory(), &served.msix)?;
         }
-        let pieces = self.leaving_part(id, usize::MAX)?;
+        let pieces = self.outgoing_part(id, usize::MAX)?;
         let total = self.leaving.get(&id).and_then(Source::total).ok_or_else(missing)?;
         Ok((pieces, total))
     }
@@ -142,7 +142,7 @@ impl Worker {
     ///
     /// # Errors
     /// When another device has one of its addresses meanwhile.
-    pub fn stay(&mut self, id: DeviceId) -> Result<(), MigrationError> {
+    pub fn roll_back(&mut self, id: DeviceId) -> Result<(), MigrationError> {
         self.end_pace(id);
         match self.leaving.remove(&id) {
             Some(source) => source.stay(&mut self.parts(id)?),
@@ -151,7 +151,7 @@ impl Worker {
     }
 
     /// Removes a device that has moved.
-    pub fn leave(&mut self, id: DeviceId) {
+    pub fn remove_migrated(&mut self, id: DeviceId) {
         self.detach(id);
     }
 
@@ -169,7 +169,7 @@ impl Worker {
         setup.pages.clear();
         let place = Place { vm, segment: setup.segment, segment_id: setup.config.segment };
         let mut parts = self.parts(DeviceId(0))?;
-        let arrival = Arrival::begin(&mut parts, setup.config, memory, &place)?;
+        let arrival = Destination::begin(&mut parts, setup.config, memory, &place)?;
         let id = arrival.device();
         let served = Served {
             pages: setup.pages,
@@ -187,7 +187,7 @@ impl Worker {
     ///
     /// # Errors
     /// When a piece is invalid. The device is unusable then.
-    pub fn take_pieces(&mut self, id: DeviceId, pieces: Vec<Piece>) -> Result<(), MigrationError> {
+    pub fn restore_pieces(&mut self, id: DeviceId, pieces: Vec<Piece>) -> Result<(), MigrationError> {
         let mut arrival = self.arriving.remove(&id).ok_or(MigrationError::NoDevice(id))?;
         let taken = self
             .parts(id)
@@ -200,7 +200,7 @@ impl Worker {
     ///
     /// # Errors
     /// When a piece is missing.
-    pub fn check_arrival(&self, id: DeviceId, total: Total) -> Result<(), MigrationError> {
+    pub fn check_incoming(&self, id: DeviceId, total: Total) -> Result<(), MigrationError> {
         self.arriving.get(&id).ok_or(MigrationError::NoDevice(id))?.check(total)
     }
 
@@ -208,7 +208,7 @@ impl Worker {
     ///
     /// # Errors
     /// When another device has one of its addresses.
-    pub fn start_arrival(
+    pub fn start_incoming(
         &mut self,
         id: DeviceId,
         name: &str,
@@ -261,26 +261,26 @@ impl Worker {
 
     /// VMs with which queue pairs of a VM are connected.
     #[must_use]
-    pub fn faces(&self, vm: VmId) -> BTreeSet<VmId> {
+    pub fn peers(&self, vm: VmId) -> BTreeSet<VmId> {
         self.devices_of(vm).into_iter().flat_map(|id| self.peers_of(id)).filter(|peer| *peer != vm).collect()
     }
 
     /// VMs of this host whose queue pairs are connected with a VM.
     #[must_use]
-    pub fn facing(&self, vm: VmId) -> BTreeSet<VmId> {
+    pub fn connected_to(&self, vm: VmId) -> BTreeSet<VmId> {
         let others = self.others(vm).into_iter();
         others.filter(|(id, _)| self.peers_of(*id).contains(&vm)).map(|(_, other)| other).collect()
     }
 
     /// Suspends queue pairs of other VMs of this host towards a VM.
-    pub fn hold_peers_of(&mut self, vm: &Addressed) {
+    pub fn suspend_peers_of(&mut self, vm: &Addressed) {
         for (id, _) in self.others(vm.0) {
             self.hold(id, vm);
         }
     }
 
     /// Ends all suspensions of other VMs towards a VM that is gone, so that later VMs with its addresses are reached.
-    pub fn let_go_of(&mut self, (peer, gids): &Addressed) {
+    pub fn forget_peer(&mut self, (peer, gids): &Addressed) {
         let now = self.now();
         for (id, _) in self.others(*peer) {
             for gid in gids {
@@ -293,7 +293,7 @@ impl Worker {
     }
 
     /// Suspends queue pairs of a VM towards these peers.
-    pub fn hold_towards(&mut self, vm: VmId, peers: &[Addressed]) {
+    pub fn suspend_towards(&mut self, vm: VmId, peers: &[Addressed]) {
         for id in self.devices_of(vm) {
             for peer in peers {
                 self.hold(id, peer);
@@ -313,7 +313,7 @@ impl Worker {
 
     /// Resumes queue pairs of a VM towards a peer, at the host in the directory: this one, or another. Returns the number of connections
     /// that changed from the network to RAM.
-    pub fn open(&mut self, vm: VmId, (peer, gids): &Addressed, here: bool) -> usize {
+    pub fn resume_towards(&mut self, vm: VmId, (peer, gids): &Addressed, here: bool) -> usize {
         let now = self.now();
         let devices = self.devices_of(vm);
         let beside = if here { self.devices_of(*peer) } else { Vec::new() };

@@ -19,13 +19,13 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use vfio_user_protocol::doorbell_mode::DoorbellMode;
 
 use super::handshake::{Handshake, Reached};
-use super::late::LateDevice;
+use super::late::PostcopyDevice;
 use super::load::Load;
 use super::pace::Pace;
 use super::report::LoopCounters;
 use super::served::{Device, DeviceSetup, Served, Vectors};
 use super::{EngineSetup, Message, Wake};
-use crate::migration::{Arrival, Source};
+use crate::migration::{Destination, Source};
 use crate::transport::Transports;
 
 /// Number of messages processed before devices get their turn.
@@ -52,9 +52,9 @@ pub struct Worker {
     pub(super) served: BTreeMap<DeviceId, Served>,
     /// Devices of VMs that leave, and of VMs that arrive.
     pub(super) leaving: BTreeMap<DeviceId, Source>,
-    pub(super) arriving: BTreeMap<DeviceId, Arrival>,
+    pub(super) arriving: BTreeMap<DeviceId, Destination>,
     /// Devices with not-present guest memory.
-    pub(super) late: BTreeMap<DeviceId, LateDevice>,
+    pub(super) late: BTreeMap<DeviceId, PostcopyDevice>,
     /// Limits of peers' writes to devices that leave.
     pub(super) paces: BTreeMap<DeviceId, Pace>,
     inbox: Receiver<Message>,
@@ -145,7 +145,7 @@ impl Worker {
     fn round(&mut self) -> Round {
         self.counters.polls += 1;
         let mut anything = self.take_messages();
-        anything |= self.look_for_memory();
+        anything |= self.poll_arrived_pages();
         let now = self.now();
         anything |= self.look_at_doorbells(now);
         let mut received = false;
@@ -230,7 +230,7 @@ impl Worker {
         self.wake.sleeping.store(false, Ordering::SeqCst);
         // Fails when no sender has signalled.
         let _ = rustix::io::read(&self.wake.event, &mut [0_u8; 8]);
-        self.hush_arrivals();
+        self.clear_arrivals();
     }
 
     /// Polls doorbells in memory.

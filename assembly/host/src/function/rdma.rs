@@ -27,7 +27,7 @@ use super::interrupts::EventFds;
 use super::memory::ClientMemory;
 use super::stream::Stream;
 use super::{NicShared, registers};
-use crate::engine::{DeviceSetup, EngineGone, EngineHandle, Worker, Written, is_arm};
+use crate::engine::{DeviceSetup, EngineHandle, EngineStopped, Worker, Written, is_arm};
 use crate::nic::Event;
 use crate::remembered::Remembered;
 use crate::uar::UarPages;
@@ -188,7 +188,7 @@ impl RdmaFunction {
         job: impl FnOnce(&mut Worker, DeviceId) -> R + Send + 'static,
     ) -> io::Result<R> {
         let device = self.device().ok_or(Errno::NODEV)?;
-        self.engine.call(move |worker| job(worker, device)).map_err(|EngineGone| Errno::NODEV.into())
+        self.engine.call(move |worker| job(worker, device)).map_err(|EngineStopped| Errno::NODEV.into())
     }
 
     /// As [`RdmaFunction::with`]; does nothing if the device's VM has not arrived.
@@ -304,7 +304,7 @@ impl Device for RdmaFunction {
                 );
                 return false;
             }
-            Err(EngineGone) => return false,
+            Err(EngineStopped) => return false,
         };
         let orphan = self.remembered.shared_region(&key.vm, &key.name, self.nic.uid);
         *self.state() = State { device: Some(device), orphan, ..State::default() };
@@ -361,7 +361,7 @@ impl Device for RdmaFunction {
                 return self.with(move |worker, device| worker.doorbell(device, offset, value));
             }
             let device = self.device().ok_or(Errno::NODEV)?;
-            return self.engine.doorbell(device, offset, value).map_err(|EngineGone| Errno::NODEV.into());
+            return self.engine.doorbell(device, offset, value).map_err(|EngineStopped| Errno::NODEV.into());
         }
         if region == REGION_CONFIG {
             return match self.header.write(offset, data) {

@@ -60,7 +60,7 @@ impl MigrationThread {
         let (handle, inbox) = MigrationHandle::new();
         let phases = Arc::clone(handle.phases());
         let thread = std::thread::Builder::new().name("migration".to_owned()).spawn(move || {
-            Mover {
+            MigrationManager {
                 directory,
                 registry,
                 engine,
@@ -69,11 +69,11 @@ impl MigrationThread {
                 switch_ms: 0,
                 timers: BinaryHeap::new(),
                 due: HashMap::new(),
-                leaving: HashMap::new(),
-                arriving: HashMap::new(),
+                outgoing: HashMap::new(),
+                incoming: HashMap::new(),
                 reasons: Reasons::default(),
-                held: HashMap::new(),
-                held_since: HashMap::new(),
+                suspended_addresses: HashMap::new(),
+                suspended_since: HashMap::new(),
                 draining: Draining::default(),
             }
             .run(&mut Inbox::new(inbox));
@@ -103,7 +103,7 @@ impl Drop for MigrationThread {
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Due(std::cmp::Reverse<Instant>, Timer);
 
-struct Mover {
+struct MigrationManager {
     directory: Arc<ClusterDirectory>,
     registry: Arc<Registry>,
     engine: EngineHandle,
@@ -114,14 +114,14 @@ struct Mover {
     timers: BinaryHeap<Due>,
     /// When each timer really runs out: it may have been set again.
     due: HashMap<Timer, Instant>,
-    leaving: HashMap<VmId, MigrationId>,
-    arriving: HashMap<VmId, MigrationId>,
+    outgoing: HashMap<VmId, MigrationId>,
+    incoming: HashMap<VmId, MigrationId>,
     /// Why migrations were given up, as far as this host has had to do with it.
     reasons: Reasons,
     /// Addresses of VMs whose peers here were suspended last.
-    held: HashMap<VmId, Vec<Gid>>,
+    suspended_addresses: HashMap<VmId, Vec<Gid>>,
     /// Since when they have been, and for which migration, while they are.
-    held_since: HashMap<VmId, (MigrationId, Instant)>,
+    suspended_since: HashMap<VmId, (MigrationId, Instant)>,
     /// Suspended queue pairs whose requests haven't ended.
     draining: Draining,
 }
@@ -129,13 +129,13 @@ struct Mover {
 /// A NIC's RDMA function, and what it shares with the other one.
 type Nic = (Arc<NicShared>, Arc<RdmaFunction>);
 
-impl Mover {
+impl MigrationManager {
     fn run(&mut self, inbox: &mut Inbox) {
         loop {
             let timer = self.timers.peek().map(|due| due.0.0);
             match inbox.next([timer, self.draining.next()].into_iter().flatten().min()) {
                 Ok(Input::Stop) | Err(RecvTimeoutError::Disconnected) => return,
-                Ok(input) => self.take(input),
+                Ok(input) => self.handle(input),
                 Err(RecvTimeoutError::Timeout) => {}
             }
             let now = Instant::now();
@@ -148,11 +148,11 @@ impl Mover {
                     }
                 }
             }
-            self.look_at_draining();
+            self.poll_draining();
         }
     }
 
-    fn take(&mut self, input: Input) {
+    fn handle(&mut self, input: Input) {
         match input {
             Input::Joined { host, incarnation, switch_ms } => self.joined(host, incarnation, switch_ms),
             Input::Message(message, room) => {
@@ -162,7 +162,7 @@ impl Mover {
             Input::Started { vm, epoch, after } => self.step(Event::Started { vm, epoch, after }),
             Input::Ended { vm } => {
                 self.draining.forget(Drain::Own(vm));
-                if let Some(migration) = self.leaving.remove(&vm) {
+                if let Some(migration) = self.outgoing.remove(&vm) {
                     self.step(Event::StreamBroke { migration });
                 }
                 if let Some(name) = self.name(vm) {
@@ -170,7 +170,7 @@ impl Mover {
                 }
                 self.step(Event::Ended { vm });
             }
-            Input::Reported { vm, what } => self.said(&vm, what),
+            Input::Reported { vm, what } => self.monitor_reported(&vm, what),
             Input::Stop => {}
         }
     }
@@ -203,15 +203,15 @@ impl Mover {
             Body::Switch { migration } => {
                 // Once: the coordinator repeats it, and each look-up waits for the engine.
                 let begun = self.nomad.as_ref().is_some_and(|nomad| nomad.is_switching_over(*migration));
-                let all = self.leaving.iter().filter(|(_, of)| !begun && *of == migration);
+                let all = self.outgoing.iter().filter(|(_, of)| !begun && *of == migration);
                 for vm in all.map(|(vm, _)| *vm).collect::<Vec<_>>() {
-                    self.look_at_faces(vm);
+                    self.update_peers_of(vm);
                     // Peers of this host get no message: the state machine suspends them itself.
-                    self.look_at_facing(vm);
+                    self.update_connected_to(vm);
                     self.remember_peers(*migration, vm);
                     // Suspended peers acknowledge nothing, and the VM runs until its monitor has paused it. So its queue pairs are
                     // suspended now: requests that it posts in that time would otherwise use up their retries, and fail.
-                    self.hold_towards_peers(vm);
+                    self.suspend_towards_peers(vm);
                 }
             }
             Body::Suspend { migration, vms, .. } => {
@@ -220,7 +220,7 @@ impl Mover {
                 };
                 let new = vms.iter().take(nomad::config::MAX_VMS_PER_MIGRATION).filter(|vm| !known(vm));
                 for vm in &new.copied().collect::<Vec<_>>() {
-                    self.look_at_facing(*vm);
+                    self.update_connected_to(*vm);
                 }
             }
             _ => {}
@@ -228,7 +228,10 @@ impl Mover {
         self.step(Event::Message(message));
     }
 
-    fn ask<R: Send + 'static>(&self, job: impl FnOnce(&mut Worker) -> R + Send + 'static) -> Option<R> {
+    fn call_engine<R: Send + 'static>(
+        &self,
+        job: impl FnOnce(&mut Worker) -> R + Send + 'static,
+    ) -> Option<R> {
         // At the daemon's end there is no engine.
         self.engine.call(job).ok()
     }
@@ -274,7 +277,7 @@ impl Mover {
             }
             Action::Reserve { migration, moves } => return vec![self.reserve_all(migration, &moves)],
             Action::Release { migration } => {
-                for vm in keys(&self.arriving, migration) {
+                for vm in keys(&self.incoming, migration) {
                     self.release(vm);
                 }
             }
@@ -282,27 +285,27 @@ impl Mover {
             Action::Queued { migration, waits_for } => self.set_waits_for(migration, waits_for),
             Action::EndCopy { migration } => {
                 let reason = self.why(migration);
-                for vm in keys(&self.leaving, migration) {
+                for vm in keys(&self.outgoing, migration) {
                     // One that is stopped, or about to be, is resumed by `Action::Run`.
                     if matches!(self.phase(vm), Phase::Copying(_)) {
-                        self.stay(vm, &reason);
+                        self.roll_back(vm, &reason);
                     }
                 }
             }
             Action::SuspendQps { migration, vm } => {
                 let addressed = self.addressed(vm);
                 // The directory forgets whose addresses they were when the VM is gone.
-                self.held.insert(vm, addressed.1.clone());
-                if self.held_since.get(&vm).is_none_or(|(of, _)| *of != migration) {
-                    self.held_since.insert(vm, (migration, Instant::now()));
+                self.suspended_addresses.insert(vm, addressed.1.clone());
+                if self.suspended_since.get(&vm).is_none_or(|(of, _)| *of != migration) {
+                    self.suspended_since.insert(vm, (migration, Instant::now()));
                 }
-                self.ask(move |worker| worker.hold_peers_of(&addressed));
+                self.call_engine(move |worker| worker.suspend_peers_of(&addressed));
                 return self.drain(Drain::Peers(vm), migration).into_iter().collect();
             }
             Action::ResumeQps { vm, peer } => {
                 self.draining.forget(Drain::Peers(peer.vm));
-                self.open(vm, peer);
-                self.goes_on(peer.vm);
+                self.resume_towards(vm, peer);
+                self.peers_resumed(peer.vm);
             }
             Action::Lost { peer } => self.peer_lost(peer),
             Action::Stop { migration, vm } => {
@@ -331,7 +334,7 @@ impl Mover {
     fn copy(&mut self, migration: MigrationId, vm: VmId) -> Option<Event> {
         // Others of its group made it begin when its monitor had just given it up.
         let wanted = self.phase(vm) == Phase::Begun;
-        self.leaving.insert(vm, migration);
+        self.outgoing.insert(vm, migration);
         self.nics(vm).iter().for_each(|(shared, _)| shared.set_locked(true));
         // Before its monitor begins to copy it.
         if let Some(epoch) = self.nomad.as_ref().and_then(|nomad| nomad.epoch(vm)) {
@@ -344,23 +347,23 @@ impl Mover {
     /// A peer of VMs of this host is lost: their queue pairs to it open, and fail.
     fn peer_lost(&mut self, peer: VmId) {
         self.draining.forget(Drain::Peers(peer));
-        self.held_since.remove(&peer);
+        self.suspended_since.remove(&peer);
         let mut addressed = self.addressed(peer);
-        addressed.1.extend(self.held.remove(&peer).unwrap_or_default());
-        self.ask(move |worker| {
-            for vm in worker.facing(addressed.0) {
-                worker.open(vm, &addressed, false);
+        addressed.1.extend(self.suspended_addresses.remove(&peer).unwrap_or_default());
+        self.call_engine(move |worker| {
+            for vm in worker.connected_to(addressed.0) {
+                worker.resume_towards(vm, &addressed, false);
             }
-            worker.let_go_of(&addressed);
+            worker.forget_peer(&addressed);
         });
     }
 
     /// A VM of this host runs elsewhere: its devices here end.
     fn discard(&mut self, vm: VmId) {
         self.draining.forget(Drain::Own(vm));
-        if let Some(migration) = self.leaving.remove(&vm) {
+        if let Some(migration) = self.outgoing.remove(&vm) {
             // Queue pairs that faced others of its group from here resume at the destination, if anywhere.
-            self.held_since.retain(|held, (of, _)| *held == vm || *of != migration);
+            self.suspended_since.retain(|held, (of, _)| *held == vm || *of != migration);
         }
         for (shared, rdma) in self.nics(vm) {
             rdma.leave();
@@ -372,7 +375,7 @@ impl Mover {
     /// Records the VM that switches over first, for callers that ask what the VMs of a migration wait for.
     fn set_waits_for(&self, migration: MigrationId, waits_for: VmId) {
         let first = self.name(waits_for).unwrap_or_else(|| waits_for.to_string());
-        for name in keys(&self.leaving, migration).into_iter().filter_map(|vm| self.name(vm)) {
+        for name in keys(&self.outgoing, migration).into_iter().filter_map(|vm| self.name(vm)) {
             self.phases.set_waits_for(&name, &first);
         }
     }
@@ -403,38 +406,38 @@ impl Mover {
             shared.set_arriving_vm(vm.0);
             shared.set_locked(true);
         }
-        self.arriving.insert(vm, migration);
-        self.set(vm, Phase::Awaited(migration.0));
+        self.incoming.insert(vm, migration);
+        self.set(vm, Phase::Reserved(migration.0));
         true
     }
 
     /// A VM doesn't come.
     fn release(&mut self, vm: VmId) {
-        let Some(migration) = self.arriving.remove(&vm) else { return };
+        let Some(migration) = self.incoming.remove(&vm) else { return };
         for (shared, rdma) in self.nics(vm).into_iter().filter(|(shared, _)| shared.is_incoming()) {
             rdma.leave();
             shared.set_arriving_vm(0);
             shared.set_locked(false);
         }
-        self.set(vm, Phase::Stays(self.why(migration)));
+        self.set(vm, Phase::Aborted(self.why(migration)));
     }
 
     /// A VM of this host that was to leave stays.
-    fn stay(&mut self, vm: VmId, reason: &str) {
+    fn roll_back(&mut self, vm: VmId, reason: &str) {
         self.draining.forget(Drain::Own(vm));
-        self.leaving.remove(&vm);
-        self.go_on(vm);
+        self.outgoing.remove(&vm);
+        self.resume_devices(vm);
         // It has never stopped: only this opens the queue pairs that were suspended when the switchover began. Those towards a peer in a
         // switchover of its own open when that has ended.
         for peer in self.nomad.as_ref().map(|nomad| nomad.open_peers(vm)).unwrap_or_default() {
             if let Some(place) = self.place(peer) {
-                self.open(vm, place);
+                self.resume_towards(vm, place);
             }
         }
-        self.set(vm, Phase::Stays(reason.to_owned()));
+        self.set(vm, Phase::Aborted(reason.to_owned()));
     }
 
-    fn go_on(&self, vm: VmId) -> bool {
+    fn resume_devices(&self, vm: VmId) -> bool {
         let mut fine = true;
         for (shared, rdma) in self.nics(vm) {
             if rdma.device().is_none() {
@@ -454,32 +457,32 @@ impl Mover {
     /// acknowledged.
     fn run_vm(&mut self, vm: VmId, epoch: Epoch) {
         self.draining.forget(Drain::Own(vm));
-        let came = self.arriving.remove(&vm);
-        let left = self.leaving.remove(&vm);
+        let incoming = self.incoming.remove(&vm);
+        let outgoing = self.outgoing.remove(&vm);
         let own = self.nomad.as_ref().map(nomad::Host::id);
-        if let (Some(_), Some(host)) = (came, own) {
+        if let (Some(_), Some(host)) = (incoming, own) {
             // From here on the directory names this host, whatever the service's last event was.
-            self.believe(Place { vm, host, epoch });
+            self.update_place(Place { vm, host, epoch });
         }
-        self.hold_towards_peers(vm);
+        self.suspend_towards_peers(vm);
         // A monitor that died after it reported the arrival has taken the VM with it.
-        let there = came.is_none() || !self.nics(vm).is_empty();
-        let fine = self.go_on(vm) && there;
-        let phase = match (came, left) {
-            (Some(_), _) if fine => Phase::Runs,
+        let there = incoming.is_none() || !self.nics(vm).is_empty();
+        let fine = self.resume_devices(vm) && there;
+        let phase = match (incoming, outgoing) {
+            (Some(_), _) if fine => Phase::Running,
             (Some(_), _) => Phase::Failed,
-            (None, Some(migration)) => Phase::Stays(self.why(migration)),
+            (None, Some(migration)) => Phase::Aborted(self.why(migration)),
             (None, None) => return,
         };
         self.set(vm, phase);
     }
 
     /// Takes a monitor's report on its VM in.
-    fn said(&mut self, name: &str, what: MonitorReport) {
+    fn monitor_reported(&mut self, name: &str, what: MonitorReport) {
         let Some(vm) = self.directory.number(name).map(|vm| VmId(vm.0)) else { return };
-        let leaves = self.leaving.get(&vm).copied();
-        let comes = self.arriving.get(&vm).copied();
-        let event = match (what, leaves, comes) {
+        let outgoing = self.outgoing.get(&vm).copied();
+        let incoming = self.incoming.get(&vm).copied();
+        let event = match (what, outgoing, incoming) {
             (MonitorReport::Converged, Some(migration), _) => Event::Converged { migration, vm },
             (MonitorReport::Stopped, Some(migration), _) => Event::Stopped { migration, vm },
             (MonitorReport::Arrived, _, Some(migration)) => Event::Arrived { migration, vm },

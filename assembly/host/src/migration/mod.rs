@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! Source::begin ─ round ─ round … stop ─ last round ─▶ pieces, Total
-//! Arrival::begin ◀─ take ◀─────────────────────────────┘   check ─ start
+//! Destination::begin ◀─ take ◀─────────────────────────────┘   check ─ start
 //! ```
 //! A piece is an object of the device (`hca`) with the state that this device's function (`pvrdma`) keeps for it. A
 //! piece of a queue pair whose peer is on another host also has its connection (`roce`).
@@ -25,7 +25,7 @@ use crate::transport::{Immovable, Transports, VmId};
 use pieces::{name, object};
 
 /// Maximum number of objects of a device during a migration, including those destroyed during the copy.
-const MOST_OBJECTS: usize = 1 << 20;
+const MAX_OBJECTS: usize = 1 << 20;
 
 /// Why a VM's HCA can't move.
 #[derive(Debug, thiserror::Error)]
@@ -202,12 +202,12 @@ pub struct Place {
 
 /// The destination's side of an HCA's migration.
 #[derive(Debug)]
-pub struct Arrival {
+pub struct Destination {
     device: DeviceId,
     incoming: Incoming,
 }
 
-impl Arrival {
+impl Destination {
     /// Reserves capacity: creates a device without objects, which no peer can reach.
     ///
     /// # Errors
@@ -221,7 +221,7 @@ impl Arrival {
         let device = Device::dormant(config, memory, parts.engine)?;
         let id = device.id();
         parts.devices.insert(device);
-        let arrival = Self { device: id, incoming: Incoming::new(MOST_OBJECTS) };
+        let arrival = Self { device: id, incoming: Incoming::new(MAX_OBJECTS) };
         if let Err(error) = parts.transports.attach_dormant(id, place.vm, &place.segment, place.segment_id) {
             arrival.discard(parts);
             return Err(error.into());

@@ -6,7 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use tokio::sync::watch;
 
 /// Maximum number of VMs with a phase, unless more are in a migration.
-const MAX_REMEMBERED_VMS: usize = 4096;
+const MAX_RECORDED_VMS: usize = 4096;
 
 /// The phase of a VM's migration.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -23,13 +23,13 @@ pub enum Phase {
     /// Source: the VM is stopped, and the rest of its state moves to the destination.
     Handing,
     /// Destination: capacity is reserved. The migration's number.
-    Awaited(u64),
+    Reserved(u64),
     /// Destination: committed; the monitor may run the vCPUs.
-    Runs,
+    Running,
     /// Source: committed; another host runs the VM.
     Moved,
     /// Source: aborted for this reason; this host runs the VM.
-    Stays(String),
+    Aborted(String),
     /// Destination: committed, but the VM's devices failed. The log has the reason.
     Failed,
 }
@@ -38,7 +38,7 @@ impl Phase {
     /// Whether the migration has ended.
     #[must_use]
     pub fn is_end(&self) -> bool {
-        matches!(self, Self::Runs | Self::Moved | Self::Stays(_) | Self::Failed)
+        matches!(self, Self::Running | Self::Moved | Self::Aborted(_) | Self::Failed)
     }
 }
 
@@ -171,7 +171,7 @@ impl Phases {
 
 /// Drops ended migrations when the table is full and another VM needs an entry.
 fn make_room(all: &mut HashMap<String, Last>, vm: &str) {
-    if all.len() >= MAX_REMEMBERED_VMS && !all.contains_key(vm) {
+    if all.len() >= MAX_RECORDED_VMS && !all.contains_key(vm) {
         all.retain(|_, last| last.phase != Phase::Idle && !last.phase.is_end());
     }
 }
@@ -182,7 +182,7 @@ mod tests {
 
     /// A repeated attempt changes nothing, whatever its result. A new one begins after the previous one has ended.
     #[test]
-    fn a_try_is_begun_once() {
+    fn an_attempt_is_begun_once() {
         let phases = Phases::default();
         assert!(phases.begin("a", Some(1)));
         assert_eq!(phases.get("a"), Phase::Begun);
@@ -191,9 +191,9 @@ mod tests {
         assert_eq!(phases.get("a"), Phase::Copying(7));
         assert!(!phases.begin("a", Some(2)), "another one is under way");
         assert!(!phases.begin("a", None));
-        phases.set("a", Phase::Stays("no".to_owned()));
+        phases.set("a", Phase::Aborted("no".to_owned()));
         assert!(phases.begin("a", Some(1)));
-        assert_eq!(phases.get("a"), Phase::Stays("no".to_owned()), "the monitor hasn't heard of that");
+        assert_eq!(phases.get("a"), Phase::Aborted("no".to_owned()), "the monitor hasn't heard of that");
         assert!(phases.begin("a", Some(2)));
         assert_eq!(phases.get("a"), Phase::Begun);
     }
@@ -213,7 +213,7 @@ mod tests {
 
     /// A migration that has begun can't be withdrawn.
     #[test]
-    fn only_a_wish_is_withdrawn() {
+    fn only_a_request_is_withdrawn() {
         let phases = Phases::default();
         assert!(!phases.withdraw("a", Phase::Idle));
         assert!(phases.begin("a", None));

@@ -39,50 +39,56 @@ pub(super) async fn step(
 ) -> Result<MoveVmReply, Status> {
     let none =
         || Status::unavailable("This daemon doesn't take part in migrations: it is starting or ending");
-    let mover = cluster.mover().ok_or_else(none)?;
+    let migration_handle = cluster.migration_handle().ok_or_else(none)?;
     // `Idle` is an end as well: a daemon that was restarted meanwhile knows no migration, and never will.
     let ended = |phase: &Phase| phase.is_end() || *phase == Phase::Idle;
     let phase = match step {
-        Step::Begin(host) => return begin(cluster, registry, mover, vm, host).await,
-        Step::BeginTogether(wish) => return begin_together(cluster, registry, mover, vm, wish).await,
+        Step::Begin(host) => return begin(cluster, registry, migration_handle, vm, host).await,
+        Step::BeginTogether(wish) => {
+            return begin_together(cluster, registry, migration_handle, vm, wish).await;
+        }
         Step::Converged(_) => {
-            mover.report(vm, MonitorReport::Converged);
-            return Ok(may_stop(mover, vm, |phase| ended(phase) || *phase == Phase::Stop).await);
+            migration_handle.report(vm, MonitorReport::Converged);
+            return Ok(may_stop(migration_handle, vm, |phase| ended(phase) || *phase == Phase::Stop).await);
         }
         Step::Stopped(_) => {
-            mover.report(vm, MonitorReport::Stopped);
-            mover.phases().get(vm)
+            migration_handle.report(vm, MonitorReport::Stopped);
+            migration_handle.phases().get(vm)
         }
         Step::Arrived(_) => {
-            mover.report(vm, MonitorReport::Arrived);
-            wait(mover, vm, ended).await
+            migration_handle.report(vm, MonitorReport::Arrived);
+            wait(migration_handle, vm, ended).await
         }
         Step::Broken(_) => {
-            cancel(cluster, mover, vm).await;
-            wait(mover, vm, ended).await
+            cancel(cluster, migration_handle, vm).await;
+            wait(migration_handle, vm, ended).await
         }
-        Step::Wait(_) => wait(mover, vm, ended).await,
-        Step::Look(_) => mover.phases().get(vm),
-        Step::Peers(_) => return Ok(peers(cluster, mover, vm).await),
-        Step::Claim(asked) => return Ok(claim(cluster, mover, vm, asked).await),
+        Step::Wait(_) => wait(migration_handle, vm, ended).await,
+        Step::Look(_) => migration_handle.phases().get(vm),
+        Step::Peers(_) => return Ok(peers(cluster, migration_handle, vm).await),
+        Step::Claim(asked) => return Ok(claim(cluster, migration_handle, vm, asked).await),
     };
-    Ok(MoveVmReply { epoch: mover.phases().epoch(vm), ..reply(phase) })
+    Ok(MoveVmReply { epoch: migration_handle.phases().epoch(vm), ..reply(phase) })
 }
 
-async fn wait(mover: &MigrationHandle, vm: &str, wanted: impl Fn(&Phase) -> bool) -> Phase {
-    let waited = tokio::time::timeout(MAX_ANSWER_DELAY, mover.phases().wait(vm, wanted)).await;
-    waited.unwrap_or_else(|_| mover.phases().get(vm))
+async fn wait(migration_handle: &MigrationHandle, vm: &str, wanted: impl Fn(&Phase) -> bool) -> Phase {
+    let waited = tokio::time::timeout(MAX_ANSWER_DELAY, migration_handle.phases().wait(vm, wanted)).await;
+    waited.unwrap_or_else(|_| migration_handle.phases().get(vm))
 }
 
 /// Waits until a converged VM may be stopped. If another VM must migrate first, the response names it after [`QUEUED`].
-async fn may_stop(mover: &MigrationHandle, vm: &str, wanted: impl Fn(&Phase) -> bool) -> MoveVmReply {
+async fn may_stop(
+    migration_handle: &MigrationHandle,
+    vm: &str,
+    wanted: impl Fn(&Phase) -> bool,
+) -> MoveVmReply {
     let until = Instant::now() + MAX_ANSWER_DELAY;
     loop {
-        let waited = tokio::time::timeout(QUEUED, mover.phases().wait(vm, &wanted)).await;
-        let phase = waited.unwrap_or_else(|_| mover.phases().get(vm));
-        let waits_for = mover.phases().waits_for(vm).filter(|_| !wanted(&phase));
+        let waited = tokio::time::timeout(QUEUED, migration_handle.phases().wait(vm, &wanted)).await;
+        let phase = waited.unwrap_or_else(|_| migration_handle.phases().get(vm));
+        let waits_for = migration_handle.phases().waits_for(vm).filter(|_| !wanted(&phase));
         if wanted(&phase) || waits_for.is_some() || Instant::now() > until {
-            let epoch = mover.phases().epoch(vm);
+            let epoch = migration_handle.phases().epoch(vm);
             return MoveVmReply { epoch, waits_for: waits_for.unwrap_or_default(), ..reply(phase) };
         }
     }
@@ -91,20 +97,25 @@ async fn may_stop(mover: &MigrationHandle, vm: &str, wanted: impl Fn(&Phase) -> 
 fn reply(phase: Phase) -> MoveVmReply {
     let (state, reason) = match phase {
         Phase::Idle => (State::Unknown, "this host's daemon knows of no migration of it".to_owned()),
-        Phase::Begun | Phase::Handing | Phase::Awaited(_) => (State::Pending, String::new()),
+        Phase::Begun | Phase::Handing | Phase::Reserved(_) => (State::Pending, String::new()),
         Phase::Copying(_) => (State::Copy, String::new()),
         Phase::Stop => (State::Stop, String::new()),
-        Phase::Runs => (State::Runs, String::new()),
+        Phase::Running => (State::Runs, String::new()),
         Phase::Moved => (State::Moved, String::new()),
-        Phase::Stays(reason) => (State::Stays, reason),
+        Phase::Aborted(reason) => (State::Stays, reason),
         Phase::Failed => (State::Failed, String::new()),
     };
     MoveVmReply { state: state.into(), reason, ..MoveVmReply::default() }
 }
 
 /// Responds to a monitor that is in doubt: with this daemon's decision if it has one, else with the cluster service's.
-async fn claim(cluster: &ClusterDirectory, mover: &MigrationHandle, vm: &str, asked: ClaimVm) -> MoveVmReply {
-    let phase = mover.phases().get(vm);
+async fn claim(
+    cluster: &ClusterDirectory,
+    migration_handle: &MigrationHandle,
+    vm: &str,
+    asked: ClaimVm,
+) -> MoveVmReply {
+    let phase = migration_handle.phases().get(vm);
     if phase.is_end() {
         return reply(phase);
     }
@@ -125,10 +136,10 @@ async fn claim(cluster: &ClusterDirectory, mover: &MigrationHandle, vm: &str, as
         Claim::Undecided => pending("the cluster service hasn't decided".to_owned()),
         Claim::Here if phase != Phase::Idle => {
             // The migration thread resumes the VM's devices. Afterwards the phase is an end, and the monitor's next claim gets it.
-            mover.started(answer.vm, answer.epoch, 0);
+            migration_handle.started(answer.vm, answer.epoch, 0);
             pending("it is this host's, and goes on as soon as its devices do".to_owned())
         }
-        Claim::Here => MoveVmReply { epoch: answer.epoch, ..reply(Phase::Runs) },
+        Claim::Here => MoveVmReply { epoch: answer.epoch, ..reply(Phase::Running) },
         Claim::Lost => reply(Phase::Failed),
         Claim::Elsewhere => elsewhere(&asked, &answer.host, answer.epoch),
     }
@@ -160,9 +171,10 @@ fn elsewhere(asked: &ClaimVm, host: &str, epoch: u64) -> MoveVmReply {
 
 /// Peer pauses of a VM's migration by host, in microseconds, as the hosts have reported them to the service. Waits up to [`REPORTS`] for
 /// the reports of all hosts.
-async fn peers(cluster: &ClusterDirectory, mover: &MigrationHandle, vm: &str) -> MoveVmReply {
-    let mut answer = reply(mover.phases().get(vm));
-    let (Some((migration, hosts)), Some(number)) = (mover.phases().peers(vm), cluster.number(vm)) else {
+async fn peers(cluster: &ClusterDirectory, migration_handle: &MigrationHandle, vm: &str) -> MoveVmReply {
+    let mut answer = reply(migration_handle.phases().get(vm));
+    let (Some((migration, hosts)), Some(number)) = (migration_handle.phases().peers(vm), cluster.number(vm))
+    else {
         return answer;
     };
     let until = Instant::now() + REPORTS;
@@ -222,21 +234,23 @@ fn moves_already(vm: &str) -> Status {
 async fn begin(
     cluster: &ClusterDirectory,
     registry: &Registry,
-    mover: &MigrationHandle,
+    migration_handle: &MigrationHandle,
     vm: &str,
     host: String,
 ) -> Result<MoveVmReply, Status> {
     movable(registry, vm)?;
-    if !mover.phases().begin(vm, None) {
+    if !migration_handle.phases().begin(vm, None) {
         return Err(moves_already(vm));
     }
     let wish = cluster_proto::Wish { vm: vm.to_owned(), host };
     let speaker = Some(cluster.speaker());
     let request = cluster_proto::MigrateRequest { wishes: vec![wish], speaker, ..Default::default() };
     match ask(cluster, &request).await {
-        Ok(reply) => begun(cluster, mover, vm, reply.migration, "the destination gives it no room").await,
+        Ok(reply) => {
+            begun(cluster, migration_handle, vm, reply.migration, "the destination gives it no room").await
+        }
         Err(error) => {
-            mover.phases().withdraw(vm, Phase::Idle);
+            migration_handle.phases().withdraw(vm, Phase::Idle);
             Err(refusal(vm, error))
         }
     }
@@ -247,12 +261,12 @@ async fn begin(
 async fn begin_together(
     cluster: &ClusterDirectory,
     registry: &Registry,
-    mover: &MigrationHandle,
+    migration_handle: &MigrationHandle,
     vm: &str,
     BeginTogether { host, vms, attempt }: BeginTogether,
 ) -> Result<MoveVmReply, Status> {
     movable(registry, vm)?;
-    if !mover.phases().begin(vm, Some(attempt)) {
+    if !migration_handle.phases().begin(vm, Some(attempt)) {
         return Err(moves_already(vm));
     }
     let wish = cluster_proto::Wish { vm: vm.to_owned(), host };
@@ -261,18 +275,18 @@ async fn begin_together(
     let until = Instant::now() + GATHERING;
     loop {
         // Another member's request may have completed the group. Then the coordinator notifies this host, even if a response was lost.
-        let phase = mover.phases().get(vm);
+        let phase = migration_handle.phases().get(vm);
         if phase != Phase::Begun {
-            return Ok(MoveVmReply { epoch: mover.phases().epoch(vm), ..reply(phase) });
+            return Ok(MoveVmReply { epoch: migration_handle.phases().epoch(vm), ..reply(phase) });
         }
         let reason = match ask(cluster, &request).await {
             Ok(reply) if reply.migration != 0 => {
                 let no_room = "a destination has no room for it or for another VM of its group";
-                return begun(cluster, mover, vm, reply.migration, no_room).await;
+                return begun(cluster, migration_handle, vm, reply.migration, no_room).await;
             }
             Ok(reply) => format!("waits for VM {} of its group", reply.missing.join(", ")),
             Err(error) if error.is_refusal() => {
-                mover.phases().withdraw(vm, Phase::Idle);
+                migration_handle.phases().withdraw(vm, Phase::Idle);
                 return Err(refusal(vm, error));
             }
             // A restarted service has lost the members' requests; all of them repeat theirs.
@@ -288,21 +302,22 @@ async fn begin_together(
 /// Waits until a migration that the service has begun permits pre-copy. Cancels it after [`MAX_ANSWER_DELAY`].
 async fn begun(
     cluster: &ClusterDirectory,
-    mover: &MigrationHandle,
+    migration_handle: &MigrationHandle,
     vm: &str,
     migration: u64,
     no_room: &str,
 ) -> Result<MoveVmReply, Status> {
-    let phase = wait(mover, vm, |phase| phase.is_end() || matches!(phase, Phase::Copying(_))).await;
+    let phase =
+        wait(migration_handle, vm, |phase| phase.is_end() || matches!(phase, Phase::Copying(_))).await;
     if phase == Phase::Begun {
         // The destination refused, or a host was lost, so the coordinator never notified the source. The migration may still be undecided.
         withdraw(cluster, vm, migration).await;
-        mover.phases().withdraw(vm, Phase::Idle);
+        migration_handle.phases().withdraw(vm, Phase::Idle);
         return Err(Status::failed_precondition(format!(
             "VM {vm} can't move: {no_room}; does a monitor wait there (`causeway run --incoming`)?"
         )));
     }
-    Ok(MoveVmReply { epoch: mover.phases().epoch(vm), ..reply(phase) })
+    Ok(MoveVmReply { epoch: migration_handle.phases().epoch(vm), ..reply(phase) })
 }
 
 fn refusal(vm: &str, error: ClusterError) -> Status {
@@ -322,14 +337,14 @@ async fn ask(
 }
 
 /// Aborts a migration whose monitor can't continue. If this host can't abort it on its own, the cluster service is requested to.
-async fn cancel(cluster: &ClusterDirectory, mover: &MigrationHandle, vm: &str) {
+async fn cancel(cluster: &ClusterDirectory, migration_handle: &MigrationHandle, vm: &str) {
     // A migration whose group is incomplete hasn't begun. If the service can't be reached, it drops the VM's request after some seconds.
-    if mover.phases().withdraw(vm, Phase::Stays("it was cancelled".to_owned())) {
+    if migration_handle.phases().withdraw(vm, Phase::Aborted("it was cancelled".to_owned())) {
         give_up(cluster, vm, cluster_proto::CancelMigrationRequest { migration: 0, vm: vm.to_owned() }).await;
     }
-    let phase = mover.phases().get(vm);
-    mover.report(vm, MonitorReport::Broken);
-    if let Phase::Copying(migration) | Phase::Awaited(migration) = phase {
+    let phase = migration_handle.phases().get(vm);
+    migration_handle.report(vm, MonitorReport::Broken);
+    if let Phase::Copying(migration) | Phase::Reserved(migration) = phase {
         withdraw(cluster, vm, migration).await;
     }
 }

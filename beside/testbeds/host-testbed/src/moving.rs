@@ -18,7 +18,7 @@ use std::time::Instant;
 
 use dma::MappedMemory;
 use hca::names::{DeviceId, SegmentId};
-use host::migration::{Arrival, Parts, Source};
+use host::migration::{Destination, Parts, Source};
 use host::transport::Transports;
 use nomad::coordinator::{self, Coordinator, Decision};
 use nomad::{Event, HostId, Message, MigrationId, Node, VmId};
@@ -43,7 +43,7 @@ struct Machine {
     /// Devices of VMs that run or are stopped here.
     here: BTreeMap<VmId, DeviceId>,
     leaving: BTreeMap<VmId, (MigrationId, HostId, Source, u32)>,
-    arriving: BTreeMap<VmId, (MigrationId, Arrival, MappedMemory)>,
+    arriving: BTreeMap<VmId, (MigrationId, Destination, MappedMemory)>,
     /// Ports to the segment of the peer outside of the cluster; empty without it.
     ports: Ports,
 }

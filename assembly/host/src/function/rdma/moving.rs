@@ -10,7 +10,7 @@ use rustix::io::Errno;
 use vfio_user_protocol::migration::{DeviceState, LateMemory, Migration};
 
 use super::RdmaFunction;
-use crate::engine::{DeviceSetup, EngineGone, Worker};
+use crate::engine::{DeviceSetup, EngineStopped, Worker};
 use crate::function::descriptors::Expected;
 use crate::function::memory::await_memory;
 use crate::function::stream::{Stream, failed};
@@ -52,7 +52,7 @@ impl RdmaFunction {
 
     /// Begins to save: its client reads the state from here on.
     fn begin(&self, stream: &mut Stream) -> io::Result<()> {
-        self.gone("leave", self.with(|worker, device| worker.begin_leaving(device)))?;
+        self.gone("leave", self.with(|worker, device| worker.begin_outgoing(device)))?;
         stream.clear();
         stream.push(&self.own());
         self.state().said_outside = false;
@@ -61,7 +61,7 @@ impl RdmaFunction {
 
     fn stop(&self, stream: &mut Stream) -> io::Result<()> {
         let stopped = self.with(|worker, device| {
-            worker.stop_leaving(device).map(|(pieces, total)| (worker.faces_outside(device), pieces, total))
+            worker.stop_outgoing(device).map(|(pieces, total)| (worker.faces_outside(device), pieces, total))
         })?;
         let (outside, pieces, total) =
             stopped.map_err(|error| self.refused("be stopped and saved", &error))?;
@@ -90,7 +90,7 @@ impl RdmaFunction {
         let setup = DeviceSetup { vm: name, segment, config, pages, msix, mode, wire };
         let memory: MappedMemory = self.memory.table();
         let attached = self.engine.call(move |worker| worker.attach_dormant(setup, memory, VmId(vm)));
-        let attached = attached.map_err(|EngineGone| io::Error::from(Errno::NODEV))?;
+        let attached = attached.map_err(|EngineStopped| io::Error::from(Errno::NODEV))?;
         let device = attached.map_err(|error| self.refused("come here", &error))?;
         self.state().device = Some(device);
         stream.clear();
@@ -119,7 +119,7 @@ impl RdmaFunction {
                 "The NIC's own memory is here"
             );
         }
-        self.gone("come here", self.with(move |worker, device| worker.check_arrival(device, total)))
+        self.gone("come here", self.with(move |worker, device| worker.check_incoming(device, total)))
     }
 
     /// Starts the device on this host: after a rollback, or after an arrival. Called by its client, or by the migration that decides how it
@@ -128,8 +128,8 @@ impl RdmaFunction {
         let (name, wire) = (self.nic.key.vm.clone(), Arc::clone(&self.nic.wire));
         let bus_master = self.header.bus_master();
         let run = move |worker: &mut crate::engine::Worker, device| {
-            worker.stay(device)?;
-            worker.start_arrival(device, &name, wire)?;
+            worker.roll_back(device)?;
+            worker.start_incoming(device, &name, wire)?;
             // Client requests from when the device didn't exist or was stopped.
             worker.set_bus_master(device, bus_master);
             Ok(())
@@ -148,7 +148,7 @@ impl RdmaFunction {
     pub(crate) fn leave(&self) {
         if let Some(device) = self.state().device.take() {
             // When the daemon ends, the engine is gone, and with it the device.
-            let _ = self.engine.call(move |worker| worker.leave(device));
+            let _ = self.engine.call(move |worker| worker.remove_migrated(device));
         }
         self.remember(None);
     }
@@ -159,7 +159,7 @@ impl RdmaFunction {
             return Ok(());
         }
         let pieces = std::mem::take(pieces);
-        self.gone("come here", self.with(move |worker, device| worker.take_pieces(device, pieces)))
+        self.gone("come here", self.with(move |worker, device| worker.restore_pieces(device, pieces)))
     }
 
     /// Handles a record other than an object.
@@ -238,13 +238,13 @@ impl Migration for RdmaFunction {
         }
         if stream.state == DeviceState::PreCopy {
             if stream.is_empty() && stream.round_left == 0 {
-                stream.round_left = self.with(|worker, device| worker.leaving_left(device))?;
+                stream.round_left = self.with(|worker, device| worker.outgoing_left(device))?;
             }
             // Other devices get their turns between two parts.
             while stream.round_left > 0 && stream.len() < most {
                 let now = stream.round_left.min(MOST_AT_ONCE);
                 let part = self.with(move |worker, device| {
-                    let pieces = worker.leaving_part(device, now)?;
+                    let pieces = worker.outgoing_part(device, now)?;
                     Ok::<_, MigrationError>((worker.faces_outside(device), pieces))
                 })?;
                 let (outside, pieces) = part.map_err(|error| self.refused("be saved", &error))?;
@@ -282,7 +282,7 @@ impl Migration for RdmaFunction {
     fn start_logging(&self) -> io::Result<()> {
         self.memory.set_dirty_log(true);
         // Only the engine's thread writes, and it has completed earlier requests then.
-        self.engine.call(|_| ()).map_err(|EngineGone| Errno::NODEV.into())
+        self.engine.call(|_| ()).map_err(|EngineStopped| Errno::NODEV.into())
     }
 
     fn stop_logging(&self) -> io::Result<()> {
@@ -294,10 +294,7 @@ impl Migration for RdmaFunction {
         if self.stream().state != DeviceState::PreCopy {
             return Err(Errno::INVAL.into());
         }
-        self.gone(
-            "be written more slowly",
-            self.with(move |worker, device| worker.hold_back(device, percent)),
-        )
+        self.gone("be written more slowly", self.with(move |worker, device| worker.throttle(device, percent)))
     }
 
     fn late_memory(&self, late: LateMemory) -> io::Result<()> {

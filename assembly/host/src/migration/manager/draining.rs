@@ -8,13 +8,13 @@ use nomad::{Event, MigrationId, VmId};
 
 use crate::transport;
 
-use super::Mover;
+use super::MigrationManager;
 use crate::migration::phases::Phase;
 
 /// Polling interval.
-const LOOK: Duration = Duration::from_millis(1);
+const DRAIN_POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// Maximum number of migrations whose reason for waiting is kept. Users can query it after an abort.
-const REMEMBERED: usize = 64;
+const MAX_DRAIN_REASONS: usize = 64;
 
 /// The side of a migration that waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -51,19 +51,19 @@ impl Draining {
     }
 }
 
-impl Mover {
+impl MigrationManager {
     /// Polls once, and waits if requests are in flight. Returns the event that follows for a peers' host.
     pub(super) fn drain(&mut self, what: Drain, migration: MigrationId) -> Option<Event> {
         self.draining.forget(what);
         if let Some(why) = self.under_way(what) {
             tracing::debug!(migration = migration.0, "Held queue pairs aren't at rest: {why}");
             self.draining.why.retain(|(of, _)| *of != migration);
-            if self.draining.why.len() >= REMEMBERED {
+            if self.draining.why.len() >= MAX_DRAIN_REASONS {
                 self.draining.why.remove(0);
             }
             self.draining.why.push((migration, why));
             self.draining.waiting.push((what, migration));
-            self.draining.next = Instant::now().checked_add(LOOK);
+            self.draining.next = Instant::now().checked_add(DRAIN_POLL_INTERVAL);
             return None;
         }
         self.draining.why.retain(|(of, _)| *of != migration);
@@ -78,15 +78,17 @@ impl Mover {
 
     fn under_way(&self, what: Drain) -> Option<String> {
         let rest = match what {
-            Drain::Own(vm) => self.ask(move |worker| worker.is_at_rest(transport::VmId(vm.0))),
-            Drain::Peers(vm) => self.ask(move |worker| worker.are_peers_at_rest(transport::VmId(vm.0))),
+            Drain::Own(vm) => self.call_engine(move |worker| worker.is_at_rest(transport::VmId(vm.0))),
+            Drain::Peers(vm) => {
+                self.call_engine(move |worker| worker.are_peers_at_rest(transport::VmId(vm.0)))
+            }
         };
         // Without an engine nothing is in flight.
         rest.and_then(Result::err).map(|error| error.to_string())
     }
 
     /// Polls all waits, if it is time.
-    pub(super) fn look_at_draining(&mut self) {
+    pub(super) fn poll_draining(&mut self) {
         if self.draining.next().is_none_or(|next| next > Instant::now()) {
             return;
         }

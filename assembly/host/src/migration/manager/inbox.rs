@@ -70,7 +70,7 @@ mod tests {
     /// Copies of a queued message are dropped, and the first copy keeps its position. A copy that comes after the first was taken is
     /// queued.
     #[test]
-    fn what_is_said_again_waits_once() {
+    fn a_repeated_message_is_queued_once() {
         let (say, inputs) = unbounded();
         let mut inbox = Inbox::new(inputs);
         for _ in 0..1000 {
@@ -88,7 +88,7 @@ mod tests {
 
     /// Copies of a message don't keep room from others.
     #[test]
-    fn a_repeated_message_gives_its_room_back() {
+    fn a_repeated_message_returns_its_permit() {
         let (say, inputs) = unbounded();
         let mut inbox = Inbox::new(inputs);
         let room = std::sync::Arc::new(tokio::sync::Semaphore::new(10));

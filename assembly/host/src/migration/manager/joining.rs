@@ -2,9 +2,9 @@
 
 use nomad::{Body, Event, HostId, Incarnation, Message, Node, VmId};
 
-use super::{Draining, Mover};
+use super::{Draining, MigrationManager};
 
-impl Mover {
+impl MigrationManager {
     pub(super) fn joined(&mut self, host: HostId, incarnation: Incarnation, switch_ms: u32) {
         self.switch_ms = switch_ms;
         let same =
@@ -21,15 +21,15 @@ impl Mover {
         let voted = |vm: &VmId| {
             self.nomad.as_ref().is_some_and(|nomad| nomad.has_yielded(*vm) || nomad.has_voted(*vm))
         };
-        let leaving: Vec<VmId> = self.leaving.keys().filter(|vm| !voted(vm)).copied().collect();
-        let arriving: Vec<VmId> = self.arriving.keys().filter(|vm| !voted(vm)).copied().collect();
-        for vm in leaving {
-            self.stay(vm, "the cluster service takes this host for one that was started again");
+        let outgoing: Vec<VmId> = self.outgoing.keys().filter(|vm| !voted(vm)).copied().collect();
+        let incoming: Vec<VmId> = self.incoming.keys().filter(|vm| !voted(vm)).copied().collect();
+        for vm in outgoing {
+            self.roll_back(vm, "the cluster service takes this host for one that was started again");
         }
-        for vm in arriving {
+        for vm in incoming {
             self.release(vm);
         }
-        for vm in self.leaving.keys().chain(self.arriving.keys()).filter_map(|vm| self.name(*vm)) {
+        for vm in self.outgoing.keys().chain(self.incoming.keys()).filter_map(|vm| self.name(*vm)) {
             tracing::warn!(
                 vm,
                 "The cluster service takes this host for one that was started again; this VM was voted for, and stays as it is until the decision is heard"

@@ -4,15 +4,15 @@ use std::collections::BTreeSet;
 
 use nomad::{Body, Event, HostId, Message, MigrationId, Place, VmId};
 
-use super::Mover;
+use super::MigrationManager;
 use crate::cluster::Hold;
 use crate::engine::Worker;
 use crate::transport;
 
-impl Mover {
+impl MigrationManager {
     /// Looks up which VMs a VM of this host is connected with.
-    pub(super) fn look_at_faces(&mut self, vm: VmId) {
-        let Some(peers) = self.ask(move |worker| worker.faces(transport::VmId(vm.0))) else { return };
+    pub(super) fn update_peers_of(&mut self, vm: VmId) {
+        let Some(peers) = self.call_engine(move |worker| worker.peers(transport::VmId(vm.0))) else { return };
         let peers: BTreeSet<VmId> = peers.into_iter().map(|peer| VmId(peer.0)).collect();
         let before = self.nomad.as_ref().map(|nomad| nomad.peers(vm)).unwrap_or_default();
         for peer in before.into_iter().filter(|peer| !peers.contains(peer)) {
@@ -35,32 +35,33 @@ impl Mover {
     }
 
     /// The queue pairs of this host that face a VM run again: ends its peer pause, and reports it.
-    pub(super) fn goes_on(&mut self, vm: VmId) {
-        let Some((migration, since)) = self.held_since.remove(&vm) else { return };
+    pub(super) fn peers_resumed(&mut self, vm: VmId) {
+        let Some((migration, since)) = self.suspended_since.remove(&vm) else { return };
         let microseconds = u64::try_from(since.elapsed().as_micros()).unwrap_or(u64::MAX);
         self.directory.held(Hold { migration: migration.0, vm: vm.0, microseconds });
     }
 
     /// Which VMs of this host are connected with a VM that is about to stop.
-    pub(super) fn look_at_facing(&mut self, vm: VmId) {
+    pub(super) fn update_connected_to(&mut self, vm: VmId) {
         let Some(place) = self.place(vm) else { return };
-        let facing = self.ask(move |worker| worker.facing(transport::VmId(vm.0))).unwrap_or_default();
+        let facing =
+            self.call_engine(move |worker| worker.connected_to(transport::VmId(vm.0))).unwrap_or_default();
         for other in facing {
             self.step(Event::Connected { vm: VmId(other.0), peer: place });
         }
     }
 
     /// Queue pairs of a VM that face others send nothing to them.
-    pub(super) fn hold_towards_peers(&self, vm: VmId) {
+    pub(super) fn suspend_towards_peers(&self, vm: VmId) {
         let peers = self.nomad.as_ref().map(|nomad| nomad.peers(vm)).unwrap_or_default();
         let peers: Vec<_> = peers.into_iter().map(|peer| self.addressed(peer)).collect();
-        self.ask(move |worker| worker.hold_towards(transport::VmId(vm.0), &peers));
+        self.call_engine(move |worker| worker.suspend_towards(transport::VmId(vm.0), &peers));
     }
 
     /// Changes the directory: a VM is at a place.
-    pub(super) fn believe(&self, Place { vm, host, epoch }: Place) {
+    pub(super) fn update_place(&self, Place { vm, host, epoch }: Place) {
         if self.directory.moved(transport::VmId(vm.0), host.0, epoch.0) {
-            self.ask(Worker::directory_changed);
+            self.call_engine(Worker::directory_changed);
         }
     }
 
@@ -73,14 +74,14 @@ impl Mover {
                 self.directory.want_direct(moves.iter().map(|moved| moved.from));
             }
             Body::Begin { moves, .. } => {
-                let begun = moves.iter().all(|moved| self.leaving.contains_key(&moved.vm));
+                let begun = moves.iter().all(|moved| self.outgoing.contains_key(&moved.vm));
                 if begun {
                     return;
                 }
                 self.directory.want_direct(moves.iter().map(|moved| moved.to));
                 for moved in moves.iter().take(nomad::config::MAX_VMS_PER_MIGRATION) {
                     let vm = transport::VmId(moved.vm.0);
-                    let peers = self.ask(move |worker| worker.faces(vm)).unwrap_or_default();
+                    let peers = self.call_engine(move |worker| worker.peers(vm)).unwrap_or_default();
                     let hosts = peers.into_iter().filter_map(|peer| self.directory.place(peer));
                     self.directory.want_direct(hosts.map(|(host, _)| HostId(host)));
                 }
@@ -92,11 +93,12 @@ impl Mover {
         }
     }
 
-    pub(super) fn open(&self, vm: VmId, peer: Place) {
-        self.believe(peer);
+    pub(super) fn resume_towards(&self, vm: VmId, peer: Place) {
+        self.update_place(peer);
         let here = self.nomad.as_ref().is_some_and(|nomad| nomad.id() == peer.host);
         let addressed = self.addressed(peer.vm);
-        let came_local = self.ask(move |worker| worker.open(transport::VmId(vm.0), &addressed, here));
+        let came_local =
+            self.call_engine(move |worker| worker.resume_towards(transport::VmId(vm.0), &addressed, here));
         tracing::debug!(vm = vm.0, peer = peer.vm.0, host = peer.host.0, came_local, "Queue pairs go on");
     }
 }

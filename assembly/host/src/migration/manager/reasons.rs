@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use nomad::MigrationId;
 
 /// Migrations whose reasons are kept. A monitor asks for its own while that ends, or soon after; more can't be under way on one host.
-const KEPT_REASONS: usize = 2 * nomad::config::MAX_MIGRATIONS_PER_HOST;
+const MAX_REASONS: usize = 2 * nomad::config::MAX_MIGRATIONS_PER_HOST;
 
 /// The reasons, by migration; those of the oldest are dropped.
 #[derive(Debug, Default)]
@@ -14,7 +14,7 @@ pub(super) struct Reasons(BTreeMap<MigrationId, String>);
 impl Reasons {
     pub fn note(&mut self, migration: MigrationId, reason: String) {
         self.0.insert(migration, reason);
-        while self.0.len() > KEPT_REASONS {
+        while self.0.len() > MAX_REASONS {
             self.0.pop_first();
         }
     }
@@ -34,7 +34,7 @@ mod tests {
         let mut reasons = Reasons::default();
         for migration in 1..=10_000 {
             reasons.note(MigrationId(migration), format!("{migration} took too long"));
-            assert!(reasons.0.len() <= KEPT_REASONS);
+            assert!(reasons.0.len() <= MAX_REASONS);
         }
         assert_eq!(reasons.of(MigrationId(10_000)), Some("10000 took too long"));
         assert_eq!(reasons.of(MigrationId(1)), None);

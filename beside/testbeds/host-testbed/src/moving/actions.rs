@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use dma::Dma;
 use hca::names::Gid;
-use host::migration::{Arrival, Place, Source};
+use host::migration::{Destination, Place, Source};
 use nomad::objects::{Piece, Total};
 use nomad::{Action, Event, HostId, MigrationId, VmId};
 use pvrdma_testbed::Lines;
@@ -60,7 +60,7 @@ impl Cluster {
         let place =
             Place { vm: host::transport::VmId(vm.0), segment: SEGMENT_NAME.to_owned(), segment_id: SEGMENT };
         let machine = &mut self.machines[index];
-        let arrival = Arrival::begin(&mut machine.parts(), config(vm), room.clone(), &place).unwrap();
+        let arrival = Destination::begin(&mut machine.parts(), config(vm), room.clone(), &place).unwrap();
         machine.host.lines.insert(arrival.device(), Lines::default());
         machine.arriving.insert(vm, (migration, arrival, room));
     }

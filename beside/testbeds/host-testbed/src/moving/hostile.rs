@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
-use host::migration::{Arrival, MigrationError, Parts, Place, Source};
+use host::migration::{Destination, MigrationError, Parts, Place, Source};
 use host::transport::Transports;
 use nomad::objects::Piece;
 use nomad::{HostId, VmId};
@@ -51,7 +51,7 @@ pub fn arrive(pieces: &[Piece]) -> Result<(), MigrationError> {
         Place { vm: host::transport::VmId(vm.0), segment: SEGMENT_NAME.to_owned(), segment_id: SEGMENT };
     let Host { engine, devices, now, .. } = &mut host;
     let mut parts = Parts { engine, devices, transports: &mut transports, now: *now };
-    let mut arrival = Arrival::begin(&mut parts, config(vm), memory(SIZE), &place)?;
+    let mut arrival = Destination::begin(&mut parts, config(vm), memory(SIZE), &place)?;
     for piece in pieces {
         if let Err(refused) = arrival.take(&mut parts, piece.clone()) {
             arrival.discard(&mut parts);

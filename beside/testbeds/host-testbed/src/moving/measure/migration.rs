@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use hca::names::Gid;
-use host::migration::{Arrival, Place, Source};
+use host::migration::{Destination, Place, Source};
 use nomad::HostId;
 use nomad::objects::{Kind, Piece};
 use pvrdma_testbed::Lines;
@@ -109,14 +109,14 @@ impl Run {
     }
 
     /// The first round: the destination restores everything once, while the VM runs.
-    fn copy_all(&mut self, qps: u32, sample: &mut Sample) -> (Source, Arrival) {
+    fn copy_all(&mut self, qps: u32, sample: &mut Sample) -> (Source, Destination) {
         let vm = host::transport::VmId(MOVER.0);
         let place = Place { vm, segment: SEGMENT_NAME.to_owned(), segment_id: SEGMENT };
         let mut config = config(MOVER);
         config.capabilities.max_qp = 32_768;
         config.capabilities.max_cq = 32_768;
         let room = self.left.guest.memory.clone();
-        let mut arrival = Arrival::begin(&mut self.engines[2].parts(), config, room, &place).unwrap();
+        let mut arrival = Destination::begin(&mut self.engines[2].parts(), config, room, &place).unwrap();
         let mut pieces: Vec<Piece> = Vec::new();
         let mut source = Source::begin(&mut self.engines[0].parts(), self.left.guest.id);
         let began = Instant::now();
@@ -134,7 +134,7 @@ impl Run {
     }
 
     /// Further rounds as in any pre-copy, until a round has only the objects in use: new queue pairs are polled for a while.
-    fn copy_changes(&mut self, source: &mut Source, arrival: &mut Arrival) {
+    fn copy_changes(&mut self, source: &mut Source, arrival: &mut Destination) {
         let mut pieces: Vec<Piece> = Vec::new();
         for _ in 0..MAX_ROUNDS {
             for _ in 0..100 {
@@ -170,7 +170,7 @@ impl Run {
     }
 
     /// Peers suspend, the VM stops, and continues at the destination.
-    fn switch_over(&mut self, mut source: Source, mut arrival: Arrival, sample: &mut Sample) {
+    fn switch_over(&mut self, mut source: Source, mut arrival: Destination, sample: &mut Sample) {
         let mut pieces: Vec<Piece> = Vec::new();
         let (device, peer) = (self.left.guest.id, self.right.guest.id);
         let at = self.now();
