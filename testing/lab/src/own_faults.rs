@@ -12,7 +12,7 @@ const SIGNS: [&str; 12] = [
     "panic in a function that cannot unwind",
     "has overflowed its stack",
     "memory allocation of ",
-    // The sandbox's signal handler (`ground/confinement/src/trap.rs`).
+    // The sandbox's signal handler (`base/confinement/src/trap.rs`).
     "the sandbox refused the system call",
     // The kernel: programs took all memory.
     "out of memory: killed process",
@@ -39,11 +39,11 @@ mod tests {
     #[test]
     fn panics_in_any_thread_are_own_faults() {
         for line in [
-            "thread 'engine' panicked at assembly/host/src/lib.rs:1:2:",
-            "thread 'engine' (618) panicked at assembly/host/src/lib.rs:1:2:",
-            "thread '<unnamed>' panicked at assembly/host/src/lib.rs:1:2:",
+            "thread 'engine' panicked at services/host/src/lib.rs:1:2:",
+            "thread 'engine' (618) panicked at services/host/src/lib.rs:1:2:",
+            "thread '<unnamed>' panicked at services/host/src/lib.rs:1:2:",
             "thread main panicked at a.rs:1: no",
-            "causeway: This is a bug of causeway 0.1.0: thread vcpu0 panicked at assembly/host/src/lib.rs:1: no",
+            "causeway: This is a bug of causeway 0.1.0: thread vcpu0 panicked at services/host/src/lib.rs:1: no",
         ] {
             assert!(is_own(line), "{line}");
         }
@@ -79,7 +79,7 @@ mod tests {
     #[test]
     fn a_refused_system_call_is_an_own_fault() {
         let text = "causeway: the sandbox refused the system call ";
-        assert!(include_str!("../../../ground/confinement/src/trap.rs").contains(text));
+        assert!(include_str!("../../../base/confinement/src/trap.rs").contains(text));
         assert!(is_own(&format!("{text}ioctl (16) in thread \"control\"; the process ends")));
     }
 

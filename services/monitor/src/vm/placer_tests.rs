@@ -16,7 +16,7 @@ use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use super::MachinePlacer;
 use common::{Guest, STOP, WINDOW, host, program};
 
-#[path = "../../../../ground/machine/tests/it/common/mod.rs"]
+#[path = "../../../../base/machine/tests/it/common/mod.rs"]
 mod common;
 
 const SIZE: u64 = 32 << 20;

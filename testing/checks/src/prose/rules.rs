@@ -36,7 +36,7 @@ const RESULTS: &str = "docs/results/";
 /// Has the banned words as such.
 const WITH_BANNED_WORDS: &str = "docs/glossary.md";
 /// Top folders and endings of a path that is checked to exist.
-const CITED: &str = r"(?:assembly|beside|cores|devices|docs|fuzz|ground|guest|programs|tools)/[\w./-]*\.(?:c|h|json|md|proto|rs|sh|toml)";
+const CITED: &str = r"(?:base|cores|devices|docs|fuzz|guest|programs|services|testing|tools)/[\w./-]*\.(?:c|h|json|md|proto|rs|sh|toml)";
 
 /// The rules, and the files that text may cite.
 pub struct Rules<'a> {

@@ -51,7 +51,7 @@ fn a_host_whose_boot_failed_otherwise_is_not_excused() {
     for console in [
         "[ 1.0] Kernel panic - not syncing: Attempted to kill init!\n",
         "[ 1.0] Out of memory: Killed process 61 (lab)\n",
-        "thread 'main' panicked at beside/lab/src/agent.rs:1:2:\n",
+        "thread 'main' panicked at testing/lab/src/agent.rs:1:2:\n",
     ] {
         assert!(found_in_boot(&never_up(console)).is_none(), "{console}");
     }

@@ -3,8 +3,8 @@
 
 use crate::metadata::{Metadata, Package};
 
-/// Rows from the bottom up. `beside` and `fuzz` may use everything. Only tests use `beside`.
-const ROWS: [&str; 7] = ["ground", "cores", "devices", "assembly", "programs", "beside", "fuzz"];
+/// Rows from the bottom up. `testing` and `fuzz` may use everything. Only tests use `testing`.
+const ROWS: [&str; 7] = ["base", "cores", "devices", "services", "programs", "testing", "fuzz"];
 
 /// Libraries that only one crate of the product may use. The lab's probe of page walks uses KVM directly, and not through the code
 /// under test.
@@ -43,8 +43,8 @@ pub fn violations(metadata: &Metadata) -> Vec<String> {
             }
             let Some(target) = ours.iter().find(|other| other.name == dependency.name) else { continue };
             let Some(target_row) = row_of(&metadata.workspace_root, target) else { continue };
-            let beside = ROWS[row] == "beside";
-            if target_row >= row && !(beside && target_row == row) {
+            let testing = ROWS[row] == "testing";
+            if target_row >= row && !(testing && target_row == row) {
                 found.push(format!(
                     "{} ({}) depends on {} ({}): a crate may depend on lower rows only",
                     package.name, ROWS[row], target.name, ROWS[target_row]
@@ -91,11 +91,11 @@ mod tests {
     #[test]
     fn downward_edges_pass_and_others_are_named() {
         let fine =
-            workspace(vec![package("ground", "machine", &[]), package("devices", "virtio", &["machine"])]);
+            workspace(vec![package("base", "machine", &[]), package("devices", "virtio", &["machine"])]);
         assert!(violations(&fine).is_empty());
 
         let upward =
-            workspace(vec![package("ground", "machine", &["virtio"]), package("devices", "virtio", &[])]);
+            workspace(vec![package("base", "machine", &["virtio"]), package("devices", "virtio", &[])]);
         assert_eq!(violations(&upward).len(), 1);
 
         let sideways = workspace(vec![package("devices", "a", &["b"]), package("devices", "b", &[])]);
