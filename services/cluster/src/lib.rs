@@ -15,6 +15,7 @@
 //! | [`store`] | a database of it: the trait, and one in a file (redb) |
 //! | [`refusal`] | why it says no |
 //! | `keeper` | the thread that owns the registry; watchers and their log |
+//! | `group_requests`, `peer_pauses` | requests of a group's members; how long peers were suspended |
 //! | `service`, `messages` | gRPC |
 //! | [`server`] | sockets, TLS, metrics; start and end |
 //!

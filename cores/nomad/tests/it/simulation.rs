@@ -207,6 +207,6 @@ fn concurrent_migrations_of_peers_switch_over_in_turn() {
         }
         let wrong = |seed| run_slowly(Scene::Peers, paths, seed, InjectedBug::OverlappingSwitchovers).err();
         let found = (0..60).find_map(|seed| Some((seed, wrong(seed)?)));
-        println!("{:?}", found.expect("the planted fault is not found"));
+        println!("{:?}", found.expect("the injected bug is not found"));
     }
 }
