@@ -101,7 +101,7 @@ fn set_up(line: &mut Line, pages: &mut Pages) -> (Device, Connection) {
         if let Some((b's', [last, count, mebibytes, _])) = line.poll() {
             let device = Device::start(pages);
             device.bind(gid(last));
-            let connection = Connection::new(&device, pages, u32::try_from(count).unwrap_or(1));
+            let connection = Connection::new(&device, pages, half(count));
             pages.fill(mebibytes << 20);
             reply(b'Q', &[connection.qpn.into()]);
             return (device, connection);
@@ -142,6 +142,11 @@ fn exchange(line: &mut Line, device: &Device, connection: &Connection) -> ! {
     }
 }
 
+/// A number of a request as 32 bits.
+fn half(number: u64) -> u32 {
+    u32::try_from(number).unwrap_or_else(|_| fail("a number of a request is too large"))
+}
+
 fn answer(
     request: (u8, [u64; serial::NUMBERS]),
     device: &Device,
@@ -150,7 +155,7 @@ fn answer(
 ) {
     match request {
         (b'c', [qpn, last, first, _]) => {
-            connection.connect(device, u32::try_from(qpn).unwrap_or(0), gid(last));
+            connection.connect(device, half(qpn), gid(last));
             reply(b'C', &[]);
             if first == 1 {
                 connection.post_send(0);
